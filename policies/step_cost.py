@@ -1,0 +1,88 @@
+"""Step cost: predicted seconds of a step, and the price of a draft slot that follows from it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Predicted seconds of one forward pass: a staircase over tokens plus linear terms.
+
+    `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences`: tokens that fit a
+    bucket (a CUDA graph, a tile of padded rows) are free, so the table is a staircase. Beyond
+    the last bucket it goes on with the slope of the last step.
+
+    Attributes:
+        token_buckets: ascending token counts, at least one.
+        step_s: seconds of a step of each bucket, not falling.
+        kv_token_s: seconds per KV token read.
+        sequence_s: seconds per sequence of the batch.
+
+    Raises:
+        ValueError: the table is empty, of unequal lengths, not ascending, or falls.
+    """
+
+    token_buckets: tuple[int, ...]
+    step_s: tuple[float, ...]
+    kv_token_s: float = 0.0
+    sequence_s: float = 0.0
+    _slope_s: float = field(init=False, repr=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        """Check the table and remember the slope beyond it."""
+        buckets, steps = self.token_buckets, self.step_s
+        if not buckets or len(buckets) != len(steps):
+            raise ValueError("token_buckets and step_s must be of equal length, at least 1")
+        if any(b <= a for a, b in pairwise((0, *buckets))):
+            raise ValueError("token_buckets must ascend from 1 or more")
+        if any(b < a for a, b in pairwise((0.0, *steps))):
+            raise ValueError("step_s must be non-negative and must not fall")
+        before_s = steps[-2] if len(steps) > 1 else 0.0
+        slope_s = (steps[-1] - before_s) / self._last_width
+        object.__setattr__(self, "_slope_s", slope_s)
+
+    def seconds(self, tokens: int, kv_tokens: int = 0, sequences: int = 0) -> float:
+        """Return the predicted seconds of a step."""
+        linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
+        return self._table_s(tokens) + linear_s
+
+    def next_edge(self, tokens: int) -> int:
+        """Return the largest token count that costs more than `tokens` by one stair only.
+
+        Behind the last stair one more of its width counts as the next; beyond it, every token.
+        """
+        here_s = self._table_s(tokens)
+        for bucket, step_s in zip(self.token_buckets, self.step_s, strict=True):
+            if bucket > tokens and step_s > here_s:
+                return bucket
+        last = self.token_buckets[-1]
+        return tokens + 1 if tokens >= last else last + self._last_width
+
+    @property
+    def _last_width(self) -> int:
+        return self.token_buckets[-1] - (self.token_buckets[-2:-1] or (0,))[0]
+
+    def _table_s(self, tokens: int) -> float:
+        index = bisect_left(self.token_buckets, tokens)
+        if index < len(self.token_buckets):
+            return self.step_s[index]
+        return self.step_s[-1] + self._slope_s * (tokens - self.token_buckets[-1])
+
+
+def slot_price(cost: StepCost, tokens: int, kv_tokens: int, sequences: int) -> float:
+    """Return what a draft slot must promise, in expected tokens (design, section 1).
+
+    `price = accepted tokens per second x average extra seconds per token up to the next cost
+    step`, at the step's own rate of one token per sequence. An idle worker's price is 0.
+    """
+    if sequences <= 0:
+        return 0.0
+    step_s = cost.seconds(tokens, kv_tokens, sequences)
+    if step_s <= 0.0:
+        return 0.0
+    edge = cost.next_edge(tokens)
+    extra_s = cost.seconds(edge, kv_tokens, sequences) - step_s
+    return sequences / step_s * extra_s / (edge - tokens)

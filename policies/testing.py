@@ -1,0 +1,53 @@
+"""Conformance checks for policies: for our own tests, and for those of third parties."""
+
+from __future__ import annotations
+
+from policies.protocols import SpeculationPolicy
+from policies.step_cost import StepCost
+from policies.types import DraftCandidate, RequestView, SpeculationMode, StepView, WorkerLoad
+
+
+def check_decision(policy: SpeculationPolicy, request: RequestView, load: WorkerLoad) -> None:
+    """Check that a decision honours what the client asked for and what the worker has.
+
+    Raises:
+        AssertionError: the policy breaks the contract of `SpeculationPolicy.decide`.
+    """
+    plan = policy.decide(request, load)
+    assert plan == policy.decide(request, load), "the same inputs must give the same plan"
+    assert plan.mode is request.mode, "the plan must repeat what was asked for"
+    assert plan.reason, "the client must learn why"
+    assert (plan.proposer is None) == (plan.max_draft_tokens == 0), "no proposer, no drafts"
+    assert plan.proposer is None or plan.proposer in load.proposers, "the worker has no such one"
+    if request.max_draft_tokens is not None:
+        assert plan.max_draft_tokens <= request.max_draft_tokens, "the client's cap must hold"
+    if request.mode is SpeculationMode.OFF:
+        assert plan.proposer is None, "off must mean off"
+
+
+def check_draft_lengths(policy: SpeculationPolicy, step: StepView, cost: StepCost) -> None:
+    """Check that the lengths of a step fit its candidates and its budget.
+
+    Raises:
+        AssertionError: the policy breaks the contract of `SpeculationPolicy.draft_lengths`.
+    """
+    lengths = list(policy.draft_lengths(step, cost))
+    assert len(lengths) == len(step.candidates), "one length for each candidate"
+    for length, candidate in zip(lengths, step.candidates, strict=True):
+        assert 0 <= length <= candidate.max_draft_tokens, "a length beyond what can be verified"
+    assert sum(lengths) <= step.slot_budget, "more slots than the step has room for"
+
+
+def check_speculation(policy: SpeculationPolicy) -> None:
+    """Run the checks on a spread of requests, loads and steps."""
+    cost = StepCost((16, 32, 64), (1e-3, 1.5e-3, 2.5e-3))
+    for proposers in ((), ("ngram",), ("ngram", "draft_model")):
+        for price in (0.0, 0.2, 2.0):
+            load = WorkerLoad(3, 1, 5, 10, price, 0.6, proposers)
+            for mode in SpeculationMode:
+                for cap in (None, 0, 1, 100):
+                    check_decision(policy, RequestView(10, 20, 0.0, mode, cap), load)
+    for count in (0, 1, 5, 40):
+        candidates = tuple(DraftCandidate(i % 9, (i % 10) / 10) for i in range(count))
+        for budget in (0, 3, 1000):
+            check_draft_lengths(policy, StepView(count, 100, count, budget, candidates), cost)

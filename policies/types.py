@@ -1,0 +1,120 @@
+"""The vocabulary of decisions: what a policy may see, and what it answers.
+
+All values are immutable. Units are in the names: `_s` seconds, `_tokens` tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class SpeculationMode(StrEnum):
+    """What a client may ask for in `speculation.mode`."""
+
+    AUTO = "auto"
+    OFF = "off"
+    NGRAM = "ngram"
+    DRAFT_MODEL = "draft_model"
+    SPARSE_SELF = "sparse_self"
+
+
+PROPOSER_MODES: Final = frozenset(
+    {SpeculationMode.NGRAM, SpeculationMode.DRAFT_MODEL, SpeculationMode.SPARSE_SELF}
+)
+"""Modes which name a proposer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What a policy may know of a request before it runs.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        max_tokens: most tokens the request may generate.
+        temperature: 0 is greedy.
+        mode: what the client asked for.
+        max_draft_tokens: the client's cap on the draft length; None leaves it to the policy.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    temperature: float
+    mode: SpeculationMode = SpeculationMode.AUTO
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's load, as the gateway sees it.
+
+    Attributes:
+        running, waiting: sequences in the batch, and queued for it.
+        kv_blocks_free, kv_blocks_total: KV memory of the worker, in blocks.
+        price: expected tokens a draft slot must promise now (design, section 1); 0 when idle.
+        acceptance: running chance that a drafted token is accepted.
+        proposers: what the worker can draft with, cheapest first.
+    """
+
+    running: int
+    waiting: int
+    kv_blocks_free: int
+    kv_blocks_total: int
+    price: float
+    acceptance: float
+    proposers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationPlan:
+    """The gateway's decision for one request; the worker decides each step within it.
+
+    Attributes:
+        policy: the name of the policy that decided.
+        mode: what the client asked for.
+        proposer: what may draft; None when the request does not speculate.
+        max_draft_tokens: most draft tokens of a step; 0 when the request does not speculate.
+        reason: the decision in words, for the client.
+        price: the price the decision was made at; None when no price was looked at.
+    """
+
+    policy: str
+    mode: SpeculationMode
+    proposer: str | None
+    max_draft_tokens: int
+    reason: str
+    price: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCandidate:
+    """A decoding sequence whose next step could verify a draft.
+
+    Attributes:
+        max_draft_tokens: longest draft the step may verify for it: the plan's cap, the tokens
+            left to generate, and what the proposer offers.
+        acceptance: estimated chance that a draft token is accepted, given all before it were.
+    """
+
+    max_draft_tokens: int
+    acceptance: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The step that is about to be planned, before drafts are added.
+
+    Attributes:
+        tokens: tokens of the step without drafts.
+        kv_tokens: KV tokens the step reads.
+        sequences: sequences that will sample a token.
+        slot_budget: most draft slots the step has room for.
+        candidates: sequences that may draft.
+    """
+
+    tokens: int
+    kv_tokens: int
+    sequences: int
+    slot_budget: int
+    candidates: tuple[DraftCandidate, ...]
