@@ -1,0 +1,103 @@
+"""The contract between the gateway and whatever runs requests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from backends.tokenizer import Tokenizer
+from backends.types import Delta, GenerationRequest, ModelCard
+from policies.types import WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """How a worker in this process is set up. Field metadata is in `gateway.config`.
+
+    Attributes:
+        model: directory of a checkpoint in Hugging Face layout; None is the shipped model.
+        speculation: the policy that decides each step, as `off`, `fixed:K` or `auto`.
+        proposer: name of the only proposer to use; None offers whatever is there.
+        dtype: `auto`, `float32` or `bfloat16`.
+        max_model_len: bound on prompt plus output; None is the model's own.
+        max_num_seqs: most sequences in a batch.
+        max_step_tokens: token budget of a step: decodes, draft slots and prefill chunks.
+        kv_bytes: memory for the KV cache.
+        threads: threads of a CPU worker; None is one per core.
+        profile: step costs of the simulator, a shipped name or a file.
+        sim_service_ms: constant service time per request of the simulator; None uses the profile.
+        sim_acceptance: chance that the simulator accepts a draft token.
+    """
+
+    model: Path | None = None
+    speculation: str = "auto"
+    proposer: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_step_tokens: int = 512
+    kv_bytes: int = 1 << 30
+    threads: int | None = None
+    profile: str = "cpu-demo"
+    sim_service_ms: float | None = None
+    sim_acceptance: float = 0.6
+
+
+class Backend(Protocol):
+    """Runs requests. All methods are called on the event loop's thread.
+
+    Life: `start` once, any number of concurrent `generate`, `stop` once.
+    """
+
+    @property
+    def card(self) -> ModelCard:
+        """What is served. Valid after `start`."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Valid after `start`; its methods may be called in any thread."""
+        ...
+
+    async def start(self) -> None:
+        """Load and warm up; ready when it returns.
+
+        Raises:
+            CheckpointError: the model cannot be loaded.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Stop at once: open streams end with `BackendFailed`. Idempotent."""
+        ...
+
+    def check(self, request: GenerationRequest) -> None:
+        """Return if the request can run here; changes nothing.
+
+        Raises:
+            RequestRejected: it never can, e.g. it is longer than the context or the KV pool.
+        """
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Run the request, yielding deltas of its choices as steps complete.
+
+        Ends after every choice had its `finish_reason`. Closing the generator early cancels the
+        request and frees its KV within one step.
+
+        Raises:
+            RequestRejected: as `check`.
+            BackendFailed: the worker broke; no delta follows.
+        """
+        ...
+
+    def load(self) -> WorkerLoad:
+        """Return the current load. Costs no more than reading a few numbers."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the backend is broken, or None while it is well."""
+        ...

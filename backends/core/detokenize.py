@@ -1,0 +1,101 @@
+"""Text of a growing token sequence: whole characters, and stop strings across token borders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+_REPLACEMENT: Final = "\ufffd"
+"""What decoders put for bytes that are not (yet) a character."""
+
+_CONTEXT_TOKENS: Final = 6
+"""Tokens decoded again before the new ones: some decoders join or strip at the start."""
+
+_LONGEST_CHARACTER_TOKENS: Final = 4
+"""A UTF-8 character has at most 4 bytes, so at most 4 byte tokens: more is no character."""
+
+
+class TextStream:
+    """Turns tokens into text piece by piece; sans-I/O.
+
+    Text is held back while it may be half a character or the beginning of a stop string, so what
+    was given out never has to be taken back.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: tuple[str, ...] = (),
+        context: Sequence[int] = (),
+    ) -> None:
+        """Start behind `context` (the prompt's tokens, of which the last few matter)."""
+        self._decode = decode
+        self._stop = tuple(s for s in stop if s)
+        self._tokens = list(context[-_CONTEXT_TOKENS:])
+        self._taken = len(decode(self._tokens))  # leading characters of their text, done with
+        self._undecided = 0  # tokens since the text last ended in a whole character
+        self._held = ""  # text that may be the beginning of a stop string
+        self.stopped = False
+
+    def add(self, token_id: int) -> str:
+        """Add a token and return the text that is now certain.
+
+        After a stop string was found (`stopped`), nothing more is returned.
+        """
+        if self.stopped:
+            return ""
+        self._tokens.append(token_id)
+        self._held += self._new_text(final=False)
+        self._cut_at_stop()
+        return self._release(final=False)
+
+    def flush(self) -> str:
+        """Return what was held back: the sequence has ended."""
+        if self.stopped:
+            return ""
+        self._held += self._new_text(final=True)
+        self._cut_at_stop()
+        return self._release(final=True)
+
+    def _new_text(self, *, final: bool) -> str:
+        """Return the text that is decided: none while the last character is partial."""
+        text = self._decode(self._tokens)
+        end = len(text)
+        if text.endswith(_REPLACEMENT) and not final:
+            self._undecided += 1
+            if self._undecided < _LONGEST_CHARACTER_TOKENS:
+                return ""
+            # So many tokens are no character; only the last ones may still become one.
+            end = max(end - _LONGEST_CHARACTER_TOKENS + 1, self._taken)
+        else:
+            self._undecided = 0
+        new = text[self._taken : end]
+        del self._tokens[:-_CONTEXT_TOKENS]
+        self._taken = max(0, len(self._decode(self._tokens)) - (len(text) - end))
+        return new
+
+    def _cut_at_stop(self) -> None:
+        """Cut the held text before the stop string that is complete first, if there is one.
+
+        Of two which end together the longer one counts. So the cut depends on the characters
+        alone, not on how they came in tokens.
+        """
+        found = [(self._held.find(stop), len(stop)) for stop in self._stop]
+        ends = [(start + length, start) for start, length in found if start >= 0]
+        if ends:
+            self._held = self._held[: min(ends)[1]]
+            self.stopped = True
+
+    def _release(self, *, final: bool) -> str:
+        keep = 0 if final or self.stopped else self._possible_stop()
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+    def _possible_stop(self) -> int:
+        """Return the length of the longest tail which may become a stop string."""
+        for length in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
+            tail = self._held[-length:]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0

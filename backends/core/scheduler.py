@@ -1,0 +1,347 @@
+"""The one scheduler: queues, KV blocks and policies in, a `StepPlan` out, a `StepResult` back.
+
+Rules of this file: no clock, no randomness, no device. Decodes go first, least recently served
+first, so more decodes than budget means taking turns. Draft slots come next, as many as the
+policy allows; they never preempt. Then prefill chunks, and newcomers in order of arrival: a
+sequence which cannot be admitted keeps those behind it waiting, so none starves. When blocks run
+out, the youngest sequence gives its own back and is computed again later (recompute).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from backends.core.sequence import Sequence, SequenceState
+from backends.core.steps import Draft, Proposer, SequenceWork, StepPlan, StepResult
+from backends.types import FinishReason, TokenLogprob
+from policies.protocols import SpeculationPolicy
+from policies.step_cost import StepCost, slot_price
+from policies.survival import FORGETTING, Acceptance
+from policies.types import DraftCandidate, StepView, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of a batch.
+
+    Attributes:
+        max_num_seqs: most running sequences.
+        max_step_tokens: most tokens of a step: decodes, draft slots and prefill chunks.
+        eos_ids: tokens that end a sequence.
+    """
+
+    max_num_seqs: int
+    max_step_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens a step added to a sequence."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(slots=True)
+class _StepDraft:
+    """The step under construction."""
+
+    budget: int
+    work: dict[int, SequenceWork] = field(default_factory=dict)  # by sequence key
+
+    def add(self, work: SequenceWork) -> None:
+        replaced = self.work.get(work.sequence.key)
+        self.budget += (replaced.num_tokens if replaced else 0) - work.num_tokens
+        self.work[work.sequence.key] = work
+
+
+class Scheduler:
+    """Decides what every step computes. `plan` and `apply` alternate."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: KvBlocks,
+        policy: SpeculationPolicy,
+        proposers: Mapping[str, Proposer],
+        cost: StepCost,
+    ) -> None:
+        """Start empty. `proposers` are ordered, cheapest first."""
+        self.config = config
+        self.blocks = blocks
+        self.cost = cost
+        self._policy = policy
+        self._proposers = proposers
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._offers: dict[int, Draft] = {}  # what proposers offered for the planned step
+        self._acceptance = Acceptance(forgetting=FORGETTING)
+        self._price = 0.0
+        self._step = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self._waiting.append(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and free its blocks at once; no-op if it has ended already."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.move_to(SequenceState.FINISHED)
+        sequence.finish_reason = reason
+        self.blocks.release(sequence.block_table)
+        for proposer in self._proposers.values():
+            proposer.forget(sequence)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences in the batch, oldest admission first."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Sequence, ...]:
+        """Sequences in the queue, next first."""
+        return tuple(self._waiting)
+
+    def load(self) -> WorkerLoad:
+        """Return the worker's load."""
+        return WorkerLoad(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_blocks_free=self.blocks.num_free,
+            kv_blocks_total=self.blocks.num_blocks,
+            price=self._price if self._running else 0.0,
+            acceptance=self._acceptance.rate(),
+            proposers=tuple(self._proposers),
+        )
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step, or None when there is nothing to do.
+
+        The blocks it needs are allocated. At most `max_step_tokens` tokens.
+        """
+        self._step += 1
+        self._offers.clear()
+        step = _StepDraft(self.config.max_step_tokens)
+        self._plan_decodes(step)
+        self._plan_drafts(step)
+        self._plan_prefills(step)
+        self._admit(step)
+        if not step.work:
+            return None
+        return StepPlan(tuple(step.work.values()))
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
+        """Account for a step: confirm tokens, give back rejected tails, end what has ended."""
+        emissions = []
+        for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
+            if work.sequence.state is not SequenceState.RUNNING:
+                continue
+            emission = self._apply_work(work, emitted, logprobs)
+            if emission.token_ids:
+                emissions.append(emission)
+        self._price = slot_price(self.cost, plan.num_tokens, plan.kv_tokens, plan.num_sampling)
+        return emissions
+
+    # --- planning -----------------------------------------------------------------------------
+
+    def _plan_decodes(self, step: _StepDraft) -> None:
+        """Give every decode its one token, those first that waited longest."""
+        decodes = [s for s in self._running if s.pending_tokens == 1]
+        decodes.sort(key=lambda s: (s.last_step, s.key))
+        for sequence in decodes:
+            if step.budget <= 0:
+                break
+            # An earlier decode may have preempted this one.
+            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, step):
+                self._schedule(step, sequence, 1)
+
+    def _plan_drafts(self, step: _StepDraft) -> None:
+        """Add the drafts the policy allows. Free blocks only: drafts preempt nobody."""
+        offers = [(work, self._offer(work.sequence)) for work in step.work.values()]
+        offers = [(work, draft) for work, draft in offers if draft.token_ids]
+        if not offers:
+            return
+        view = StepView(
+            tokens=sum(work.num_tokens for work in step.work.values()),
+            kv_tokens=sum(work.context_tokens for work in step.work.values()),
+            sequences=len(step.work),
+            slot_budget=self._slot_budget(step),
+            candidates=tuple(self._candidate(w.sequence, draft) for w, draft in offers),
+        )
+        lengths = self._policy.draft_lengths(view, self.cost)
+        spare_blocks = self._draft_blocks()
+        for (work, draft), length in zip(offers, lengths, strict=True):
+            self._offers[work.sequence.key] = draft
+            drafted = draft.token_ids[: min(length, step.budget)]
+            spare_blocks -= self._add_draft(step, work, drafted, spare_blocks)
+
+    def _may_admit(self) -> bool:
+        """Return whether a newcomer waits for nothing but budget and blocks."""
+        return bool(self._waiting) and len(self._running) < self.config.max_num_seqs
+
+    def _slot_budget(self, step: _StepDraft) -> int:
+        """Return how many draft slots the step may hold: half of the rest is for prefills."""
+        prefills = self._may_admit() or any(s.pending_tokens > 1 for s in self._running)
+        return step.budget // 2 if prefills else step.budget
+
+    def _draft_blocks(self) -> int:
+        """Return how many blocks drafts may take: not those which let the next newcomer in."""
+        free = self.blocks.num_free
+        if not self._may_admit():
+            return free
+        newcomer = self.blocks.blocks_for(len(self._waiting[0].token_ids))
+        return free - newcomer if newcomer <= free else free
+
+    def _offer(self, sequence: Sequence) -> Draft:
+        """Ask the sequence's proposer for a draft within the plan and the tokens left."""
+        plan = sequence.request.speculation
+        # The token sampled behind the draft is the last one that may be generated.
+        most = min(plan.max_draft_tokens, sequence.remaining_tokens - 1)
+        proposer = self._proposers.get(plan.proposer or "")
+        if proposer is None or most < 1:
+            return Draft()
+        return proposer.propose(sequence, most)
+
+    def _candidate(self, sequence: Sequence, draft: Draft) -> DraftCandidate:
+        acceptance = sequence.acceptance.rate(prior=self._acceptance.rate())
+        return DraftCandidate(len(draft.token_ids), acceptance)
+
+    def _add_draft(
+        self, step: _StepDraft, work: SequenceWork, draft: tuple[int, ...], spare_blocks: int
+    ) -> int:
+        """Add what fits of a draft, and return how many of the spare blocks it took."""
+        sequence, held = work.sequence, len(work.sequence.block_table)
+        draft = draft[: (held + spare_blocks) * self.blocks.block_size - work.context_tokens]
+        if not draft:
+            return 0
+        self.blocks.extend(sequence.block_table, work.context_tokens + len(draft))
+        step.add(
+            SequenceWork(sequence, work.start, work.token_ids + draft, len(draft), samples=True)
+        )
+        return len(sequence.block_table) - held
+
+    def _plan_prefills(self, step: _StepDraft) -> None:
+        """Continue prefills with what is left of the budget, oldest first."""
+        for sequence in tuple(self._running):
+            if step.budget <= 0:
+                return
+            unplanned = sequence.key not in step.work and sequence.state is SequenceState.RUNNING
+            if unplanned and sequence.pending_tokens > 1 and self._make_room(sequence, step):
+                self._schedule(step, sequence, min(sequence.pending_tokens, step.budget))
+
+    def _admit(self, step: _StepDraft) -> None:
+        """Admit waiting sequences in order while budget, batch and memory have room."""
+        while self._waiting and step.budget > 0:
+            sequence = self._waiting[0]
+            if len(self._running) >= self.config.max_num_seqs:
+                return
+            try:
+                self.blocks.extend(sequence.block_table, len(sequence.token_ids))
+            except OutOfBlocks:
+                return
+            self._waiting.popleft()
+            sequence.move_to(SequenceState.RUNNING)
+            self._running.append(sequence)
+            self._schedule(step, sequence, min(sequence.pending_tokens, step.budget))
+
+    def _schedule(self, step: _StepDraft, sequence: Sequence, tokens: int) -> None:
+        """Put the next `tokens` pending tokens of the sequence into the step."""
+        start = sequence.num_computed
+        fed = tuple(sequence.token_ids[start : start + tokens])
+        samples = tokens == sequence.pending_tokens
+        sequence.last_step = self._step
+        step.add(SequenceWork(sequence, start, fed, 0, samples))
+
+    def _make_room(self, sequence: Sequence, step: _StepDraft) -> bool:
+        """Give the sequence blocks for all its tokens, preempting the youngest if need be.
+
+        Returns False if it had to be preempted itself: whatever else runs is in this step.
+        """
+        while True:
+            try:
+                self.blocks.extend(sequence.block_table, len(sequence.token_ids))
+            except OutOfBlocks:
+                victim = self._victim(step)
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+            else:
+                return True
+
+    def _victim(self, step: _StepDraft) -> Sequence:
+        """Return the youngest running sequence that is not part of this step yet."""
+        return max((s for s in self._running if s.key not in step.work), key=lambda s: s.key)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; it is computed anew, ahead of all that never ran."""
+        self._running.remove(sequence)
+        self.blocks.release(sequence.block_table)
+        sequence.move_to(SequenceState.WAITING)
+        sequence.num_computed = 0
+        sequence.preemptions += 1
+        # The queue is in order of arrival, so it stands behind older ones preempted before.
+        at = bisect_left(self._waiting, sequence.key, key=lambda waiting: waiting.key)
+        self._waiting.insert(at, sequence)
+
+    # --- accounting ---------------------------------------------------------------------------
+
+    def _apply_work(
+        self,
+        work: SequenceWork,
+        emitted: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+    ) -> Emission:
+        sequence = work.sequence
+        confirmed = work.num_tokens - work.num_drafts
+        if not work.samples:
+            sequence.num_computed = work.start + confirmed
+            return Emission(sequence, (), ())
+        accepted = len(emitted) - 1
+        self._observe(sequence, work, emitted)
+        kept = tuple(self._until_finished(sequence, emitted))
+        sequence.num_computed = work.start + confirmed + accepted
+        if sequence.finish_reason is None:
+            self.blocks.trim(sequence.block_table, sequence.num_computed)
+        else:
+            self.finish(sequence, sequence.finish_reason)
+        return Emission(sequence, kept, logprobs[: len(kept)])
+
+    def _until_finished(self, sequence: Sequence, emitted: Iterable[int]) -> Iterator[int]:
+        """Append tokens to the sequence up to the one that ends it."""
+        sampling = sequence.request.sampling
+        for token in emitted:
+            sequence.token_ids.append(token)
+            yield token
+            if token in self.config.eos_ids and not sampling.ignore_eos:
+                sequence.finish_reason = FinishReason.STOP
+            elif sequence.output_tokens >= sampling.max_tokens:
+                sequence.finish_reason = FinishReason.LENGTH
+            if sequence.finish_reason is not None:
+                return
+
+    def _observe(self, sequence: Sequence, work: SequenceWork, emitted: tuple[int, ...]) -> None:
+        """Learn from the draft: from what was verified, and from what was merely offered.
+
+        A draft that was not verified still agrees or not with the token that came, so a policy
+        that stopped drafting notices when drafting would pay again.
+        """
+        if work.num_drafts:
+            sequence.count_draft(work.num_drafts, len(emitted) - 1)
+        offer = self._offers.get(sequence.key)
+        if offer is None:
+            return
+        pairs = list(zip(offer.token_ids, emitted, strict=False))
+        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        for record in (sequence.acceptance, self._acceptance):
+            record.observe(agreed, refuted=agreed < len(pairs))

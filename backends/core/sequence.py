@@ -1,0 +1,108 @@
+"""One sequence: a request's tokens and KV state on a worker.
+
+Every state and transition is in this file. `num_computed` says how many leading tokens have
+their keys and values in the cache; what is left is *pending*. A decode is a sequence with one
+pending token, a prefill one with more, and a preempted sequence one which starts again at 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
+
+from backends.types import FinishReason, GenerationRequest, SpeculationOutcome
+from policies.survival import Acceptance
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
+    # admitted to the batch; or cancelled in the queue
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    # preempted by recompute; or finished
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, KV pages and counters of one choice of a request.
+
+    Attributes:
+        key: unique on the worker and ascending with arrival.
+        token_ids: prompt and output.
+        num_computed: leading tokens whose keys and values are in the cache.
+        block_table: KV blocks in order; block i holds tokens `i * block_size` and on.
+        acceptance: this sequence's own record of agreed and refuted draft tokens.
+    """
+
+    key: int
+    request: GenerationRequest
+    choice: int
+    token_ids: list[int]
+    state: SequenceState = SequenceState.WAITING
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    preemptions: int = 0
+    last_step: int = -1
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, key: int, request: GenerationRequest, choice: int) -> Sequence:
+        """Return the waiting sequence for one choice of a request."""
+        return cls(key, request, choice, list(request.prompt_ids))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def pending_tokens(self) -> int:
+        """Known tokens which are not in the cache yet."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens which may still be generated."""
+        return self.request.sampling.max_tokens - self.output_tokens
+
+    def move_to(self, state: SequenceState) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: the table has no such transition.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"sequence {self.key}: {self.state.name} cannot become {state.name}")
+        self.state = state
+
+    def count_draft(self, drafted: int, accepted: int) -> None:
+        """Count one step that verified `drafted` > 0 draft tokens."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        self.histogram[accepted] += 1
+
+    def outcome(self) -> SpeculationOutcome:
+        """Return what speculation did for this sequence so far."""
+        return SpeculationOutcome(
+            sum(self.histogram), self.drafted_tokens, self.accepted_tokens, tuple(self.histogram)
+        )

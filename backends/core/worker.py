@@ -1,0 +1,144 @@
+"""A worker without I/O: requests in, steps out, deltas back.
+
+Joins the scheduler with text streams. Whoever owns it (a thread with a device, a task with a
+clock) calls `plan`, runs the step, and calls `complete`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from backends.core.detokenize import TextStream
+from backends.core.scheduler import Emission, Scheduler
+from backends.core.sequence import Sequence
+from backends.core.steps import StepPlan, StepResult
+from backends.errors import RequestRejected
+from backends.tokenizer import Tokenizer
+from backends.types import Delta, FinishReason, GenerationRequest
+from policies.types import WorkerLoad
+
+
+class Worker:
+    """Requests and their choices on top of a scheduler. Not thread-safe: one owner."""
+
+    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, max_model_len: int) -> None:
+        """Start empty. `tokenizer` may be read by anybody: it is immutable."""
+        self._scheduler = scheduler
+        self.tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._keys = count()
+        self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
+        self._texts: dict[int, TextStream] = {}  # by sequence key
+
+    def check(self, request: GenerationRequest) -> None:
+        """Return if the request can run here.
+
+        Raises:
+            RequestRejected: the prompt is empty, or prompt and output exceed the context or the
+                whole KV pool.
+        """
+        prompt, output = len(request.prompt_ids), request.sampling.max_tokens
+        if not prompt:
+            raise RequestRejected("the prompt has no tokens", param="prompt")
+        pool = self._scheduler.blocks.num_blocks * self._scheduler.blocks.block_size
+        for limit, what in ((self._max_model_len, "context"), (pool, "KV pool")):
+            if prompt + output > limit:
+                raise RequestRejected(
+                    f"the {what} holds {limit} tokens, but the prompt has {prompt} and "
+                    f"{output} more were asked for",
+                    param="prompt" if prompt >= limit else "max_tokens",
+                    limit_tokens=limit,
+                )
+        vocab = self.tokenizer.vocab_size
+        if not all(0 <= token < vocab for token in request.prompt_ids):
+            raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue every choice of a request that `check` accepted."""
+        sequences = [Sequence.of(next(self._keys), request, i) for i in range(request.n)]
+        self._requests[request.request_id] = sequences
+        for sequence in sequences:
+            self._texts[sequence.key] = TextStream(
+                self.tokenizer.decode, request.sampling.stop, request.prompt_ids
+            )
+            self._scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request and free its blocks at once; no-op if it has ended already."""
+        for sequence in self._requests.pop(request_id, ()):
+            self._close(sequence, FinishReason.ABORT)
+
+    @property
+    def open_requests(self) -> tuple[str, ...]:
+        """Ids of the requests that have not ended."""
+        return tuple(self._requests)
+
+    def load(self) -> WorkerLoad:
+        """Return the load."""
+        return self._scheduler.load()
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step, or None when there is nothing to do."""
+        return self._scheduler.plan()
+
+    def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
+        """Account for a step and return the deltas it gives, with their request ids."""
+        return list(self._deltas(self._scheduler.apply(plan, result)))
+
+    def _deltas(self, emissions: list[Emission]) -> Iterator[tuple[str, Delta]]:
+        for emission in emissions:
+            yield emission.sequence.request.request_id, self._delta(emission)
+
+    def _delta(self, emission: Emission) -> Delta:
+        sequence = emission.sequence
+        text, num_tokens = self._show(emission, self._texts[sequence.key])
+        reason = sequence.finish_reason
+        if reason is not None:
+            self._forget(sequence)
+        return Delta(
+            sequence.choice,
+            emission.token_ids[:num_tokens],
+            text,
+            emission.logprobs[:num_tokens],
+            reason,
+            sequence.outcome() if reason else None,
+        )
+
+    def _show(self, emission: Emission, stream: TextStream) -> tuple[str, int]:
+        """Return the text of an emission, and how many of its tokens stand before a stop.
+
+        Tokens accepted behind a stop string never were: without drafts they had not been made.
+        """
+        sequence, tokens = emission.sequence, emission.token_ids
+        eos = sequence.finish_reason is FinishReason.STOP  # the last token, and not shown
+        text = ""
+        for index, token in enumerate(tokens[:-1] if eos else tokens):
+            text += stream.add(token)
+            if stream.stopped:
+                self._stop(sequence)
+                return text, index + 1
+        if sequence.finish_reason is not None:
+            text += stream.flush()
+            if stream.stopped:
+                self._stop(sequence)
+        return text, len(tokens)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """End a sequence at a stop string, also if it reached its length in the same step."""
+        self._scheduler.finish(sequence, FinishReason.STOP)
+        sequence.finish_reason = FinishReason.STOP
+
+    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._scheduler.finish(sequence, reason)
+        self._texts.pop(sequence.key, None)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Drop a choice that has ended, and the request with its last choice."""
+        self._texts.pop(sequence.key, None)
+        request_id = sequence.request.request_id
+        open_choices = self._requests.get(request_id, [])
+        if sequence in open_choices:
+            open_choices.remove(sequence)
+        if not open_choices:
+            self._requests.pop(request_id, None)

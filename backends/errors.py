@@ -1,0 +1,37 @@
+"""Errors of backends.
+
+BackendError
+├── CheckpointError     a model cannot be loaded: says what and where
+├── RequestRejected     this request can never run here: names the parameter
+└── BackendFailed       the worker is broken; its streams end with this
+"""
+
+from __future__ import annotations
+
+
+class BackendError(Exception):
+    """Any error of a backend."""
+
+
+class CheckpointError(BackendError):
+    """A checkpoint is missing, damaged, or of an unsupported architecture."""
+
+
+class RequestRejected(BackendError):
+    """A request can never run on this backend.
+
+    Attributes:
+        param: the request parameter at fault.
+        limit_tokens: for a request that is too long, the most tokens of prompt and output
+            together that can run here; None for any other fault.
+    """
+
+    def __init__(self, message: str, param: str, limit_tokens: int | None = None) -> None:
+        """Name the fault and the parameter."""
+        super().__init__(message)
+        self.param = param
+        self.limit_tokens = limit_tokens
+
+
+class BackendFailed(BackendError):
+    """The worker failed or stopped while requests were running."""

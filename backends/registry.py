@@ -1,0 +1,41 @@
+"""Backends by name, loaded only when asked for: `--backend sim` never imports torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from backends.base import Backend, WorkerConfig
+
+BACKEND_GROUP = "draftgate.backends"
+
+_BUILT_IN = {
+    "engine": "backends.engine.backend:EngineBackend",
+    "sim": "backends.sim.backend:SimBackend",
+}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names of every backend there is, built in or installed beside."""
+    installed = {entry.name for entry in entry_points(group=BACKEND_GROUP)}
+    return tuple(sorted(installed | set(_BUILT_IN)))
+
+
+def create_backend(name: str, config: WorkerConfig) -> Backend:
+    """Build the backend of that name; it is not started.
+
+    Raises:
+        ValueError: no such backend. The message lists the names.
+        ImportError: what the backend needs is not installed.
+    """
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        factory = getattr(import_module(module), attribute)
+    else:
+        found = {entry.name: entry for entry in entry_points(group=BACKEND_GROUP)}
+        if name not in found:
+            known = ", ".join(backend_names())
+            raise ValueError(f"unknown backend {name!r}; known: {known}")
+        factory = found[name].load()
+    backend: Backend = factory(config)
+    return backend

@@ -1,0 +1,152 @@
+"""From steps to readers: the event-loop side of a backend.
+
+A worker delivers one batch of deltas per step; each request's reader takes its own. A reader that
+falls behind finds the waiting deltas of a choice merged into one, so what waits is bounded by the
+request's own output, and a slow client gets fewer, larger chunks.
+
+States of a stream: *open* (the worker owes it deltas), *complete* (every choice has finished; what
+waits can still be read), *failed* (what waits can be read, then `BackendFailed`), *closed*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+from backends.errors import BackendFailed
+from backends.types import Delta, GenerationRequest
+
+
+class DeltaStreams:
+    """The open streams of a backend, by request id. Use on the event loop's thread only."""
+
+    def __init__(self, on_abandon: Callable[[str], None]) -> None:
+        """Start empty.
+
+        `on_abandon(request_id)` is called exactly once for a stream that is closed while the
+        worker still owes it deltas: the worker must cancel the request.
+        """
+        self._on_abandon = on_abandon
+        self._open: dict[str, _Stream] = {}
+
+    def open(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Register a stream at once and return it: submit the request to the worker after this.
+
+        The generator ends when all `request.n` choices have finished, and raises `BackendFailed`
+        after `fail`. It must be closed (`aclosing`), read or not; cancelling its reader closes it.
+
+        Raises:
+            ValueError: a stream of that request id is open.
+        """
+        if request.request_id in self._open:
+            raise ValueError(f"request {request.request_id!r} is running already")
+        stream = _Stream(self, request.request_id, request.n)
+        self._open[request.request_id] = stream
+        return stream
+
+    def deliver(self, batch: Iterable[tuple[str, Delta]]) -> None:
+        """Hand out the deltas of a step. Deltas of streams that are not open are dropped."""
+        for request_id, delta in batch:
+            stream = self._open.get(request_id)
+            if stream is not None and stream.put(delta):
+                del self._open[request_id]
+
+    def fail(self, message: str) -> None:
+        """End every open stream with `BackendFailed(message)`."""
+        streams, self._open = self._open, {}
+        for stream in streams.values():
+            stream.fail(message)
+
+    def close(self, request_id: str) -> None:
+        """Forget a stream, and tell the worker if it still owed it deltas."""
+        if self._open.pop(request_id, None) is not None:
+            self._on_abandon(request_id)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+class _Stream(AsyncGenerator[Delta, None]):
+    """One request's deltas. A class, since a native generator that never ran ignores `aclose`."""
+
+    def __init__(self, owner: DeltaStreams, request_id: str, choices: int) -> None:
+        self._owner = owner
+        self._request_id = request_id
+        self._unfinished = choices
+        self._waiting: dict[int, list[Delta]] = {}  # by choice, the longest waiting first
+        self._news = asyncio.Event()
+        self._failure: str | None = None
+        self._closed = False
+
+    def put(self, delta: Delta) -> bool:
+        """Add a delta; return whether it was the last one."""
+        self._waiting.setdefault(delta.choice, []).append(delta)
+        self._unfinished -= delta.finish_reason is not None
+        self._news.set()
+        return self._unfinished == 0
+
+    def fail(self, message: str) -> None:
+        """End with an error after what waits."""
+        self._failure = message
+        self._news.set()
+
+    async def asend(self, value: None, /) -> Delta:
+        """Return the next delta: all that waits of one choice."""
+        while not self._closed:
+            if self._waiting:
+                choice = next(iter(self._waiting))
+                return _merged(self._waiting.pop(choice))
+            if self._failure is not None:
+                self._close()
+                raise BackendFailed(self._failure)
+            if self._unfinished == 0:
+                self._close()
+                break
+            self._news.clear()
+            try:
+                await self._news.wait()
+            except asyncio.CancelledError:
+                self._close()
+                raise
+        raise StopAsyncIteration
+
+    async def athrow(
+        self,
+        typ: type[BaseException] | BaseException,
+        val: BaseException | object = None,
+        tb: TracebackType | None = None,
+        /,
+    ) -> Any:
+        """Close the stream and raise."""
+        self._close()
+        if isinstance(typ, BaseException):
+            raise typ
+        raise val if isinstance(val, BaseException) else typ()
+
+    async def aclose(self) -> None:
+        """Close the stream; no-op if it has ended."""
+        self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._waiting.clear()
+            self._news.set()
+            self._owner.close(self._request_id)
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    """Return consecutive deltas of one choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return Delta(
+        last.choice,
+        tuple(token for delta in deltas for token in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        tuple(entry for delta in deltas for entry in delta.logprobs),
+        last.finish_reason,
+        last.outcome,
+    )

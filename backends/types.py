@@ -1,0 +1,135 @@
+"""What travels between the gateway and a backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from policies.types import SpeculationPlan
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended, in OpenAI's words; `ABORT` never reaches a client."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn (contract: noise, order of filters).
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        seed: 64-bit key of the noise.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of this mass; 1 keeps all.
+        min_p: keep tokens of at least this share of the likeliest one's probability; 0 keeps all.
+        stop: texts that end a choice; they are not part of the output.
+        ignore_eos: go on after an end-of-sequence token.
+        logprobs: how many alternatives to report for each token; None reports nothing.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A validated request for one prompt and `n` choices of continuation."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    speculation: SpeculationPlan
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log probability before temperature and filters, with the likeliest others."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOutcome:
+    """What speculation did for one choice.
+
+    Attributes:
+        num_spec_steps: steps that verified at least one draft token.
+        num_drafted_tokens, num_accepted_tokens: draft tokens verified, and accepted.
+        acceptance_histogram: steps that accepted 0, 1, 2, ... tokens.
+    """
+
+    num_spec_steps: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+
+    def __add__(self, other: SpeculationOutcome) -> SpeculationOutcome:
+        """Return the outcome of both together."""
+        mine, others = self.acceptance_histogram, other.acceptance_histogram
+        longest = max(len(mine), len(others))
+        return SpeculationOutcome(
+            self.num_spec_steps + other.num_spec_steps,
+            self.num_drafted_tokens + other.num_drafted_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            tuple(
+                (mine[i] if i < len(mine) else 0) + (others[i] if i < len(others) else 0)
+                for i in range(longest)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one choice: what one step added to it.
+
+    Attributes:
+        choice: index among the request's `n`.
+        token_ids: tokens added, in order; several when drafts were accepted.
+        text: what they add to the text. Text that may be the start of a stop string, or half a
+            character, is held back until it is decided.
+        logprobs: one entry per token, when asked for.
+        finish_reason: set on the choice's last delta, and only there.
+        outcome: what speculation did, on the choice's last delta.
+    """
+
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    outcome: SpeculationOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a backend serves.
+
+    Attributes:
+        model_id: the name clients use.
+        root: where the checkpoint came from.
+        max_model_len: most tokens of prompt and output together.
+        numerics_class: what must be equal for bits to be equal (contract); None for backends
+            which promise nothing.
+        created_s: Unix time of loading.
+    """
+
+    model_id: str
+    root: str
+    max_model_len: int
+    numerics_class: str | None
+    created_s: int
