@@ -1,0 +1,1 @@
+"""The in-process worker: the only place with torch and triton."""

@@ -1,0 +1,122 @@
+"""The shape of a model, read from `config.json` of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from backends.errors import CheckpointError
+from backends.tokenizer import read_json
+
+SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM",)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's shape.
+
+    Attributes:
+        head_dim: width of one attention head; not always `hidden_size / num_heads`.
+        num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        tied_embeddings: the LM head is the embedding.
+        torch_dtype: dtype of the checkpoint, e.g. `bfloat16`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tied_embeddings: bool
+    eos_ids: frozenset[int]
+    torch_dtype: str
+
+    @property
+    def query_group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Return the bytes of one token's keys and values over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Read and check `config.json`.
+
+    Raises:
+        CheckpointError: the directory or a field is missing, or the model is not supported.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"no checkpoint: {directory} is not a directory")
+    path = directory / "config.json"
+    raw = read_json(path)
+    _check_supported(raw, path)
+    try:
+        return _parse(raw, _eos_ids(raw, directory))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"damaged {path}: missing or wrong field {error}") from error
+
+
+def _parse(raw: Mapping[str, Any], eos_ids: frozenset[int]) -> ModelConfig:
+    heads = int(raw["num_attention_heads"])
+    config = ModelConfig(
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=int(raw["hidden_size"]),
+        intermediate_size=int(raw["intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+        rms_norm_eps=float(raw["rms_norm_eps"]),
+        rope_theta=float(_rope(raw).get("rope_theta", 10000.0)),
+        max_position_embeddings=int(raw["max_position_embeddings"]),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        eos_ids=eos_ids,
+        torch_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+    )
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+    return config
+
+
+def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
+    architectures = raw.get("architectures") or ["(none named)"]
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise CheckpointError(
+            f"{path}: architecture {architectures[0]} is not supported; supported: {supported}"
+        )
+    rope_type = _rope(raw).get("rope_type") or _rope(raw).get("type") or "default"
+    if rope_type != "default":
+        raise CheckpointError(f"{path}: RoPE scaling {rope_type!r} is not supported yet")
+    for flag in ("attention_bias", "mlp_bias"):
+        if raw.get(flag):
+            raise CheckpointError(f"{path}: {flag} is not supported yet")
+
+
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the RoPE settings: `rope_parameters` (newer), or the older fields."""
+    if raw.get("rope_parameters"):
+        newer: Mapping[str, Any] = raw["rope_parameters"]
+        return newer
+    older = dict(raw.get("rope_scaling") or {})
+    if "rope_theta" in raw:
+        older["rope_theta"] = raw["rope_theta"]
+    return older
+
+
+def _eos_ids(raw: Mapping[str, Any], directory: Path) -> frozenset[int]:
+    """Return the end tokens; `generation_config.json` may know more than `config.json`."""
+    found: set[int] = set()
+    for source in (raw, read_json(directory / "generation_config.json", missing={})):
+        value = source.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)

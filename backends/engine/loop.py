@@ -1,0 +1,119 @@
+"""The worker's thread: commands in, steps, deltas out.
+
+All torch calls of a worker happen here. The event loop's thread only appends commands; it gets
+one batch of deltas per step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from backends.core.steps import Executor
+from backends.core.worker import Worker
+from backends.types import Delta, GenerationRequest, ModelCard
+from policies.types import WorkerLoad
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What loading gives: the sans-I/O worker, the device behind it, and what it serves."""
+
+    worker: Worker
+    executor: Executor
+    card: ModelCard
+
+
+class LoopEvents(Protocol):
+    """Where the thread reports. Called in the worker's thread: hand over, do not work."""
+
+    def ready(self, engine: LoadedEngine) -> None:
+        """The model is loaded and warm."""
+        ...
+
+    def deltas(self, batch: list[tuple[str, Delta]]) -> None:
+        """A step is complete."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """Loading or a step failed; the thread ends."""
+        ...
+
+
+class EngineLoop(threading.Thread):
+    """Loads an engine and runs its steps until stopped."""
+
+    def __init__(self, load: Callable[[], LoadedEngine], events: LoopEvents) -> None:
+        """Prepare; `start` starts. `load` runs in the thread."""
+        super().__init__(name="draftgate-engine", daemon=True)
+        self._load = load
+        self._events = events
+        self._commands: deque[GenerationRequest | str] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self.load_snapshot = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Any thread."""
+        self._command(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before the next step; no-op if it has ended. Any thread."""
+        self._command(request_id)
+
+    def stop(self) -> None:
+        """Let the thread end after the step in progress. Any thread; idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def run(self) -> None:
+        """Load, then run steps until stopped. Errors are reported, never raised."""
+        try:
+            engine = self._load()
+            self.load_snapshot = engine.worker.load()
+            self._events.ready(engine)
+            self._run_steps(engine)
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self._events.failed(error)
+
+    def _command(self, command: GenerationRequest | str) -> None:
+        """Queue a request to run, or the id of one to cancel."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _run_steps(self, engine: LoadedEngine) -> None:
+        worker = engine.worker
+        while not self._stopping:
+            self._obey(worker)
+            plan = worker.plan()
+            if plan is not None:
+                deltas = worker.complete(plan, engine.executor.execute(plan))
+                self.load_snapshot = worker.load()
+                if deltas:
+                    self._events.deltas(deltas)
+            else:
+                self.load_snapshot = worker.load()
+                self._sleep()
+
+    def _obey(self, worker: Worker) -> None:
+        """Carry out what was asked since the last step."""
+        while self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, GenerationRequest):
+                worker.submit(command)
+            else:
+                worker.cancel(command)
+
+    def _sleep(self) -> None:
+        with self._wake:
+            while not self._commands and not self._stopping:
+                self._wake.wait()

@@ -1,0 +1,78 @@
+"""Before a worker is ready: run its shapes once, time them, and test that bits are exact."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Final
+
+import torch
+
+from backends.core.sequence import Sequence
+from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.kv_pool import BLOCK_TOKENS
+from backends.engine.linear import ROW_TILE
+from backends.engine.runner import Runner
+from backends.types import GenerationRequest, SamplingParams
+from policies.speculation import Off
+from policies.step_cost import StepCost
+from policies.types import RequestView, WorkerLoad
+
+TOKEN_BUCKETS: Final = tuple(ROW_TILE * tiles for tiles in (1, 2, 3, 4, 6, 8, 12, 16))
+"""Token counts that are timed: the padded sizes of verify steps."""
+
+TIMED_RUNS: Final = 5
+"""Runs of each shape; their median counts, because other processes disturb single ones."""
+
+PROBE_TOKENS: Final = 80
+PROBE_WIDTHS: Final = (5, 16, 33, 80)
+"""The probe compares one-by-one with blocks within, at, and over the row tile."""
+
+
+def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> StepCost:
+    """Time verify steps of one sequence by tokens, and what each further sequence adds.
+
+    Args:
+        max_tokens: most tokens the KV pool can hold for one sequence.
+        max_sequences: most sequences of a batch the pool has a block for.
+    """
+    buckets = [tokens for tokens in TOKEN_BUCKETS if tokens <= max_tokens] or [max_tokens]
+    step_s: list[float] = []
+    for tokens in buckets:
+        measured_s = _time_s(runner, StepPlan((_verify(tokens),)))
+        step_s.append(max(measured_s, *step_s[-1:]) if step_s else measured_s)
+    many = min(ROW_TILE, max_sequences)
+    sequence_s = 0.0
+    if many > 1:
+        batch = StepPlan(tuple(_verify(1, first_block=index) for index in range(many)))
+        sequence_s = max(_time_s(runner, batch) - step_s[0], 0.0) / (many - 1)
+    return StepCost(tuple(buckets), tuple(step_s), sequence_s=sequence_s)
+
+
+def rows_are_exact(runner: Runner, max_tokens: int) -> bool:
+    """Return whether logits of tokens one by one equal those in blocks, bit for bit."""
+    total = min(PROBE_TOKENS, max_tokens)
+    alone = _probe(runner, total, 1)
+    return all(torch.equal(alone, _probe(runner, total, width)) for width in PROBE_WIDTHS)
+
+
+def _probe(runner: Runner, total: int, width: int) -> torch.Tensor:
+    """Return all logits of `total` tokens fed in blocks of `width`."""
+    steps = [_verify(min(width, total - start), start=start) for start in range(0, total, width)]
+    return torch.cat([runner.logits(StepPlan((work,))) for work in steps])
+
+
+def _time_s(runner: Runner, plan: StepPlan) -> float:
+    runner.execute(plan)  # first runs allocate and choose kernels
+    return median(runner.execute(plan).step_s for _ in range(TIMED_RUNS))
+
+
+def _verify(tokens: int, *, start: int = 0, first_block: int = 0) -> SequenceWork:
+    """Return work that verifies `tokens - 1` arbitrary drafts, in blocks nobody owns yet."""
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+    view = RequestView(1, 1, 0.0)
+    plan = Off().decide(view, WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
+    sequence = Sequence.of(0, GenerationRequest("warm-up", (0,), sampling, plan), 0)
+    blocks = -(-(start + tokens) // BLOCK_TOKENS)
+    sequence.block_table = list(range(first_block, first_block + blocks))
+    fed = tuple(range(start, start + tokens))
+    return SequenceWork(sequence, start, fed, tokens - 1, samples=True)
