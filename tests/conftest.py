@@ -1,0 +1,64 @@
+"""What every test shares: which tests run where, and the same bits on every run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import hypothesis
+import pytest
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options which admit tests that do not belong into a quick run."""
+    parser.addoption("--long", action="store_true", help="run the tests marked long, too")
+    parser.addoption("--hub", action="store_true", help="run the tests that download from a hub")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Cut the hub off before anything imports it, and fix the threads: they decide bits."""
+    if not config.getoption("--hub"):
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    if HAS_TORCH:
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this run did not ask for or this machine does not have."""
+    reasons = _missing(config, {mark.name for item in items for mark in item.iter_markers()})
+    for item in items:
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _missing(config: pytest.Config, marks: set[str]) -> dict[str, str]:
+    """Of the marks in use, those that cannot or shall not run, each with the reason."""
+    reasons = {}
+    if not config.getoption("--long"):
+        reasons["long"] = "long: run it with --long (make test-long)"
+    if not config.getoption("--hub"):
+        reasons["hub"] = "downloads from a hub: run it with --hub"
+    if "gpu" in marks and not _has_gpu():
+        reasons["gpu"] = "no CUDA device"
+    if "browser" in marks and not any(map(shutil.which, CHROMIUM)):
+        reasons["browser"] = "no chromium"
+    return reasons
+
+
+def _has_gpu() -> bool:
+    if not HAS_TORCH:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
