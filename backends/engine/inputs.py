@@ -78,7 +78,7 @@ def build_inputs(plan: StepPlan, pool: KvPool) -> StepInputs:
         torch.tensor(positions + [0] * padding),
         torch.tensor(slots + [pool.dump_slot] * padding),
         tuple(spans),
-        torch.tensor(samples),
+        torch.tensor(samples, dtype=torch.int64),
         num_samples,
     )
 

@@ -22,8 +22,9 @@ def padded_rows(rows: int) -> int:
     return -(-rows // ROW_TILE) * ROW_TILE
 
 
-# Private operators of torch; the public ones pack the weight anew in every call.
-_ONEDNN: Final[Any] = torch.ops.mkldnn
+# Private operators of torch: the public ones pack the weight anew in every call.
+_pack: Final[Any] = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
+_packed_linear: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
 class Linear:
@@ -38,12 +39,12 @@ class Linear:
         self.out_features = weight.shape[0]
         self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         if self._packed:
-            weight = _ONEDNN._reorder_linear_weight(weight.contiguous(), ROW_TILE)
+            weight = _pack(weight.contiguous(), ROW_TILE)
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [rows, out_features] for x of [rows, in_features], rows a multiple of 16."""
         if self._packed:
-            product: Tensor = _ONEDNN._linear_pointwise(x, self._weight, None, "none", [], "")
+            product: Tensor = _packed_linear(x, self._weight, None, "none", [], "")
             return product
         return torch.nn.functional.linear(x, self._weight)

@@ -34,6 +34,8 @@ class Decoder:
         for layer, layer_kv in zip(self._weights.layers, pool.layers, strict=True):
             hidden = hidden + self._attention(layer, layer_kv, hidden, inputs, cos, sin)
             hidden = hidden + self._mlp(layer, hidden)
+        if not inputs.num_samples:  # prefill chunks alone
+            return hidden.new_empty(0, self.config.vocab_size).float()
         final = self._norm(hidden[inputs.sample_rows], self._weights.final_norm)
         return self._weights.lm_head(final)[: inputs.num_samples].float()
 

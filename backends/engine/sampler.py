@@ -20,6 +20,8 @@ def emit(plan: StepPlan, logits: Tensor) -> list[tuple[int, ...]]:
     Args:
         logits: float32 [rows, vocab_size]; the rows of each part in order, `num_samples` each.
     """
+    if not len(logits):
+        return [()] * len(plan.work)
     if all(work.sequence.request.sampling.temperature == 0 for work in plan.work):
         sampled = logits.argmax(dim=1).tolist()
     else:

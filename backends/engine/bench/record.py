@@ -1,0 +1,72 @@
+"""What every recorded measurement says about itself."""
+
+from __future__ import annotations
+
+import datetime as dt
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BUSY_LIMIT = 0.1
+"""Share of the machine others may use before a measurement is marked disturbed."""
+
+
+def provenance() -> dict[str, Any]:
+    """Return command, commit, device, versions, date and how busy the machine was before."""
+    busy = busy_share()
+    return {
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "device": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "busy_share_before": round(busy, 3),
+        "disturbed": busy > BUSY_LIMIT,
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's model and the cores we may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {len(names)} cores"
+
+
+def busy_share(over_s: float = 1.0) -> float:
+    """Return the share of the machine's CPU time that is in use right now; 0 if unknown."""
+    before = _cpu_ticks()
+    time.sleep(over_s)
+    after = _cpu_ticks()
+    if before is None or after is None:
+        return 0.0
+    total, idle = after[0] - before[0], after[1] - before[1]
+    return 1.0 - idle / total if total else 0.0
+
+
+def _cpu_ticks() -> tuple[int, int] | None:
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    ticks = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
+
+
+def _module() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else Path(sys.argv[0]).name
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    here = Path(__file__).parent
+    # A constant command.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)  # noqa: S603
+    return done.stdout.strip() or "unknown"

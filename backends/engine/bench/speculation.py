@@ -1,0 +1,171 @@
+"""Does speculation pay? Decode tokens per second, off against auto, interleaved in one run.
+
+    python -m backends.engine.bench.speculation --json docs/measurements/NAME.json
+
+Prompts are held-out code. Greedy outputs of a small model may fall into a loop, which n-grams
+predict perfectly, so looping outputs are measured apart. Each round runs both policies on the
+same prompts, in alternating order; the ratio of a round is what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from backends.base import WorkerConfig
+from backends.core.drive import drive
+from backends.engine.backend import load_engine
+from backends.engine.bench.prompts import held_out_prompts
+from backends.engine.bench.record import provenance
+from backends.engine.loop import LoadedEngine
+from backends.types import GenerationRequest, SamplingParams
+from policies.registry import speculation_policy
+from policies.types import RequestView
+
+POLICIES = ("off", "auto")
+NEW_TOKENS = 128
+LONGEST_PERIOD = 32
+
+
+@dataclass
+class Decoding:
+    """Sums over the pure decode steps of a run."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+Prompt = tuple[int, ...]
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Return whether the second half repeats itself with a period of up to 32 tokens."""
+    tail = list(tokens[len(tokens) // 2 :])
+    return any(
+        tail[period:] == tail[:-period] for period in range(1, min(LONGEST_PERIOD, len(tail)))
+    )
+
+
+def decode(
+    engine: LoadedEngine, prompts: Sequence[Prompt], policy: str, temperature: float
+) -> tuple[Decoding, dict[str, list[int]]]:
+    """Run the prompts as one batch; count the steps that only decode, planning included."""
+    for index, prompt in enumerate(prompts):
+        engine.worker.submit(_request(engine, index, prompt, policy, temperature))
+    sums, outputs = Decoding(), {str(index): list[int]() for index in range(len(prompts))}
+    started_s = time.perf_counter()
+    for step in drive(engine.worker, engine.executor):
+        ended_s = time.perf_counter()
+        if all(work.start >= work.sequence.prompt_tokens for work in step.plan.work):
+            sums.seconds += ended_s - started_s
+            sums.steps += 1
+            sums.tokens += sum(len(delta.token_ids) for _, delta in step.deltas)
+            sums.drafted += sum(work.num_drafts for work in step.plan.work)
+            sums.accepted += sum(len(emitted) - 1 for emitted in step.result.emitted)
+        for request_id, delta in step.deltas:
+            outputs[request_id].extend(delta.token_ids)
+        started_s = time.perf_counter()
+    return sums, outputs
+
+
+def _request(
+    engine: LoadedEngine, index: int, prompt: Prompt, policy: str, temperature: float
+) -> GenerationRequest:
+    sampling = SamplingParams(NEW_TOKENS, seed=index, temperature=temperature, ignore_eos=True)
+    view = RequestView(len(prompt), NEW_TOKENS, temperature)
+    plan = speculation_policy(policy).decide(view, engine.worker.load())
+    return GenerationRequest(str(index), prompt, sampling, plan)
+
+
+def compare(
+    engine: LoadedEngine, prompts: Sequence[Prompt], batch: int, temperature: float, rounds: int
+) -> dict[str, Any]:
+    """Run both policies over all prompts in batches, `rounds` times, interleaved."""
+    batches = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    totals = {policy: Decoding() for policy in POLICIES}
+    ratios = []
+    for turn in range(rounds):
+        for number, group in enumerate(batches):
+            forward = (turn + number) % 2 == 0
+            runs = {}
+            for policy in POLICIES if forward else reversed(POLICIES):
+                runs[policy], _ = decode(engine, group, policy, temperature)
+                _add(totals[policy], runs[policy])
+            ratios.append(_rate(runs["auto"]) / _rate(runs["off"]))
+    return {
+        "batches": len(batches),
+        "rounds": rounds,
+        "tokens_per_s": {policy: round(_rate(sums), 1) for policy, sums in totals.items()},
+        "speedup": round(_rate(totals["auto"]) / _rate(totals["off"]), 3),
+        "speedup_median_of_runs": round(median(ratios), 3),
+        "speedup_of_runs": [round(ratio, 3) for ratio in ratios],
+        "auto": {
+            "tokens_per_step_and_sequence": round(
+                totals["auto"].tokens / totals["auto"].steps / batch, 3
+            ),
+            "drafted": totals["auto"].drafted,
+            "accepted": totals["auto"].accepted,
+        },
+    }
+
+
+def _rate(sums: Decoding) -> float:
+    return sums.tokens / sums.seconds
+
+
+def _add(total: Decoding, part: Decoding) -> None:
+    total.tokens += part.tokens
+    total.seconds += part.seconds
+    total.steps += part.steps
+    total.drafted += part.drafted
+    total.accepted += part.accepted
+
+
+def measure(count: int, rounds: int, model: Path | None) -> dict[str, Any]:
+    """Return the whole measurement."""
+    facts = provenance()
+    engine = load_engine(WorkerConfig(model=model, speculation="auto"))
+    prompts = held_out_prompts(engine.worker.tokenizer, count)
+    results = []
+    for temperature in (0.0, 0.8):
+        _, outputs = decode(engine, prompts, "off", temperature)
+        loops = [is_looping(outputs[str(index)]) for index in range(count)]
+        groups = {
+            "not_looping": [p for p, loop in zip(prompts, loops, strict=True) if not loop],
+            "looping": [p for p, loop in zip(prompts, loops, strict=True) if loop],
+        }
+        for batch in (1, 8):
+            for name, group in groups.items():
+                if len(group) >= batch:
+                    head = {"temperature": temperature, "batch": batch, "outputs": name}
+                    some = group[: 16 if batch == 1 else 48]
+                    row = compare(engine, some, batch, temperature, rounds)
+                    results.append({**head, "prompts": len(some), **row})
+                    print(head, row["tokens_per_s"], row["speedup"])
+    return {**facts, "numerics_class": engine.card.numerics_class, "results": results}
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    result = measure(args.prompts, args.rounds, args.model)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The engine backend: its thread, its streams, and its memory after trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from backends.base import WorkerConfig
+from backends.engine.backend import EngineBackend
+from backends.engine.bench.prompts import held_out_prompts
+from backends.engine.runner import Runner
+from backends.errors import BackendFailed, CheckpointError, RequestRejected
+from backends.types import FinishReason, GenerationRequest
+from policies.registry import speculation_policy
+from tests.engine.harness import request
+
+SMALL = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)
+"""42 blocks of 16 tokens: a dozen long sequences preempt each other."""
+
+
+@pytest.fixture
+async def backend() -> AsyncIterator[EngineBackend]:
+    """A started engine on the shipped model."""
+    engine = EngineBackend(SMALL)
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+async def collect(backend: EngineBackend, wanted: GenerationRequest) -> dict[int, list[int]]:
+    """Tokens of each choice; every choice must end exactly once."""
+    tokens: dict[int, list[int]] = {choice: [] for choice in range(wanted.n)}
+    ended: list[int] = []
+    async with aclosing(backend.generate(wanted)) as deltas:
+        async for delta in deltas:
+            assert delta.choice not in ended
+            tokens[delta.choice].extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                ended.append(delta.choice)
+    assert sorted(ended) == list(range(wanted.n))
+    return tokens
+
+
+def requests(backend: EngineBackend, count: int, max_tokens: int) -> list[GenerationRequest]:
+    auto, off = speculation_policy("auto"), speculation_policy("off")
+    return [
+        request(
+            str(index),
+            prompt,
+            off if index % 4 == 0 else auto,
+            seed=index,
+            temperature=0.8 if index % 2 else 0.0,
+            max_tokens=max_tokens,
+        )
+        for index, prompt in enumerate(held_out_prompts(backend.tokenizer, count, most=120))
+    ]
+
+
+async def until_free(backend: EngineBackend) -> None:
+    """Wait until nothing runs; fails by the test's own patience otherwise."""
+    async with asyncio.timeout(60):
+        while backend.load().running or backend.load().waiting:  # noqa: ASYNC110 (another thread's)
+            await asyncio.sleep(0.005)
+
+
+async def test_64_streams_finish_uncrossed_and_100_disconnects_leak_nothing(
+    backend: EngineBackend,
+) -> None:
+    """Concurrent streams equal their solo runs, and cancelled ones give all blocks back."""
+    free = backend.load().kv_blocks_free
+    wanted = requests(backend, 64, 40)
+    together = await asyncio.gather(*(collect(backend, one) for one in wanted))
+    for one, tokens in zip(wanted, together, strict=True):
+        assert await collect(backend, one) == tokens
+    rng = random.Random(0)
+    leavers = requests(backend, 10, 40)
+    for _ in range(10):
+        await asyncio.gather(*(disconnect(backend, one, rng.randint(0, 6)) for one in leavers))
+    await until_free(backend)
+    assert backend.load().kv_blocks_free == free
+
+
+async def disconnect(backend: EngineBackend, wanted: GenerationRequest, after: int) -> None:
+    """Read `after` deltas and leave."""
+    async with aclosing(backend.generate(wanted)) as deltas:
+        for _ in range(after):
+            if await anext(deltas, None) is None:
+                return
+
+
+async def test_a_request_longer_than_context_or_pool_is_rejected(backend: EngineBackend) -> None:
+    """What can never fit is refused with both numbers, before it is queued."""
+    policy = speculation_policy("auto")
+    with pytest.raises(RequestRejected, match=r"512 tokens, but the prompt has 600") as caught:
+        backend.generate(request("long", [1] * 600, policy, max_tokens=1))
+    assert caught.value.param == "prompt"
+    with pytest.raises(RequestRejected, match="token ids must be between 0 and 4095"):
+        backend.generate(request("foreign", [1, 4096], policy, max_tokens=1))
+
+
+async def test_end_of_sequence_ends_with_stop(backend: EngineBackend) -> None:
+    """Every stream ends once, with a reason."""
+    prompt = backend.tokenizer.encode("x = 1\n")
+    policy = speculation_policy("auto")
+    async with aclosing(backend.generate(request("r", prompt, policy, max_tokens=7))) as deltas:
+        last = [delta async for delta in deltas][-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.outcome is not None
+
+
+async def test_an_error_in_a_step_ends_every_stream_with_it(
+    backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing step ends open streams with one error, and later requests with the same."""
+
+    def broken(self: Runner, plan: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(Runner, "execute", broken)
+    for wanted in requests(backend, 3, 8):
+        with pytest.raises(BackendFailed, match="on fire"):
+            await collect(backend, wanted)
+    assert "on fire" in str(backend.failure)
+
+
+async def test_a_missing_checkpoint_fails_the_start(tmp_path) -> None:
+    """`start` raises the loader's own error."""
+    engine = EngineBackend(WorkerConfig(model=tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_stopping_ends_open_streams(backend: EngineBackend) -> None:
+    """A stream that is open when the backend stops ends with an error, not in silence."""
+    stream = backend.generate(requests(backend, 1, 400)[0])
+    await anext(stream)
+    await backend.stop()
+    with pytest.raises(BackendFailed, match="stopped"):
+        async for _ in stream:
+            pass
+
+
+async def test_the_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
+    """The start-up probe found rows exact, and the numerics class says so."""
+    assert str(backend.card.numerics_class).endswith("/exact")

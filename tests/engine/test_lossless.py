@@ -1,0 +1,162 @@
+"""Losslessness: no decision about speculation, batching or memory changes a token."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from backends.engine.bench.prompts import held_out_prompts
+from policies.protocols import SpeculationPolicy
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from tests.engine.harness import (
+    HostileProposer,
+    Model,
+    Outcome,
+    RandomSlots,
+    Setup,
+    request,
+    run,
+)
+
+PROMPTS = 200
+NEW_TOKENS = 128
+TEMPERATURES = (0.0, 0.8)
+
+# Batches of any size, budgets that chunk prompts anywhere, pools so small that sequences are
+# preempted and computed again (a sequence needs up to 24 blocks).
+BATCHINGS = {
+    "fixed:1": {"max_num_seqs": 1, "max_step_tokens": 512},
+    "fixed:2": {"max_num_seqs": 32, "max_step_tokens": 512},
+    "fixed:3": {"max_num_seqs": 32, "max_step_tokens": 48},
+    "fixed:4": {"max_num_seqs": 8, "max_step_tokens": 37},
+    "fixed:5": {"max_num_seqs": 24, "max_step_tokens": 256, "num_blocks": 100},
+    "fixed:6": {"max_num_seqs": 5, "max_step_tokens": 16, "num_blocks": 40},
+    "fixed:7": {"max_num_seqs": 32, "max_step_tokens": 20, "num_blocks": 200},
+    "fixed:8": {"max_num_seqs": 64, "max_step_tokens": 512, "num_blocks": 150},
+    "auto": {"max_num_seqs": 16, "max_step_tokens": 300, "num_blocks": 120},
+    "random": {"max_num_seqs": 32, "max_step_tokens": 128, "num_blocks": 90},
+    "off": {"max_num_seqs": 48, "max_step_tokens": 200, "num_blocks": 110},
+}
+
+
+def policy_named(name: str) -> SpeculationPolicy:
+    return RandomSlots(random.Random(5)) if name == "random" else speculation_policy(name)
+
+
+def requests(model: Model, prompts: list[int], policy: SpeculationPolicy, temperature: float):
+    everything = held_out_prompts(model.tokenizer, PROMPTS)
+    return [
+        request(
+            str(index),
+            everything[index],
+            policy,
+            temperature=temperature,
+            seed=1000 + index,
+            max_tokens=NEW_TOKENS,
+        )
+        for index in prompts
+    ]
+
+
+def setup_named(model: Model, name: str) -> Setup:
+    policy = policy_named(name)
+    if name != "random":
+        return Setup(policy, **BATCHINGS[name])
+    hostile = HostileProposer(model.config.vocab_size, random.Random(6))
+    return Setup(policy, lambda: {"ngram": hostile}, **BATCHINGS[name])
+
+
+def check_all(model: Model, prompts: list[int], least_slots: int, record) -> None:
+    accepted = rejected = preemptions = 0
+    for temperature in TEMPERATURES:
+        undisturbed = alone(model, tuple(prompts), temperature).tokens
+        for name in BATCHINGS:
+            policy = policy_named(name)
+            outcome = run(
+                model, requests(model, prompts, policy, temperature), setup_named(model, name)
+            )
+            different = [key for key in undisturbed if undisturbed[key] != outcome.tokens[key]]
+            assert not different, f"{name} at {temperature} changed prompts {different}"
+            assert all(len(tokens) == NEW_TOKENS for tokens in outcome.tokens.values())
+            assert outcome.leaked_blocks == 0
+            accepted += outcome.accepted
+            rejected += outcome.rejected
+            preemptions += outcome.preemptions
+    record("slots accepted", accepted)
+    record("slots rejected", rejected)
+    record("preemptions", preemptions)
+    assert accepted >= least_slots
+    assert rejected >= least_slots
+    assert preemptions > 0
+
+
+@cache
+def alone(model: Model, prompts: tuple[int, ...], temperature: float) -> Outcome:
+    """Each prompt by itself, without speculation: what everything else must equal."""
+    setup = Setup(Off(), max_num_seqs=1)
+    return run(model, requests(model, list(prompts), Off(), temperature), setup)
+
+
+def test_a_tenth_of_the_prompts_is_lossless_under_every_policy(
+    shipped: Model, record_testsuite_property
+) -> None:
+    """20 held-out prompts: every policy, batching and preemption gives the tokens of `off`."""
+    prompts = random.Random(0).sample(range(PROMPTS), PROMPTS // 10)
+    check_all(shipped, prompts, 2000, record_testsuite_property)
+
+
+@pytest.mark.long
+def test_all_prompts_are_lossless_under_every_policy(shipped: Model, record_testsuite_property) -> None:
+    """200 held-out prompts: every policy, batching and preemption gives the tokens of `off`."""
+    check_all(shipped, list(range(PROMPTS)), 2000, record_testsuite_property)
+
+
+def test_choices_share_a_seed_but_not_their_noise(shipped: Model) -> None:
+    """Choices of one request differ at temperature 1, and each replays alone to the same text."""
+    prompt = held_out_prompts(shipped.tokenizer, 1)[0]
+    policy = speculation_policy("auto")
+    settings = {"temperature": 1.0, "seed": 9, "max_tokens": 64}
+    together = run(shipped, [request("a", prompt, policy, n=4, **settings)], Setup(policy))
+    again = run(shipped, [request("a", prompt, Off(), n=4, **settings)], Setup(max_num_seqs=1))
+    assert len({tuple(tokens) for tokens in together.tokens.values()}) == 4
+    assert together.tokens == again.tokens
+
+
+def test_a_stop_string_ends_at_the_same_token_with_and_without_drafts(shipped: Model) -> None:
+    """Tokens accepted behind a stop string are not part of the output."""
+    prompts = held_out_prompts(shipped.tokenizer, 12, seed=3)
+    for stop in ("\n", "):", "self."):
+        outcomes = []
+        for name in ("off", "fixed:8"):
+            policy = speculation_policy(name)
+            batch = [request(str(i), p, policy, stop=(stop,)) for i, p in enumerate(prompts)]
+            outcomes.append(run(shipped, batch, Setup(policy)))
+        assert outcomes[0].tokens == outcomes[1].tokens
+        assert outcomes[0].text == outcomes[1].text
+        assert not any(stop in text for text in outcomes[0].text.values())
+
+
+def test_filters_are_lossless_too(shipped: Model) -> None:
+    """top-k, top-p and min-p give the same tokens with drafts as without."""
+    prompts = held_out_prompts(shipped.tokenizer, 8, seed=4)
+    filters = {"temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "max_tokens": 64}
+    outcomes = []
+    for name in ("off", "fixed:6"):
+        policy = speculation_policy(name)
+        batch = [request(str(i), p, policy, seed=i, **filters) for i, p in enumerate(prompts)]
+        outcomes.append(run(shipped, batch, Setup(policy)))
+    assert outcomes[0].tokens == outcomes[1].tokens
+
+
+def test_log_probabilities_do_not_depend_on_drafts(shipped: Model) -> None:
+    """Log probabilities of emitted tokens are bit-equal with and without drafts."""
+    prompts = held_out_prompts(shipped.tokenizer, 4, seed=5)
+    found = []
+    for name in ("off", "fixed:6"):
+        policy = speculation_policy(name)
+        batch = [request(str(i), p, policy, logprobs=3) for i, p in enumerate(prompts)]
+        found.append(run(shipped, batch, Setup(policy)).logprobs)
+    assert found[0] == found[1]
