@@ -1,0 +1,246 @@
+"""The noise of a request: a Philox4x32-10 word for every (seed, choice, position, purpose, token).
+
+    key     = (seed low 32 bits, seed high 32 bits xor choice)
+    counter = (position, purpose, token // 4, 0),      word = token % 4
+    u       = ((word >> 9) + 0.5) / 2**23              in (0, 1), exact in float32
+    g       = -log(-log u)                             standard Gumbel, float32
+
+Words and ``u`` are the same integers and floats on every device; ``g`` may differ in its last bits
+between logarithms, which is why identity of texts is promised inside a numerics class only.
+
+One Philox call (ten rounds, two 32 x 32 -> 64 bit products each) serves four tokens. On a CPU the
+state of both halves of the generator lives in one ``[2, rows, counters]`` array, so a round is five
+passes over memory; blocks are sized to stay in the second-level cache. Per row of a vocabulary of
+4096 that is about 10 round passes x 16 KiB, and 16 KiB of result.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the
+constants and known answers are those of the Random123 library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PURPOSE_OUTPUT: Final = 0
+"""The output token: the only purpose that coupled verification draws."""
+PURPOSE_ACCEPT: Final = 1
+"""The acceptance test of ``verify: rejection``."""
+PURPOSE_RESIDUAL: Final = 2
+"""The residual draw of ``verify: rejection``."""
+
+_ROUNDS: Final = 10
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+_LOW_WORD: Final = 0xFFFFFFFF
+_TOKENS_PER_CALL: Final = 4
+# 8192 counters make each working array 128 KiB: three of them and the result fit a 1 MiB cache.
+_COUNTERS_PER_BLOCK: Final = 8192
+
+_U64: TypeAlias = npt.NDArray[np.uint64]
+_Float32: TypeAlias = npt.NDArray[np.float32]
+
+# Shaped to broadcast against [2, rows, counters].
+_PRODUCT_FACTORS: Final[_U64] = np.array(_MULTIPLIERS, dtype=np.uint64).reshape(2, 1, 1)
+_ROUND_KEY_STEPS: Final[_U64] = (
+    np.arange(_ROUNDS, dtype=np.uint64)[:, None] * np.array(_KEY_STEPS, dtype=np.uint64)
+).reshape(_ROUNDS, 2, 1, 1)
+
+
+def philox_words(
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+    position: torch.Tensor,
+    purpose: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Returns the 32-bit noise words of tokens ``0 .. num_tokens - 1`` for every row.
+
+    Args:
+      seed: int64 ``[rows]``, the bit pattern of an unsigned 64-bit seed.
+      choice: integer ``[rows]``, index of the completion among ``n``.
+      position: integer ``[rows]``, absolute position in the sequence of the token being drawn.
+      purpose: one of the ``PURPOSE_*`` constants.
+      num_tokens: size of the vocabulary.
+
+    Returns:
+      int64 ``[rows, num_tokens]`` with values in ``[0, 2**32)``, on the device of ``seed``.
+    """
+    if seed.device.type != "cpu":
+        return _philox_words_torch(seed, choice, position, purpose, num_tokens)
+    words = np.empty((seed.shape[0], num_tokens), dtype=np.int64)
+    for rows, columns, planes in _philox_blocks(seed, choice, position, purpose, num_tokens):
+        _interleave(planes.view(np.int64), words[rows, columns])
+    return torch.from_numpy(words)
+
+
+def uniform(
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+    position: torch.Tensor,
+    purpose: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Returns ``u = ((word >> 9) + 0.5) / 2**23``: float32 ``[rows, num_tokens]`` in (0, 1).
+
+    Arguments as in ``philox_words``.
+    """
+    if seed.device.type != "cpu":
+        words = _philox_words_torch(seed, choice, position, purpose, num_tokens)
+        return (words >> 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
+    result = np.empty((seed.shape[0], num_tokens), dtype=np.float32)
+    for rows, columns, planes in _philox_blocks(seed, choice, position, purpose, num_tokens):
+        _interleave(_uniform_of_words(planes), result[rows, columns])
+    return torch.from_numpy(result)
+
+
+def gumbel(
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+    position: torch.Tensor,
+    purpose: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """Returns standard Gumbel noise ``g = -log(-log u)``: float32 ``[rows, num_tokens]``.
+
+    Arguments as in ``philox_words``. A row's values do not depend on the other rows.
+    """
+    if seed.device.type != "cpu":
+        noise = uniform(seed, choice, position, purpose, num_tokens)
+        return noise.log_().neg_().log_().neg_()
+    result = np.empty((seed.shape[0], num_tokens), dtype=np.float32)
+    for rows, columns, planes in _philox_blocks(seed, choice, position, purpose, num_tokens):
+        _interleave(_gumbel_of_uniform(_uniform_of_words(planes)), result[rows, columns])
+    return torch.from_numpy(result)
+
+
+def _uniform_of_words(words: _U64) -> _Float32:
+    """Maps words to (0, 1); overwrites ``words``."""
+    words >>= np.uint64(9)
+    # A signed source converts faster, and 23 bits fit either way.
+    result = words.view(np.int64).astype(np.float32)
+    result += np.float32(0.5)
+    result *= np.float32(2.0**-23)
+    return result
+
+
+def _gumbel_of_uniform(values: _Float32) -> _Float32:
+    """Maps (0, 1) to Gumbel noise in place."""
+    np.log(values, out=values)
+    np.negative(values, out=values)
+    np.log(values, out=values)
+    np.negative(values, out=values)
+    return values
+
+
+def _interleave(planes: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    """Writes ``planes[w, r, c]`` to ``out[r, 4 * c + w]``; ``out`` may end inside a counter."""
+    tokens = out.shape[1]
+    for word in range(_TOKENS_PER_CALL):
+        out[:, word::_TOKENS_PER_CALL] = planes[word, :, : -(-(tokens - word) // _TOKENS_PER_CALL)]
+
+
+def _philox_blocks(
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+    position: torch.Tensor,
+    purpose: int,
+    num_tokens: int,
+) -> Iterator[tuple[slice, slice, _U64]]:
+    """Yields ``(rows, tokens, words [4, rows, calls])`` for blocks that cover all tokens."""
+    counters = -(-num_tokens // _TOKENS_PER_CALL)
+    num_rows = seed.shape[0]
+    seeds = seed.numpy().view(np.uint64)
+    choices = choice.numpy().astype(np.uint64)
+    positions = position.numpy().astype(np.uint64)
+    columns_per_block = min(max(counters, 1), _COUNTERS_PER_BLOCK)
+    rows_per_block = max(1, _COUNTERS_PER_BLOCK // columns_per_block)
+    for row in range(0, num_rows, rows_per_block):
+        rows = slice(row, min(row + rows_per_block, num_rows))
+        keys = _key_schedule(seeds[rows], choices[rows])
+        for first in range(0, counters, columns_per_block):
+            last = min(first + columns_per_block, counters)
+            words = _philox_numpy(keys, positions[rows], purpose, first, last)
+            tokens = slice(first * _TOKENS_PER_CALL, min(last * _TOKENS_PER_CALL, num_tokens))
+            yield rows, tokens, words
+
+
+def _key_schedule(seed: _U64, choice: _U64) -> _U64:
+    """Returns the keys of all rounds, ``[10, 2, rows, 1]``."""
+    first = np.stack([seed, (seed >> np.uint64(32)) ^ choice])[None, :, :, None]
+    keys: _U64 = (first + _ROUND_KEY_STEPS) & np.uint64(_LOW_WORD)
+    return keys
+
+
+def _philox_numpy(keys: _U64, position: _U64, purpose: int, first: int, last: int) -> _U64:
+    """Returns ``[4, rows, last - first]`` words for the counters ``(position, purpose, i, 0)``."""
+    shape = (2, position.shape[0], last - first)
+    even = np.empty(shape, dtype=np.uint64)
+    odd = np.empty(shape, dtype=np.uint64)
+    even[0] = position[:, None]
+    even[1] = np.arange(first, last, dtype=np.uint64)
+    odd[0] = purpose
+    odd[1] = 0
+    return _philox_rounds(keys, even, odd)
+
+
+def _philox_rounds(keys: _U64, even: _U64, odd: _U64) -> _U64:
+    """Runs all rounds; overwrites its state.
+
+    Low halves are kept with garbage above bit 31: it enters ``even`` by the xor and leaves with the
+    mask at the end of the round.
+
+    Args:
+      keys: ``[10, 2, rows, 1]``.
+      even: ``[2, rows, calls]``, counter words 0 and 2, which are multiplied.
+      odd: ``[2, rows, calls]``, counter words 1 and 3.
+
+    Returns:
+      ``[4, rows, calls]`` output words.
+    """
+    products = np.empty_like(even)
+    for key in keys:
+        np.multiply(even, _PRODUCT_FACTORS, out=products)
+        # The product of word 0 feeds words 2 and 3 and the other way round.
+        crossed = products[::-1]
+        np.right_shift(crossed, np.uint64(32), out=even)
+        np.bitwise_xor(even, odd, out=even)
+        np.bitwise_xor(even, key, out=even)
+        np.bitwise_and(even, np.uint64(_LOW_WORD), out=even)
+        products, odd = odd, crossed
+    words = np.empty((_TOKENS_PER_CALL, *even.shape[1:]), dtype=np.uint64)
+    words[0::2] = even
+    np.bitwise_and(odd, np.uint64(_LOW_WORD), out=words[1::2])
+    return words
+
+
+def _philox_words_torch(
+    seed: torch.Tensor,
+    choice: torch.Tensor,
+    position: torch.Tensor,
+    purpose: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """The same words by torch operations, for devices that numpy cannot reach.
+
+    Products wrap around in int64, which keeps their 64 bits; ``>>`` copies the sign into the high
+    word's upper half, which the mask removes.
+    """
+    counters = -(-num_tokens // _TOKENS_PER_CALL)
+    keys = [(seed & _LOW_WORD)[:, None], ((seed >> 32) ^ choice).bitwise_and_(_LOW_WORD)[:, None]]
+    c0 = position.to(torch.int64)[:, None]
+    c1: torch.Tensor = torch.full_like(c0, purpose)
+    c2 = torch.arange(counters, dtype=torch.int64, device=seed.device)[None, :]
+    c3 = torch.zeros_like(c0)
+    for _ in range(_ROUNDS):
+        low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((high >> 32) ^ c1 ^ keys[0]) & _LOW_WORD
+        c2 = ((low >> 32) ^ c3 ^ keys[1]) & _LOW_WORD
+        c1, c3 = high & _LOW_WORD, low & _LOW_WORD
+        keys = [(key + step) & _LOW_WORD for key, step in zip(keys, _KEY_STEPS, strict=True)]
+    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
+    return words.reshape(seed.shape[0], -1)[:, :num_tokens].contiguous()

@@ -1,0 +1,375 @@
+"""Sampling and chain verification in Triton; the definitions are in ``sample_verify_ref``.
+
+Three kernels make a token, none of which writes anything of the size of the logits:
+
+1. ``_cutoff_kernel``, one program per row: the last pair (logit, id) that top-k and top-p keep, and
+   the min-p floor. A row without filters costs it four scalar loads. The cut-off logit is found by
+   a search over the ordered bit patterns of float32 with eight pivots a pass (11 passes of 4V bytes
+   at most, read from cache after the first); ties are cut by id in one more pass.
+2. ``_tile_winner_kernel``, grid (rows, tiles): (max, argmax) of ``logits / T + g`` over the kept
+   tokens of a tile. Reads 4V bytes per row once, writes 8 bytes per tile. Greedy rows draw nothing.
+3. ``_row_winner_kernel``, one program per row: reduces the tiles, lowest id first.
+
+``_accept_walk_kernel``, one program per sequence, then compares samples with drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from backends.engine.kernels import noise
+from backends.engine.kernels.noise_triton import gumbel_tile, noise_key
+from backends.engine.kernels.sample_verify_ref import MASS_UNIT, NO_DRAFT, RowSampling
+
+_PURPOSE_OUTPUT: Final = tl.constexpr(noise.PURPOSE_OUTPUT)
+_MASS_UNIT: Final = tl.constexpr(MASS_UNIT)
+_NO_DRAFT: Final = tl.constexpr(NO_DRAFT)
+
+
+@triton.jit
+def _float_of_key(key):
+    """Returns the float32 whose place in the order of floats is ``key`` (int64)."""
+    bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _key_of_float(value):
+    """Returns an int64 that orders like ``value``; inverse of ``_float_of_key``."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def _load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
+    """Loads a tile of logits: (ids int32 [TILE], logits float32 [TILE], -inf past the end)."""
+    ids = first + tl.arange(0, TILE)
+    return ids, tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+
+
+@triton.jit
+def _weight(logits, temperature, top, BY_MASS: tl.constexpr):
+    """Returns the int64 weight of tokens: 1, or ``floor(exp(logits / T - top) * 2**40)``."""
+    if BY_MASS:
+        weight = (tl.exp(tl.div_rn(logits, temperature) - top) * _MASS_UNIT).to(tl.int64)
+    else:
+        weight = (logits == logits).to(tl.int64)
+    return weight
+
+
+@triton.jit
+def _row_max(row_ptr, vocab, TILE: tl.constexpr):
+    """Returns the largest logit of the row."""
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    first = vocab * 0
+    while first < vocab:
+        _, logits = _load_tile(row_ptr, first, vocab, TILE)
+        best = tl.maximum(best, logits)
+        first += TILE
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def _weight_above(
+    row_ptr, vocab, temperature, top, logit, BY_MASS: tl.constexpr, TILE: tl.constexpr
+):
+    """Returns the weight of the tokens whose logit is greater than ``logit``."""
+    total = tl.zeros([TILE], tl.int64)
+    first = vocab * 0
+    while first < vocab:
+        _, logits = _load_tile(row_ptr, first, vocab, TILE)
+        weight = _weight(logits, temperature, top, BY_MASS)
+        total += tl.where(logits > logit, weight, 0)
+        first += TILE
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _search_logit(
+    row_ptr,
+    vocab,
+    temperature,
+    top,
+    target,
+    low,
+    high,
+    BY_MASS: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Returns the largest logit x such that tokens with logit >= x weigh at least ``target``.
+
+    Keeps the invariant weight(low) >= target > weight(high) on ordered bit patterns (int64).
+    """
+    steps = tl.arange(0, PIVOTS) + 1
+    while high - low > 1:
+        width = high - low
+        pivots = _float_of_key(low + width * steps // (PIVOTS + 1))
+        weights = tl.zeros([PIVOTS], tl.int64)
+        first = vocab * 0
+        while first < vocab:
+            ids, logits = _load_tile(row_ptr, first, vocab, TILE)
+            weight = tl.where(ids < vocab, _weight(logits, temperature, top, BY_MASS), 0)
+            inside = logits[:, None] >= pivots[None, :]
+            weights += tl.sum(tl.where(inside, weight[:, None], 0), axis=0)
+            first += TILE
+        # Weights fall from pivot to pivot, so the number of heavy pivots names the interval.
+        heavy = tl.sum((weights >= target).to(tl.int64), axis=0)
+        high = tl.where(heavy < PIVOTS, low + width * (heavy + 1) // (PIVOTS + 1), high)
+        low = low + width * heavy // (PIVOTS + 1)
+    return _float_of_key(low)
+
+
+@triton.jit
+def _tie_id(row_ptr, vocab, logit, rank, TILE: tl.constexpr):
+    """Returns the id of the ``rank``-th token (from 1, by id) whose logit is ``logit``."""
+    found = vocab
+    before = rank * 0
+    first = vocab * 0
+    while first < vocab:
+        ids, logits = _load_tile(row_ptr, first, vocab, TILE)
+        equal = (logits == logit) & (ids < vocab)
+        order = before + tl.cumsum(equal.to(tl.int64), axis=0)
+        found = tl.minimum(found, tl.min(tl.where(equal & (order == rank), ids, vocab), axis=0))
+        before += tl.sum(equal.to(tl.int64), axis=0)
+        # Once found, skip the rest.
+        first = tl.where(found < vocab, vocab, first + TILE)
+    return found
+
+
+@triton.jit
+def _cutoff_kernel(
+    logits_ptr,
+    row_stride,
+    vocab,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    cut_logit_ptr,
+    cut_id_ptr,
+    floor_ptr,
+    PIVOTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid (rows): writes the last kept pair (float32 logit, int32 id) and the float32 floor."""
+    row = tl.program_id(0)
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    has_top_k = (top_k > 0) & (top_k < vocab)
+    has_top_p = top_p < 1.0
+    has_filter = (has_top_k | has_top_p | (min_p > 0.0)) & (temperature > 0.0)
+
+    cut_logit = tl.full([], float("-inf"), tl.float32)
+    cut_id = vocab
+    floor = tl.full([], float("-inf"), tl.float32)
+    if has_filter:
+        best = _row_max(row_ptr, vocab, TILE)
+        top = tl.div_rn(best, temperature)
+        if min_p > 0.0:
+            floor = top + tl.log(min_p)
+        if has_top_k:
+            target = top_k.to(tl.int64)
+            cut_logit = _search_logit(
+                row_ptr, vocab, temperature, top, target,
+                _key_of_float(cut_logit), _key_of_float(best) + 1,
+                False, PIVOTS, TILE,
+            )  # fmt: skip
+            above = _weight_above(row_ptr, vocab, temperature, top, cut_logit, False, TILE)
+            ties = target - above
+            cut_id = _tie_id(row_ptr, vocab, cut_logit, ties, TILE)
+        else:
+            ties = vocab.to(tl.int64)
+        if has_top_p:
+            above = _weight_above(row_ptr, vocab, temperature, top, cut_logit, True, TILE)
+            # Without top-k the ties are tokens at -inf, which weigh nothing.
+            total = above + ties * _weight(cut_logit, temperature, top, True)
+            target = _mass_target(top_p, total)
+            cut_logit = _search_logit(
+                row_ptr, vocab, temperature, top, target,
+                _key_of_float(cut_logit), _key_of_float(best) + 1,
+                True, PIVOTS, TILE,
+            )  # fmt: skip
+            above = _weight_above(row_ptr, vocab, temperature, top, cut_logit, True, TILE)
+            weight = tl.maximum(_weight(cut_logit, temperature, top, True), 1)
+            ties = (target - above + weight - 1) // weight
+            cut_id = _tie_id(row_ptr, vocab, cut_logit, ties, TILE)
+    tl.store(cut_logit_ptr + row, cut_logit)
+    tl.store(cut_id_ptr + row, cut_id)
+    tl.store(floor_ptr + row, floor)
+
+
+@triton.jit
+def _mass_target(top_p, total):
+    """Returns ``max(1, ceil(p * total))`` in double precision, as the reference does."""
+    product = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+    return tl.minimum(tl.maximum(product, 1), total)
+
+
+@triton.jit
+def _tile_winner_kernel(
+    logits_ptr,
+    row_stride,
+    vocab,
+    temperature_ptr,
+    seed_ptr,
+    choice_ptr,
+    position_ptr,
+    cut_logit_ptr,
+    cut_id_ptr,
+    floor_ptr,
+    tile_max_ptr,
+    tile_arg_ptr,
+    TILE: tl.constexpr,
+):
+    """Grid (rows, tiles): writes the best score of the tile and the lowest id that has it."""
+    row = tl.program_id(0)
+    tile = tl.program_id(1)
+    first = tile * TILE
+    row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+    ids, logits = _load_tile(row_ptr, first, vocab, TILE)
+    temperature = tl.load(temperature_ptr + row)
+    scores = logits
+    if temperature > 0.0:
+        cut_logit = tl.load(cut_logit_ptr + row)
+        cut_id = tl.load(cut_id_ptr + row)
+        floor = tl.load(floor_ptr + row)
+        key = noise_key(tl.load(seed_ptr + row), tl.load(choice_ptr + row))
+        position = tl.load(position_ptr + row)
+        scaled = tl.div_rn(logits, temperature)
+        kept = (logits > cut_logit) | ((logits == cut_logit) & (ids <= cut_id))
+        kept = kept & (scaled >= floor) & (ids < vocab)
+        gumbel = gumbel_tile(key, position, _PURPOSE_OUTPUT, first, TILE)
+        scores = tl.where(kept, scaled + gumbel, float("-inf"))
+    best, offset = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    slot = row.to(tl.int64) * tl.num_programs(1) + tile
+    tl.store(tile_max_ptr + slot, best)
+    tl.store(tile_arg_ptr + slot, first + offset)
+
+
+@triton.jit
+def _row_winner_kernel(tile_max_ptr, tile_arg_ptr, num_tiles, token_ptr, TILES: tl.constexpr):
+    """Grid (rows): writes the token (int64) of the best tile, the first one among equals."""
+    row = tl.program_id(0)
+    tiles = tl.arange(0, TILES)
+    slots = row.to(tl.int64) * num_tiles + tiles
+    scores = tl.load(tile_max_ptr + slots, mask=tiles < num_tiles, other=float("-inf"))
+    _, winner = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    token = tl.load(tile_arg_ptr + row.to(tl.int64) * num_tiles + winner)
+    tl.store(token_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _accept_walk_kernel(
+    sampled_ptr, draft_ptr, cu_rows_ptr, accepted_ptr, emitted_ptr, TILE: tl.constexpr
+):
+    """Grid (sequences): writes the number of accepted drafts and the emitted tokens."""
+    sequence = tl.program_id(0)
+    begin = tl.load(cu_rows_ptr + sequence)
+    end = tl.load(cu_rows_ptr + sequence + 1)
+    # The first row whose sample is not its draft is the last to emit.
+    last = tl.maximum(end - 1, begin)
+    first = begin
+    while first < last:
+        rows = first + tl.arange(0, TILE)
+        inside = rows < last
+        sampled = tl.load(sampled_ptr + rows, mask=inside, other=0)
+        draft = tl.load(draft_ptr + rows, mask=inside, other=0)
+        last = tl.min(tl.where(inside & (sampled != draft), rows, last), axis=0)
+        first += TILE
+    tl.store(accepted_ptr + sequence, last - begin)
+    first = begin
+    while first < end:
+        rows = first + tl.arange(0, TILE)
+        sampled = tl.load(sampled_ptr + rows, mask=rows < end, other=0)
+        tl.store(emitted_ptr + rows, tl.where(rows <= last, sampled, _NO_DRAFT), mask=rows < end)
+        first += TILE
+
+
+def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torch.Tensor:
+    """As ``sample_verify_ref.sample``: the token of every row, int64 ``[rows]``.
+
+    Args:
+      logits: float32 ``[rows, vocab]``, unit stride along the vocabulary; not modified.
+      rows: parameters per row, with the dtypes that ``RowSampling`` states.
+      tile: logits per program, a power of two. Does not change the result.
+
+    Never synchronises with the device. Moves 4 bytes per logit; rows with top-k or top-p read their
+    logits again from cache while they search.
+    """
+    num_rows, vocab = logits.shape
+    num_tiles = triton.cdiv(vocab, tile)
+    device = logits.device
+    cut_logit = torch.empty(num_rows, dtype=torch.float32, device=device)
+    cut_id = torch.empty(num_rows, dtype=torch.int32, device=device)
+    floor = torch.empty(num_rows, dtype=torch.float32, device=device)
+    tile_max = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=device)
+    tile_arg = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return tokens
+    _cutoff_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        vocab,
+        rows.temperature,
+        rows.top_k,
+        rows.top_p,
+        rows.min_p,
+        cut_logit,
+        cut_id,
+        floor,
+        PIVOTS=8,
+        TILE=min(tile, 2048),
+        num_warps=8,
+    )
+    _tile_winner_kernel[(num_rows, num_tiles)](
+        logits,
+        logits.stride(0),
+        vocab,
+        rows.temperature,
+        rows.seed,
+        rows.choice,
+        rows.position,
+        cut_logit,
+        cut_id,
+        floor,
+        tile_max,
+        tile_arg,
+        TILE=tile,
+        num_warps=8,
+    )
+    _row_winner_kernel[(num_rows,)](
+        tile_max, tile_arg, num_tiles, tokens, TILES=triton.next_power_of_2(num_tiles)
+    )
+    return tokens
+
+
+def accept_walk_batch(
+    sampled: torch.Tensor, draft_tokens: torch.Tensor, cu_rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``sample_verify_ref.accept_walk_batch``; never synchronises with the device.
+
+    Args:
+      sampled: int64 ``[rows]``.
+      draft_tokens: int64 ``[rows]``, ``NO_DRAFT`` where a row has none.
+      cu_rows: int32 ``[sequences + 1]``.
+
+    Returns:
+      ``(accepted int32 [sequences], emitted int64 [rows])``.
+    """
+    num_sequences = cu_rows.shape[0] - 1
+    accepted = torch.empty(num_sequences, dtype=torch.int32, device=sampled.device)
+    emitted = torch.full_like(sampled, NO_DRAFT)
+    if num_sequences:
+        _accept_walk_kernel[(num_sequences,)](
+            sampled, draft_tokens, cu_rows, accepted, emitted, TILE=64, num_warps=1
+        )
+    return accepted, emitted

@@ -1,0 +1,59 @@
+"""Sampling and the accept walk in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backends.engine.kernels import sample_verify, sample_verify_ref
+from tests.kernels import cases
+
+
+@pytest.mark.parametrize(("vocab", "tile"), [(4096, 2048), (1001, 256), (7, 16), (511, 512)])
+def test_tokens_equal_the_reference(vocab: int, tile: int) -> None:
+    """Every row gets the reference's token, with mixed filters, ties and any tiling."""
+    rows = cases.mixed_row_sampling(14, seed=vocab)
+    logits = cases.random_logits(14, vocab, seed=vocab)
+    expected = sample_verify_ref.sample(logits, rows)
+    assert sample_verify.sample(logits, rows, tile=tile).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 9, 16])
+def test_equal_logits_are_cut_by_id(top_k: int) -> None:
+    """With all logits equal, top-k keeps the first k ids and no other."""
+    rows = cases.row_sampling(12, top_k=top_k, seed=5)
+    logits = torch.zeros((12, 37))
+    tokens = sample_verify.sample(logits, rows, tile=16)
+    assert tokens.tolist() == sample_verify_ref.sample(logits, rows).tolist()
+    assert int(tokens.max()) < top_k
+
+
+def test_top_k_one_is_greedy() -> None:
+    """top_k = 1 gives the greedy token although the temperature is high and logits tie."""
+    logits = cases.random_logits(8, 300, seed=1)
+    rows = cases.row_sampling(8, top_k=1, temperature=5.0)
+    assert sample_verify.sample(logits, rows, tile=64).tolist() == logits.argmax(dim=1).tolist()
+
+
+def test_strided_rows_are_read_in_place() -> None:
+    """Logits may be a slice of a wider matrix."""
+    wide = cases.random_logits(4, 200, seed=2)
+    rows = cases.mixed_row_sampling(4, seed=2)
+    narrow = wide[:, :150]
+    expected = sample_verify_ref.sample(narrow.contiguous(), rows)
+    assert sample_verify.sample(narrow, rows, tile=64).tolist() == expected.tolist()
+
+
+def test_accept_walk_equals_the_reference() -> None:
+    """The kernel walks ragged chains as the reference does, also empty and long ones."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [1, 0, 5, 2, 150, 64, 65, 0]
+    total = sum(lengths)
+    sampled = torch.randint(0, 1000, (total,), generator=generator)
+    wrong = torch.rand(total, generator=generator) < 0.02
+    drafts = torch.where(wrong, sampled + 1, sampled)
+    cu_rows = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    accepted, emitted = sample_verify.accept_walk_batch(sampled, drafts, cu_rows)
+    expected = sample_verify_ref.accept_walk_batch(sampled, drafts, cu_rows)
+    assert accepted.tolist() == expected[0].tolist()
+    assert emitted.tolist() == expected[1].tolist()

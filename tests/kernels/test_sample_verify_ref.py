@@ -1,0 +1,194 @@
+"""The torch sampler and the accept walk: filters, ties, independence of rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.engine.kernels import noise, sample_verify_ref
+from backends.engine.kernels.sample_verify_ref import NO_DRAFT, filtered_scores, sample
+from tests.kernels import cases
+
+
+def _kept(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> set[int]:
+    """Filters by sorting in double precision, as the definition reads."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    best = logits[order[0]]
+    mass = [math.exp((logits[token] - best) / temperature) for token in order]
+    count = top_k if 0 < top_k < len(order) else len(order)
+    if top_p < 1:
+        target = top_p * math.fsum(mass[:count])
+        reached = 0.0
+        for length in range(1, count + 1):
+            reached += mass[length - 1]
+            if reached >= target:
+                count = length
+                break
+    return {token for token, m in zip(order[:count], mass, strict=False) if m >= min_p}
+
+
+def _kept_by_reference(logits: torch.Tensor, **parameters: float) -> set[int]:
+    rows = cases.row_sampling(1, **parameters)  # type: ignore[arg-type]
+    scores = filtered_scores(logits[None], rows)[0]
+    return set(torch.isfinite(scores).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 300, 4096])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [
+        (0, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (40, 1.0, 0.0),
+        (1000, 1.0, 0.0),
+        (0, 0.9, 0.0),
+        (0, 0.999, 0.0),
+        (0, 1e-7, 0.0),
+        (40, 0.9, 0.0),
+        (1000, 0.97, 0.0),
+        (0, 1.0, 0.05),
+        (0, 0.95, 0.03),
+        (12, 0.8, 0.3),
+    ],
+)
+def test_filters_keep_what_the_definition_keeps(
+    vocab: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    """The kept tokens are those of a plain sort, with few and many ties, at any temperature."""
+    generator = torch.Generator().manual_seed(vocab)
+    for temperature in (0.6, 1.0, 8.0):
+        logits = torch.randn(vocab, generator=generator) * 3
+        for candidate in (logits, (logits * 2).round() / 2):
+            kept = _kept_by_reference(
+                candidate, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+            )
+            exact_p = float(torch.tensor(top_p))
+            assert kept == _kept(candidate.tolist(), temperature, top_k, exact_p, min_p)
+
+
+def test_top_p_keeps_the_token_that_crosses() -> None:
+    """Of four equal tokens p = 0.5 keeps two and p just above keeps three, lowest ids first."""
+    logits = torch.zeros(4)
+    assert _kept_by_reference(logits, top_p=0.5) == {0, 1}
+    assert _kept_by_reference(logits, top_p=0.50001) == {0, 1, 2}
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    """top-p measures the mass after top-k, so p = 0.5 of two equal survivors keeps one."""
+    assert _kept_by_reference(torch.zeros(10), top_k=2, top_p=0.5) == {0}
+
+
+def test_top_k_one_equals_greedy_for_logits_that_temperature_merges() -> None:
+    """top_k = 1 is greedy even where neighbouring logits become equal once divided by T."""
+    logits = torch.tensor([[1.0, 1.0 + 2.0**-23]])
+    assert sample(logits, cases.row_sampling(1, temperature=3.0, top_k=1)).tolist() == [1]
+    assert sample(logits, cases.row_sampling(1, temperature=0.0)).tolist() == [1]
+
+
+def test_greedy_takes_the_lowest_id_of_the_best() -> None:
+    """Ties of greedy rows go to the lowest id, and filters do not matter there."""
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
+    rows = cases.row_sampling(1, temperature=0.0, top_k=3, top_p=0.1, min_p=1.0)
+    assert sample(logits, rows).tolist() == [1]
+
+
+def test_greedy_rows_draw_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise is drawn for the rows at a positive temperature and for no other."""
+    drawn = []
+
+    def spy(seed: torch.Tensor, *arguments: object) -> torch.Tensor:
+        drawn.append(seed.shape[0])
+        return torch.zeros((seed.shape[0], 8))
+
+    monkeypatch.setattr(sample_verify_ref.noise, "gumbel", spy)
+    rows = cases.row_sampling(5)
+    rows.temperature[1:4] = 0.0
+    sample(torch.zeros((5, 8)), rows)
+    sample(torch.zeros((3, 8)), cases.row_sampling(3, temperature=0.0))
+    assert drawn == [2]
+
+
+@pytest.mark.parametrize("vocab", [33, 4096])
+def test_a_token_does_not_depend_on_the_batch(vocab: int) -> None:
+    """Every row of a mixed batch gets the token it gets alone."""
+    rows = cases.mixed_row_sampling(40, seed=11)
+    logits = cases.random_logits(40, vocab, seed=11)
+    together = sample(logits, rows).tolist()
+    for row in range(40):
+        index = torch.tensor([row])
+        assert sample(logits[index], rows.select(index)).tolist() == [together[row]]
+
+
+def test_the_token_is_the_best_score_under_the_output_noise() -> None:
+    """Without filters the token is argmax(logits / T + g), g drawn for the purpose 0."""
+    logits = torch.randn((50, 64), generator=torch.Generator().manual_seed(6))
+    rows = cases.row_sampling(50, temperature=0.7, seed=31, first_position=1000)
+    gumbel = noise.gumbel(rows.seed, rows.choice, rows.position, 0, 64)
+    assert sample(logits, rows).tolist() == (logits / 0.7 + gumbel).argmax(dim=1).tolist()
+
+
+def test_logits_are_left_alone() -> None:
+    """Sampling does not write to the logits, which log-probabilities still need."""
+    logits = cases.random_logits(10, 300, seed=4)
+    before = logits.clone()
+    sample(logits, cases.mixed_row_sampling(10, seed=4))
+    assert torch.equal(logits, before)
+
+
+def test_forbidden_tokens_are_never_sampled() -> None:
+    """A token at -inf is not drawn, whatever the temperature and the filters."""
+    rows = cases.mixed_row_sampling(60, seed=12)
+    logits = torch.full((60, 50), -torch.inf)
+    logits[:, 17] = -30.0
+    logits[:, 31] = -31.0
+    assert set(sample(logits, rows).tolist()) <= {17, 31}
+
+
+def test_no_rows_give_no_tokens() -> None:
+    """An empty batch is allowed."""
+    rows = cases.row_sampling(0)
+    assert sample(torch.empty((0, 16)), rows).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "drafts", "accepted"),
+    [
+        ([5], [], 0),
+        ([5, 6], [5], 1),
+        ([5, 6], [4], 0),
+        ([5, 6, 7], [5, 9], 1),
+        ([5, 6, 7], [4, 6], 0),
+        ([5, 6, 7], [5, 6], 2),
+        ([5, 6, 7], [5, 6, 7], 2),
+    ],
+)
+def test_accept_walk(sampled: list[int], drafts: list[int], accepted: int) -> None:
+    """Drafts are accepted up to the first that is not the sampled token; the last row is free."""
+    assert sample_verify_ref.accept_walk(sampled, drafts) == accepted
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=5), max_size=6))
+def test_batched_walk_equals_the_walk_of_each_sequence(
+    chains: list[list[tuple[int, int]]],
+) -> None:
+    """A ragged batch is walked as its sequences are one by one; empty sequences emit nothing."""
+    sampled = torch.tensor([token for chain in chains for token, _ in chain], dtype=torch.int64)
+    drafts = torch.tensor([draft for chain in chains for _, draft in chain], dtype=torch.int64)
+    bounds = torch.tensor([0, *(len(chain) for chain in chains)]).cumsum(0).to(torch.int32)
+    accepted, emitted = sample_verify_ref.accept_walk_batch(sampled, drafts, bounds)
+    for index, chain in enumerate(chains):
+        tokens = [token for token, _ in chain]
+        own = emitted[int(bounds[index]) : int(bounds[index + 1])].tolist()
+        if not chain:
+            assert accepted[index] == 0
+            continue
+        walked = sample_verify_ref.accept_walk(tokens, [draft for _, draft in chain[:-1]])
+        assert accepted[index] == walked
+        emits = walked + 1
+        assert own == tokens[:emits] + [NO_DRAFT] * (len(chain) - emits)

@@ -1,0 +1,221 @@
+"""The law of sampled tokens against exact probabilities, by chi-square tests of fixed seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy import stats
+
+from backends.engine.kernels.sample_verify_ref import NO_DRAFT, accept_walk_batch, sample
+from tests.kernels import cases
+
+# The tests are deterministic; a correct sampler fails a newly chosen seed once in a thousand times.
+_ALPHA = 1e-3
+_DRAWS = 20_000
+_VOCAB = 12
+_LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.1, 2.0, 0.0, -2.0, 1.7, 0.9, 2.6, -0.5, 1.1])
+
+
+def _exact_law(
+    temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[float]:
+    """Temperature, top-k, top-p and min-p on the test's logits, renormalised after each."""
+    logits = [value / temperature for value in _LOGITS.tolist()]
+    law = {token: math.exp(value) for token, value in enumerate(logits)}
+
+    def normalise(kept: list[int]) -> dict[int, float]:
+        total = math.fsum(law[token] for token in kept)
+        return {token: law[token] / total for token in kept}
+
+    order = sorted(law, key=lambda token: (-law[token], token))
+    law = normalise(order)
+    law = normalise(order[: top_k or len(order)])
+    if top_p < 1:
+        length, reached = 0, 0.0
+        while reached < top_p:
+            reached += law[order[length]]
+            length += 1
+        law = normalise(order[:length])
+    best = max(law.values())
+    law = normalise([token for token in law if law[token] >= min_p * best])
+    return [law.get(token, 0.0) for token in range(_VOCAB)]
+
+
+def _assert_follows(counts: list[int], law: list[float]) -> None:
+    """Fails if the counts are unlikely under the law, or hit what has probability zero."""
+    support = [index for index, probability in enumerate(law) if probability > 0]
+    assert sum(counts[index] for index in support) == sum(counts), "sampled a removed token"
+    if len(support) == 1:
+        return
+    total = sum(counts)
+    expected = [law[index] * total for index in support]
+    assert min(expected) >= 5, "the chi-square approximation needs larger cells"
+    _, p_value = stats.chisquare([counts[index] for index in support], expected)
+    assert p_value > _ALPHA
+
+
+def _histogram(tokens: torch.Tensor, cells: int) -> list[int]:
+    return [int(count) for count in torch.bincount(tokens, minlength=cells)]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 2},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"top_p": 0.01},
+        {"min_p": 0.2},
+        {"top_k": 5, "top_p": 0.7},
+        {"top_k": 6, "min_p": 0.3},
+        {"top_p": 0.9, "min_p": 0.3},
+        {"top_k": 7, "top_p": 0.9, "min_p": 0.25},
+    ],
+    ids=str,
+)
+def test_tokens_follow_the_filtered_law(temperature: float, filters: dict[str, float]) -> None:
+    """For every combination of filters, tokens over positions have the exact filtered law."""
+    rows = cases.row_sampling(_DRAWS, temperature=temperature, seed=1234, **filters)  # type: ignore[arg-type]
+    tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
+    _assert_follows(_histogram(tokens, _VOCAB), _exact_law(temperature, **filters))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("varied", ["seed", "choice", "position"])
+def test_noise_is_fresh_in_every_coordinate(varied: str) -> None:
+    """Neighbouring tokens are independent along seeds, choices and positions alike."""
+    rows = cases.row_sampling(_DRAWS, seed=99)
+    index = torch.arange(_DRAWS)
+    coordinates = {"seed": rows.seed, "choice": rows.choice, "position": rows.position}
+    for name, tensor in coordinates.items():
+        tensor.copy_(index if name == varied else torch.full_like(index, 7))
+    tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
+    law = _exact_law(1.0)
+    # Pairs with the rarest tokens merged, so that all cells are large enough.
+    common = [token for token in range(_VOCAB) if law[token] > 0.04]
+    cell = torch.full((_VOCAB,), len(common))
+    cell[common] = torch.arange(len(common))
+    marginal = [law[token] for token in common]
+    marginal.append(1 - math.fsum(marginal))
+    side = len(marginal)
+    pairs = cell[tokens[0::2]] * side + cell[tokens[1::2]]
+    joint = [first * second for first in marginal for second in marginal]
+    _assert_follows(_histogram(pairs, side * side), joint)
+
+
+_STATES = 4
+_LENGTH = 3
+_FIRST_POSITION = 17
+# A Markov model of four tokens: row = previous token, column = logit of the next.
+_MARKOV = torch.tensor(
+    [[0.0, 1.0, 0.5, -0.5], [1.5, 0.0, 0.0, 0.7], [0.2, 0.4, 1.2, 0.0], [-0.3, 0.9, 0.1, 0.8]]
+)
+_DRAFT_MODEL = _MARKOV.roll(1, dims=1) * 0.5 + _MARKOV
+_START = 2
+_TEMPERATURE = 0.8
+
+Drafter = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(seeds, positions, previous tokens) -> draft tokens."""
+
+
+def _draw(
+    model: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor
+) -> torch.Tensor:
+    """Samples the next token of every row from a Markov model with the request's noise."""
+    rows = cases.row_sampling(seeds.shape[0], temperature=_TEMPERATURE)
+    rows = rows._replace(seed=seeds, position=positions.to(torch.int32))
+    return sample(model[previous], rows)
+
+
+def _draft_constant(
+    seeds: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor
+) -> torch.Tensor:
+    return torch.ones_like(previous)
+
+
+def _draft_greedy(
+    seeds: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor
+) -> torch.Tensor:
+    return _MARKOV[previous].argmax(dim=1)
+
+
+def _draft_same_noise(
+    seeds: torch.Tensor, positions: torch.Tensor, previous: torch.Tensor
+) -> torch.Tensor:
+    return _draw(_DRAFT_MODEL, seeds, positions, previous)
+
+
+def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.Tensor:
+    """Generates three tokens per seed by draft and verify steps: int64 [seeds, 3].
+
+    Sequence i drafts ``i % (max_drafts + 1)`` tokens a step, so that batches are ragged.
+    """
+    count = seeds.shape[0]
+    text = torch.full((count, 1 + _LENGTH + max_drafts), NO_DRAFT)
+    text[:, 0] = _START
+    done = torch.zeros(count, dtype=torch.int64)
+    while bool((done < _LENGTH).any()):
+        active = (done < _LENGTH).nonzero()[:, 0]
+        lengths = active % (max_drafts + 1) + 1
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        owner = torch.repeat_interleave(torch.arange(active.shape[0]), lengths)
+        slot = torch.arange(owner.shape[0]) - bounds[owner]
+        sequence = active[owner]
+        previous = torch.empty_like(slot)
+        drafts = torch.full_like(slot, NO_DRAFT)
+        token = text[active, done[active]]
+        for depth in range(max_drafts + 1):
+            here = slot == depth
+            previous[here] = token[owner[here]]
+            position = _FIRST_POSITION + done[active] + depth
+            token = drafter(seeds[active], position, token)
+            proposes = here & (depth < lengths[owner] - 1)
+            drafts[proposes] = token[owner[proposes]]
+        positions = _FIRST_POSITION + done[sequence] + slot
+        sampled = _draw(_MARKOV, seeds[sequence], positions, previous)
+        accepted, emitted = accept_walk_batch(sampled, drafts, bounds.to(torch.int32))
+        kept = emitted != NO_DRAFT
+        text[sequence[kept], done[sequence[kept]] + slot[kept] + 1] = emitted[kept]
+        done[active] += accepted + 1
+    return text[:, 1 : 1 + _LENGTH]
+
+
+def _joint_law() -> list[float]:
+    """The exact law of three tokens of the Markov model."""
+    step = (_MARKOV.to(torch.float64) / _TEMPERATURE).softmax(dim=1)
+    joint = step[_START][:, None, None] * step[:, :, None] * step[None, :, :]
+    return [float(probability) for probability in joint.reshape(-1)]
+
+
+@pytest.mark.parametrize("drafter", [_draft_constant, _draft_greedy, _draft_same_noise])
+def test_speculation_keeps_the_joint_law(drafter: Drafter) -> None:
+    """Three tokens generated with drafts and the accept walk have the model's exact joint law."""
+    seeds = torch.arange(_DRAWS) * 0x1E3779B97F4A7C15
+    text = _generate(seeds, 3, drafter)
+    cells = (text[:, 0] * _STATES + text[:, 1]) * _STATES + text[:, 2]
+    _assert_follows(_histogram(cells, _STATES**3), _joint_law())
+
+
+def test_text_does_not_depend_on_the_drafter() -> None:
+    """For a seed every drafter and every draft length gives the same tokens."""
+    seeds = torch.arange(2000) + 5
+    plain = _generate(seeds, 0, _draft_constant)
+    for drafter in (_draft_constant, _draft_greedy, _draft_same_noise):
+        for max_drafts in (1, 3):
+            assert torch.equal(_generate(seeds, max_drafts, drafter), plain)
+
+
+def test_one_hot_drafts_are_accepted_with_their_probability() -> None:
+    """A proposed token is accepted exactly with the probability that the model gives it."""
+    seeds = torch.arange(_DRAWS) + 77
+    positions = torch.full((_DRAWS,), _FIRST_POSITION)
+    sampled = _draw(_MARKOV, seeds, positions, torch.full((_DRAWS,), _START))
+    law = (_MARKOV[_START].to(torch.float64) / _TEMPERATURE).softmax(dim=0)
+    for draft in range(_STATES):
+        hits = int((sampled == draft).sum())
+        assert stats.binomtest(hits, _DRAWS, float(law[draft])).pvalue > _ALPHA
