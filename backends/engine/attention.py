@@ -63,8 +63,7 @@ def _attend_chunk(
     if rows < MIN_ROWS:
         query = torch.nn.functional.pad(query, (0, 0, 0, MIN_ROWS - rows))
     scores = torch.bmm(query, keys.transpose(1, 2))
-    mask = span.tail_mask[first : first + tokens].repeat_interleave(group, dim=0)
-    scores[:, :rows, span.start :] += mask
+    scores[:, :rows, span.start :] += span.tail_mask[first * group : first * group + rows]
     result = _times_values(torch.softmax(scores, -1), values)
     shaped = result[:, :rows].view(kv_heads, tokens, group, head_dim)
     out[begin : begin + tokens] = shaped.transpose(0, 1)

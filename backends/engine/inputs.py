@@ -23,8 +23,9 @@ class AttentionSpan:
         kv_tokens: slots to read, a multiple of `KV_TILE`; those past the context are masked.
         first_slot: where the sequence's run begins, when it is one run: a view.
         slots: all slots [kv_tokens], when it is scattered: gathered.
-        tail_mask: [rows, kv_tokens - start] with 0 where a row may look and -inf elsewhere, for
-            the columns from `start` on; all before are visible to every row.
+        tail_mask: [rows * query_group, kv_tokens - start] with 0 where a row may look and -inf
+            elsewhere, for the columns from `start` on; all before are visible to every row. Each
+            row stands as often as query heads share keys.
     """
 
     rows: tuple[int, int]
@@ -90,8 +91,9 @@ def _span(work: SequenceWork, first: int, pool: KvPool) -> AttentionSpan:
     slots = None if run else _scattered_slots(table, kv_tokens, pool)
     columns = torch.arange(work.start, kv_tokens)
     row_positions = torch.arange(work.start, work.context_tokens)
-    mask = torch.zeros(work.num_tokens, len(columns))
-    mask.masked_fill_(columns > row_positions[:, None], -torch.inf)
+    row_positions = row_positions.repeat_interleave(pool.query_group)[:, None]
+    mask = torch.zeros(len(row_positions), len(columns))
+    mask.masked_fill_(columns > row_positions, -torch.inf)
     return AttentionSpan(
         (first, first + work.num_tokens),
         work.start,

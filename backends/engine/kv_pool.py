@@ -27,6 +27,7 @@ class KvPool:
     def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype) -> None:
         """Allocate; zeros, because masked reads must be finite."""
         self.num_blocks = num_blocks
+        self.query_group = config.query_group
         slots = num_blocks * BLOCK_TOKENS + KV_TILE
         shape = (2 * config.num_kv_heads, slots, config.head_dim)
         self.layers: list[Tensor] = [

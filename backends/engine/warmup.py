@@ -48,6 +48,14 @@ def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> St
     return StepCost(tuple(buckets), tuple(step_s), sequence_s=sequence_s)
 
 
+def measure_kv_token_s(runner: Runner, context_tokens: int) -> float:
+    """Return the seconds by which each KV token read makes a decode longer."""
+    near, far = (
+        _time_s(runner, StepPlan((_verify(1, start=start),))) for start in (0, context_tokens)
+    )
+    return max(far - near, 0.0) / context_tokens
+
+
 def rows_are_exact(runner: Runner, max_tokens: int) -> bool:
     """Return whether logits of tokens one by one equal those in blocks, bit for bit."""
     total = min(PROBE_TOKENS, max_tokens)

@@ -109,7 +109,9 @@ def test_a_tenth_of_the_prompts_is_lossless_under_every_policy(
 
 
 @pytest.mark.long
-def test_all_prompts_are_lossless_under_every_policy(shipped: Model, record_testsuite_property) -> None:
+def test_all_prompts_are_lossless_under_every_policy(
+    shipped: Model, record_testsuite_property
+) -> None:
     """200 held-out prompts: every policy, batching and preemption gives the tokens of `off`."""
     check_all(shipped, list(range(PROMPTS)), 2000, record_testsuite_property)
 
