@@ -45,7 +45,9 @@ def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> St
     if many > 1:
         batch = StepPlan(tuple(_verify(1, first_block=index) for index in range(many)))
         sequence_s = max(_time_s(runner, batch) - step_s[0], 0.0) / (many - 1)
-    return StepCost(tuple(buckets), tuple(step_s), sequence_s=sequence_s)
+    # The timed steps had one sequence each.
+    table_s = tuple(max(seconds - sequence_s, 0.0) for seconds in step_s)
+    return StepCost(tuple(buckets), table_s, sequence_s=sequence_s)
 
 
 def measure_kv_token_s(runner: Runner, context_tokens: int) -> float:

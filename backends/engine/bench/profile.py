@@ -13,8 +13,10 @@ from typing import Any
 from backends.base import WorkerConfig
 from backends.engine.backend import load_engine
 from backends.engine.bench.record import provenance
+from backends.engine.config import read_model_config
 from backends.engine.runner import Runner
 from backends.engine.warmup import measure_kv_token_s, measure_step_cost
+from backends.shipped import SHIPPED_MODEL
 
 MAX_TOKENS = 256
 CONTEXT_TOKENS = 2048
@@ -42,6 +44,7 @@ def measure() -> dict[str, Any]:
         "sequence_s": round(cost.sequence_s, 9),
         "prefill_attention_s": 0.0,
         "draft": {},
+        "kv_token_bytes": read_model_config(SHIPPED_MODEL).kv_bytes_per_token(4),
     }
 
 

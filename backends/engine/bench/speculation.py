@@ -30,7 +30,7 @@ from policies.types import RequestView
 
 POLICIES = ("off", "auto")
 NEW_TOKENS = 128
-LONGEST_PERIOD = 32
+GRAM = 8
 
 
 @dataclass
@@ -48,11 +48,14 @@ Prompt = tuple[int, ...]
 
 
 def is_looping(tokens: Sequence[int]) -> bool:
-    """Return whether the second half repeats itself with a period of up to 32 tokens."""
-    tail = list(tokens[len(tokens) // 2 :])
-    return any(
-        tail[period:] == tail[:-period] for period in range(1, min(LONGEST_PERIOD, len(tail)))
-    )
+    """Return whether over half of the second half's 8-grams stood in the output before."""
+    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    half = len(grams) // 2
+    seen, repeated = set(grams[:half]), 0
+    for gram in grams[half:]:
+        repeated += gram in seen
+        seen.add(gram)
+    return repeated > (len(grams) - half) / 2
 
 
 def decode(
