@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import cast
 
 from backends.base import Backend, WorkerConfig
 
@@ -21,8 +23,8 @@ def backend_names() -> tuple[str, ...]:
     return tuple(sorted(installed | set(_BUILT_IN)))
 
 
-def create_backend(name: str, config: WorkerConfig) -> Backend:
-    """Build the backend of that name; it is not started.
+def backend_factory(name: str) -> Callable[[WorkerConfig], Backend]:
+    """Import the backend of that name, which may take seconds, and return what builds it.
 
     Raises:
         ValueError: no such backend. The message lists the names.
@@ -37,5 +39,13 @@ def create_backend(name: str, config: WorkerConfig) -> Backend:
             known = ", ".join(backend_names())
             raise ValueError(f"unknown backend {name!r}; known: {known}")
         factory = found[name].load()
-    backend: Backend = factory(config)
-    return backend
+    return cast(Callable[[WorkerConfig], Backend], factory)
+
+
+def create_backend(name: str, config: WorkerConfig) -> Backend:
+    """Build the backend of that name; it is not started.
+
+    Raises:
+        ValueError, ImportError: as `backend_factory`.
+    """
+    return backend_factory(name)(config)

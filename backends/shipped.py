@@ -1,4 +1,4 @@
-"""Where the shipped model lies. Neutral ground: the engine loads it, the simulator only reads it."""
+"""Where the shipped model lies: the engine loads it, the simulator reads its tokenizer."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ waits can still be read), *failed* (what waits can be read, then `BackendFailed`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -91,6 +91,9 @@ class _Stream(AsyncGenerator[Delta, None]):
         """End with an error after what waits."""
         self._failure = message
         self._news.set()
+
+    def __anext__(self) -> Coroutine[Any, Any, Delta]:
+        return self.asend(None)  # the inherited one costs a second coroutine per delta
 
     async def asend(self, value: None, /) -> Delta:
         """Return the next delta: all that waits of one choice."""

@@ -2,9 +2,10 @@
 
 Rules of this file: no clock, no randomness, no device. Decodes go first, least recently served
 first, so more decodes than budget means taking turns. Draft slots come next, as many as the
-policy allows; they never preempt. Then prefill chunks, and newcomers in order of arrival: a
-sequence which cannot be admitted keeps those behind it waiting, so none starves. When blocks run
-out, the youngest sequence gives its own back and is computed again later (recompute).
+policy allows; they never preempt, and leave half of the rest to prefills. Then prefill chunks,
+and newcomers in order of arrival: a sequence which cannot be admitted keeps those behind it
+waiting, so none starves. When blocks run out, the youngest sequence gives its own back and is
+computed again later (recompute).
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Scheduler:
                 self._schedule(step, sequence, 1)
 
     def _plan_drafts(self, step: _StepDraft) -> None:
-        """Add the drafts the policy allows. Free blocks only: drafts preempt nobody."""
+        """Add the drafts the policy allows. They preempt nobody, and keep no newcomer out."""
         offers = [(work, self._offer(work.sequence)) for work in step.work.values()]
         offers = [(work, draft) for work, draft in offers if draft.token_ids]
         if not offers:
@@ -180,28 +181,23 @@ class Scheduler:
             candidates=tuple(self._candidate(w.sequence, draft) for w, draft in offers),
         )
         lengths = self._policy.draft_lengths(view, self.cost)
-        spare_blocks = self._draft_blocks()
+        spare_blocks = self.blocks.num_free - self._newcomer_blocks()
         for (work, draft), length in zip(offers, lengths, strict=True):
             self._offers[work.sequence.key] = draft
             drafted = draft.token_ids[: min(length, step.budget)]
             spare_blocks -= self._add_draft(step, work, drafted, spare_blocks)
 
-    def _may_admit(self) -> bool:
-        """Return whether a newcomer waits for nothing but budget and blocks."""
-        return bool(self._waiting) and len(self._running) < self.config.max_num_seqs
-
     def _slot_budget(self, step: _StepDraft) -> int:
         """Return how many draft slots the step may hold: half of the rest is for prefills."""
-        prefills = self._may_admit() or any(s.pending_tokens > 1 for s in self._running)
+        prefills = self._newcomer_blocks() or any(s.pending_tokens > 1 for s in self._running)
         return step.budget // 2 if prefills else step.budget
 
-    def _draft_blocks(self) -> int:
-        """Return how many blocks drafts may take: not those which let the next newcomer in."""
-        free = self.blocks.num_free
-        if not self._may_admit():
-            return free
-        newcomer = self.blocks.blocks_for(len(self._waiting[0].token_ids))
-        return free - newcomer if newcomer <= free else free
+    def _newcomer_blocks(self) -> int:
+        """Return the blocks of the sequence that comes in next; 0 if none can now."""
+        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
+            return 0
+        blocks = self.blocks.blocks_for(len(self._waiting[0].token_ids))
+        return blocks if blocks <= self.blocks.num_free else 0
 
     def _offer(self, sequence: Sequence) -> Draft:
         """Ask the sequence's proposer for a draft within the plan and the tokens left."""
@@ -308,8 +304,10 @@ class Scheduler:
             sequence.num_computed = work.start + confirmed
             return Emission(sequence, (), ())
         accepted = len(emitted) - 1
-        self._observe(sequence, work, emitted)
+        self._learn(sequence, emitted)
         kept = tuple(self._until_finished(sequence, emitted))
+        if work.num_drafts:
+            sequence.count_draft(work.num_drafts, min(accepted, len(kept)))
         sequence.num_computed = work.start + confirmed + accepted
         if sequence.finish_reason is None:
             self.blocks.trim(sequence.block_table, sequence.num_computed)
@@ -330,14 +328,12 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 return
 
-    def _observe(self, sequence: Sequence, work: SequenceWork, emitted: tuple[int, ...]) -> None:
+    def _learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
         """Learn from the draft: from what was verified, and from what was merely offered.
 
         A draft that was not verified still agrees or not with the token that came, so a policy
         that stopped drafting notices when drafting would pay again.
         """
-        if work.num_drafts:
-            sequence.count_draft(work.num_drafts, len(emitted) - 1)
         offer = self._offers.get(sequence.key)
         if offer is None:
             return

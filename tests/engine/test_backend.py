@@ -15,6 +15,7 @@ from backends.engine.bench.prompts import held_out_prompts
 from backends.engine.runner import Runner
 from backends.errors import BackendFailed, CheckpointError, RequestRejected
 from backends.types import FinishReason, GenerationRequest
+from backends.testing import check_backend
 from policies.registry import speculation_policy
 from tests.engine.harness import request
 
@@ -143,6 +144,11 @@ async def test_stopping_ends_open_streams(backend: EngineBackend) -> None:
     with pytest.raises(BackendFailed, match="stopped"):
         async for _ in stream:
             pass
+
+
+async def test_the_engine_keeps_the_contract_of_backends() -> None:
+    """The conformance suite for backends passes on the engine."""
+    await check_backend(EngineBackend(SMALL))
 
 
 async def test_the_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:

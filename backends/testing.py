@@ -1,0 +1,216 @@
+"""Conformance checks for backends: for our own tests, and for those of third parties.
+
+`check_backend` runs them all on a backend it starts and stops; each check may also run alone on a
+started one. They need no particular model or speed: what they compare are promises of `Backend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Final
+
+from backends.base import Backend
+from backends.errors import BackendFailed, RequestRejected
+from backends.types import Delta, FinishReason, GenerationRequest, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
+
+PATIENCE_S: Final = 60.0
+"""How long a check waits for what must happen; generous, since only failures wait that long."""
+
+_NO_DRAFTS: Final = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a conformance check")
+_ids = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a stream gave for one choice."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+async def check_backend(backend: Backend) -> None:
+    """Start a fresh backend, run every check on it, and stop it.
+
+    Raises:
+        AssertionError: the backend breaks its contract. The message names the promise.
+    """
+    await backend.start()
+    try:
+        check_rejections(backend)
+        await check_endings(backend)
+        await check_replay(backend)
+        await check_streams_are_not_crossed(backend)
+        await check_speculation_changes_nothing(backend)
+        await check_closing_frees(backend)
+        await check_stop(backend)
+    finally:
+        await backend.stop()
+
+
+def make_request(
+    backend: Backend,
+    prompt: str = "def f(",
+    *,
+    max_tokens: int = 12,
+    seed: int = 1,
+    n: int = 1,
+    speculation: SpeculationPlan = _NO_DRAFTS,
+) -> GenerationRequest:
+    """Return a request that samples for exactly `max_tokens` tokens."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
+    prompt_ids = tuple(backend.tokenizer.encode(prompt))
+    return GenerationRequest(f"conformance-{next(_ids)}", prompt_ids, sampling, speculation, n)
+
+
+async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]:
+    """Run a request to its end and return its choices, checking the form of the deltas.
+
+    Raises:
+        AssertionError: a choice ended twice or never, or went on after its end.
+    """
+    deltas: list[list[Delta]] = [[] for _ in range(request.n)]
+    async with _patience(), aclosing(backend.generate(request)) as stream:
+        async for delta in stream:
+            assert 0 <= delta.choice < request.n, "a delta of a choice nobody asked for"
+            mine = deltas[delta.choice]
+            assert not mine or mine[-1].finish_reason is None, "a delta after the choice's end"
+            ended = delta.finish_reason is not None
+            assert ended == (delta.outcome is not None), "the outcome comes with the end"
+            mine.append(delta)
+    return [_outcome(of_choice) for of_choice in deltas]
+
+
+def check_rejections(backend: Backend) -> None:
+    """Check that what can never run is refused by `check`, with the parameter's name."""
+    longest = backend.card.max_model_len
+    good = make_request(backend)
+    backend.check(good)
+    too_much_output = replace(good, sampling=replace(good.sampling, max_tokens=longest))
+    too_long = replace(good, prompt_ids=good.prompt_ids[:1] * (longest + 1))
+    unknown_token = replace(good, prompt_ids=(backend.tokenizer.vocab_size,))
+    empty = replace(good, prompt_ids=())
+    for bad, param in (
+        (too_much_output, "max_tokens"),
+        (too_long, "prompt"),
+        (unknown_token, "prompt"),
+        (empty, "prompt"),
+    ):
+        assert _rejected_param(backend, bad) == param, f"{param} is at fault, and must be named"
+
+
+async def check_endings(backend: Backend) -> None:
+    """Check that every choice ends exactly once and has what was asked for."""
+    for n, max_tokens in ((1, 1), (1, 9), (3, 5)):
+        choices = await collect(backend, make_request(backend, n=n, max_tokens=max_tokens))
+        for choice in choices:
+            assert len(choice.token_ids) == max_tokens, "as many tokens as asked for"
+            assert choice.finish_reason is FinishReason.LENGTH, "nothing but the length ended it"
+            assert choice.text == backend.tokenizer.decode(choice.token_ids), "text is its tokens'"
+
+
+async def check_replay(backend: Backend) -> None:
+    """Check that a seed gives the same tokens again, and another seed others."""
+    first = await collect(backend, make_request(backend, n=2, max_tokens=24))
+    again = await collect(backend, make_request(backend, n=2, max_tokens=24))
+    assert first == again, "the same request must give the same output"
+    other = await collect(backend, make_request(backend, n=2, max_tokens=24, seed=2))
+    assert first != other, "another seed must give another output"
+    assert first[0] != first[1], "choices must differ"
+
+
+async def check_streams_are_not_crossed(backend: Backend) -> None:
+    """Check that requests running together get what each gets alone."""
+    prompts = [f"def f{i}(x):\n    return x" for i in range(6)]
+    requests = [make_request(backend, p, seed=i, n=1 + i % 2) for i, p in enumerate(prompts)]
+    together = await asyncio.gather(*(collect(backend, request) for request in requests))
+    for request, got in zip(requests, together, strict=True):
+        fresh = replace(request, request_id=f"conformance-{next(_ids)}")
+        alone = await collect(backend, fresh)
+        assert [c.finish_reason for c in got] == [c.finish_reason for c in alone]
+        assert got == alone, "a stream depends on what runs beside it"
+
+
+async def check_speculation_changes_nothing(backend: Backend) -> None:
+    """Check that drafts change neither tokens nor text, with every proposer there is."""
+    plain = await collect(backend, make_request(backend, max_tokens=24))
+    for proposer in backend.load().proposers:
+        plan = SpeculationPlan("check", SpeculationMode.AUTO, proposer, 4, "a conformance check")
+        drafted = await collect(backend, make_request(backend, max_tokens=24, speculation=plan))
+        assert drafted == plain, f"drafts of {proposer} change the output"
+
+
+async def check_closing_frees(backend: Backend) -> None:
+    """Check that closing a stream, running or queued, frees its KV within one step."""
+    await _until_idle(backend)
+    free = backend.load().kv_blocks_free
+    leaver = backend.generate(make_request(backend, "leave " * 40, max_tokens=200))
+    never_read = backend.generate(make_request(backend, "queue " * 40, max_tokens=200))
+    keeper = backend.generate(make_request(backend, max_tokens=200))
+    async with _patience():
+        await anext(leaver)
+        await leaver.aclose()
+        await never_read.aclose()
+        for _ in range(2):  # the step that was running, and the one in which it must be gone
+            await anext(keeper)
+        load = backend.load()
+        assert load.running + load.waiting == 1, "a closed stream still runs"
+        await keeper.aclose()
+    await _until_idle(backend)
+    assert backend.load().kv_blocks_free == free, "a closed stream keeps KV blocks"
+
+
+async def check_stop(backend: Backend) -> None:
+    """Check that `stop` ends open streams with `BackendFailed`, and may be called again."""
+    streams = [backend.generate(make_request(backend, max_tokens=500)) for _ in range(2)]
+    await anext(streams[0])
+    await backend.stop()
+    await backend.stop()
+    for stream in streams:
+        assert await _fails(stream), "a stream of a stopped backend must fail"
+
+
+@asynccontextmanager
+async def _patience() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield
+    except TimeoutError:
+        raise AssertionError(f"what must happen did not within {PATIENCE_S:.0f} s") from None
+
+
+def _rejected_param(backend: Backend, request: GenerationRequest) -> str | None:
+    try:
+        backend.check(request)
+    except RequestRejected as error:
+        return error.param
+    return None
+
+
+async def _fails(stream: AsyncGenerator[Delta, None]) -> bool:
+    try:
+        async with _patience(), aclosing(stream):
+            async for _ in stream:
+                pass
+    except BackendFailed:
+        return True
+    return False
+
+
+async def _until_idle(backend: Backend) -> None:
+    async with _patience():
+        while backend.load().running + backend.load().waiting:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(1e-3)
+
+
+def _outcome(deltas: list[Delta]) -> Outcome:
+    assert deltas, "a choice without deltas"
+    reason = deltas[-1].finish_reason
+    assert reason is not None, "the stream ended before its choice did"
+    token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+    return Outcome(token_ids, "".join(delta.text for delta in deltas), reason)

@@ -1,0 +1,121 @@
+"""Text of a growing token sequence."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import hypothesis.strategies as st
+from hypothesis import example, given
+
+from backends.core.detokenize import TextStream
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(SHIPPED_MODEL)
+
+
+SPECIAL_IDS = range(4)
+ALL_IDS = range(len(SPECIAL_IDS), tokenizer().vocab_size)
+BYTE_IDS = [token for token in ALL_IDS if tokenizer().token_text(token) == "\ufffd"]
+EMOJI = tokenizer().encode("🙂", add_special_tokens=False)
+token_ids = st.lists(st.one_of(st.sampled_from(ALL_IDS), st.sampled_from(BYTE_IDS)), max_size=40)
+texts = st.text(
+    st.one_of(
+        st.sampled_from("ab \n=:'"),
+        st.sampled_from("é漢🙂👩🏽\u200d\ufffd"),
+        st.characters(codec="utf-8"),
+    ),
+    max_size=30,
+)
+stops = st.lists(st.text(st.sampled_from("ab é🙂"), min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+def stream_pieces(ids, stop=(), context=()):
+    """What a reader is given, piece by piece, the flush last."""
+    stream = TextStream(tokenizer().decode, stop, context)
+    return [*(stream.add(token) for token in ids), stream.flush()]
+
+
+def cut_at_first_stop(text: str, stop: tuple[str, ...]) -> str:
+    """The text before the stop string that is complete first; of two, the longer."""
+    for end in range(1, len(text) + 1):
+        found = [len(s) for s in stop if text[:end].endswith(s)]
+        if found:
+            return text[: end - max(found)]
+    return text
+
+
+def split_and_encode(text: str, cuts: list[int]) -> list[int]:
+    """Other tokens for the same text: its parts encoded each for itself."""
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    parts = [text[a:b] for a, b in itertools.pairwise(places)]
+    return [t for part in parts for t in tokenizer().encode(part, add_special_tokens=False)]
+
+
+@given(token_ids)
+@example(list(range(4, 260)))
+@example([*EMOJI[-1:] * 4, *EMOJI, *EMOJI[-1:] * 3, *EMOJI[:1]])
+def test_text_is_that_of_decoding_at_once(ids: list[int]) -> None:
+    """Any tokens, also bytes that are no character, give the text of decoding them together."""
+    assert "".join(stream_pieces(ids)) == tokenizer().decode(ids)
+
+
+@given(texts, st.lists(st.integers(0, 100)), st.text("ab é\n", max_size=9))
+def test_text_does_not_depend_on_the_tokens_it_came_in(text, cuts, prompt) -> None:
+    """However a text is cut into tokens, also behind a prompt, the reader gets that text."""
+    ids = split_and_encode(text, cuts)
+    context = tokenizer().encode(prompt)
+    assert "".join(stream_pieces(ids, context=context)) == text
+
+
+@given(texts.map(lambda t: t + "ab é🙂ab"), st.lists(st.integers(0, 100)), stops)
+@example("xabcd", [2], ("abcd", "bc"))
+@example("xabcd", [1, 2, 3, 4], ("abcd", "bc"))
+@example("xaab", [2, 3], ("aab", "ab"))
+@example("self", [], ("self", "el"))
+def test_stop_strings_are_found_across_token_borders(text, cuts, stop) -> None:
+    """The text ends before the first complete stop string, however it is cut into tokens."""
+    pieces = stream_pieces(split_and_encode(text, cuts), stop)
+    assert "".join(pieces) == cut_at_first_stop(text, stop)
+
+
+@given(texts, st.lists(st.integers(0, 100)), stops)
+def test_what_was_given_is_never_taken_back(text, cuts, stop) -> None:
+    """At every token, what the reader has is a beginning of what the reader will have."""
+    given_text = ""
+    final = cut_at_first_stop(text, stop)
+    for piece in stream_pieces(split_and_encode(text, cuts), stop):
+        given_text += piece
+        assert final.startswith(given_text)
+    assert given_text == final
+
+
+def test_text_is_given_as_soon_as_it_is_certain() -> None:
+    """Without stop strings nothing whole is held back; with them only what may become one."""
+    ids = tokenizer().encode("x = 1\ny", add_special_tokens=False)
+    assert stream_pieces(ids)[-1] == ""
+    stream = TextStream(tokenizer().decode, ("\n\n",))
+    shown = "".join(stream.add(token) for token in ids[:-1])
+    assert shown == "x = 1"
+    assert stream.add(ids[-1]) == "\ny"
+
+
+def test_half_a_character_waits_for_the_other_half() -> None:
+    """An emoji of several byte tokens is shown once it is whole, and as U+FFFD if it never is."""
+    waiting = [""] * (len(EMOJI) - 1)
+    assert len(EMOJI) > 1
+    assert stream_pieces(EMOJI)[:-1] == [*waiting, "🙂"]
+    assert stream_pieces(EMOJI[:-1]) == [*waiting, "\ufffd"]
+
+
+def test_nothing_follows_a_stop() -> None:
+    """After a stop string, further tokens and the flush give nothing."""
+    stream = TextStream(tokenizer().decode, ("b",))
+    pieces = [stream.add(t) for t in tokenizer().encode("a b c", add_special_tokens=False)]
+    assert stream.stopped
+    assert "".join(pieces) == "a "
+    assert stream.flush() == ""

@@ -1,0 +1,188 @@
+"""Requests in, deltas out."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from backends.core.kv_blocks import KvBlocks
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.worker import Worker
+from backends.errors import RequestRejected
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+from backends.types import Delta, FinishReason, GenerationRequest
+from policies.registry import speculation_policy
+from policies.step_cost import StepCost
+from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(SHIPPED_MODEL)
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+EOS = tokenizer().special_id("eos_token")
+
+
+class Bench:
+    """A worker with a fake device."""
+
+    def __init__(self, true_token=hashed_token, num_blocks=64, max_model_len=200, max_num_seqs=8):
+        self.blocks = KvBlocks(num_blocks, 4)
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs, 64, frozenset({EOS})),
+            self.blocks,
+            speculation_policy("fixed:8"),
+            {"ngram": FakeProposer(true_token)},
+            StepCost((64,), (1e-3,)),
+        )
+        self.worker = Worker(scheduler, tokenizer(), max_model_len)
+        self._executor = FakeExecutor(true_token)
+
+    def step(self) -> list[tuple[str, Delta]] | None:
+        plan = self.worker.plan()
+        if plan is None:
+            return None
+        return self.worker.complete(plan, self._executor.execute(plan))
+
+    def run(self, *requests: GenerationRequest) -> dict[tuple[str, int], list[Delta]]:
+        for each in requests:
+            self.worker.check(each)
+            self.worker.submit(each)
+        got: dict[tuple[str, int], list[Delta]] = {}
+        while (deltas := self.step()) is not None:
+            for request_id, delta in deltas:
+                got.setdefault((request_id, delta.choice), []).append(delta)
+        assert self.worker.open_requests == ()
+        assert self.blocks.num_free == self.blocks.num_blocks
+        return got
+
+    def run_one(self, one: GenerationRequest) -> list[Delta]:
+        return self.run(one)[one.request_id, 0]
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 8])
+def test_a_stop_string_inside_accepted_drafts_ends_as_without_drafts(drafts: int) -> None:
+    """Tokens accepted behind a stop string were never made: same tokens, text, reason, logprobs."""
+    ids = encode("def f(x):\n    return x + 1\n\n\nclass C: pass # and more of it")
+    bench = Bench(scripted(*ids))
+    plain = bench.run_one(request(max_tokens=len(ids), stop=("\n\n\n",), logprobs=0))
+    drafted = bench.run_one(
+        request(max_tokens=len(ids), drafts=drafts, stop=("\n\n\n",), logprobs=0)
+    )
+    assert text_of(drafted) == text_of(plain) == "def f(x):\n    return x + 1"
+    assert tokens_of(drafted) == tokens_of(plain)
+    assert [d.logprobs for d in plain] == [(entry,) for d in drafted for entry in d.logprobs]
+    assert drafted[-1].finish_reason is FinishReason.STOP
+    assert len(drafted) <= len(plain)
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 8])
+def test_the_end_token_ends_and_is_not_shown(drafts: int) -> None:
+    """An end-of-sequence token counts as a token, adds no text, and nothing follows it."""
+    ids = [*encode("x = 1"), EOS, *encode("never shown")]
+    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), drafts=drafts))
+    assert text_of(deltas) == "x = 1"
+    assert tokens_of(deltas) == [*encode("x = 1"), EOS]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_ignore_eos_goes_on_to_the_length() -> None:
+    """With `ignore_eos` the end token is a token like any other."""
+    ids = [*encode("a"), EOS, *encode(" b")]
+    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), ignore_eos=True))
+    assert tokens_of(deltas) == ids
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_stop_string_completed_by_the_last_token_is_a_stop() -> None:
+    """When length and stop string come with the same token, the reason is `stop`."""
+    ids = encode("a = b\n")
+    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n",)))
+    assert text_of(deltas) == "a = b"
+    assert deltas[-1].finish_reason is FinishReason.STOP
+
+
+def test_held_back_text_is_shown_at_the_end() -> None:
+    """A beginning of a stop string which never came belongs to the text."""
+    ids = encode("a\n")
+    deltas = Bench(scripted(*ids)).run_one(request(max_tokens=len(ids), stop=("\n\n\n",)))
+    assert text_of(deltas) == "a\n"
+
+
+def test_every_choice_ends_once_with_its_own_outcome() -> None:
+    """Each of n choices has its own tokens, one last delta, and what speculation did for it."""
+    one = request(max_tokens=10, drafts=4, n=3, ignore_eos=True)
+    got = Bench().run(one)
+    assert sorted(choice for _, choice in got) == [0, 1, 2]
+    assert len({tuple(tokens_of(deltas)) for deltas in got.values()}) == 3
+    for deltas in got.values():
+        assert len(tokens_of(deltas)) == 10
+        assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert [d.outcome for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+        outcome = deltas[-1].outcome
+        assert outcome.num_accepted_tokens == outcome.num_drafted_tokens == 10 - len(deltas)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_cancel_frees_every_choice_at_once(steps: int) -> None:
+    """A cancelled request, queued or running, owns nothing afterwards and gives no more deltas."""
+    bench = Bench(max_num_seqs=2)
+    gone, stays = request(max_tokens=20, n=3, ignore_eos=True), request(max_tokens=5)
+    for each in (gone, stays):
+        bench.worker.submit(each)
+    for _ in range(steps):
+        bench.step()
+    bench.worker.cancel(gone.request_id)
+    assert bench.blocks.num_free == bench.blocks.num_blocks
+    bench.worker.cancel(gone.request_id)
+    assert bench.worker.open_requests == (stays.request_id,)
+    while (deltas := bench.step()) is not None:
+        assert {request_id for request_id, _ in deltas} == {stays.request_id}
+    assert bench.worker.open_requests == ()
+
+
+def test_cancel_between_plan_and_result_drops_the_result() -> None:
+    """A request cancelled while its step runs gets nothing of it."""
+    bench = Bench()
+    one = request(max_tokens=9)
+    bench.worker.submit(one)
+    plan = bench.worker.plan()
+    bench.worker.cancel(one.request_id)
+    assert bench.worker.complete(plan, FakeExecutor().execute(plan)) == []
+    assert bench.blocks.num_free == bench.blocks.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("one", "param", "words"),
+    [
+        (request(prompt=190, max_tokens=11), "max_tokens", r"context holds 200 .* 190 and 11"),
+        (request(prompt=201, max_tokens=1), "prompt", "context holds 200"),
+        (request(prompt=90, max_tokens=39), "max_tokens", "KV pool holds 128"),
+        (request(prompt=(4096,)), "prompt", "between 0 and 4095"),
+        (request(prompt=(-1,)), "prompt", "between 0 and 4095"),
+        (request(prompt=()), "prompt", "no tokens"),
+    ],
+    ids=["output", "prompt", "pool", "unknown", "negative", "empty"],
+)
+def test_what_can_never_run_is_refused(one, param, words) -> None:
+    """The refusal names the parameter and both numbers; the limits themselves are accepted."""
+    bench = Bench(num_blocks=32 if "pool" in words else 64, max_model_len=200)
+    with pytest.raises(RequestRejected, match=words) as refused:
+        bench.worker.check(one)
+    assert refused.value.param == param
+    Bench(max_model_len=200).worker.check(request(prompt=190, max_tokens=10))

@@ -1,0 +1,186 @@
+"""Speculation policies: what they promise to a client, and when drafting pays."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from policies.protocols import SpeculationPolicy
+from policies.registry import speculation_policy
+from policies.speculation import Auto, Fixed, Off
+from policies.step_cost import StepCost
+from policies.survival import expected_accepted_tokens
+from policies.testing import check_speculation
+from policies.types import DraftCandidate, RequestView, SpeculationMode, StepView, WorkerLoad
+
+H100_8B = StepCost(
+    (1, 2, 4, *range(8, 1025, 8)),
+    tuple(5.886e-3 + 21.0e-6 * n for n in (1, 2, 4, *range(8, 1025, 8))),
+    kv_token_s=39.3e-9,
+)
+"""The scale of design section 5: Llama-8B in bf16 on an H100, published fit."""
+
+
+def batch(sequences: int, acceptance: float, context: int = 500, budget: int = 4096) -> StepView:
+    candidates = (DraftCandidate(16, acceptance),) * sequences
+    return StepView(sequences, sequences * context, sequences, budget, candidates)
+
+
+def load(price: float = 0.1, acceptance: float = 0.7, proposers=("ngram",)) -> WorkerLoad:
+    return WorkerLoad(3, 0, 50, 100, price, acceptance, proposers)
+
+
+def tokens_per_s(step: StepView, lengths, cost: StepCost) -> float:
+    accepted = sum(
+        expected_accepted_tokens(c.acceptance, n)
+        for c, n in zip(step.candidates, lengths, strict=True)
+    )
+    seconds = cost.seconds(step.tokens + sum(lengths), step.kv_tokens, step.sequences)
+    return (step.sequences + accepted) / seconds
+
+
+@pytest.mark.parametrize("spec", ["off", "fixed:1", "fixed:4", "fixed:100", "auto"])
+def test_conformance(spec: str) -> None:
+    """Every shipped policy keeps the contract of `SpeculationPolicy`."""
+    policy = speculation_policy(spec)
+    assert isinstance(policy, SpeculationPolicy)
+    assert policy.name == spec
+    check_speculation(policy)
+
+
+def test_conformance_check_finds_a_cheat() -> None:
+    """The suite that third parties run does refuse a policy which overspends its slots."""
+
+    class Greedy(Off):
+        def draft_lengths(self, step, cost):
+            return [c.max_draft_tokens for c in step.candidates]
+
+    with pytest.raises(AssertionError, match="more slots"):
+        check_speculation(Greedy())
+
+
+@pytest.mark.parametrize("acceptance", [0.4, 0.7, 0.9])
+def test_auto_shortens_as_the_batch_grows(acceptance: float) -> None:
+    """At equal acceptance, a larger batch never drafts longer, and a very large one shorter."""
+    longest = [
+        max(Auto().draft_lengths(batch(size, acceptance), H100_8B)) for size in (8, 64, 256, 512)
+    ]
+    assert longest == sorted(longest, reverse=True)
+    assert longest[-1] < longest[0]
+
+
+@pytest.mark.parametrize("size", [1, 32, 256])
+def test_auto_shortens_as_acceptance_falls(size: int) -> None:
+    """At an equal batch, drafts that agree less often are never longer."""
+    longest = [
+        max(Auto().draft_lengths(batch(size, acceptance), H100_8B))
+        for acceptance in (0.95, 0.8, 0.6, 0.3, 0.05)
+    ]
+    assert longest == sorted(longest, reverse=True)
+    assert longest[-1] < longest[0]
+
+
+def test_auto_drafts_nothing_where_nothing_can_be_gained() -> None:
+    """Where a token costs its full share of the step, or nothing agrees, no slot is taken."""
+    linear = StepCost(tuple(range(1, 200)), tuple(1e-3 * n for n in range(1, 200)))
+    assert set(Auto().draft_lengths(batch(8, 0.9), linear)) == {0}
+    assert set(Auto().draft_lengths(batch(8, 0.0), H100_8B)) == {0}
+
+
+def test_auto_drafts_all_it_can_where_slots_are_free() -> None:
+    """Below the edge of a flat stair every slot that may survive is worth taking."""
+    flat = StepCost((64,), (1e-3,))
+    assert Auto().draft_lengths(batch(2, 0.5), flat) == [16, 16]
+
+
+def test_auto_drafts_longer_where_kv_reads_dominate() -> None:
+    """With contexts of 32k the step is long anyway: drafts stay worthwhile at the same batch."""
+    short = max(Auto().draft_lengths(batch(256, 0.7, context=200), H100_8B))
+    long = max(Auto().draft_lengths(batch(256, 0.7, context=32_000), H100_8B))
+    assert long > short
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 16), st.floats(0, 1)), min_size=1, max_size=40),
+    st.integers(0, 300),
+    st.integers(0, 100_000),
+    st.lists(st.floats(0, 1e-2), min_size=4, max_size=4),
+    st.floats(1e-6, 1e-2),
+)
+def test_auto_never_expects_less_than_no_speculation(
+    candidates, budget, kv_tokens, rises, first_s
+) -> None:
+    """Under its own cost model `auto` is at least as fast as `off`, whatever the stairs."""
+    steps = [first_s]
+    for rise in rises:
+        steps.append(steps[-1] + rise)
+    cost = StepCost((1, 8, 32, 64, 256), tuple(steps), 1e-8, 1e-6)
+    many = len(candidates)
+    step = StepView(many, kv_tokens, many, budget, tuple(DraftCandidate(*c) for c in candidates))
+    lengths = Auto().draft_lengths(step, cost)
+    assert tokens_per_s(step, lengths, cost) >= tokens_per_s(step, [0] * many, cost)
+
+
+def test_fixed_drafts_the_same_whatever_the_load() -> None:
+    """`fixed:K` takes K slots each while the budget lasts, first come first served."""
+    assert Fixed(3).draft_lengths(batch(4, 0.01, budget=8), H100_8B) == [3, 3, 2, 0]
+    assert Fixed(3).decide(RequestView(1, 9, 0.0), load(price=50.0)).max_draft_tokens == 3
+
+
+def test_auto_plans_for_a_request_by_the_price() -> None:
+    """A higher price plans shorter drafts, never none; the reason gives the figures."""
+    plans = [Auto().decide(RequestView(1, 9, 0.0), load(price=p)) for p in (0.0, 0.1, 0.5, 0.9)]
+    assert [p.max_draft_tokens for p in plans] == [16, 6, 1, 1]  # 0.7^6 = 0.118, 0.7^7 = 0.082
+    assert [p.price for p in plans] == [0.0, 0.1, 0.5, 0.9]
+    assert "acceptance 0.70, price 0.100" in plans[1].reason
+
+
+@pytest.mark.parametrize(
+    ("request_view", "proposers", "reason"),
+    [
+        (RequestView(1, 9, 0.0, SpeculationMode.OFF), ("ngram",), "asked for no speculation"),
+        (RequestView(1, 9, 0.0, max_draft_tokens=0), ("ngram",), "asked for no speculation"),
+        (RequestView(1, 9, 0.0), (), "no proposer"),
+        (RequestView(1, 9, 0.0, SpeculationMode.DRAFT_MODEL), ("ngram",), "'draft_model'"),
+    ],
+    ids=["off", "cap 0", "no proposer", "another proposer"],
+)
+def test_a_request_that_cannot_speculate_learns_why(request_view, proposers, reason) -> None:
+    """When the client or the worker rules speculation out, the plan says which."""
+    for policy in (Auto(), Fixed(4)):
+        plan = policy.decide(request_view, load(proposers=proposers))
+        assert plan.proposer is None
+        assert reason in plan.reason
+
+
+def test_a_named_proposer_is_used() -> None:
+    """A client that names a proposer gets it, not the worker's first."""
+    view = RequestView(1, 9, 0.0, SpeculationMode.DRAFT_MODEL, max_draft_tokens=2)
+    plan = Auto().decide(view, load(proposers=("ngram", "draft_model")))
+    assert (plan.proposer, plan.max_draft_tokens) == ("draft_model", 2)
+
+
+@pytest.mark.parametrize("spec", ["", "of", "fixed4", "AUTO"])
+def test_an_unknown_policy_lists_the_known_ones_once(spec: str) -> None:
+    """The error names what was asked for and every policy there is."""
+    with pytest.raises(ValueError, match="unknown speculation policy") as unknown:
+        speculation_policy(spec)
+    assert repr(spec) in str(unknown.value)
+    names = str(unknown.value).partition("known: ")[2].split(", ")
+    assert {"off", "fixed:K", "auto"} <= set(names)
+    assert "fixed" not in names
+
+
+@pytest.mark.parametrize("spec", ["fixed", "fixed:", "fixed:x", "fixed:-1", "fixed:0", "fixed:²"])
+def test_fixed_needs_a_whole_number(spec: str) -> None:
+    """`fixed` without a positive whole number is refused with an explanation."""
+    with pytest.raises(ValueError, match="fixed:K needs"):
+        speculation_policy(spec)
+
+
+@pytest.mark.parametrize("spec", ["off:1", "auto:x"])
+def test_an_argument_nobody_takes_is_refused(spec: str) -> None:
+    """A policy without an argument does not ignore one silently."""
+    with pytest.raises(ValueError, match="takes no argument"):
+        speculation_policy(spec)

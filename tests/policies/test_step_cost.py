@@ -1,0 +1,112 @@
+"""The cost of a step, and the price of a slot that follows from it."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given
+
+from policies.step_cost import StepCost, slot_price
+
+H100_8B = StepCost(
+    (1, 2, 4, *range(8, 1025, 8)),
+    tuple(5.886e-3 + 21.0e-6 * n for n in (1, 2, 4, *range(8, 1025, 8))),
+    kv_token_s=39.3e-9,
+)
+
+
+@st.composite
+def costs(draw) -> StepCost:
+    buckets = sorted(draw(st.sets(st.integers(1, 600), min_size=1, max_size=8)))
+    steps, seconds = [], 0.0
+    for _ in buckets:
+        seconds += draw(st.sampled_from([0.0, 1e-4, 3e-3]))
+        steps.append(seconds)
+    return StepCost(
+        tuple(buckets), tuple(steps), draw(st.floats(0, 1e-6)), draw(st.floats(0, 1e-4))
+    )
+
+
+small = st.integers(0, 800)
+
+
+@given(costs(), small, small, small, small, small, small)
+def test_more_of_anything_never_costs_less(cost, tokens, kv, sequences, a, b, c) -> None:
+    """A step's cost is monotone in tokens, KV tokens and sequences, beyond the table too."""
+    here = cost.seconds(tokens, kv, sequences)
+    assert cost.seconds(tokens + a, kv + b, sequences + c) >= here - 1e-12
+
+
+def test_tokens_up_to_the_edge_are_free_and_beyond_the_table_the_slope_goes_on() -> None:
+    """Tokens that fit the bucket cost nothing more; behind the last bucket every one does."""
+    cost = StepCost((4, 8), (1.0, 1.4))
+    assert [cost.seconds(n) for n in (0, 1, 4, 5, 8)] == [1.0, 1.0, 1.0, 1.4, 1.4]
+    assert cost.seconds(10) == pytest.approx(1.6)
+    assert StepCost((4,), (2.0,)).seconds(6) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "edge"), [(0, 16), (1, 16), (4, 16), (5, 16), (8, 16), (9, 32), (16, 32), (20, 48)]
+)
+def test_next_edge_is_the_end_of_the_next_dearer_stair(tokens: int, edge: int) -> None:
+    """The edge skips stairs of equal cost, and behind the last one adds one of its width."""
+    assert StepCost((4, 8, 16, 32), (1.0, 1.0, 2.0, 3.0)).next_edge(tokens) == edge
+
+
+@given(costs(), small)
+def test_next_edge_moves_on(cost, tokens) -> None:
+    """There is always a next edge, and what it costs is one stair at most."""
+    edge = cost.next_edge(tokens)
+    assert edge > tokens
+    if edge in cost.token_buckets:
+        below = [s for b, s in zip(cost.token_buckets, cost.step_s, strict=True) if b < edge]
+        assert cost.seconds(edge) > cost.seconds(tokens)
+        assert not below or cost.seconds(tokens) == pytest.approx(max(below[-1], cost.step_s[0]))
+
+
+@given(costs(), small, small, small)
+def test_a_price_is_never_negative(cost, tokens, kv, sequences) -> None:
+    """No slot pays its user, and an idle worker asks for nothing."""
+    assert slot_price(cost, tokens, kv, sequences) >= 0.0
+    assert slot_price(cost, tokens, kv, 0) == 0.0
+
+
+def test_the_price_rises_with_the_batch() -> None:
+    """On the H100 scale a slot is nearly free alone, and dear in a full batch."""
+    prices = [slot_price(H100_8B, n, n * 500, n) for n in (1, 8, 32, 64, 128, 256, 512)]
+    assert prices == sorted(prices)
+    assert prices[0] < 0.01
+    assert prices[-1] > 0.4
+
+
+def test_long_contexts_lower_the_price() -> None:
+    """32 requests of 32k tokens pay about 0.013 a slot (design, section 5)."""
+    assert slot_price(H100_8B, 32, 32 * 32_768, 32) == pytest.approx(0.013, abs=0.003)
+
+
+@given(costs(), small, small, st.integers(1, 64))
+def test_the_price_is_the_rate_times_the_extra_seconds(cost, tokens, kv, sequences) -> None:
+    """The price is the design's formula, evaluated to the next edge."""
+    step_s = cost.seconds(tokens, kv, sequences)
+    assume(step_s > 0)
+    edge = cost.next_edge(tokens)
+    extra_s = (cost.seconds(edge, kv, sequences) - step_s) / (edge - tokens)
+    assert slot_price(cost, tokens, kv, sequences) == pytest.approx(sequences / step_s * extra_s)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "steps", "words"),
+    [
+        ((), (), "at least 1"),
+        ((1, 2), (1.0,), "equal length"),
+        ((2, 1), (1.0, 2.0), "ascend"),
+        ((1, 1), (1.0, 2.0), "ascend"),
+        ((0, 1), (1.0, 2.0), "ascend from 1"),
+        ((1, 2), (2.0, 1.0), "must not fall"),
+        ((1,), (-1.0,), "non-negative"),
+    ],
+)
+def test_a_table_that_is_no_staircase_is_refused(buckets, steps, words) -> None:
+    """An impossible table is refused when it is made, with the rule it breaks."""
+    with pytest.raises(ValueError, match=words):
+        StepCost(buckets, steps)
