@@ -1,0 +1,286 @@
+"""The simulator as a backend: the contract, determinism, drafts of a given quality."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.base import WorkerConfig
+from backends.errors import BackendFailed, CheckpointError
+from backends.registry import create_backend
+from backends.sim.backend import SimBackend
+from backends.sim.clock import LoopClock, run_virtual
+from backends.testing import (
+    check_backend,
+    check_closing_frees,
+    check_replay,
+    check_stop,
+    check_streams_are_not_crossed,
+    collect,
+    make_request,
+)
+from policies.types import SpeculationMode, SpeculationPlan
+
+ROOT = Path(__file__).parents[2]
+SMALL_POOL = 16 * 3072 * 12  # twelve blocks of the cpu-demo profile
+
+
+def drafting(most: int) -> SpeculationPlan:
+    return SpeculationPlan("test", SpeculationMode.AUTO, "ngram", most, "a test")
+
+
+def run_with(config: WorkerConfig, use):
+    """Run `use(backend)` in virtual time on a started simulator."""
+
+    async def main():
+        backend = SimBackend(config)
+        await backend.start()
+        try:
+            return await use(backend)
+        finally:
+            await backend.stop()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WorkerConfig(),
+        WorkerConfig(speculation="off", profile="h100-8b"),
+        WorkerConfig(speculation="fixed:4", max_num_seqs=2, max_step_tokens=7),
+        WorkerConfig(sim_service_ms=5.0),
+    ],
+    ids=["default", "off", "tight", "service"],
+)
+def test_conformance(config: WorkerConfig) -> None:
+    """The simulator keeps the contract of `Backend`, in virtual time."""
+    run_virtual(check_backend(SimBackend(config)))
+
+
+async def test_conformance_in_real_time() -> None:
+    """The simulator keeps the contract on an ordinary event loop, made by its name."""
+    await check_backend(create_backend("sim", WorkerConfig()))
+
+
+class Leaky(SimBackend):
+    def _cancel(self, request_id):
+        pass
+
+
+class Forgetful(SimBackend):
+    async def stop(self):
+        pass
+
+
+class Moody(SimBackend):
+    """The text depends on how much runs."""
+
+    def generate(self, request):
+        seed = request.sampling.seed + self.load().running + self.load().waiting
+        return super().generate(replace(request, sampling=replace(request.sampling, seed=seed)))
+
+
+@pytest.mark.parametrize(
+    ("cheat", "check"),
+    [
+        (Leaky, check_closing_frees),
+        (Forgetful, check_stop),
+        (Moody, check_streams_are_not_crossed),
+    ],
+)
+def test_the_conformance_suite_finds_a_cheat(cheat, check) -> None:
+    """A backend that breaks a promise fails the check of that promise."""
+
+    async def main() -> None:
+        backend = cheat(WorkerConfig())
+        await backend.start()
+        try:
+            with pytest.raises(AssertionError):
+                await check(backend)
+        finally:
+            await SimBackend.stop(backend)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("speculation", ["off", "fixed:1", "fixed:6", "auto"])
+def test_the_text_is_the_same_for_any_policy_and_memory(speculation: str) -> None:
+    """No draft, batch or preemption changes a text: each policy gives what a lone request gets."""
+    prompts = [f"def f{i}(x):" + " x" * i for i in range(8)]
+
+    def ask(backend, seed: int, most: int):
+        plan = drafting(most)
+        return make_request(backend, prompts[seed], seed=seed, max_tokens=40, speculation=plan)
+
+    async def together(backend):
+        requests = [ask(backend, seed, 6) for seed in range(8)]
+        return await asyncio.gather(*(collect(backend, each) for each in requests))
+
+    async def alone(backend):
+        return [await collect(backend, ask(backend, seed, 0)) for seed in range(8)]
+
+    crowded = WorkerConfig(speculation=speculation, kv_bytes=SMALL_POOL)
+    assert run_with(crowded, together) == run_with(WorkerConfig(speculation="off"), alone)
+
+
+def test_a_virtual_run_is_repeatable_to_the_instant() -> None:
+    """The same arrivals give the same deltas at the same virtual times."""
+
+    async def use(backend):
+        log = []
+
+        async def client(seed: int) -> None:
+            await LoopClock().sleep_s(seed * 0.7e-3)
+            one = make_request(backend, seed=seed, max_tokens=15, speculation=drafting(4))
+            async for delta in backend.generate(one):
+                log.append((LoopClock().now_s(), seed, delta.token_ids))  # noqa: PERF401 - in order
+
+        await asyncio.gather(*map(client, range(10)))
+        return log
+
+    first, again = run_with(WorkerConfig(), use), run_with(WorkerConfig(), use)
+    assert first == again
+    assert first[-1][0] > 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.35, 0.8, 1.0])
+def test_measured_acceptance_is_the_given_one(acceptance: float) -> None:
+    """Accepted lengths follow the geometric law of the given chance (chi-square, 1 in 10,000)."""
+    most = 4
+
+    async def use(backend):
+        one = make_request(backend, max_tokens=4000, speculation=drafting(most))
+        last = None
+        async for delta in backend.generate(one):
+            last = delta
+        return last.outcome
+
+    outcome = run_with(WorkerConfig(speculation="fixed:4", sim_acceptance=acceptance), use)
+    chances = [acceptance**j * (1 - acceptance) for j in range(most)] + [acceptance**most]
+    counts = [*outcome.acceptance_histogram, *[0] * (most + 1)][: most + 1]
+    steps = outcome.num_spec_steps - 1  # the last step may have been cut short by the length
+    expected = [steps * chance for chance in chances]
+    chi_square = sum((c - e) ** 2 / e for c, e in zip(counts, expected, strict=True) if e > 0)
+    assert chi_square < 23.5  # the 0.9999 quantile at 4 degrees of freedom
+    assert all(c <= 1 for c, e in zip(counts, expected, strict=True) if e == 0)
+
+
+def test_drafts_that_agree_make_it_faster() -> None:
+    """Good drafts save time, and drafts that never agree cost `auto` next to none."""
+
+    async def use(backend):
+        await collect(backend, make_request(backend, max_tokens=400, speculation=drafting(8)))
+        return LoopClock().now_s()
+
+    def seconds(speculation: str, acceptance: float) -> float:
+        return run_with(WorkerConfig(speculation=speculation, sim_acceptance=acceptance), use)
+
+    plain = seconds("off", 0.9)
+    assert seconds("auto", 0.9) < 0.4 * plain
+    assert seconds("auto", 0.0) < 1.02 * plain
+
+
+def test_late_timers_do_not_add_up() -> None:
+    """Where every sleep ends 0.5 ms late, 100 steps still take 100 steps' time."""
+
+    class LateClock(LoopClock):
+        async def sleep_s(self, seconds: float) -> None:
+            await super().sleep_s(seconds + 0.5e-3 if seconds > 0 else 0.0)
+
+    async def main() -> float:
+        backend = SimBackend(WorkerConfig(speculation="off"), LateClock())
+        await backend.start()
+        start_s = LoopClock().now_s()
+        await collect(backend, make_request(backend, max_tokens=100))
+        await backend.stop()
+        return LoopClock().now_s() - start_s
+
+    assert run_virtual(main()) == pytest.approx(100 * 1.9e-3, rel=0.02)
+
+
+def test_a_broken_worker_fails_its_streams() -> None:
+    """An exception in the loop ends every stream with `BackendFailed` and is told ever after."""
+
+    async def use(backend):
+        streams = [backend.generate(make_request(backend, max_tokens=50)) for _ in range(2)]
+        await anext(streams[0])
+        backend._executor.execute = None
+        for stream in streams:
+            with pytest.raises(BackendFailed, match="TypeError"):
+                async for _ in stream:
+                    pass
+        assert "TypeError" in backend.failure
+        with pytest.raises(BackendFailed, match="TypeError"):
+            backend.generate(make_request(backend))
+
+    run_with(WorkerConfig(), use)
+
+
+def test_the_card_tells_what_is_simulated() -> None:
+    """Model id, context and numerics class are those of the shipped model under a profile."""
+
+    async def use(backend):
+        return backend.card, backend.load()
+
+    card, load = run_with(WorkerConfig(profile="h100-8b", max_model_len=100), use)
+    assert (card.model_id, card.max_model_len) == ("draftgate-demo", 100)
+    assert card.numerics_class == "sim:h100-8b"
+    assert load.proposers == ("ngram",)
+    assert load.kv_blocks_total == (1 << 30) // (16 * 131072)
+
+
+def test_logprobs_are_given_when_asked_for() -> None:
+    """There is one entry per token, with the token itself in it."""
+
+    async def use(backend):
+        one = make_request(backend, max_tokens=20, speculation=drafting(4))
+        one = replace(one, sampling=replace(one.sampling, logprobs=2))
+        return [d async for d in backend.generate(one)]
+
+    for delta in run_with(WorkerConfig(), use):
+        assert tuple(entry.token_id for entry in delta.logprobs) == delta.token_ids
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (WorkerConfig(profile="h200"), ValueError, "no profile 'h200'"),
+        (WorkerConfig(sim_acceptance=1.5), ValueError, "sim_acceptance"),
+        (WorkerConfig(sim_service_ms=0.0), ValueError, "sim_service_ms"),
+        (WorkerConfig(proposer="draft_model"), ValueError, "'ngram'"),
+        (WorkerConfig(kv_bytes=1), ValueError, "kv_bytes"),
+        (WorkerConfig(model=Path("/nonexistent")), CheckpointError, "no tokenizer"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_the_start(config, error, words) -> None:
+    """`start` raises, and says which setting is wrong."""
+
+    async def main() -> None:
+        with pytest.raises(error, match=words):
+            await SimBackend(config).start()
+
+    run_virtual(main())
+
+
+def test_the_simulator_never_imports_torch() -> None:
+    """A machine without torch can serve with `--backend sim`."""
+    code = (
+        "import sys, backends.sim.backend; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_replay_does_not_depend_on_a_restart() -> None:
+    """The same request gives the same output on another simulator, and within one."""
+
+    async def use(backend):
+        await check_replay(backend)
+        return await collect(backend, make_request(backend))
+
+    assert run_with(WorkerConfig(), use) == run_with(WorkerConfig(profile="h100-8b"), use)

@@ -1,0 +1,63 @@
+"""Virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from backends.sim.clock import LoopClock, run_virtual
+
+
+def test_time_jumps_to_the_next_timer() -> None:
+    """Seconds are exact and a year is to 10 us; nothing ran out of order on the way."""
+    log: list[tuple[float, str]] = []
+    year_s = 365 * 24 * 3600.0
+
+    async def sleeper(name: str, *naps: float) -> None:
+        for nap in naps:
+            await LoopClock().sleep_s(nap)
+            log.append((LoopClock().now_s(), name))
+
+    async def main() -> None:
+        await asyncio.gather(
+            sleeper("a", 1.0, 2.0, 3.0), sleeper("b", 2.0, 2.0), sleeper("c", year_s)
+        )
+
+    run_virtual(main())
+    assert log[:-1] == [(1.0, "a"), (2.0, "b"), (3.0, "a"), (4.0, "b"), (6.0, "a")]
+    assert log[-1] == (pytest.approx(year_s, abs=1e-5), "c")
+
+
+def test_time_stands_still_while_anybody_can_run() -> None:
+    """Tasks that only yield take no time, however often they do."""
+
+    async def main() -> float:
+        for _ in range(1000):
+            await LoopClock().sleep_s(0.0)
+        await LoopClock().sleep_s(-1.0)
+        return LoopClock().now_s()
+
+    assert run_virtual(main()) == 0.0
+
+
+def test_timeouts_are_virtual_too() -> None:
+    """A deadline of asyncio's own fires at its virtual instant."""
+
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3600.0):
+                await asyncio.Event().wait()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 3600.0
+
+
+def test_a_deadlock_is_an_error_and_no_hang() -> None:
+    """When every task waits for another and no timer is set, the run ends with an explanation."""
+
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="deadlock in virtual time"):
+        run_virtual(main())

@@ -1,0 +1,85 @@
+"""Profiles of devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backends.sim.profile import load_profile, profile_names
+
+GOOD = {
+    "device": "d",
+    "model": "m",
+    "dtype": "float32",
+    "source": "made up for a test",
+    "token_buckets": [1, 8],
+    "step_s": [0.001, 0.002],
+    "kv_token_s": 1e-8,
+    "sequence_s": 1e-5,
+    "prefill_attention_s": 1e-9,
+    "draft": {"ngram": {"token_s": 0.0}},
+}
+
+
+def write(path: Path, **changes: object) -> str:
+    content = {**GOOD, **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_shipped_profile_loads_and_names_its_source(name: str) -> None:
+    """A shipped profile is well formed and says where its figures come from."""
+    profile = load_profile(name)
+    assert profile.name == name
+    assert len(profile.source) > 40
+    assert profile.cost.seconds(1, 100, 1) > 0
+
+
+def test_the_h100_profile_is_the_published_fit() -> None:
+    """5.886 ms + 21.0 us per token + 39.3 ns per KV token, at a bucket and beyond the table."""
+    cost = load_profile("h100-8b").cost
+    for tokens in (1, 64, 512, 2000):
+        expected = 5.886e-3 + 21.0e-6 * tokens + 39.3e-9 * 1000
+        assert cost.seconds(tokens, 1000, 4) == pytest.approx(expected)
+
+
+def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
+    """Anybody's own measurements load like a shipped profile."""
+    profile = load_profile(write(tmp_path / "mine.json", kv_token_bytes=512))
+    assert (profile.name, profile.source) == ("mine", "made up for a test")
+    assert profile.cost.seconds(3, 100, 2) == pytest.approx(0.002 + 1e-6 + 2e-5)
+    assert (profile.prefill_attention_s, profile.kv_token_bytes) == (1e-9, 512)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step_s": None}, "missing required field `step_s`"),
+        ({"source": ""}, "source"),
+        ({"step_s": [0.001]}, "equal length"),
+        ({"step_s": [0.002, 0.001]}, "must not fall"),
+        ({"step_s": [0.001, "fast"]}, r"\$.step_s\[1\]"),
+        ({"token_buckets": [8, 1]}, "ascend"),
+        ({"kv_token_s": -1.0}, "kv_token_s"),
+        ({"kv_tokens_s": 1.0}, "kv_tokens_s"),
+    ],
+)
+def test_a_damaged_profile_says_what_and_where(tmp_path: Path, changes, words) -> None:
+    """The error names the file, the field and the fault."""
+    path = write(tmp_path / "bad.json", **changes)
+    with pytest.raises(ValueError, match=words) as damaged:
+        load_profile(path)
+    assert path in str(damaged.value)
+
+
+def test_what_is_no_json_or_no_profile_is_refused(tmp_path: Path) -> None:
+    """A file that is no JSON says so; an unknown name lists the shipped ones."""
+    path = tmp_path / "bad.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"damaged profile .*bad\.json"):
+        load_profile(str(path))
+    with pytest.raises(ValueError, match="cpu-demo, h100-8b"):
+        load_profile("h100")
