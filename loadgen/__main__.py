@@ -1,0 +1,7 @@
+"""`python -m loadgen`."""
+
+from __future__ import annotations
+
+from loadgen.cli import app
+
+app(prog_name="python -m loadgen")

@@ -1,0 +1,63 @@
+"""Server-sent events, as bytes come in. Sans-I/O."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+_LINE_END: Final = re.compile(rb"\r\n|\r|\n")
+_BYTE_ORDER_MARK: Final = "\ufeff"
+
+
+@dataclass(frozen=True, slots=True)
+class SseEvent:
+    """One event: its data lines joined, and its type."""
+
+    data: str
+    event: str = "message"
+
+
+class SseParser:
+    """Turns chunks of a stream into events, as the HTML standard says.
+
+    How the stream is cut into chunks does not matter. An event that the stream breaks off before
+    its blank line is none.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""  # the line under way
+        self._after_cr = False  # a line feed that comes now belongs to the last line's end
+        self._first_line = True
+        self._data: list[str] = []
+        self._event = ""
+
+    def feed(self, chunk: bytes) -> list[SseEvent]:
+        """Return the events that this chunk completes."""
+        if not chunk:
+            return []
+        if self._after_cr and chunk.startswith(b"\n"):
+            chunk = chunk[1:]
+        self._after_cr = chunk.endswith(b"\r")
+        *lines, self._rest = _LINE_END.split(self._rest + chunk)
+        return [event for line in lines if (event := self._line(line)) is not None]
+
+    def _line(self, raw: bytes) -> SseEvent | None:
+        line = raw.decode("utf-8", errors="replace")
+        if self._first_line:
+            self._first_line = False
+            line = line.removeprefix(_BYTE_ORDER_MARK)
+        if not line:
+            return self._dispatch()
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if field == "data":
+            self._data.append(value)
+        elif field == "event":
+            self._event = value
+        return None  # a comment, an id, a retry time, or a field nobody knows
+
+    def _dispatch(self) -> SseEvent | None:
+        data, event = self._data, self._event
+        self._data, self._event = [], ""
+        return SseEvent("\n".join(data), event or "message") if data else None
