@@ -1,0 +1,181 @@
+"""The composition root: what a node is made of, and the order in which it starts and stops.
+
+Start: listen (so that `/health` and `/ready` answer while the model loads), then load and warm up.
+Stop, on SIGTERM or SIGINT: refuse new requests, let open ones end within the drain timeout, stop
+the backend, close the listener. A second signal skips the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiohttp import web
+
+from backends.errors import BackendError
+from gateway.config import ServeConfig
+from gateway.http.routes import build_app
+from gateway.late import LateBackend
+from gateway.lifecycle import NodeState
+from gateway.node import Node
+from gateway.state.memory import MemoryStore
+from gateway.telemetry.tracing import open_tracing
+
+CLOSE_S: Final = 2.0
+"""How long connections may take to send what is in their buffers once the backend has stopped."""
+
+
+class StartError(Exception):
+    """The node cannot start; the message is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """A node that accepts connections.
+
+    Attributes:
+        url: where; the port is the real one, also if a free one was asked for.
+    """
+
+    node: Node
+    url: str
+
+
+def build_node(config: ServeConfig) -> Node:
+    """Build everything; nothing is imported or loaded for the backend yet.
+
+    Raises:
+        StartError: the policy does not exist.
+    """
+    backend = LateBackend(config.backend, config.worker_config())
+    try:
+        return Node(config, backend, MemoryStore(), open_tracing(os.environ))
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+@asynccontextmanager
+async def listening(node: Node) -> AsyncIterator[Listening]:
+    """Accept connections; close the listener and every connection at the end.
+
+    Raises:
+        StartError: the address cannot be used.
+    """
+    host, port = node.config.host, node.config.port
+    runner = web.AppRunner(
+        build_app(node), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
+    )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+        except OSError as error:
+            raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        yield Listening(node, _url(host, int(runner.addresses[0][1])))
+    finally:
+        await runner.cleanup()
+
+
+async def start_worker(node: Node) -> None:
+    """Load the model and warm up; ready when this returns.
+
+    Raises:
+        StartError: it cannot be loaded; the node has failed.
+    """
+    try:
+        await node.start()
+    except ImportError as error:
+        name = node.config.backend
+        reason = f"the backend {name!r} needs {error.name or error}, which is not installed"
+        hint = f": pip install 'draftgate[{name}]'" if name == "engine" else ""
+        raise _failed(node, reason + hint) from error
+    except (BackendError, ValueError, OSError) as error:
+        raise _failed(node, str(error)) from error
+
+
+def _failed(node: Node, reason: str) -> StartError:
+    node.lifecycle.note_failure(reason)
+    return StartError(reason)
+
+
+async def drain(node: Node, timeout_s: float) -> bool:
+    """Refuse new requests and wait for those in flight; return whether all of them ended."""
+    node.lifecycle.move_to(NodeState.DRAINING)
+    try:
+        await asyncio.wait_for(node.dispatcher.drained(), timeout_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def serve(config: ServeConfig, on_ready: Callable[[Listening], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        StartError: the node cannot start.
+    """
+    signals = _Signals()
+    node = build_node(config)
+    async with listening(node) as where:
+        try:
+            await _until(signals, start_worker(node))
+            if not signals.first.is_set():
+                on_ready(where)
+                await _until(signals, node.dispatcher.heartbeat())
+                await _drain_until_second(node, signals)
+        finally:
+            await node.backend.stop()
+            await _settle(node)
+    await node.store.close()
+    await asyncio.to_thread(node.tracing.shutdown)
+
+
+class _Signals:
+    """The first SIGTERM or SIGINT asks to stop, the second to hurry."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._arrived)
+
+    def _arrived(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _until(signals: _Signals, work: Coroutine[Any, Any, None]) -> None:
+    """Run work until it ends or the first signal comes; then it is cancelled."""
+    task = asyncio.create_task(work)
+    stop = asyncio.create_task(signals.first.wait())
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if not task.done():
+        task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def _drain_until_second(node: Node, signals: _Signals) -> None:
+    draining = asyncio.create_task(drain(node, node.config.drain_timeout_s))
+    hurry = asyncio.create_task(signals.second.wait())
+    await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, hurry):
+        task.cancel()
+    await asyncio.gather(draining, hurry, return_exceptions=True)
+
+
+async def _settle(node: Node) -> None:
+    """Let streams that the stopped backend has ended send their last event."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(node.dispatcher.drained(), CLOSE_S)
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - not a bind
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

@@ -1,0 +1,93 @@
+"""The `draftgate` command. What a command needs is imported when it runs: `--help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from gateway.cli.options import config_from, with_settings
+from gateway.config import ConfigError
+
+app = typer.Typer(
+    name="draftgate",
+    help="A gateway for LLM inference that decides, per request, whether and how far to speculate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration.")
+app.add_typer(config_app, name="config")
+
+BAD_USAGE = 2
+
+
+@app.command()
+@with_settings()
+def serve(settings: dict[str, Any]) -> None:
+    """Serve a model over OpenAI's HTTP API."""
+    from gateway.cli.server import run_server
+
+    run_server(config_from(settings).config)
+
+
+@app.command()
+@with_settings(gateway=False)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue")],
+    settings: dict[str, Any],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Key of the noise")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template")] = False,
+) -> None:
+    """Generate text without a server; what speculation did goes to stderr."""
+    from gateway.cli.generate import Sample, run_generate
+
+    sample = Sample(prompt, max_tokens, temperature, seed, chat)
+    run_generate(config_from(settings).config, sample)
+
+
+@app.command("collect-env")
+def collect_env(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
+) -> None:
+    """Describe this machine and what is installed, for bug reports."""
+    from gateway.cli.environment import as_text, collect_environment
+
+    found = collect_environment()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        typer.echo(as_text(found))
+
+
+@config_app.command("show")
+@with_settings()
+def show_config(settings: dict[str, Any]) -> None:
+    """Show the settings in force, and where each one comes from."""
+    effective = config_from(settings)
+    width = max(map(len, effective.origins))
+    for name, origin in effective.origins.items():
+        value = getattr(effective.config, name)
+        typer.echo(f"{name:{width}} = {'-' if value is None else value!s:24} ({origin})")
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from gateway import __version__
+
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Run the command line; a bad setting is one line and exit status 2."""
+    try:
+        app()
+    except ConfigError as error:
+        typer.echo(f"draftgate: {error}", err=True)
+        sys.exit(BAD_USAGE)

@@ -1,0 +1,81 @@
+"""`draftgate generate`: one prompt through a worker in this process, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import typer
+
+from backends.errors import BackendError
+from backends.types import SamplingParams, SpeculationOutcome
+from gateway.app import StartError, build_node, start_worker
+from gateway.config import ServeConfig
+from gateway.dispatch import Job
+from gateway.errors import GatewayError
+from gateway.node import Node
+
+FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What to generate."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    seed: int
+    chat: bool
+
+
+def run_generate(config: ServeConfig, sample: Sample) -> None:
+    """Stream the text to stdout and a summary to stderr; exits with 1 and one line on an error."""
+    try:
+        asyncio.run(_generate(config, sample))
+    except (StartError, BackendError, GatewayError) as error:
+        typer.echo(f"draftgate: {error}", err=True)
+        sys.exit(FAILED)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+async def _generate(config: ServeConfig, sample: Sample) -> None:
+    node = build_node(config)
+    try:
+        await start_worker(node)
+        await _stream(node, sample)
+    finally:
+        await node.backend.stop()
+
+
+async def _stream(node: Node, sample: Sample) -> None:
+    tokenizer = node.served.tokenizer
+    prompt = sample.prompt
+    if sample.chat:
+        prompt = tokenizer.render_chat([{"role": "user", "content": prompt}])
+    ids = tuple(tokenizer.encode(prompt, add_special_tokens=not sample.chat))
+    sampling = SamplingParams(sample.max_tokens, sample.seed, sample.temperature)
+    requests = node.dispatcher.decide(Job("generate", (ids,), sampling, sample.max_tokens))
+    tokens, outcome, begin_s = 0, SpeculationOutcome(), time.perf_counter()
+    async with aclosing(node.dispatcher.run(requests)) as deltas:
+        async for delta in deltas:
+            typer.echo(delta.text, nl=False)
+            tokens += len(delta.token_ids)
+            outcome = delta.outcome or outcome
+    seconds = time.perf_counter() - begin_s
+    typer.echo()
+    typer.echo(_summary(tokens, seconds, outcome, requests[0].speculation.reason), err=True)
+
+
+def _summary(tokens: int, seconds: float, outcome: SpeculationOutcome, reason: str) -> str:
+    steps = outcome.num_spec_steps
+    per_step = outcome.num_accepted_tokens / steps if steps else 0.0
+    return (
+        f"{tokens} tokens, {tokens / max(seconds, 1e-9):.1f} tok/s, "
+        f"{outcome.num_drafted_tokens} drafted, {outcome.num_accepted_tokens} accepted, "
+        f"{per_step:.2f} accepted per step ({reason})"
+    )

@@ -1,0 +1,95 @@
+"""Command-line options made from `ServeConfig`, so that no flag is written twice."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from gateway.config import EffectiveConfig, Setting, load_config, settings
+
+R = TypeVar("R")
+
+
+def with_settings(*, gateway: bool = True) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a command one option per setting; it receives them as the dictionary `settings`.
+
+    Values arrive as texts, None where a flag was not given: `config_from` checks them.
+
+    Args:
+        gateway: with False, settings of the HTTP server are left out.
+    """
+    chosen = [setting for setting in settings() if gateway or not setting.gateway]
+
+    def decorate(command: Callable[..., R]) -> Callable[..., R]:
+        hints = get_type_hints(command, include_extras=True)
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
+        own = [p.replace(annotation=hints[p.name]) for p in own]
+        parameters = [*own, *map(_parameter, chosen), _config_file()]
+
+        @wraps(command)
+        def call(**values: Any) -> R:
+            mine = {p.name: values.pop(p.name) for p in own}
+            return command(**mine, settings=values)
+
+        parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {p.name: p.annotation for p in parameters}
+        return call
+
+    return decorate
+
+
+def config_from(values: dict[str, Any]) -> EffectiveConfig:
+    """Return the settings in force, given the options of a command.
+
+    Raises:
+        ConfigError: one of them is bad.
+    """
+    flags = dict(values)
+    file = flags.pop("config", None)
+    return load_config(flags, file)
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    info: Any
+    if setting.name == "model":
+        info = typer.Argument(help=setting.help, metavar="MODEL", show_default=False)
+    else:
+        info = typer.Option(
+            setting.flag, help=_help(setting), metavar=_metavar(setting), show_default=False
+        )
+    return _keyword(setting.name, Annotated[str | None, info])
+
+
+def _config_file() -> inspect.Parameter:
+    help_text = "YAML file of settings; flags and DRAFTGATE_* variables win over it"
+    info = typer.Option("--config", help=help_text, metavar="FILE", show_default=False)
+    return _keyword("config", Annotated[str | None, info])
+
+
+def _keyword(name: str, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+
+
+def _help(setting: Setting) -> str:
+    if setting.default is None:
+        return setting.help
+    default = setting.default
+    if setting.kind == "bytes":
+        default = f"{default >> 20}MiB"
+    return f"{setting.help} (default: {default})"
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "|".join(setting.choices)
+    if setting.kind == "bytes":
+        return "SIZE"
+    if setting.kind == "speculation":
+        return "POLICY"
+    return "NUMBER" if setting.numeric else "TEXT"

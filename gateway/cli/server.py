@@ -1,0 +1,63 @@
+"""`draftgate serve`: the process around the node."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+
+import uvloop
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from gateway import __version__
+from gateway.app import Listening, StartError, serve
+from gateway.config import ServeConfig
+from gateway.telemetry.logs import configure, log
+
+CANNOT_START = 1
+
+
+def run_server(config: ServeConfig) -> None:
+    """Serve until a signal; exits with 1 and one line on stderr if the node cannot start."""
+    configure(config.log_level)
+    log(logging.INFO, "loading", backend=config.backend, model=config.model or "shipped")
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config, show_banner))
+    except StartError as error:
+        sys.stderr.write(f"draftgate: {error}\n")
+        sys.exit(CANNOT_START)
+    log(logging.INFO, "stopped")
+
+
+def show_banner(where: Listening) -> None:
+    """Say where the node is, what it serves, and how to try it."""
+    node = where.node
+    served, backend = node.served, node.config.backend
+    proposers = ", ".join(node.backend.load().proposers) or "none"
+    lines = Text()
+    for label, value in (
+        ("url", f"{where.url}/v1"),
+        ("model", f"{served.name} ({backend}, context of {served.max_model_len} tokens)"),
+        ("speculation", f"{node.policy.name}; drafts with: {proposers}"),
+    ):
+        lines.append(f"{label:12} ", style="dim")
+        lines.append(f"{value}\n", style="bold" if label == "url" else "")
+    lines.append("stop         ", style="dim")
+    lines.append("Ctrl-C lets open streams end; twice stops at once")
+    console = Console(highlight=False)
+    console.print(
+        Panel(lines, title=f"Draftgate {__version__} is ready", expand=False, padding=(0, 2))
+    )
+    console.print(_curl(where.url, served.name), soft_wrap=True, markup=False)
+    sys.stdout.flush()
+
+
+def _curl(url: str, model: str) -> str:
+    body = {"model": model, "prompt": "def fibonacci(n):", "max_tokens": 64, "stream": True}
+    return (
+        f"curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    )

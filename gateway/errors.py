@@ -1,0 +1,151 @@
+"""Errors a client can see.
+
+    GatewayError              500  server_error
+    ├── InvalidRequest        400  invalid_request_error
+    │   ├── Unsupported       400  ... code unsupported_parameter
+    │   ├── ContextTooLong    400  ... code context_length_exceeded
+    │   ├── ModelNotFound     404  ... code model_not_found
+    │   ├── RouteNotFound     404  ... code not_found
+    │   ├── MethodNotAllowed  405  ... code method_not_allowed
+    │   └── BodyTooLarge      413  ... code body_too_large
+    └── Unavailable           503  server_error, with Retry-After
+        ├── Starting               ... code model_loading
+        ├── Draining               ... code draining
+        └── WorkerFailed           ... code worker_failed
+
+On the wire each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from backends.errors import BackendFailed, RequestRejected
+
+
+class GatewayError(Exception):
+    """An error with an HTTP status and OpenAI's fields; by itself, a fault of ours.
+
+    Attributes:
+        param: path of the request parameter at fault, e.g. `messages[0].content`.
+        retry_after_s: seconds after which trying again may help; None sends no header.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ClassVar[str | None] = "internal_error"
+
+    def __init__(
+        self, message: str, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        """Return the JSON that clients parse."""
+        error = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that go with it."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+class InvalidRequest(GatewayError):
+    """The request is malformed or asks for what cannot be."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class Unsupported(InvalidRequest):
+    """A parameter that would change the output, and which is not supported yet."""
+
+    code = "unsupported_parameter"
+
+    def __init__(self, param: str, detail: str = "") -> None:
+        super().__init__(f"{param}{detail} is not supported yet", param)
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and output do not fit; the message has both numbers."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(InvalidRequest):
+    """There is no model of that name."""
+
+    status = 404
+    code = "model_not_found"
+
+    def __init__(self, asked: str, served: str) -> None:
+        super().__init__(f"the model {asked!r} does not exist; served here: {served!r}", "model")
+
+
+class RouteNotFound(InvalidRequest):
+    """No such path."""
+
+    status = 404
+    code = "not_found"
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, but not for this method."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body exceeds `--max-body-bytes`."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class Unavailable(GatewayError):
+    """This node takes no requests now; another one, or this one later, may."""
+
+    status = 503
+    code = "unavailable"
+
+
+class Starting(Unavailable):
+    """The model is being loaded."""
+
+    code = "model_loading"
+
+
+class Draining(Unavailable):
+    """The node is about to stop and finishes only what it has begun."""
+
+    code = "draining"
+
+
+class WorkerFailed(Unavailable):
+    """The worker broke, or stopped while the request ran."""
+
+    code = "worker_failed"
+
+
+def as_gateway_error(error: Exception) -> GatewayError:
+    """Return what a client may see of any error. What is not ours to explain becomes a bare 500."""
+    if isinstance(error, GatewayError):
+        return error
+    if isinstance(error, RequestRejected):
+        kind = InvalidRequest if error.limit_tokens is None else ContextTooLong
+        return kind(str(error), error.param)
+    if isinstance(error, BackendFailed):
+        return WorkerFailed(f"the worker failed: {error}", retry_after_s=5)
+    return GatewayError("internal error; the server's log has the details")

@@ -1,0 +1,1 @@
+"""The HTTP surface: OpenAI's API, and what operators need."""

@@ -1,0 +1,11 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.http.generation import Api
+from gateway.http.rendering import CompletionRendering
+from gateway.http.validation import completion_call
+
+COMPLETIONS: Final = Api("/v1/completions", "text_completion", completion_call, CompletionRendering)

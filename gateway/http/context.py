@@ -1,0 +1,49 @@
+"""What handlers share: the node, and the id of the request."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+
+from aiohttp import web
+
+from gateway.errors import BodyTooLarge, InvalidRequest
+from gateway.node import Node
+
+NODE: Final = web.AppKey("node", Node)
+
+REQUEST_ID: Final = web.RequestKey("request_id", str)
+"""The id under which logs and the `x-request-id` header know a request."""
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+_LONGEST_ID: Final = 128
+
+
+def client_request_id(request: web.Request) -> str:
+    """Return the id the client sent if it is short and printable, or a new one."""
+    sent = request.headers.get(REQUEST_ID_HEADER, "")
+    if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
+        return sent
+    return new_id()
+
+
+def new_id() -> str:
+    """Return an id nobody else has."""
+    return secrets.token_hex(12)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Return the body.
+
+    Raises:
+        BodyTooLarge: it exceeds the limit.
+        InvalidRequest: its transfer or content encoding is broken.
+    """
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[NODE].config.max_body_bytes
+        raise BodyTooLarge(f"the body exceeds {limit} bytes") from None
+    except web.RequestPayloadError as error:
+        reason = " ".join(str(error).split())
+        raise InvalidRequest(f"the body cannot be read: {reason}") from None

@@ -1,0 +1,67 @@
+"""From bytes to wire structs, with errors that name the parameter."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.errors import InvalidRequest, Unsupported
+from gateway.http.schemas import UnsupportedFields
+from policies.types import SpeculationMode
+
+T = TypeVar("T")
+
+_PATH = re.compile(r"^(?P<reason>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
+
+_ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "best_of": (1,),
+}
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """Return the struct that a JSON body holds.
+
+    Raises:
+        InvalidRequest: it is no JSON, or a field has the wrong type; `param` is the field's path.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except ValueError as error:  # malformed JSON, and text that is not UTF-8
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def reject_unsupported(wire: UnsupportedFields, n: int) -> None:
+    """Return if every field that cannot be honoured has a value that changes nothing.
+
+    Raises:
+        Unsupported: one does; it is named.
+    """
+    for name in UnsupportedFields.__struct_fields__:
+        value = getattr(wire, name)
+        if not value or value in _ALSO_NEUTRAL.get(name, ()):
+            continue
+        if name == "best_of" and value == n:
+            continue
+        raise Unsupported(name)
+
+
+def _named(message: str) -> InvalidRequest:
+    match = _PATH.match(message)
+    reason, path = (match["reason"], match["path"]) if match else (message, "")
+    if not match and (missing := re.search(r"missing required field `(\w+)`", message)):
+        path = missing[1]
+    reason = reason.replace("`", "")
+    if path == "speculation.mode":
+        reason += f"; known: {', '.join(SpeculationMode)}"
+    where = path or "the body"
+    return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)

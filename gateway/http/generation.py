@@ -1,0 +1,134 @@
+"""The one path of a generating request: parse, decide, run, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import web
+
+from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
+from gateway.http.answer import Answer
+from gateway.http.context import NODE, REQUEST_ID, new_id, read_body
+from gateway.http.rendering import Frame, Rendering
+from gateway.http.stream import EventStream, stream_answer
+from gateway.http.validation import Call, Served
+from gateway.node import Node
+from gateway.telemetry.watch import Ending, RequestWatch
+
+INLINE_BODY_BYTES: Final = 16 << 10
+"""Larger bodies are parsed in a thread: 1 MB of text takes 0.4 s to tokenise, and the event loop
+may be held for 5 ms (design, section 8)."""
+
+CLIENT_GONE: Final = 499
+"""Status in logs and traces for a request whose client left (nginx's)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One generating endpoint.
+
+    Attributes:
+        operation: `gen_ai.operation.name` of its spans.
+        parse: body, model and request id to a call; may run in a thread.
+    """
+
+    path: str
+    operation: str
+    parse: Callable[[bytes, Served, str], Call]
+    rendering: Callable[[Frame], Rendering]
+
+
+def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return the aiohttp handler of an endpoint."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await _handle(request, api)
+
+    return handle
+
+
+async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
+    node = request.app[NODE]
+    attributes = {
+        "http.request.method": "POST",
+        "http.route": api.path,
+        "gen_ai.operation.name": api.operation,
+        "gen_ai.provider.name": "draftgate",
+    }
+    span = node.tracing.server(f"POST {api.path}", request.headers, attributes)
+    watch = RequestWatch(node.metrics, span, api.path, request[REQUEST_ID])
+    try:
+        with node.dispatcher.admitted():
+            response = await _respond(request, node, api, watch)
+    except (asyncio.CancelledError, ConnectionResetError) as error:
+        watch.end(Ending.CANCELLED, CLIENT_GONE, error)
+        raise
+    except Exception as error:
+        shown = as_gateway_error(error)
+        watch.end(_ending(shown), shown.status, error)
+        raise
+    watch.end(Ending.FINISHED, response.status)
+    return response
+
+
+async def _respond(
+    request: web.Request, node: Node, api: Api, watch: RequestWatch
+) -> web.StreamResponse:
+    answer = await _decide(request, node, api, watch)
+    dispatch = watch.span.child("dispatch")
+    try:
+        if answer.call.stream:
+            events = EventStream(request)
+            await stream_answer(events, answer, node.dispatcher)
+            return events.response
+        async with aclosing(answer.deltas(node.dispatcher)) as deltas:
+            body = await answer.whole(deltas)
+    finally:
+        dispatch.end()
+    response = web.Response(body=body, content_type="application/json")
+    # Sent from here, so that the request is in flight, and its span open, up to the last byte.
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatch) -> Answer:
+    """Parse the request and decide how it runs.
+
+    Raises:
+        GatewayError, RequestRejected: it cannot run.
+    """
+    served = node.served
+    body = await read_body(request)
+    internal_id = new_id()  # two clients may send the same id
+    if len(body) <= INLINE_BODY_BYTES:
+        call = api.parse(body, served, internal_id)
+    else:
+        call = await asyncio.to_thread(api.parse, body, served, internal_id)
+    span = watch.span.child("decide")
+    try:
+        requests = node.dispatcher.decide(call.job)
+    finally:
+        span.end()
+    watch.span.set(
+        {
+            "gen_ai.request.model": served.name,
+            "gen_ai.request.stream": call.stream,
+            "gen_ai.response.id": internal_id,
+        }
+    )
+    watch.decided(requests)
+    wants_logprobs = call.job.sampling.logprobs is not None
+    frame = Frame(internal_id, int(time.time()), served.name, served.tokenizer, wants_logprobs)
+    numerics_class = node.backend.card.numerics_class
+    return Answer(call, requests, api.rendering(frame), watch, numerics_class)
+
+
+def _ending(error: GatewayError) -> Ending:
+    refused = error.status < 500 or isinstance(error, Starting | Draining)
+    return Ending.REJECTED if refused else Ending.FAILED

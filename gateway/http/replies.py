@@ -1,0 +1,151 @@
+"""What clients receive, as msgspec structs in OpenAI's shapes; `metrics` is ours."""
+
+from __future__ import annotations
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class Usage(Struct):
+    """Tokens of a request, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class SpeculativeDecoding(Struct):
+    """What was decided about speculation, and what came of it."""
+
+    policy: str
+    mode: str
+    proposer: str | None
+    max_draft_tokens: int
+    reason: str
+    price: float | None
+    num_spec_steps: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+    acceptance_histogram: tuple[int, ...]
+
+
+class ResponseMetrics(Struct):
+    """What is needed to repeat the request, and what speculation did (contract)."""
+
+    seed: int
+    numerics_class: str | None
+    speculative_decoding: SpeculativeDecoding
+
+
+class TopLogprob(Struct):
+    """A token and its log probability, chat form."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobReply(TopLogprob):
+    """An output token with the likeliest others."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """`logprobs` of a chat choice."""
+
+    content: list[TokenLogprobReply]
+
+
+class CompletionLogprobs(Struct):
+    """`logprobs` of a completion choice; one entry per token in each list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class ChatMessage(Struct):
+    """The whole answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatDelta(Struct):
+    """A piece of the answer; the first one of a choice has the role."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Struct):
+    """A choice of a chat response."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunkChoice(Struct):
+    """A choice of a chat chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class CompletionChoice(Struct):
+    """A choice of a completion, whole or chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Reply(Struct):
+    """A response or a chunk; `usage` and `metrics` only where they belong."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
+    usage: Usage | UnsetType = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
+
+
+class ModelReply(Struct):
+    """An entry of `/v1/models`."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "draftgate"
+
+
+class ModelList(Struct):
+    """The answer of `/v1/models`."""
+
+    data: list[ModelReply]
+    object: str = "list"
+
+
+class TokenizeReply(Struct):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeReply(Struct):
+    """The answer of `/detokenize`."""
+
+    prompt: str

@@ -1,0 +1,98 @@
+"""The aiohttp application: routes, request ids, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from gateway.errors import (
+    Draining,
+    GatewayError,
+    InvalidRequest,
+    MethodNotAllowed,
+    RouteNotFound,
+    as_gateway_error,
+)
+from gateway.http import generation, health, models, tokenize
+from gateway.http.chat import CHAT
+from gateway.http.completions import COMPLETIONS
+from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, client_request_id
+from gateway.node import Node
+from gateway.telemetry.logs import log
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_app(node: Node) -> web.Application:
+    """Return the application that serves a node."""
+    app = web.Application(
+        middlewares=[_identify, _explain], client_max_size=node.config.max_body_bytes
+    )
+    app[NODE] = node
+    app.on_response_prepare.append(_sign)
+    app.add_routes(
+        [
+            *(web.post(api.path, generation.handler(api)) for api in (CHAT, COMPLETIONS)),
+            web.get("/v1/models", models.list_models),
+            web.get("/v1/models/{model:.+}", models.get_model),
+            web.post("/tokenize", tokenize.tokenize),
+            web.post("/detokenize", tokenize.detokenize),
+            web.get("/health", health.health),
+            web.get("/ready", health.ready),
+            web.get("/version", health.version),
+            web.get("/metrics", health.metrics),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give every request an id."""
+    request[REQUEST_ID] = client_request_id(request)
+    return await handler(request)
+
+
+async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Add what every response has, streamed or not."""
+    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    response.headers["Server"] = "draftgate"
+
+
+@web.middleware
+async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn every exception into an answer."""
+    try:
+        return await handler(request)
+    except ConnectionResetError:
+        raise  # nobody is left to tell
+    except web.HTTPException as error:
+        return _error_response(_of_http(error, request))
+    except Exception as error:  # noqa: BLE001 - every one becomes an answer
+        shown = as_gateway_error(error)
+        if type(shown) is GatewayError:
+            log(logging.ERROR, "internal error", error=error, id=request[REQUEST_ID])
+        return _error_response(shown)
+
+
+def _of_http(error: web.HTTPException, request: web.Request) -> GatewayError:
+    """Return our error for one that aiohttp raised."""
+    if error.status == 404:
+        return RouteNotFound(f"there is no {request.path}")
+    if error.status == 405:
+        return MethodNotAllowed(f"{request.path} does not take {request.method}")
+    return InvalidRequest(error.reason or "the request is malformed")
+
+
+def _error_response(error: GatewayError) -> web.Response:
+    response = web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type="application/json",
+        headers=error.headers(),
+    )
+    if isinstance(error, Draining):
+        response.force_close()  # so that the client's next connection finds another node
+    return response

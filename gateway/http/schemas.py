@@ -1,0 +1,124 @@
+"""What clients send, as msgspec structs. Unknown fields are ignored: clients send many.
+
+Types are checked here, values in `validation`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from policies.types import SpeculationMode
+
+
+class StreamOptions(Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class SpeculationOptions(Struct):
+    """`speculation`: what the client wishes; the response says what was done."""
+
+    mode: SpeculationMode | None = None
+    max_draft_tokens: int | None = None
+
+
+class UnsupportedFields(Struct):
+    """Fields that change the output and cannot be honoured yet: only neutral values pass."""
+
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    continue_final_message: Any = None
+    echo: Any = None
+    frequency_penalty: Any = None
+    function_call: Any = None
+    functions: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    logit_bias: Any = None
+    min_tokens: Any = None
+    presence_penalty: Any = None
+    prompt_logprobs: Any = None
+    repetition_penalty: Any = None
+    response_format: Any = None
+    stop_token_ids: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+
+class GenerationFields(UnsupportedFields):
+    """What both generating endpoints take."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationOptions | None = None
+    user: str | None = None
+
+
+class CompletionBody(GenerationFields):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    logprobs: int | None = None
+
+
+class ContentPart(Struct):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Struct):
+    """A chat message."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class ChatBody(GenerationFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class TokenizeBody(Struct):
+    """Body of `POST /tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Struct):
+    """Body of `POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None

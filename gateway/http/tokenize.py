@@ -1,0 +1,68 @@
+"""`POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from gateway.errors import InvalidRequest
+from gateway.http.context import NODE, read_body
+from gateway.http.decoding import decode
+from gateway.http.generation import INLINE_BODY_BYTES
+from gateway.http.messages import chat_prompt
+from gateway.http.replies import DetokenizeReply, TokenizeReply
+from gateway.http.schemas import DetokenizeBody, TokenizeBody
+from gateway.http.validation import Served
+
+_tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """Return the token ids of a prompt, or of messages in the model's chat template."""
+    return await _answer(request, _tokenize)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """Return the text of token ids."""
+    return await _answer(request, _detokenize)
+
+
+async def _answer(
+    request: web.Request, work: Callable[[bytes, Served], msgspec.Struct]
+) -> web.Response:
+    served = request.app[NODE].served
+    body = await read_body(request)
+    if len(body) <= INLINE_BODY_BYTES:
+        reply = work(body, served)
+    else:
+        reply = await asyncio.to_thread(work, body, served)
+    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+
+def _tokenize(body: bytes, served: Served) -> TokenizeReply:
+    wire = decode(body, _tokenize_decoder)
+    served.check_name(wire.model)
+    if (wire.prompt is None) == (wire.messages is None):
+        raise InvalidRequest("prompt: give either prompt or messages", "prompt")
+    if wire.prompt is None:
+        tokens = list(chat_prompt(wire.messages, served.tokenizer))
+    else:
+        special = wire.add_special_tokens is not False
+        tokens = served.tokenizer.encode(wire.prompt, add_special_tokens=special)
+    return TokenizeReply(len(tokens), served.max_model_len, tokens)
+
+
+def _detokenize(body: bytes, served: Served) -> DetokenizeReply:
+    wire = decode(body, _detokenize_decoder)
+    served.check_name(wire.model)
+    vocab = served.tokenizer.vocab_size
+    for index, token in enumerate(wire.tokens):
+        if not 0 <= token < vocab:
+            param = f"tokens[{index}]"
+            raise InvalidRequest(f"{param}: must be between 0 and {vocab - 1}, not {token}", param)
+    return DetokenizeReply(served.tokenizer.decode(wire.tokens, skip_special_tokens=False))

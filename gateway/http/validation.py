@@ -1,0 +1,229 @@
+"""From wire structs to jobs: values checked, prompts tokenised. Pure but for generated seeds.
+
+May run in a thread: tokenising a long prompt takes longer than the event loop may be held.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from backends.tokenizer import Tokenizer
+from backends.types import SamplingParams
+from gateway.dispatch import Job
+from gateway.errors import InvalidRequest, ModelNotFound
+from gateway.http.decoding import decode, reject_unsupported
+from gateway.http.messages import chat_prompt
+from gateway.http.schemas import ChatBody, CompletionBody, GenerationFields
+from policies.types import SpeculationMode
+
+MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 1024
+MAX_TOP_LOGPROBS: Final = 20
+MAX_SEQUENCES: Final = 128
+"""Most choices of all prompts of a request together: twice a default batch."""
+
+DEFAULT_COMPLETION_TOKENS: Final = 16
+"""OpenAI's default for completions; chat goes on until the model ends or the context is full."""
+
+GENERATED_SEED_BELOW: Final = 1 << 53
+"""JSON clients that read numbers as doubles keep such a seed."""
+
+_chat_decoder: Final = msgspec.json.Decoder(ChatBody)
+_completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What validation must know of the model."""
+
+    name: str
+    tokenizer: Tokenizer
+    max_model_len: int
+
+    def check_name(self, asked: str | None) -> None:
+        """Return if the client means this model; no name means it too.
+
+        Raises:
+            ModelNotFound: it means another one.
+        """
+        if asked is not None and asked != self.name:
+            raise ModelNotFound(asked, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A job and how its answer is to be sent."""
+
+    job: Job
+    stream: bool
+    include_usage: bool
+
+
+def chat_call(body: bytes, served: Served, request_id: str) -> Call:
+    """Return the call of a chat completion's body.
+
+    Raises:
+        InvalidRequest: something is wrong with it; the parameter is named.
+        RequestRejected: the model's template refuses the messages.
+    """
+    wire = decode(body, _chat_decoder)
+    served.check_name(wire.model)
+    logprobs = _chat_logprobs(wire)
+    max_tokens = wire.max_tokens
+    name = "max_tokens"
+    if wire.max_completion_tokens is not None:
+        max_tokens, name = wire.max_completion_tokens, "max_completion_tokens"
+    _check_range(name, max_tokens, 1)
+    _check_common(wire)
+    prompts = (chat_prompt(wire.messages, served.tokenizer),)
+    return _call(wire, request_id, prompts, max_tokens, logprobs)
+
+
+def completion_call(body: bytes, served: Served, request_id: str) -> Call:
+    """Return the call of a completion's body.
+
+    Raises:
+        InvalidRequest: something is wrong with it; the parameter is named.
+    """
+    wire = decode(body, _completion_decoder)
+    served.check_name(wire.model)
+    _check_range("logprobs", wire.logprobs, 0, MAX_TOP_LOGPROBS)
+    _check_range("max_tokens", wire.max_tokens, 1)
+    _check_common(wire)
+    prompts = _prompts(wire.prompt, served.tokenizer)
+    if len(prompts) * (wire.n or 1) > MAX_SEQUENCES:
+        raise InvalidRequest(
+            f"prompt: {len(prompts)} prompts of {wire.n or 1} choices are more than "
+            f"{MAX_SEQUENCES} sequences",
+            "prompt",
+        )
+    max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
+    return _call(wire, request_id, prompts, max_tokens, wire.logprobs)
+
+
+def _call(
+    wire: GenerationFields,
+    request_id: str,
+    prompts: tuple[tuple[int, ...], ...],
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> Call:
+    seed = secrets.randbelow(GENERATED_SEED_BELOW) if wire.seed is None else wire.seed
+    speculation = wire.speculation
+    sampling = SamplingParams(
+        max_tokens=max_tokens or 1,
+        seed=seed,
+        temperature=1.0 if wire.temperature is None else wire.temperature,
+        top_k=max(wire.top_k or 0, 0),
+        top_p=1.0 if wire.top_p is None else wire.top_p,
+        min_p=wire.min_p or 0.0,
+        stop=_stops(wire.stop),
+        ignore_eos=bool(wire.ignore_eos),
+        logprobs=logprobs,
+    )
+    job = Job(
+        request_id,
+        prompts,
+        sampling,
+        max_tokens,
+        wire.n or 1,
+        (speculation.mode if speculation else None) or SpeculationMode.AUTO,
+        speculation.max_draft_tokens if speculation else None,
+    )
+    options = wire.stream_options
+    return Call(job, bool(wire.stream), bool(options and options.include_usage))
+
+
+def _check_common(wire: GenerationFields) -> None:
+    """Check the values that both endpoints take."""
+    _check_range("n", wire.n, 1, MAX_CHOICES)
+    _check_range("temperature", wire.temperature, 0.0)
+    _check_range("top_p", wire.top_p, 0.0, 1.0)
+    if wire.top_p == 0.0:
+        raise InvalidRequest("top_p: must be greater than 0; for greedy, temperature 0", "top_p")
+    _check_range("top_k", wire.top_k, -1)
+    _check_range("min_p", wire.min_p, 0.0, 1.0)
+    _check_range("seed", wire.seed, 0, (1 << 64) - 1)
+    if wire.speculation is not None:
+        _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
+    if wire.stream_options is not None and not wire.stream:
+        raise InvalidRequest("stream_options: only together with stream", "stream_options")
+    _stops(wire.stop)
+    reject_unsupported(wire, wire.n or 1)
+
+
+def _check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
+    if value is None or (
+        math.isfinite(value) and least <= value and (most is None or value <= most)
+    ):
+        return
+    bounds = f"at least {least:g}" if most is None else f"between {least:g} and {_plain(most)}"
+    raise InvalidRequest(f"{name}: must be {bounds}, not {value}", name)
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop: at most {MAX_STOPS} texts, not {len(stops)}", "stop")
+    for text in stops:
+        if not 0 < len(text) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop: each text must have 1 to {MAX_STOP_CHARACTERS} characters", "stop"
+            )
+    return stops
+
+
+def _chat_logprobs(wire: ChatBody) -> int | None:
+    _check_range("top_logprobs", wire.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if wire.logprobs:
+        return wire.top_logprobs or 0
+    if wire.top_logprobs:
+        raise InvalidRequest("top_logprobs: only together with logprobs: true", "top_logprobs")
+    return None
+
+
+def _prompts(
+    prompt: str | list[str | int | list[int]] | None, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of every prompt: a text, token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return (_encoded(prompt, tokenizer, "prompt"),)
+    if not prompt:
+        raise InvalidRequest("prompt: must be given and not be empty", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return (_ids(prompt, "prompt"),)
+    if any(isinstance(item, int) for item in prompt):
+        raise InvalidRequest("prompt: token ids cannot be mixed with texts or lists", "prompt")
+    return tuple(
+        _encoded(item, tokenizer, f"prompt[{index}]")
+        if isinstance(item, str)
+        else _ids(item if isinstance(item, list) else (), f"prompt[{index}]")
+        for index, item in enumerate(prompt)
+    )
+
+
+def _encoded(text: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
+    ids = tokenizer.encode(text)
+    if not ids:
+        begin = tokenizer.special_id("bos_token")
+        if begin is None:
+            raise InvalidRequest(f"{param}: must not be empty", param)
+        ids = [begin]
+    return tuple(ids)
+
+
+def _ids(items: Sequence[object], param: str) -> tuple[int, ...]:
+    if not items:
+        raise InvalidRequest(f"{param}: must not be empty", param)
+    return tuple(item for item in items if isinstance(item, int))

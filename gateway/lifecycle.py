@@ -1,0 +1,79 @@
+"""The states of a node, every transition, and what each state answers.
+
+starting --> ready --> draining        A failed node still answers /health with the reason and
+    |          |          ^            waits to be stopped; a worker that broke never recovers.
+    +-> failed <+         |
+          +---------------+
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+from gateway.errors import Draining, Starting, WorkerFailed
+
+
+class NodeState(StrEnum):
+    """Where a node is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+TRANSITIONS: Final[dict[NodeState, frozenset[NodeState]]] = {
+    NodeState.STARTING: frozenset({NodeState.READY, NodeState.FAILED, NodeState.DRAINING}),
+    NodeState.READY: frozenset({NodeState.DRAINING, NodeState.FAILED}),
+    NodeState.FAILED: frozenset({NodeState.DRAINING}),
+    NodeState.DRAINING: frozenset(),
+}
+
+RETRY_STARTING_S: Final = 5
+RETRY_DRAINING_S: Final = 1
+"""Another node answers at once; this one will be gone."""
+
+
+class Lifecycle:
+    """The state of this node, with the reason of a failure."""
+
+    def __init__(self) -> None:
+        """Begin as starting."""
+        self.state = NodeState.STARTING
+        self.failure: str | None = None
+
+    def move_to(self, state: NodeState, failure: str | None = None) -> None:
+        """Change the state; no-op if it is the present one.
+
+        Raises:
+            RuntimeError: the table has no such transition.
+        """
+        if state is self.state:
+            return
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"a node that is {self.state} cannot become {state}")
+        self.state = state
+        self.failure = failure or self.failure
+
+    def note_failure(self, failure: str | None) -> None:
+        """Become failed if the backend reports a failure; a draining node just remembers why."""
+        if failure is None or self.failure is not None:
+            return
+        self.failure = failure
+        if NodeState.FAILED in TRANSITIONS[self.state]:
+            self.move_to(NodeState.FAILED)
+
+    def require_ready(self) -> None:
+        """Return if new requests are welcome.
+
+        Raises:
+            Unavailable: they are not; the subclass says why.
+        """
+        if self.state is NodeState.READY:
+            return
+        if self.state is NodeState.STARTING:
+            raise Starting("the model is still loading", retry_after_s=RETRY_STARTING_S)
+        if self.state is NodeState.DRAINING:
+            raise Draining("this node is shutting down", retry_after_s=RETRY_DRAINING_S)
+        raise WorkerFailed(f"the worker failed: {self.failure}", retry_after_s=RETRY_STARTING_S)

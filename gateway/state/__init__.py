@@ -1,0 +1,1 @@
+"""What the nodes of a pool know of each other, behind one protocol."""

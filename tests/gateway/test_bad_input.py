@@ -1,0 +1,224 @@
+"""Whatever a client sends, it gets a 4xx that names the parameter, never a 500."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.harness import client, running
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+BAD_TEXT: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, True]}, "prompt[1]"),
+    ({"prompt": ["a", [1, "b"]]}, "prompt[1][1]"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**9]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": ["a"] * 20, "n": 10}, "prompt"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -3}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "temperature": True}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.01}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "min_p": 2}, "min_p"),
+    ({"prompt": "a", "seed": -1}, "seed"),
+    ({"prompt": "a", "seed": 1 << 64}, "seed"),
+    ({"prompt": "a", "seed": 0.5}, "seed"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": [""]}, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+    ({"prompt": "a", "stop": [1]}, "stop[0]"),
+    ({"prompt": "a", "stop": "x" * 2000}, "stop"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 17}, "n"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "stream": "yes"}, "stream"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": []}, "stream_options"),
+    ({"prompt": "a", "ignore_eos": 1}, "ignore_eos"),
+    ({"prompt": "a", "speculation": {"mode": "psychic"}}, "speculation.mode"),
+    ({"prompt": "a", "speculation": {"mode": "sparse_self"}}, "speculation.mode"),
+    ({"prompt": "a", "speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+    ({"prompt": "a", "speculation": "off"}, "speculation"),
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "suffix": "end"}, "suffix"),
+    ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"prompt": "a", "presence_penalty": -1}, "presence_penalty"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+]
+
+BAD_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "hi"}]}, "messages[0]"),
+    ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+     "messages[0].content[0].text"),
+    ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": HI, "logprobs": 2}, "logprobs"),
+    ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+]  # fmt: skip
+
+CASES = [(TEXT, *case) for case in BAD_TEXT] + [(CHAT, *case) for case in BAD_CHAT]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_bad_fields_are_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
+    """Every malformed field is a 400 in OpenAI's shape whose `param` is the field's path."""
+    wrong = []
+    for path, body, param in CASES:
+        sent = {"stream": True, **body} if stream and "stream_options" not in body else body
+        answer = await http.post(path, json=sent)
+        error = answer.json().get("error", {})
+        if answer.status_code != 400 or error.get("param") != param or not error.get("message"):
+            wrong.append((body, answer.status_code, error))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a"} trailing',
+    ],
+)
+async def test_malformed_json_is_400(http: httpx.AsyncClient, body: bytes) -> None:
+    """A body that is no JSON object is a 400, however it is broken."""
+    for path in (TEXT, CHAT, "/tokenize", "/detokenize"):
+        answer = await http.post(path, content=body)
+        if path == "/tokenize" and b'"a", ' in body:
+            continue  # it has no such field, and ignores what it does not know
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_harmless_fields_are_ignored(http: httpx.AsyncClient) -> None:
+    """What clients send without effect, and neutral values of what is unsupported, pass."""
+    body = {
+        "prompt": "a", "max_tokens": 2, "user": "u", "service_tier": "auto", "store": False,
+        "metadata": {"a": 1}, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
+        "best_of": 2, "n": 2, "echo": False, "suffix": None, "logprobs": None, "stop": None,
+        "repetition_penalty": 1.0, "top_k": -1, "seed": (1 << 64) - 1,
+    }  # fmt: skip
+    assert (await http.post(TEXT, json=body)).status_code == 200
+    chat = {
+        "messages": HI, "max_tokens": 2, "tools": [], "tool_choice": "none",
+        "response_format": {"type": "text"}, "parallel_tool_calls": True,
+    }  # fmt: skip
+    assert (await http.post(CHAT, json=chat)).status_code == 200
+
+
+async def test_an_unknown_model_is_404(http: httpx.AsyncClient) -> None:
+    """A wrong model name is a 404 with OpenAI's code, and names the one there is."""
+    for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": HI})):
+        answer = await http.post(path, json={"model": "gpt-9", **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "model_not_found")
+        assert "gpt-9" in error["message"]
+    assert (await http.get("/v1/models/gpt-9")).status_code == 404
+
+
+async def test_too_long_is_400_with_both_numbers(http: httpx.AsyncClient) -> None:
+    """A request beyond the context says how much fits and how much was asked for."""
+    answer = await http.post(TEXT, json={"prompt": [5] * 10, "max_tokens": 8190})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "8192" in error["message"]
+    assert "8190" in error["message"]
+    answer = await http.post(TEXT, json={"prompt": [5] * 9000})
+    assert answer.json()["error"]["param"] == "prompt"
+
+
+async def test_a_body_that_is_too_large_is_413() -> None:
+    """Bodies are bounded by a setting."""
+    async with running(max_body_bytes=1000) as where, client(where) as http:
+        answer = await http.post(TEXT, json={"prompt": "x" * 2000})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert (await http.post(TEXT, json={"prompt": "x", "max_tokens": 1})).status_code == 200
+
+
+async def test_a_body_that_cannot_be_decompressed_is_400(http: httpx.AsyncClient) -> None:
+    """A broken content encoding is the client's fault, too; a sound one is read."""
+    for headers in ({"content-encoding": "gzip"}, {"content-encoding": "deflate"}):
+        answer = await http.post(TEXT, content=b"no such thing", headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    packed = gzip.compress(b'{"prompt": "a", "max_tokens": 1}')
+    answer = await http.post(TEXT, content=packed, headers={"content-encoding": "gzip"})
+    assert answer.status_code == 200
+
+
+async def test_a_bomb_is_413() -> None:
+    """The limit holds for what a body unpacks to."""
+    async with running(max_body_bytes=100_000) as where, client(where) as http:
+        bomb = gzip.compress(b" " * 50_000_000)
+        assert len(bomb) < 100_000
+        answer = await http.post(TEXT, content=bomb, headers={"content-encoding": "gzip"})
+        assert answer.status_code == 413
+
+
+async def test_unknown_paths_and_methods_speak_openai_too(http: httpx.AsyncClient) -> None:
+    """404 and 405 have the same shape as every other error."""
+    answer = await http.get("/v1/nothing")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    answer = await http.get(TEXT)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_a_bug_is_a_bare_500_that_shows_nothing(
+    sim: Any, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unexpected exception does not leak its text to the client."""
+
+    def explode(_job: object) -> None:
+        raise KeyError("secret detail")
+
+    monkeypatch.setattr(sim.node.dispatcher, "decide", explode)
+    answer = await http.post(TEXT, json={"prompt": "a"})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert json.loads(answer.text)["error"]["code"] == "internal_error"

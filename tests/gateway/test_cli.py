@@ -1,0 +1,117 @@
+"""The command line, as a user's shell sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "from gateway.cli import main; main()"]
+
+
+def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Run the command to its end."""
+    import os
+
+    environ = {**os.environ, "COLUMNS": "200", **(env or {})}
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, env=environ, check=False
+    )
+
+
+def test_help_lists_the_commands_without_torch() -> None:
+    """`--help` is quick: it loads neither torch nor the HTTP server."""
+    script = (
+        "import sys\nfrom gateway.cli import app\n"
+        "app(['--help'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'aiohttp', 'opentelemetry', 'rich'} & set(sys.modules) - {'rich'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    for command in ("serve", "generate", "collect-env", "config", "version"):
+        assert command in done.stdout
+    assert done.stdout.strip().endswith("[]")
+
+
+def test_every_setting_is_a_flag_of_serve() -> None:
+    """The flags of `serve` are the fields of the struct, and bounds are checked by it."""
+    from gateway.config import settings
+
+    shown = draftgate("serve", "--help").stdout
+    assert all(setting.flag in shown for setting in settings())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (["serve", "--port", "many"], {}, "draftgate: --port: expected int (given: 'many')\n"),
+        (["serve"], {"DRAFTGATE_DTYPE": "x"}, "draftgate: DRAFTGATE_DTYPE: expected one of"),
+        (["generate", "x", "--backend", "y"], {}, "draftgate: --backend: expected one of"),
+        (["config", "show", "--config", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
+    ],
+)
+def test_a_bad_setting_is_one_line_and_status_2(
+    arguments: list[str], env: dict[str, str], message: str
+) -> None:
+    """Mistakes of the user get one line on stderr and status 2, never a traceback."""
+    done = draftgate(*arguments, env=env)
+    assert done.returncode == 2
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_that_is_not_there_is_one_line_and_status_1() -> None:
+    """`serve` with a wrong path says so and exits; no traceback, no half-dead server."""
+    done = draftgate("serve", "/nowhere/model", "--backend", "sim", "--port", "0")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("draftgate: ")
+    assert "/nowhere/model" in done.stderr.splitlines()[-1]
+
+
+def test_a_missing_package_is_one_line_with_the_way_out() -> None:
+    """Without torch, the engine says what to install."""
+    script = (
+        "import sys; sys.modules['torch'] = None\nfrom gateway.cli import main\n"
+        "sys.argv = ['draftgate', 'generate', 'x']\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "draftgate: the backend 'engine' needs torch, which is not installed: "
+        "pip install 'draftgate[engine]'\n"
+    )
+
+
+def test_config_show_tells_value_and_origin() -> None:
+    """The effective configuration names where each value comes from."""
+    done = draftgate("config", "show", "--port", "9", env={"DRAFTGATE_THREADS": "2"})
+    lines = {line.split(" = ")[0].strip(): line for line in done.stdout.splitlines()}
+    assert lines["port"].endswith("(--port)")
+    assert lines["threads"].endswith("(DRAFTGATE_THREADS)")
+    assert lines["host"].endswith("(default)")
+
+
+def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
+    """`generate` can be piped: stdout has the text alone, and equals itself under a seed."""
+    arguments = ("generate", "def f(x):", "--backend", "sim", "--max-tokens", "20", "--seed", "5")
+    done = draftgate(*arguments)
+    assert done.returncode == 0
+    assert done.stdout == draftgate(*arguments, "--speculation", "off").stdout
+    assert done.stderr.startswith("20 tokens, ")
+    assert "accepted per step" in done.stderr
+
+
+def test_collect_env_speaks_json() -> None:
+    """The description of the machine is machine-readable when asked for."""
+    done = draftgate("collect-env", "--json")
+    found = json.loads(done.stdout)
+    assert found["python"] == sys.version.split()[0]
+    assert found["cpu"]["cores"] >= 1
+    assert "aiohttp" in found["packages"]
+    assert "aiohttp" in draftgate("collect-env").stdout

@@ -1,0 +1,120 @@
+"""Settings: one struct, four sources, clear errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.base import WorkerConfig
+from gateway.config import ConfigError, ServeConfig, effective_config, settings
+
+
+def test_a_flag_wins_over_environment_file_and_default(tmp_path: Path) -> None:
+    """Precedence is flag, environment, file, default, and the origin of each is known."""
+    file = tmp_path / "node.yaml"
+    file.write_text("port: 1\nthreads: 3\nkv-bytes: 2MiB\ndtype: float32\n")
+    environ = {"DRAFTGATE_PORT": "2", "DRAFTGATE_THREADS": "4"}
+    found = effective_config({"port": "3", "threads": None}, environ, str(file))
+    config, origins = found.config, found.origins
+    assert (config.port, config.threads, config.kv_bytes, config.dtype) == (
+        3,
+        4,
+        2 << 20,
+        "float32",
+    )
+    assert config.max_num_seqs == 64
+    assert origins["port"] == "--port"
+    assert origins["threads"] == "DRAFTGATE_THREADS"
+    assert origins["kv_bytes"] == f"{file}: kv_bytes"
+    assert origins["max_num_seqs"] == "default"
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    """DRAFTGATE_CONFIG does what --config does."""
+    file = tmp_path / "node.yaml"
+    file.write_text("port: 17\n")
+    assert effective_config({}, {"DRAFTGATE_CONFIG": str(file)}).config.port == 17
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"port": "70000"}, "--port: expected int <= 65535"),
+        ({"port": "-1"}, "--port: expected int >= 0"),
+        ({"port": "http"}, "--port: expected int"),
+        ({"max_num_seqs": "0"}, "--max-num-seqs: expected int >= 1"),
+        ({"kv_bytes": "lots"}, "--kv-bytes: expected a size in bytes"),
+        ({"kv_bytes": "-5MiB"}, "--kv-bytes: expected a size in bytes"),
+        ({"sim_acceptance": "1.5"}, "--sim-acceptance: expected float <= 1"),
+        ({"sim_acceptance": "nan"}, "--sim-acceptance"),
+        ({"drain_timeout_s": "inf"}, "--drain-timeout-s: expected a finite number"),
+        ({"dtype": "float64"}, "--dtype: expected one of auto, float32, bfloat16"),
+        ({"backend": "cloud"}, "--backend: expected one of"),
+        ({"speculation": "fixed:0"}, "--speculation: fixed:K needs K >= 1"),
+        ({"speculation": "psychic"}, "--speculation: unknown speculation policy"),
+        ({"log_level": "loud"}, "--log-level: expected one of"),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_its_source(
+    flags: dict[str, object], message: str
+) -> None:
+    """An operator learns which setting is wrong, why, and where it came from."""
+    with pytest.raises(ConfigError) as caught:
+        effective_config(flags, {})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prot: 1\n", "unknown key 'prot'"),
+        ("- port\n", "a mapping of settings was expected"),
+        ("port: [1\n", "not YAML"),
+        ("port: many\n", "port: expected int"),
+        ("port: true\n", "port: expected int"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, message: str) -> None:
+    """A typo in the file is an error, never a setting that silently does nothing."""
+    file = tmp_path / "node.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        effective_config({}, {}, str(file))
+    assert str(caught.value).startswith(str(file))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error() -> None:
+    """A file that was asked for must be there."""
+    with pytest.raises(ConfigError, match="No such file"):
+        effective_config({}, {}, "/nowhere/node.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1024", 1024), ("512MiB", 512 << 20), ("1GiB", 1 << 30), ("2 gb", 2 * 10**9), ("1.5k", 1500)],
+)
+def test_sizes_take_units(text: str, size: int) -> None:
+    """Sizes are read in binary and decimal units, in either case."""
+    assert effective_config({"kv_bytes": text}, {}).config.kv_bytes == size
+
+
+def test_every_setting_explains_itself() -> None:
+    """Flags, variables and help texts come from the struct, for every field of it."""
+    found = settings()
+    assert [s.name for s in found] == list(ServeConfig.__struct_fields__)
+    assert all(s.help for s in found)
+    assert len({s.flag for s in found}) == len({s.variable for s in found}) == len(found)
+
+
+def test_the_worker_gets_its_share() -> None:
+    """Every field of the worker's configuration is a setting and is handed on."""
+    config = effective_config({"model": "~/m", "threads": "2", "kv_bytes": "5MiB"}, {}).config
+    worker = config.worker_config()
+    assert worker.model == Path("~/m").expanduser()
+    assert (worker.threads, worker.kv_bytes) == (2, 5 << 20)
+    assert set(WorkerConfig.__dataclass_fields__) <= set(ServeConfig.__struct_fields__)
+    assert ServeConfig().worker_config() == WorkerConfig()

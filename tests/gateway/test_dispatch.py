@@ -1,0 +1,99 @@
+"""The dispatcher: defaults that fit, wishes that cannot be met, leases."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from backends.errors import RequestRejected
+from backends.types import SamplingParams
+from gateway.config import ServeConfig
+from gateway.dispatch import Job
+from gateway.errors import InvalidRequest
+from gateway.node import Node
+from gateway.state.memory import MemoryStore
+from gateway.telemetry.tracing import NoTracing
+from policies.types import SpeculationMode
+from tests.gateway.harness import ScriptedBackend
+
+
+@pytest.fixture
+async def node(scripted: ScriptedBackend) -> Node:
+    """A started node without HTTP."""
+    made = Node(ServeConfig(speculation="fixed:4"), scripted, MemoryStore(), NoTracing())
+    await made.start()
+    return made
+
+
+def job(prompt_tokens: int = 10, **fields: object) -> Job:
+    """A job of one prompt."""
+    values = {"max_tokens": 5, **fields}
+    return Job("r", ((1,) * prompt_tokens,), SamplingParams(1, 0), **values)
+
+
+def test_without_max_tokens_the_context_is_filled(node: Node, scripted: ScriptedBackend) -> None:
+    """The default is what is left of the context, or of the KV pool if that is smaller."""
+    scripted.kv_tokens = 5000
+    assert node.dispatcher.decide(job(max_tokens=None))[0].sampling.max_tokens == 990
+    scripted.kv_tokens = 500
+    assert node.dispatcher.decide(job(max_tokens=None))[0].sampling.max_tokens == 490
+
+
+def test_a_prompt_that_leaves_no_room_is_rejected(node: Node) -> None:
+    """A default cannot save a prompt that fills everything by itself."""
+    with pytest.raises(RequestRejected):
+        node.dispatcher.decide(job(500, max_tokens=None))
+    with pytest.raises(RequestRejected):
+        node.dispatcher.decide(job(2000, max_tokens=None))
+
+
+def test_the_plan_honours_the_clients_cap(node: Node) -> None:
+    """What the client allows bounds what the policy plans, and the reason is told."""
+    plan = node.dispatcher.decide(job(max_draft_tokens=2))[0].speculation
+    assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
+    assert plan.reason
+
+
+def test_a_proposer_that_is_not_there_is_named_with_those_that_are(node: Node) -> None:
+    """Asking for what the worker lacks is the client's error, with the way out in it."""
+    with pytest.raises(InvalidRequest, match="can draft with: ngram") as caught:
+        node.dispatcher.decide(job(mode=SpeculationMode.DRAFT_MODEL))
+    assert caught.value.param == "speculation.mode"
+
+
+async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
+    """Tokens of prompt and output are leased while the request runs, and not a moment longer."""
+    await node.store.publish(node.worker_id, scripted.load())
+    (request,) = node.dispatcher.decide(job())
+    async with aclosing(node.dispatcher.run([request])) as deltas:
+        reading = asyncio.ensure_future(anext(deltas))
+        await scripted.submitted.get()
+        assert (await node.store.snapshot())[0].leased_tokens == 15
+        scripted.emit(request, "x", last=True)
+        await reading
+    assert (await node.store.snapshot())[0].leased_tokens == 0
+
+
+async def test_the_heartbeat_publishes_and_survives(
+    node: Node, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that fails once does not end the heartbeat: a node must not look dead."""
+    monkeypatch.setattr("gateway.dispatch.HEARTBEAT_S", 0.001)
+    calls: list[str] = []
+    published = asyncio.Event()
+
+    async def publish(worker_id: str, _load: object) -> None:
+        calls.append(worker_id)
+        if len(calls) == 1:
+            raise OSError("store is away")
+        published.set()
+
+    monkeypatch.setattr(node.store, "publish", publish)
+    beating = asyncio.create_task(node.dispatcher.heartbeat())
+    async with asyncio.timeout(10):
+        await published.wait()
+    beating.cancel()
+    await asyncio.wait({beating})
+    assert calls[:2] == [node.worker_id] * 2

@@ -1,0 +1,134 @@
+"""Stopping: what has begun is finished, what comes anew is sent elsewhere, the exit is clean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.app import drain
+from gateway.lifecycle import Lifecycle, NodeState
+from tests.gateway.harness import ScriptedBackend, client, events, running, until
+
+COMMAND = [
+    sys.executable, "-c", "from gateway.cli import main; main()",
+    "serve", "--backend", "sim", "--port", "0",
+]  # fmt: skip
+BODY = {"prompt": "x", "max_tokens": 100, "stream": True}
+
+
+async def test_draining_finishes_open_streams_and_refuses_new_ones(
+    scripted: ScriptedBackend,
+) -> None:
+    """While draining, open streams go on to their end; new requests get 503 with Retry-After."""
+    async with running(backend=scripted) as where, client(where) as http:
+        open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        request = await scripted.submitted.get()
+        draining = asyncio.create_task(drain(where.node, 60))
+        await until(lambda: where.node.state is NodeState.DRAINING)
+        refused = await http.post("/v1/completions", json=BODY)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) > 0
+        assert (await http.get("/ready")).status_code == 503
+        assert (await http.get("/health")).status_code == 200
+        assert not draining.done()
+        scripted.emit(request, "the end", last=True)
+        assert events((await open_stream).text)[-1] == "[DONE]"
+        assert await draining
+
+
+async def test_draining_gives_up_after_its_timeout(scripted: ScriptedBackend) -> None:
+    """A stream that never ends does not keep the node; it gets one error event."""
+    async with running(backend=scripted) as where, client(where) as http:
+        open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
+        scripted.emit(await scripted.submitted.get(), "begun")
+        assert not await drain(where.node, 0.05)
+        await scripted.stop()
+        assert events((await open_stream).text)[-1]["error"]["code"] == "worker_failed"
+
+
+async def test_a_late_reader_is_still_in_flight(scripted: ScriptedBackend) -> None:
+    """A whole answer counts as in flight until its bytes are handed over."""
+    async with running(backend=scripted) as where, client(where) as http:
+        whole = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": False}))
+        scripted.emit(await scripted.submitted.get(), "all", last=True)
+        assert await drain(where.node, 60)
+        assert (await whole).json()["choices"][0]["text"] == "all"
+
+
+def test_states_follow_the_table() -> None:
+    """A transition that the table lacks is an error in the program, not a state."""
+    node = Lifecycle()
+    node.move_to(NodeState.DRAINING)
+    with pytest.raises(RuntimeError, match="draining cannot become ready"):
+        node.move_to(NodeState.READY)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A real server process and its URL."""
+    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    url = ""
+    while "/v1" not in url:
+        url = process.stdout.readline()
+        assert url, process.stderr.read()
+    yield process, url[url.index("http") : url.index("/v1")]
+    process.kill()
+    process.communicate()
+
+
+def _stream(url: str, max_tokens: int):
+    body = json.dumps({**BODY, "max_tokens": max_tokens, "ignore_eos": True}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, method="POST")
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def test_sigterm_lets_a_stream_end_and_exits_0(served: tuple[subprocess.Popen[str], str]) -> None:
+    """The process ends with status 0, after the stream that was open has had its `[DONE]`."""
+    process, url = served
+    with _stream(url, 600) as answer:
+        begun = answer.readline().decode()
+        process.send_signal(signal.SIGTERM)
+        found = events(begun + answer.read().decode())
+    assert found[-1] == "[DONE]"
+    assert found[-2]["choices"][0]["finish_reason"] == "length"
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in log
+    assert "ending=finished" in log
+    assert log.rstrip().endswith("stopped")
+
+
+def test_a_second_signal_stops_at_once(served: tuple[subprocess.Popen[str], str]) -> None:
+    """Who asks twice does not wait: the stream gets its error event, and the process ends."""
+    process, url = served
+    with _stream(url, 8000) as answer:
+        begun = answer.readline().decode()
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        found = events(begun + answer.read().decode())
+    assert found[-1]["error"]["code"] == "worker_failed"
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_sigterm_while_loading_exits_0() -> None:
+    """A node that is still loading stops as quietly as one that serves."""
+    command = [*COMMAND[:4], "--port", "0", "--backend", "sim", "--config", "/dev/null"]
+    slow = "import gateway.late as l, time; f = l.backend_factory\n"
+    slow += "def load(name):\n    print('loading', flush=True); time.sleep(0.3); return f(name)\n"
+    command[2] = slow + "l.backend_factory = load\n" + command[2]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "Traceback" not in log

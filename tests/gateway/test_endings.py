@@ -1,0 +1,200 @@
+"""Streams end exactly once: with every finish reason and `[DONE]`, or with one error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import httpx
+import pytest
+from openai import APIError, AsyncOpenAI
+
+from backends.types import Delta, FinishReason
+from gateway.app import Listening
+from gateway.http import stream as stream_module
+from tests.gateway.harness import ScriptedBackend, client, events, post_raw, running, until
+
+FINAL = Delta(0, (1,), "", (), FinishReason.STOP)
+BODY = {"prompt": "x", "max_tokens": 400}
+
+
+@pytest.fixture
+async def node(scripted: ScriptedBackend) -> AsyncIterator[Listening]:
+    """A node whose worker the test plays."""
+    async with running(backend=scripted) as where:
+        yield where
+
+
+@pytest.fixture
+async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of it."""
+    async with client(node) as opened:
+        yield opened
+
+
+def ask(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Response]:
+    """Send a request in the background."""
+    return asyncio.create_task(http.post("/v1/completions", json={**BODY, **fields}))
+
+
+@asynccontextmanager
+async def streaming(http: httpx.AsyncClient, **fields: object) -> AsyncIterator[AsyncIterator[str]]:
+    """Send a streaming request; gives the lines of its answer, which begins when they are read."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for line in (await opening).aiter_lines():
+            yield line
+
+    request = http.build_request("POST", "/v1/completions", json={**BODY, "stream": True, **fields})
+    opening = asyncio.create_task(http.send(request, stream=True))
+    try:
+        async with aclosing(lines()) as found:
+            yield found
+    finally:
+        await (await opening).aclose()
+
+
+async def test_tokens_accepted_together_travel_together(
+    scripted: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """One step of several tokens is one event."""
+    answer = ask(http, stream=True)
+    request = await scripted.submitted.get()
+    scripted.emit(request, "return self.value\n", last=True)
+    chunk, done = events((await answer).text)
+    assert chunk["choices"][0]["text"] == "return self.value\n"
+    assert (chunk["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
+    assert (await answer).headers["x-accel-buffering"] == "no"
+    assert (await answer).headers["cache-control"] == "no-cache"
+
+
+async def test_a_crash_in_the_middle_is_one_error_event_and_no_done(
+    scripted: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """A stream that breaks says so once; clients never mistake it for a complete answer."""
+    async with streaming(http) as lines:
+        request = await scripted.submitted.get()
+        scripted.emit(request, "half an ans")
+        assert "half an ans" in await anext(lines)
+        scripted.crash("device lost")
+        (error,) = events("\n".join([line async for line in lines]))
+    assert error["error"]["code"] == "worker_failed"
+    assert "device lost" in error["error"]["message"]
+
+
+async def test_openais_client_raises_on_the_error_event(
+    node: Listening, scripted: ScriptedBackend
+) -> None:
+    """The event has the form on which OpenAI's client raises, after what came before."""
+    async with AsyncOpenAI(base_url=f"{node.url}/v1", api_key="x", max_retries=0) as api:
+        opening = asyncio.create_task(
+            api.completions.create(model="scripted", prompt="x", stream=True)
+        )
+        request = await scripted.submitted.get()
+        scripted.emit(request, "half")
+        chunks = aiter(await opening)
+        assert (await anext(chunks)).choices[0].text == "half"
+        scripted.crash("device lost")
+        with pytest.raises(APIError, match="device lost"):
+            await anext(chunks)
+
+
+async def test_after_a_crash_health_says_why_and_requests_get_503(
+    scripted: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """A node whose worker broke is unhealthy with the reason and takes no requests."""
+    scripted.crash("device lost")
+    health = await http.get("/health")
+    assert (health.status_code, health.json()["reason"]) == (503, "device lost")
+    assert (await http.get("/ready")).status_code == 503
+    answer = await http.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_failed")
+    assert "retry-after" in answer.headers
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {}, {"prompt": ["x", "y"]}])
+async def test_a_crash_before_the_first_token_is_an_http_error(
+    scripted: ScriptedBackend, http: httpx.AsyncClient, fields: dict[str, object]
+) -> None:
+    """While nothing was sent, a failure is a proper status code, also for streams."""
+    answer = ask(http, **fields)
+    await scripted.submitted.get()
+    scripted.crash("device lost")
+    assert (await answer).status_code == 503
+    assert (await answer).json()["error"]["code"] == "worker_failed"
+
+
+async def test_a_failing_prompt_ends_the_others(
+    node: Listening, scripted: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """Several prompts are one answer: if one fails, the rest is cancelled, with one error."""
+    async with streaming(http, prompt=["x", "y"]) as lines:
+        first, second = await scripted.submitted.get(), await scripted.submitted.get()
+        scripted.emit(first, "one")
+        assert '"index":0' in await anext(lines)
+        await anext(lines)  # the empty line behind an event
+        scripted.emit(second, "two")
+        assert '"index":1' in await anext(lines)
+        await anext(lines)
+        scripted.streams.deliver([(first.request_id, FINAL)])
+        assert '"finish_reason":"stop"' in await anext(lines)
+        scripted.crash("device lost")
+        (error,) = events("\n".join([line async for line in lines]))
+    assert error["error"]["code"] == "worker_failed"
+    await until(lambda: node.node.dispatcher.in_flight == 0)
+
+
+async def test_a_slow_reader_finds_its_text_merged(
+    node: Listening, scripted: ScriptedBackend
+) -> None:
+    """While a client does not read, deltas merge: few large chunks, and not a letter lost."""
+    reader, writer = await post_raw(node, "/v1/completions", {**BODY, "stream": True})
+    request = await scripted.submitted.get()
+    piece = "x" * 20_000
+    steps = 1000
+    for _ in range(steps):
+        scripted.emit(request, piece)
+        await asyncio.sleep(0)  # one turn of the loop is all the writer gets
+    scripted.emit(request, "end", last=True)
+    data = await _read_all(reader)
+    writer.close()
+    chunks = events(data)[:-1]
+    assert "".join(c["choices"][0]["text"] for c in chunks) == piece * steps + "end"
+    assert len(chunks) < steps / 2
+
+
+async def _read_all(reader: asyncio.StreamReader) -> str:
+    """Return the body of a chunked response, its framing removed."""
+    await reader.readuntil(b"\r\n\r\n")
+    body = bytearray()
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        body += await reader.readexactly(size)
+        await reader.readexactly(2)
+    return body.decode()
+
+
+async def test_waiting_for_the_first_token_sends_comments(
+    scripted: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queued stream is kept alive by comments, which clients ignore."""
+    monkeypatch.setattr(stream_module, "KEEPALIVE_S", 0.005)
+    async with streaming(http) as lines:
+        assert await anext(lines) == ": waiting"
+        scripted.emit(await scripted.submitted.get(), "done", last=True)
+        rest = [line async for line in lines]
+    assert rest[-2] == "data: [DONE]"
+
+
+async def test_a_worker_that_stops_early_is_an_error_not_an_ending(
+    scripted: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a finish reason for every choice there is no `[DONE]`."""
+
+    async def short(_request: object):
+        for _ in ():
+            yield
+
+    monkeypatch.setattr(scripted, "generate", short)
+    answer = await http.post("/v1/completions", json={**BODY, "stream": True})
+    assert answer.status_code == 503

@@ -1,0 +1,199 @@
+"""What operators rely on: probes, metrics, ids, sockets, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.app import Listening, start_worker
+from gateway.http import generation
+from gateway.http.routes import build_app
+from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
+
+COMPLETION = {"prompt": "def f(x):", "max_tokens": 30, "seed": 1}
+
+
+async def test_probes_answer_while_the_model_loads(scripted: ScriptedBackend) -> None:
+    """The node listens first: alive but not ready, and requests learn when to come back."""
+    scripted.gate.clear()
+    async with running(backend=scripted, start=False) as where, client(where) as http:
+        loading = asyncio.create_task(start_worker(where.node))
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/ready")).status_code == 503
+        assert (await http.get("/metrics")).status_code == 200
+        for answer in (
+            await http.post("/v1/completions", json=COMPLETION),
+            await http.get("/v1/models"),
+            await http.post("/tokenize", json={"prompt": "x"}),
+        ):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_loading")
+            assert int(answer.headers["retry-after"]) > 0
+        scripted.gate.set()
+        await loading
+        assert (await http.get("/ready")).status_code == 200
+
+
+async def test_metrics_have_the_names_that_dashboards_read(http: httpx.AsyncClient) -> None:
+    """Our figures and vLLM's spellings of them agree, in a format Prometheus parses."""
+    await http.post("/v1/completions", json=COMPLETION)
+    await http.post("/v1/chat/completions", json={"messages": []})
+    answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {f.name: f for f in text_string_to_metric_families(answer.text)}
+    samples = {
+        sample.name: sample.value
+        for family in families.values()
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+    for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+        "time_to_first_token_seconds_count", "e2e_request_latency_seconds_count",
+        "prompt_tokens_total", "generation_tokens_total", "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+    ):  # fmt: skip
+        assert f"vllm:{name}" in samples
+    assert samples["draftgate_generation_tokens_total"] == 30
+    assert samples["vllm:generation_tokens_total"] == 30
+    assert samples["draftgate_time_to_first_token_seconds_count"] == 1
+    outcomes = {s.labels["outcome"] for s in families["draftgate_requests"].samples}
+    assert outcomes == {"finished", "rejected"}
+    assert all(f.documentation for f in families.values())
+
+
+async def test_accepted_tokens_per_position_add_up(http: httpx.AsyncClient) -> None:
+    """The counts by position sum to the accepted tokens and never rise with the position."""
+    body = {**COMPLETION, "max_tokens": 200}
+    decoding = (await http.post("/v1/completions", json=body)).json()["metrics"][
+        "speculative_decoding"
+    ]
+    text = (await http.get("/metrics")).text
+    found = re.findall(r'^vllm:spec\S+per_pos_total{.*position="(\d+)"} (\S+)$', text, re.MULTILINE)
+    counts = [float(value) for _, value in sorted((int(p), v) for p, v in found)]
+    assert sum(counts) == decoding["num_accepted_tokens"] > 0
+    assert counts == sorted(counts, reverse=True)
+    assert sum(decoding["acceptance_histogram"]) == decoding["num_spec_steps"]
+
+
+async def test_request_ids_are_echoed_or_made(http: httpx.AsyncClient) -> None:
+    """A sane id comes back; none, or one that could split a header, is replaced."""
+    sent = {"x-request-id": "trace-me 42"}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/completions", {}), ("/tokenize", {})):
+        answer = await http.post(path, json=body, headers=sent)
+        assert answer.headers["x-request-id"] == "trace-me 42"
+    made = [(await http.get("/health")).headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    answer = await http.get("/health", headers={"x-request-id": "x" * 500})
+    assert len(answer.headers["x-request-id"]) < 100
+
+
+async def test_one_request_id_may_be_used_twice_at_once(sim: Listening) -> None:
+    """Clients' ids are for logs: two requests of the same id run side by side."""
+    async with client(sim) as http:
+        headers = {"x-request-id": "same"}
+        answers = await asyncio.gather(
+            *(http.post("/v1/completions", json=COMPLETION, headers=headers) for _ in range(3))
+        )
+    assert len({a.json()["choices"][0]["text"] for a in answers}) == 1
+
+
+async def test_tokenize_and_detokenize_are_inverse(http: httpx.AsyncClient) -> None:
+    """Any text survives the round trip, special tokens and partial characters included."""
+    for text in ("def f(x):\n\treturn 'ü🙂'\n", "<|endoftext|>x", " "):
+        told = (await http.post("/tokenize", json={"prompt": text})).json()
+        assert told["count"] == len(told["tokens"])
+        assert told["max_model_len"] == 8192
+        back = await http.post("/detokenize", json={"tokens": told["tokens"]})
+        assert back.json()["prompt"] == text
+
+
+async def test_tokenize_takes_messages(http: httpx.AsyncClient) -> None:
+    """Messages are tokenised as a chat completion would, so clients can count."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    told = (await http.post("/tokenize", json={"messages": messages})).json()
+    body = {"messages": messages, "max_tokens": 1}
+    answer = (await http.post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["prompt_tokens"] == told["count"]
+    answer = await http.post("/tokenize", json={})
+    assert answer.json()["error"]["param"] == "prompt"
+    answer = await http.post("/detokenize", json={"tokens": [1, 10**9]})
+    assert answer.json()["error"]["param"] == "tokens[1]"
+
+
+async def test_long_bodies_are_parsed_off_the_loop(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would hold the event loop runs in a thread; what is short does not pay for one."""
+    threads = []
+    real = asyncio.to_thread
+
+    async def spy(work: Any, *arguments: Any) -> Any:
+        threads.append(work)
+        return await real(work, *arguments)
+
+    monkeypatch.setattr(generation.asyncio, "to_thread", spy)
+    await http.post("/v1/completions", json=COMPLETION)
+    assert threads == []
+    body = {"prompt": "x = 1\n" * 4000, "max_tokens": 1}
+    assert (await http.post("/v1/completions", json=body)).status_code == 400  # does not fit
+    assert len(threads) == 1
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_accepted_sockets_do_not_wait_to_fill_packets(loop: Any) -> None:
+    """TCP_NODELAY is on: without it, a router adds 44 ms to the first chunk of a stream."""
+    seen = []
+
+    async def look(request: web.Request) -> web.Response:
+        accepted = request.transport.get_extra_info("socket")
+        seen.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        return web.Response()
+
+    async def scenario() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gateway.http.health.version", look)
+            async with running() as where, client(where) as http:
+                await http.get("/version")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(scenario())
+    assert len(seen) == 1
+    assert seen[0] != 0
+
+
+async def test_every_route_is_served(sim: Listening) -> None:
+    """The surface of the design is there."""
+    paths = {r.resource.canonical for r in build_app(sim.node).router.routes() if r.resource}
+    assert paths == {
+        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
+        "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics",
+    }  # fmt: skip
+
+
+async def test_the_chosen_name_is_the_only_one() -> None:
+    """--served-model-name renames the model for clients."""
+    async with running(served_model_name="org/mine") as where, client(where) as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "org/mine"
+        assert (await http.get("/v1/models/org/mine")).status_code == 200
+        for name, status in (("org/mine", 200), ("draftgate-demo", 404)):
+            answer = await http.post("/v1/completions", json={**COMPLETION, "model": name})
+            assert answer.status_code == status
+
+
+async def test_health_counts_what_is_in_flight(scripted: ScriptedBackend) -> None:
+    """A request counts from its arrival to its last byte."""
+    async with running(backend=scripted) as where, client(where) as http:
+        _, writer = await post_raw(where, "/v1/completions", COMPLETION)
+        await scripted.submitted.get()
+        assert (await http.get("/health")).json()["in_flight"] == 1
+        writer.close()
+        await until(lambda: where.node.dispatcher.in_flight == 0)

@@ -1,0 +1,124 @@
+"""One trace per request, ended at the last byte; logs that hold no prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from gateway.app import Listening
+from gateway.telemetry.logs import LineFormatter
+from gateway.telemetry.otel import OtelTracing
+from gateway.telemetry.tracing import NO_SPAN, NoTracing, open_tracing
+from tests.gateway.harness import client, post_raw, running, until
+
+BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    """Where spans end up."""
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+async def traced(exporter: InMemorySpanExporter) -> AsyncIterator[Listening]:
+    """A node that traces."""
+    tracing = OtelTracing(SimpleSpanProcessor(exporter))
+    async with running(tracing=tracing, log_level="info") as where:
+        yield where
+    tracing.shutdown()
+
+
+def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_a_request_is_one_trace_below_its_clients(
+    traced: Listening, exporter: InMemorySpanExporter, stream: bool
+) -> None:
+    """The server span continues the client's trace and has the decision and the outcome."""
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    async with client(traced) as http:
+        await http.post("/v1/completions", json={**BODY, "stream": stream}, headers=headers)
+    spans = by_name(exporter)
+    assert set(spans) == {"POST /v1/completions", "decide", "dispatch"}
+    server = spans["POST /v1/completions"]
+    assert server.kind is SpanKind.SERVER
+    assert f"{server.context.trace_id:032x}" == TRACE
+    assert f"{server.parent.span_id:016x}" == PARENT
+    for name in ("decide", "dispatch"):
+        assert spans[name].parent.span_id == server.context.span_id
+        assert spans[name].end_time <= server.end_time
+    assert [event.name for event in server.events] == ["first_token"]
+    found = dict(server.attributes)
+    assert found["gen_ai.usage.output_tokens"] == 20
+    assert found["draftgate.proposer"] == "ngram"
+    assert found["draftgate.drafted_tokens"] >= found["draftgate.accepted_tokens"]
+    assert "tell nobody" not in str(found)
+
+
+async def test_a_span_ends_when_its_client_leaves(
+    traced: Listening, exporter: InMemorySpanExporter
+) -> None:
+    """A cancelled request's trace is complete and says so."""
+    body = {**BODY, "max_tokens": 8000, "stream": True}
+    _, writer = await post_raw(traced, "/v1/completions", body)
+    await until(lambda: traced.node.backend.load().running == 1)
+    writer.close()
+    await until(lambda: "POST /v1/completions" in by_name(exporter))
+    assert by_name(exporter)["POST /v1/completions"].attributes["draftgate.ending"] == "cancelled"
+
+
+async def test_a_rejected_request_is_traced(
+    traced: Listening, exporter: InMemorySpanExporter
+) -> None:
+    """Bad requests have a span, too, which is no error of ours."""
+    async with client(traced) as http:
+        await http.post("/v1/completions", json={"prompt": 5})
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes["http.response.status_code"] == 400
+    assert span.status.is_unset
+
+
+def test_without_an_endpoint_there_is_no_exporter() -> None:
+    """Tracing costs nothing unless it is asked for."""
+    tracing = open_tracing({})
+    assert isinstance(tracing, NoTracing)
+    assert tracing.server("x", {}, {}).child("y") is NO_SPAN
+    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
+    assert isinstance(open_tracing(asked), NoTracing)
+
+
+async def test_logs_have_the_request_and_not_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line per request with its id and figures; the prompt and the answer stay out."""
+    logger = logging.getLogger("draftgate")
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        async with running() as where, client(where) as http:
+            headers = {"x-request-id": "id with space"}
+            answer = await http.post("/v1/completions", json=BODY, headers=headers)
+    assert logger.name == "draftgate"
+    lines = [LineFormatter().format(record) for record in caplog.records]
+    (line,) = [line for line in lines if " request " in line]
+    for part in ('id="id with space"', "status=200", "ending=finished", "output_tokens=20"):
+        assert part in line
+    assert "tell nobody" not in line
+    assert answer.json()["choices"][0]["text"] not in line
+    assert "\n" not in line
+
+
+def test_a_log_line_stays_one_line() -> None:
+    """Values with quotes and line breaks cannot forge a second line."""
+    record = logging.LogRecord("draftgate", logging.INFO, "", 0, "event", None, None)
+    record.draftgate_fields = {"a": 'x"\ny', "b": None, "c": 1.5}
+    assert LineFormatter().format(record).endswith(r'INFO event a="x\"\ny" c=1.5')

@@ -1,0 +1,109 @@
+"""Validation by itself: whatever bytes come in, a valid call or a named error goes out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.errors import RequestRejected
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+from gateway.errors import InvalidRequest
+from gateway.http.schemas import ChatBody, CompletionBody
+from gateway.http.validation import (
+    GENERATED_SEED_BELOW,
+    MAX_SEQUENCES,
+    Served,
+    chat_call,
+    completion_call,
+)
+
+SERVED = Served("m", Tokenizer(SHIPPED_MODEL), 8192)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+LIKELY = (
+    st.sampled_from(
+        [[1, 2], ["a", [1]], "a", 1, 0, 0.5, True, None, "off", {"mode": "auto"}, {"mode": "off"},
+         {"include_usage": True}, [{"role": "user", "content": "a"}],
+         [{"role": "user", "content": [{"type": "text", "text": "a"}]}]]
+    )
+    | JSON
+)  # fmt: skip
+
+
+def bodies(schema: type) -> st.SearchStrategy[dict[str, object]]:
+    """Objects whose keys are the fields of a schema, with likely and unlikely values."""
+    fields = [name for name in schema.__struct_fields__ if name != "model"]
+    return st.dictionaries(st.sampled_from(fields), LIKELY, max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("parse", "schema"), [(chat_call, ChatBody), (completion_call, CompletionBody)]
+)
+def test_any_object_is_a_call_or_a_named_error(parse, schema) -> None:
+    """No JSON object makes validation raise anything but a client error."""
+
+    @given(bodies(schema))
+    @settings(max_examples=300)
+    def check(body: dict[str, object]) -> None:
+        try:
+            call = parse(json.dumps(body).encode(), SERVED, "id")
+        except (InvalidRequest, RequestRejected):
+            return
+        job = call.job
+        assert job.prompts
+        assert all(prompt and all(type(t) is int for t in prompt) for prompt in job.prompts)
+        assert 1 <= job.n * len(job.prompts) <= MAX_SEQUENCES
+        assert 0 <= job.sampling.seed < 1 << 64
+        assert job.sampling.temperature >= 0
+        assert 0 < job.sampling.top_p <= 1
+        assert job.max_tokens is None or job.max_tokens >= 1
+
+    check()
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_call_or_a_client_error(body: bytes) -> None:
+    """No byte string makes the decoder raise anything else."""
+    for parse in (chat_call, completion_call):
+        with pytest.raises(InvalidRequest):
+            parse(body, SERVED, "id")
+
+
+def test_a_generated_seed_survives_javascript() -> None:
+    """Seeds we make up stay below 2^53, and differ from request to request."""
+    body = b'{"prompt": "a"}'
+    seeds = {completion_call(body, SERVED, "id").job.sampling.seed for _ in range(50)}
+    assert len(seeds) == 50
+    assert max(seeds) < GENERATED_SEED_BELOW
+
+
+def test_an_empty_text_starts_from_the_beginning() -> None:
+    """OpenAI's default prompt is the start of a document, so an empty text is one."""
+    (prompt,) = completion_call(b'{"prompt": ""}', SERVED, "id").job.prompts
+    assert prompt == (SERVED.tokenizer.special_id("bos_token"),)
+
+
+def test_developer_messages_are_system_messages() -> None:
+    """OpenAI's newer role reaches templates, which know the older one."""
+    calls = [
+        chat_call(
+            json.dumps({"messages": [{"role": role, "content": "be brief"}]}).encode(), SERVED, "id"
+        )
+        for role in ("developer", "system")
+    ]
+    assert calls[0].job.prompts == calls[1].job.prompts
+
+
+def test_the_newer_name_of_max_tokens_wins() -> None:
+    """A client that sends both names means the newer one."""
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    body["max_completion_tokens"] = 7
+    assert chat_call(json.dumps(body).encode(), SERVED, "id").job.max_tokens == 7
