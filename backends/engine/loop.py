@@ -15,6 +15,7 @@ from typing import Protocol
 
 from backends.core.steps import Executor
 from backends.core.worker import Worker
+from backends.errors import BackendError
 from backends.types import Delta, GenerationRequest, ModelCard
 from policies.types import WorkerLoad
 
@@ -80,6 +81,8 @@ class EngineLoop(threading.Thread):
             self.load_snapshot = engine.worker.load()
             self._events.ready(engine)
             self._run_steps(engine)
+        except (BackendError, ValueError) as error:
+            self._events.failed(error)  # what was asked for cannot be: the message says why
         except BaseException as error:
             logger.exception("the engine failed")
             self._events.failed(error)

@@ -14,8 +14,8 @@ from backends.engine.backend import EngineBackend
 from backends.engine.bench.prompts import held_out_prompts
 from backends.engine.runner import Runner
 from backends.errors import BackendFailed, CheckpointError, RequestRejected
-from backends.types import FinishReason, GenerationRequest
 from backends.testing import check_backend
+from backends.types import FinishReason, GenerationRequest
 from policies.registry import speculation_policy
 from tests.engine.harness import request
 

@@ -28,14 +28,14 @@ TEMPERATURES = (0.0, 0.8)
 # Batches of any size, budgets that chunk prompts anywhere, pools so small that sequences are
 # preempted and computed again (a sequence needs up to 24 blocks).
 BATCHINGS = {
-    "fixed:1": {"max_num_seqs": 1, "max_step_tokens": 512},
+    "fixed:1": {"max_num_seqs": 64, "max_step_tokens": 512, "num_blocks": 150},
     "fixed:2": {"max_num_seqs": 32, "max_step_tokens": 512},
     "fixed:3": {"max_num_seqs": 32, "max_step_tokens": 48},
     "fixed:4": {"max_num_seqs": 8, "max_step_tokens": 37},
     "fixed:5": {"max_num_seqs": 24, "max_step_tokens": 256, "num_blocks": 100},
     "fixed:6": {"max_num_seqs": 5, "max_step_tokens": 16, "num_blocks": 40},
     "fixed:7": {"max_num_seqs": 32, "max_step_tokens": 20, "num_blocks": 200},
-    "fixed:8": {"max_num_seqs": 64, "max_step_tokens": 512, "num_blocks": 150},
+    "fixed:8": {"max_num_seqs": 1, "max_step_tokens": 512},
     "auto": {"max_num_seqs": 16, "max_step_tokens": 300, "num_blocks": 120},
     "random": {"max_num_seqs": 32, "max_step_tokens": 128, "num_blocks": 90},
     "off": {"max_num_seqs": 48, "max_step_tokens": 200, "num_blocks": 110},
