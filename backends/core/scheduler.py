@@ -173,11 +173,15 @@ class Scheduler:
         offers = [(work, draft) for work, draft in offers if draft.token_ids]
         if not offers:
             return
+        prefill_tokens = self._prefill_tokens()
+        # Half of what is left is for prefills, so that drafts never hold them up.
+        slot_budget = step.budget // 2 if prefill_tokens else step.budget
+        decode_tokens = sum(work.num_tokens for work in step.work.values())
         view = StepView(
-            tokens=sum(work.num_tokens for work in step.work.values()),
+            tokens=decode_tokens + min(prefill_tokens, step.budget - slot_budget),
             kv_tokens=sum(work.context_tokens for work in step.work.values()),
             sequences=len(step.work),
-            slot_budget=self._slot_budget(step),
+            slot_budget=slot_budget,
             candidates=tuple(self._candidate(w.sequence, draft) for w, draft in offers),
         )
         lengths = self._policy.draft_lengths(view, self.cost)
@@ -187,10 +191,11 @@ class Scheduler:
             drafted = draft.token_ids[: min(length, step.budget)]
             spare_blocks -= self._add_draft(step, work, drafted, spare_blocks)
 
-    def _slot_budget(self, step: _StepDraft) -> int:
-        """Return how many draft slots the step may hold: half of the rest is for prefills."""
-        prefills = self._newcomer_blocks() or any(s.pending_tokens > 1 for s in self._running)
-        return step.budget // 2 if prefills else step.budget
+    def _prefill_tokens(self) -> int:
+        """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
+        running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
+        newcomer = self._waiting[0].pending_tokens if self._newcomer_blocks() else 0
+        return running + newcomer
 
     def _newcomer_blocks(self) -> int:
         """Return the blocks of the sequence that comes in next; 0 if none can now."""
