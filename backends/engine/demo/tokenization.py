@@ -1,0 +1,85 @@
+"""The demo tokenizer: byte-level BPE trained on the training part of the corpus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 4096
+"""Small, because the tied embedding is a fifth of the target and over half of the draft."""
+
+CONTEXT = 8192
+"""Longest sequence the models are trained on, in tokens."""
+
+END_OF_TEXT = "<|endoftext|>"
+"""Separates documents: it begins every training document, and so serves as BOS and EOS."""
+
+SPECIAL_TOKENS = (END_OF_TEXT, "<|user|>", "<|assistant|>", "<|end|>")
+"""The last three are reserved for a later chat tuning; the demo models never saw them."""
+
+SPLIT_PATTERN = r"\n+|[ \t]{2,}| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|\s"
+"""How text is cut before byte-pair merging; every character falls into one alternative.
+
+Newlines are apart from indentation, so that a prompt ending in a newline is nothing unusual; a
+whole run of indentation can be one token; identifiers keep their underscores, as in `__init__`.
+"""
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}"
+    "{{ '# ' + message['content'].replace('\\n', '\\n# ') + '\\n' }}"
+    "{% else %}"
+    "{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' and not loop.last %}{{ '\\n' }}{% endif %}"
+    "{% endif %}"
+    "{% endfor %}"
+)
+"""A document of Python: user text is code to go on with, a system message is a comment."""
+
+
+def train_tokenizer(texts: Sequence[str]) -> Tokenizer:
+    """Train the BPE merges; the result decodes any encoded text to exactly that text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": END_OF_TEXT,
+    "eos_token": END_OF_TEXT,
+    "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
+    "chat_template": CHAT_TEMPLATE,
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": CONTEXT,
+}
+"""What tokenizer_config.json holds, in the names that old and new loaders both read."""
+
+
+def write(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json into a checkpoint's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS, indent=2) + "\n")
+
+
+def read(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a checkpoint's folder."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
