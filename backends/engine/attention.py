@@ -56,16 +56,17 @@ def _attend_chunk(
     _, kv_heads, group, head_dim = grouped.shape
     begin = span.rows[0] + first
     tokens = min(CHUNK_TOKENS, span.rows[1] - begin)
-    keys, values = kv[:kv_heads], kv[kv_heads:]
-    # [kv_heads, tokens * group, head_dim]: the query heads that share keys are rows too.
-    query = grouped[begin : begin + tokens].transpose(0, 1).reshape(kv_heads, -1, head_dim)
-    rows = tokens * group
-    if rows < MIN_ROWS:
-        query = torch.nn.functional.pad(query, (0, 0, 0, MIN_ROWS - rows))
-    scores = torch.bmm(query, keys.transpose(1, 2))
-    scores[:, :rows, span.start :] += span.tail_mask[first * group : first * group + rows]
-    result = _times_values(torch.softmax(scores, -1), values)
-    shaped = result[:, :rows].view(kv_heads, tokens, group, head_dim)
+    # Too few rows are made up with neighbours' (a step has at least a tile), and not looked at.
+    computed = max(tokens, -(-MIN_ROWS // group))
+    lead = max(0, begin + computed - len(grouped))
+    query = grouped[begin - lead : begin - lead + computed]
+    # [kv_heads, rows, head_dim]: the query heads that share keys are rows too.
+    query = query.transpose(0, 1).reshape(kv_heads, -1, head_dim)
+    scores = torch.bmm(query, kv[:kv_heads].transpose(1, 2))
+    own = slice(lead * group, (lead + tokens) * group)
+    scores[:, own, span.start :] += span.tail_mask[first * group : (first + tokens) * group]
+    result = _times_values(torch.softmax(scores, -1), kv[kv_heads:])
+    shaped = result[:, own].view(kv_heads, tokens, group, head_dim)
     out[begin : begin + tokens] = shaped.transpose(0, 1)
 
 
