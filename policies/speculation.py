@@ -26,6 +26,10 @@ MAX_DRAFT_TOKENS: Final = 16
 """Longest draft `auto` plans for: the rows of one CPU tile, the least a GPU tile holds."""
 
 
+MOST_FIXED: Final = 64
+"""Longest draft of `fixed:K`: what a verify tile of a GPU kernel holds; metrics count by slot."""
+
+
 @dataclass(frozen=True, slots=True)
 class Off:
     """Never speculate."""
@@ -53,10 +57,10 @@ class Fixed:
         """Check the length.
 
         Raises:
-            ValueError: K is not positive.
+            ValueError: K is not from 1 to `MOST_FIXED`.
         """
-        if self.draft_tokens < 1:
-            raise ValueError(f"fixed:K needs K >= 1, not {self.draft_tokens}")
+        if not 1 <= self.draft_tokens <= MOST_FIXED:
+            raise ValueError(f"fixed:K needs K from 1 to {MOST_FIXED}, not {self.draft_tokens}")
 
     @property
     def name(self) -> str:

@@ -85,4 +85,4 @@ def slot_price(cost: StepCost, tokens: int, kv_tokens: int, sequences: int) -> f
         return 0.0
     edge = cost.next_edge(tokens)
     extra_s = cost.seconds(edge, kv_tokens, sequences) - step_s
-    return sequences / step_s * extra_s / (edge - tokens)
+    return sequences * (extra_s / (edge - tokens)) / step_s
