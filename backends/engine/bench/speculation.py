@@ -2,9 +2,10 @@
 
     python -m backends.engine.bench.speculation --json docs/measurements/NAME.json
 
-Prompts are held-out code. Greedy outputs of a small model may fall into a loop, which n-grams
-predict perfectly, so looping outputs are measured apart. Each round runs both policies on the
-same prompts, in alternating order; the ratio of a round is what counts.
+Prompts are held-out code. Outputs of a small model may fall into a loop, which n-grams predict
+perfectly, so each setting is measured twice: on whole outputs of 128 tokens, and on outputs cut
+where their loop begins. Each round runs both policies on the same prompts, in alternating order;
+the ratio of a round is what counts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +32,8 @@ from policies.types import RequestView
 POLICIES = ("off", "auto")
 NEW_TOKENS = 128
 GRAM = 8
+LEAST_TOKENS = 24
+AT_BATCH_1 = 24
 
 
 @dataclass
@@ -44,18 +47,31 @@ class Decoding:
     accepted: int = 0
 
 
-Prompt = tuple[int, ...]
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, how it is sampled, and how many tokens are generated for it."""
+
+    token_ids: tuple[int, ...]
+    seed: int
+    max_tokens: int = NEW_TOKENS
 
 
-def is_looping(tokens: Sequence[int]) -> bool:
-    """Return whether over half of the second half's 8-grams stood in the output before."""
+def loop_start(tokens: Sequence[int]) -> int:
+    """Return where the output begins to loop: the number of tokens before; all if it never does.
+
+    A loop begins with the first 8-gram that stood before, if over half of those behind it did too.
+    """
     grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
-    half = len(grams) // 2
-    seen, repeated = set(grams[:half]), 0
-    for gram in grams[half:]:
-        repeated += gram in seen
+    seen: set[tuple[int, ...]] = set()
+    repeated = []
+    for gram in grams:
+        repeated.append(gram in seen)
         seen.add(gram)
-    return repeated > (len(grams) - half) / 2
+    for start, again in enumerate(repeated):
+        behind = repeated[start:]
+        if again and sum(behind) > len(behind) / 2:
+            return start
+    return len(tokens)
 
 
 def decode(
@@ -83,10 +99,11 @@ def decode(
 def _request(
     engine: LoadedEngine, index: int, prompt: Prompt, policy: str, temperature: float
 ) -> GenerationRequest:
-    sampling = SamplingParams(NEW_TOKENS, seed=index, temperature=temperature, ignore_eos=True)
-    view = RequestView(len(prompt), NEW_TOKENS, temperature)
+    most = prompt.max_tokens
+    sampling = SamplingParams(most, prompt.seed, temperature, ignore_eos=True)
+    view = RequestView(len(prompt.token_ids), most, temperature)
     plan = speculation_policy(policy).decide(view, engine.worker.load())
-    return GenerationRequest(str(index), prompt, sampling, plan)
+    return GenerationRequest(str(index), prompt.token_ids, sampling, plan)
 
 
 def compare(
@@ -137,24 +154,40 @@ def measure(count: int, rounds: int, model: Path | None) -> dict[str, Any]:
     """Return the whole measurement."""
     facts = provenance()
     engine = load_engine(WorkerConfig(model=model, speculation="auto"))
-    prompts = held_out_prompts(engine.worker.tokenizer, count)
+    ids = held_out_prompts(engine.worker.tokenizer, count)
+    prompts = [Prompt(token_ids, seed) for seed, token_ids in enumerate(ids)]
     results = []
     for temperature in (0.0, 0.8):
-        _, outputs = decode(engine, prompts, "off", temperature)
-        loops = [is_looping(outputs[str(index)]) for index in range(count)]
-        groups = {
-            "not_looping": [p for p, loop in zip(prompts, loops, strict=True) if not loop],
-            "looping": [p for p, loop in zip(prompts, loops, strict=True) if loop],
-        }
+        groups = {"whole": prompts, "before_loops": _before_loops(engine, prompts, temperature)}
         for batch in (1, 8):
             for name, group in groups.items():
-                if len(group) >= batch:
-                    head = {"temperature": temperature, "batch": batch, "outputs": name}
-                    some = group[: 16 if batch == 1 else 48]
-                    row = compare(engine, some, batch, temperature, rounds)
-                    results.append({**head, "prompts": len(some), **row})
-                    print(head, row["tokens_per_s"], row["speedup"])
+                if len(group) < batch:
+                    continue
+                # Sorted groups are thinned out evenly.
+                some = group[:: max(1, len(group) // AT_BATCH_1)] if batch == 1 else group
+                row = compare(engine, some, batch, temperature, rounds)
+                head = {"temperature": temperature, "batch": batch, "outputs": name}
+                cut = sum(prompt.max_tokens < NEW_TOKENS for prompt in some)
+                results.append({**head, "prompts": len(some), "cut": cut, **row})
+                print(head, row["tokens_per_s"], row["speedup"])
     return {**facts, "numerics_class": engine.card.numerics_class, "results": results}
+
+
+def _before_loops(
+    engine: LoadedEngine, prompts: Sequence[Prompt], temperature: float
+) -> list[Prompt]:
+    """Return the prompts whose outputs go on for a while before a loop, to be cut there.
+
+    Sorted by length, so that the sequences of a batch end at about the same time.
+    """
+    _, outputs = decode(engine, prompts, "off", temperature)
+    starts = [loop_start(outputs[str(index)]) for index in range(len(prompts))]
+    cut = [
+        replace(prompt, max_tokens=start)
+        for prompt, start in zip(prompts, starts, strict=True)
+        if start >= LEAST_TOKENS
+    ]
+    return sorted(cut, key=lambda prompt: prompt.max_tokens)
 
 
 def main() -> None:

@@ -12,8 +12,13 @@ from typing import Final
 from backends.core.sequence import Sequence
 from backends.core.steps import Draft
 
-LENGTHS: Final = (8, 4, 2)
-"""Lengths of the indexed n-grams, the longest match first."""
+LENGTHS: Final = (8, 4, 2, 1)
+"""Lengths of the indexed n-grams, the longest match first.
+
+Chosen on 32 held-out prompts of the shipped model in training, `auto` over `off` at modelled CPU
+costs, batch 1/8/32 (2026-11-21): greedy 4.55/2.30/1.70, at temperature 0.8 1.49/1.20/1.08; without
+single tokens 4.06/2.22/1.70 and 1.34/1.14/1.09; 3 alone 3.65/2.10/1.71 and 1.23/1.09/1.06.
+"""
 
 MAX_EVIDENCE: Final = 32
 """Longest match that is counted; longer ones are no better evidence."""
