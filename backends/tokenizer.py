@@ -34,7 +34,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
         self._settings = read_json(directory / "tokenizer_config.json", missing={})
-        self._template = self._compile(self._template_source(directory))
+        self._template = self._compile(directory)
         self.vocab_size: int = self._fast.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -83,11 +83,15 @@ class Tokenizer:
     def _template_source(self, directory: Path) -> str | None:
         beside = directory / "chat_template.jinja"
         if beside.is_file():
-            return beside.read_text(encoding="utf-8")
+            try:
+                return beside.read_text(encoding="utf-8")
+            except ValueError as error:
+                raise CheckpointError(f"damaged chat template {beside}: {error}") from error
         source = self._settings.get("chat_template")
         return source if isinstance(source, str) else None
 
-    def _compile(self, source: str | None) -> jinja2.Template | None:
+    def _compile(self, directory: Path) -> jinja2.Template | None:
+        source = self._template_source(directory)
         if source is None:
             return None
         # Templates come with checkpoints, so they are strangers' code: sandboxed.
@@ -96,7 +100,7 @@ class Tokenizer:
         try:
             return environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"damaged chat template: {error}") from error
+            raise CheckpointError(f"damaged chat template in {directory}: {error}") from error
 
 
 def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_type_hints
 
@@ -166,6 +167,8 @@ class Setting:
         try:
             if isinstance(value, str) and self.kind == "bytes":
                 value = _bytes(value)
+            if value is False and self.kind == "speculation":
+                value = "off"  # which is how YAML spells false
             if isinstance(value, str) and self.choices:
                 value = value.lower()
             checked = msgspec.convert(value, self.annotation, strict=False)
@@ -296,4 +299,4 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?(?:ib)?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError("expected a size in bytes, such as 512MiB or 1GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2]])

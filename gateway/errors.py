@@ -18,11 +18,14 @@ On the wire each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
 from backends.errors import BackendFailed, RequestRejected
+
+LONGEST_MESSAGE: Final = 1000
+"""Characters of a message: some quote what the client sent, which may be as long as a body."""
 
 
 class GatewayError(Exception):
@@ -40,6 +43,8 @@ class GatewayError(Exception):
     def __init__(
         self, message: str, param: str | None = None, retry_after_s: int | None = None
     ) -> None:
+        if len(message) > LONGEST_MESSAGE:
+            message = message[:LONGEST_MESSAGE] + "..."
         super().__init__(message)
         self.message = message
         self.param = param

@@ -60,19 +60,24 @@ class TextStream:
     def _new_text(self, *, final: bool) -> str:
         """Return the text that is decided: none while the last character is partial."""
         text = self._decode(self._tokens)
-        end = len(text)
+        open_tokens = 0
         if text.endswith(_REPLACEMENT) and not final:
             self._undecided += 1
             if self._undecided < _LONGEST_CHARACTER_TOKENS:
                 return ""
             # So many tokens are no character; only the last ones may still become one.
-            end = max(end - _LONGEST_CHARACTER_TOKENS + 1, self._taken)
+            open_tokens = _LONGEST_CHARACTER_TOKENS - 1
         else:
             self._undecided = 0
+        end = self._decided_length(open_tokens) if open_tokens else len(text)
         new = text[self._taken : end]
         del self._tokens[:-_CONTEXT_TOKENS]
-        self._taken = max(0, len(self._decode(self._tokens)) - (len(text) - end))
+        self._taken = self._decided_length(open_tokens)
         return new
+
+    def _decided_length(self, open_tokens: int) -> int:
+        """Return the length of the text without the last `open_tokens` tokens."""
+        return len(self._decode(self._tokens[: len(self._tokens) - open_tokens]))
 
     def _cut_at_stop(self) -> None:
         """Cut the held text before the stop string that is complete first, if there is one.

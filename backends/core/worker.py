@@ -51,7 +51,7 @@ class Worker:
                     limit_tokens=limit,
                 )
         vocab = self.tokenizer.vocab_size
-        if not all(0 <= token < vocab for token in request.prompt_ids):
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
             raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
 
     def submit(self, request: GenerationRequest) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.steps import Proposer
 from backends.core.worker import Worker
-from backends.engine.config import read_model_config
+from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
 from backends.engine.loop import EngineLoop, LoadedEngine
 from backends.engine.model import Decoder
@@ -22,7 +23,7 @@ from backends.engine.proposers.ngram import NgramProposer
 from backends.engine.runner import Runner
 from backends.engine.warmup import measure_step_cost, rows_are_exact
 from backends.engine.weights import load_weights
-from backends.errors import BackendError, BackendFailed
+from backends.errors import BackendError, BackendFailed, CheckpointError
 from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from backends.streams import DeltaStreams
 from backends.tokenizer import Tokenizer
@@ -148,6 +149,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
         torch.set_num_threads(config.threads)
     directory = config.model or SHIPPED_MODEL
     model = read_model_config(directory)
+    tokenizer = _tokenizer(directory, model)
     dtype = choose_dtype(config.dtype, directory)
     max_model_len = min(
         config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
@@ -170,12 +172,23 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     )
     card = ModelCard(
         SHIPPED_MODEL_ID if config.model is None else directory.name,
-        str(directory),
+        SHIPPED_MODEL_ID if config.model is None else str(directory),
         max_model_len,
         numerics_class(directory, dtype, exact=exact),
         int(time.time()),
     )
-    return LoadedEngine(Worker(scheduler, Tokenizer(directory), max_model_len), runner, card)
+    return LoadedEngine(Worker(scheduler, tokenizer, max_model_len), runner, card)
+
+
+def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
+    """Return the tokenizer, all of whose tokens the model knows."""
+    tokenizer = Tokenizer(directory)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise CheckpointError(
+            f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"but config.json says {model.vocab_size}"
+        )
+    return tokenizer
 
 
 def _proposers(name: str | None) -> dict[str, Proposer]:

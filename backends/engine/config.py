@@ -58,26 +58,27 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise CheckpointError(f"no checkpoint: {directory} is not a directory")
     path = directory / "config.json"
     raw = read_json(path)
-    _check_supported(raw, path)
+    eos_ids = _eos_ids(path) | _eos_ids(directory / "generation_config.json")
     try:
-        return _parse(raw, _eos_ids(raw, directory))
-    except (KeyError, TypeError, ValueError) as error:
+        _check_supported(raw, path)
+        return _parse(raw, eos_ids)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"damaged {path}: missing or wrong field {error}") from error
 
 
 def _parse(raw: Mapping[str, Any], eos_ids: frozenset[int]) -> ModelConfig:
-    heads = int(raw["num_attention_heads"])
+    heads, hidden = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
     config = ModelConfig(
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=int(raw["hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
+        vocab_size=_count(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_count(raw, "intermediate_size"),
+        num_layers=_count(raw, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+        num_kv_heads=_count(raw, "num_key_value_heads", heads),
+        head_dim=_count(raw, "head_dim", hidden // heads),
         rms_norm_eps=float(raw["rms_norm_eps"]),
         rope_theta=float(_rope(raw).get("rope_theta", 10000.0)),
-        max_position_embeddings=int(raw["max_position_embeddings"]),
+        max_position_embeddings=_count(raw, "max_position_embeddings"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         eos_ids=eos_ids,
         torch_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
@@ -85,6 +86,14 @@ def _parse(raw: Mapping[str, Any], eos_ids: frozenset[int]) -> ModelConfig:
     if config.num_heads % config.num_kv_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
     return config
+
+
+def _count(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a field that counts something; `default` stands for one that is missing or null."""
+    value = int(raw[name] if default is None else raw.get(name) or default)
+    if value < 1:
+        raise ValueError(f"{name}: must be at least 1, not {value}")
+    return value
 
 
 def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
@@ -97,6 +106,9 @@ def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
     rope_type = _rope(raw).get("rope_type") or _rope(raw).get("type") or "default"
     if rope_type != "default":
         raise CheckpointError(f"{path}: RoPE scaling {rope_type!r} is not supported yet")
+    activation = raw.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise CheckpointError(f"{path}: activation {activation!r} is not supported yet")
     for flag in ("attention_bias", "mlp_bias"):
         if raw.get(flag):
             raise CheckpointError(f"{path}: {flag} is not supported yet")
@@ -113,10 +125,14 @@ def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return older
 
 
-def _eos_ids(raw: Mapping[str, Any], directory: Path) -> frozenset[int]:
-    """Return the end tokens; `generation_config.json` may know more than `config.json`."""
-    found: set[int] = set()
-    for source in (raw, read_json(directory / "generation_config.json", missing={})):
-        value = source.get("eos_token_id")
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
+def _eos_ids(path: Path) -> frozenset[int]:
+    """Return the end tokens a file names: `generation_config.json` may know more than the config.
+
+    Raises:
+        CheckpointError: what it names are no token ids.
+    """
+    value = read_json(path, missing={}).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise CheckpointError(f"damaged {path}: eos_token_id must be token ids, not {value!r}")
+    return frozenset(ids)

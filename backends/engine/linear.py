@@ -3,7 +3,7 @@
 Bits of a row must be equal whether it is computed alone, in a verify step or in a prefill chunk.
 On a CPU in float32 that holds with prepacked weights (oneDNN) and the number of rows padded to a
 multiple of 16: measured equal at 1 to 512 rows on Zen 4 and on Sapphire Rapids, 1 and 2 threads
-(2026-11); the worker checks it again at start (`numerics.rows_are_exact`).
+(2026-11); the worker checks it again at start (`warmup.rows_are_exact`).
 """
 
 from __future__ import annotations

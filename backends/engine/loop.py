@@ -76,15 +76,16 @@ class EngineLoop(threading.Thread):
 
     def run(self) -> None:
         """Load, then run steps until stopped. Errors are reported, never raised."""
+        engine = None
         try:
             engine = self._load()
             self.load_snapshot = engine.worker.load()
             self._events.ready(engine)
             self._run_steps(engine)
-        except (BackendError, ValueError) as error:
-            self._events.failed(error)  # what was asked for cannot be: the message says why
         except BaseException as error:
-            logger.exception("the engine failed")
+            # While loading, these say all there is to say: what was asked for cannot be.
+            if engine is not None or not isinstance(error, BackendError | ValueError):
+                logger.exception("the engine failed")
             self._events.failed(error)
 
     def _command(self, command: GenerationRequest | str) -> None:

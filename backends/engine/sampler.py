@@ -9,9 +9,15 @@ from torch import Tensor
 
 from backends.core.steps import StepPlan
 from backends.engine.kernels.sample_verify_ref import RowSampling, accept_walk, sample
-from backends.types import TokenLogprob
+from backends.types import SamplingParams, TokenLogprob
 
 _SIGN_BIT = 1 << 63
+
+_MAX_INT32 = (1 << 31) - 1
+"""A `top_k` beyond any vocabulary, and the largest that its tensor holds."""
+
+_MIN_TEMPERATURE = 1e-30
+"""Dividing logits by less overflows float32; no noise matters there, so less is greedy."""
 
 
 def emit(plan: StepPlan, logits: Tensor) -> list[tuple[int, ...]]:
@@ -45,8 +51,8 @@ def row_sampling(plan: StepPlan) -> RowSampling:
     ]
     params = [work.sequence.request.sampling for work, _ in rows]
     return RowSampling(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        temperature=torch.tensor([_temperature(p) for p in params], dtype=torch.float32),
+        top_k=torch.tensor([min(p.top_k, _MAX_INT32) for p in params], dtype=torch.int32),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seed=torch.tensor([_as_int64(p.seed) for p in params], dtype=torch.int64),
@@ -80,6 +86,10 @@ def _logprobs_of(logits: Tensor, tokens: tuple[int, ...], wanted: int) -> tuple[
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True) if top else ()
         entries.append(TokenLogprob(token, float(logprobs[token]), tuple(pairs)))
     return tuple(entries)
+
+
+def _temperature(sampling: SamplingParams) -> float:
+    return sampling.temperature if sampling.temperature >= _MIN_TEMPERATURE else 0.0
 
 
 def _as_int64(seed: int) -> int:

@@ -133,8 +133,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     """Return which file holds which tensor."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map", {})
-        return {name: directory / file for name, file in weight_map.items()}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"damaged {index}: no weight_map")
+        return {name: directory / str(file) for name, file in weight_map.items()}
     single = directory / "model.safetensors"
     if not single.is_file():
         raise CheckpointError(f"no weights: {single} does not exist, nor does {index.name}")

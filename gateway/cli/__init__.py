@@ -39,7 +39,7 @@ def generate(
     settings: dict[str, Any],
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Key of the noise")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Key of the noise")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template")] = False,
 ) -> None:
     """Generate text without a server; what speculation did goes to stderr."""

@@ -15,7 +15,7 @@ from backends.types import SamplingParams, SpeculationOutcome
 from gateway.app import StartError, build_node, start_worker
 from gateway.config import ServeConfig
 from gateway.dispatch import Job
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, InvalidRequest
 from gateway.node import Node
 
 FAILED = 1
@@ -55,6 +55,8 @@ async def _generate(config: ServeConfig, sample: Sample) -> None:
 async def _stream(node: Node, sample: Sample) -> None:
     tokenizer = node.served.tokenizer
     prompt = sample.prompt
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise InvalidRequest("the prompt is not valid UTF-8", "prompt")
     if sample.chat:
         prompt = tokenizer.render_chat([{"role": "user", "content": prompt}])
     ids = tuple(tokenizer.encode(prompt, add_special_tokens=not sample.chat))

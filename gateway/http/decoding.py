@@ -15,7 +15,11 @@ T = TypeVar("T")
 
 _PATH = re.compile(r"^(?P<reason>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
 
+_TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "skip_special_tokens"})
+
 _ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
+    "length_penalty": (1,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
@@ -48,7 +52,8 @@ def reject_unsupported(wire: UnsupportedFields, n: int) -> None:
     """
     for name in UnsupportedFields.__struct_fields__:
         value = getattr(wire, name)
-        if not value or value in _ALSO_NEUTRAL.get(name, ()):
+        empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
+        if empty or value in _ALSO_NEUTRAL.get(name, ()):
             continue
         if name == "best_of" and value == n:
             continue

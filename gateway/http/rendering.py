@@ -120,10 +120,13 @@ class ChatRendering:
         return ChatLogprobs([self._entry(entry) for entry in entries])
 
     def _entry(self, entry: TokenLogprob) -> TokenLogprobReply:
-        text = self._frame.tokenizer.token_text
-        token = text(entry.token_id)
-        top = [TopLogprob(text(i), value, _bytes(text(i))) for i, value in entry.top]
-        return TokenLogprobReply(token, entry.logprob, _bytes(token), top)
+        chosen = self._spelled(entry.token_id, entry.logprob)
+        top = [self._spelled(token_id, logprob) for token_id, logprob in entry.top]
+        return TokenLogprobReply(chosen.token, chosen.logprob, chosen.bytes, top)
+
+    def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
+        token = self._frame.tokenizer.token_text(token_id)
+        return TopLogprob(token, logprob, _bytes(token))
 
 
 class CompletionRendering:

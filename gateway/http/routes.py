@@ -57,7 +57,8 @@ async def _identify(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every response has, streamed or not."""
-    response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    # aiohttp refuses a bad `Expect` before the middlewares have run.
+    response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
     response.headers["Server"] = "draftgate"
 
 

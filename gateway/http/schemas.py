@@ -28,11 +28,15 @@ class SpeculationOptions(Struct):
 class UnsupportedFields(Struct):
     """Fields that change the output and cannot be honoured yet: only neutral values pass."""
 
+    add_generation_prompt: Any = None
     allowed_token_ids: Any = None
     audio: Any = None
     bad_words: Any = None
     best_of: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
     continue_final_message: Any = None
+    documents: Any = None
     echo: Any = None
     frequency_penalty: Any = None
     function_call: Any = None
@@ -41,12 +45,16 @@ class UnsupportedFields(Struct):
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
+    include_stop_str_in_output: Any = None
+    length_penalty: Any = None
     logit_bias: Any = None
+    logits_processors: Any = None
     min_tokens: Any = None
     presence_penalty: Any = None
     prompt_logprobs: Any = None
     repetition_penalty: Any = None
     response_format: Any = None
+    skip_special_tokens: Any = None
     stop_token_ids: Any = None
     structured_outputs: Any = None
     suffix: Any = None

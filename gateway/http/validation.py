@@ -160,9 +160,7 @@ def _check_common(wire: GenerationFields) -> None:
 
 
 def _check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
-    if value is None or (
-        math.isfinite(value) and least <= value and (most is None or value <= most)
-    ):
+    if value is None or (least <= value < math.inf and (most is None or value <= most)):
         return
     bounds = f"at least {least:g}" if most is None else f"between {least:g} and {_plain(most)}"
     raise InvalidRequest(f"{name}: must be {bounds}, not {value}", name)

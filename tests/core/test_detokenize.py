@@ -21,6 +21,7 @@ def tokenizer() -> Tokenizer:
 SPECIAL_IDS = range(4)
 ALL_IDS = range(len(SPECIAL_IDS), tokenizer().vocab_size)
 BYTE_IDS = [token for token in ALL_IDS if tokenizer().token_text(token) == "\ufffd"]
+UNKNOWN = tokenizer().encode("\ufffd", add_special_tokens=False)
 EMOJI = tokenizer().encode("🙂", add_special_tokens=False)
 token_ids = st.lists(st.one_of(st.sampled_from(ALL_IDS), st.sampled_from(BYTE_IDS)), max_size=40)
 texts = st.text(
@@ -58,6 +59,7 @@ def split_and_encode(text: str, cuts: list[int]) -> list[int]:
 
 @given(token_ids)
 @example(list(range(4, 260)))
+@example([*UNKNOWN * 3, *EMOJI])
 @example([*EMOJI[-1:] * 4, *EMOJI, *EMOJI[-1:] * 3, *EMOJI[:1]])
 def test_text_is_that_of_decoding_at_once(ids: list[int]) -> None:
     """Any tokens, also bytes that are no character, give the text of decoding them together."""

@@ -146,6 +146,21 @@ async def test_stopping_ends_open_streams(backend: EngineBackend) -> None:
             pass
 
 
+async def test_values_beyond_a_tensor_mean_what_they_say(backend: EngineBackend) -> None:
+    """A vanishing temperature is greedy, an endless top-k is off, and the last seed is a seed."""
+    prompt, off = held_out_prompts(backend.tokenizer, 1, most=40)[0], speculation_policy("off")
+
+    async def tokens(**sampling: object) -> dict[int, list[int]]:
+        return await collect(backend, request("extreme", prompt, off, max_tokens=12, **sampling))
+
+    greedy = await tokens(temperature=0.0)
+    for temperature in (1e-300, 1e-40, 1e-38):
+        assert await tokens(temperature=temperature) == greedy
+    sampled = await tokens(temperature=1.0, seed=(1 << 64) - 1)
+    assert await tokens(temperature=1.0, seed=(1 << 64) - 1, top_k=1 << 31) == sampled
+    assert await tokens(temperature=1e308, seed=1) != greedy
+
+
 async def test_the_engine_keeps_the_contract_of_backends() -> None:
     """The conformance suite for backends passes on the engine."""
     await check_backend(EngineBackend(SMALL))

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends.base import WorkerConfig
+from backends.engine.backend import load_engine
 from backends.engine.config import read_model_config
 from backends.engine.numerics import choose_dtype
 from backends.engine.weights import checkpoint_hash, count_parameters, load_weights
@@ -72,6 +74,18 @@ DAMAGE = {
     ),
     "missing field": (edit_config(hidden_size=None), "config.json.*hidden_size"),
     "odd heads": (edit_config(num_key_value_heads=3), "multiple of num_key_value_heads"),
+    "no number of layers": (edit_config(num_hidden_layers=0), "num_hidden_layers: must be at"),
+    "rope of text": (edit_config(rope_parameters="long"), "config.json: missing or wrong field"),
+    "other activation": (edit_config(hidden_act="gelu"), "'gelu' is not supported"),
+    "end token of text": (edit_config(eos_token_id="</s>"), "config.json: eos_token_id must be"),
+    "index without a map": (
+        lambda directory: (directory / "model.safetensors.index.json").write_text("{}"),
+        r"damaged .*index\.json: no weight_map",
+    ),
+    "template of bytes": (
+        lambda directory: (directory / "chat_template.jinja").write_bytes(b"\xff"),
+        r"damaged chat template .*chat_template\.jinja",
+    ),
     "missing tensor": (
         edit_weights(lambda tensors: tensors.pop("model.norm.weight")),
         r"tensor model\.norm\.weight is missing",
@@ -100,6 +114,13 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     """The path of a missing checkpoint is in the message."""
     with pytest.raises(CheckpointError, match="nowhere is not a directory"):
         load_weights(tmp_path, read_model_config(tmp_path / "nowhere"), torch.float32)
+
+
+def test_a_tokenizer_of_another_model_is_refused(checkpoint_copy: Path) -> None:
+    """A tokenizer with more tokens than the embedding is named before a prompt can hit one."""
+    edit_config(vocab_size=4000)(checkpoint_copy)
+    with pytest.raises(CheckpointError, match=r"has 4096 tokens, but config\.json says 4000"):
+        load_engine(WorkerConfig(model=checkpoint_copy))
 
 
 def test_sharded_weights_load_like_one_file(checkpoint_copy: Path) -> None:

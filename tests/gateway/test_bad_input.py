@@ -34,6 +34,8 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
     ({"prompt": "a", "max_tokens": "many"}, "max_tokens"),
     ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**400}, "max_tokens"),
+    ({"prompt": "a", "seed": 10**400}, "seed"),
     ({"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
     ({"prompt": "a", "temperature": -0.1}, "temperature"),
     ({"prompt": "a", "temperature": "hot"}, "temperature"),
@@ -68,6 +70,8 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty"),
     ({"prompt": "a", "presence_penalty": -1}, "presence_penalty"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens"),
+    ({"prompt": "a", "include_stop_str_in_output": True}, "include_stop_str_in_output"),
 ]
 
 BAD_CHAT: list[tuple[dict[str, Any], str]] = [
@@ -88,6 +92,8 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "logprobs": 2}, "logprobs"),
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": HI, "add_generation_prompt": False}, "add_generation_prompt"),
+    ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
     ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
 ]  # fmt: skip
@@ -142,11 +148,12 @@ async def test_harmless_fields_are_ignored(http: httpx.AsyncClient) -> None:
         "prompt": "a", "max_tokens": 2, "user": "u", "service_tier": "auto", "store": False,
         "metadata": {"a": 1}, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {},
         "best_of": 2, "n": 2, "echo": False, "suffix": None, "logprobs": None, "stop": None,
-        "repetition_penalty": 1.0, "top_k": -1, "seed": (1 << 64) - 1,
+        "repetition_penalty": 1.0, "top_k": 10**400, "seed": (1 << 64) - 1,
     }  # fmt: skip
     assert (await http.post(TEXT, json=body)).status_code == 200
     chat = {
         "messages": HI, "max_tokens": 2, "tools": [], "tool_choice": "none",
+        "add_generation_prompt": True, "skip_special_tokens": True,
         "response_format": {"type": "text"}, "parallel_tool_calls": True,
     }  # fmt: skip
     assert (await http.post(CHAT, json=chat)).status_code == 200
@@ -160,6 +167,13 @@ async def test_an_unknown_model_is_404(http: httpx.AsyncClient) -> None:
         assert (answer.status_code, error["code"]) == (404, "model_not_found")
         assert "gpt-9" in error["message"]
     assert (await http.get("/v1/models/gpt-9")).status_code == 404
+
+
+async def test_an_error_quotes_no_whole_body(http: httpx.AsyncClient) -> None:
+    """However long the value at fault, answer and log line stay short."""
+    answer = await http.post(TEXT, json={"model": "x" * 1_000_000, "prompt": "a"})
+    assert answer.status_code == 404
+    assert len(answer.content) < 2000
 
 
 async def test_too_long_is_400_with_both_numbers(http: httpx.AsyncClient) -> None:
@@ -207,6 +221,13 @@ async def test_unknown_paths_and_methods_speak_openai_too(http: httpx.AsyncClien
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     answer = await http.get(TEXT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+async def test_an_expectation_that_cannot_be_met_is_417(http: httpx.AsyncClient) -> None:
+    """What aiohttp refuses before any handler runs is answered, and signed, too."""
+    answer = await http.get("/health", headers={"expect": "tea"})
+    assert answer.status_code == 417
+    assert answer.headers["x-request-id"]
 
 
 async def test_a_bug_is_a_bare_500_that_shows_nothing(

@@ -107,6 +107,17 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
     assert "accepted per step" in done.stderr
 
 
+def test_a_prompt_that_cannot_be_generated_from_is_one_line() -> None:
+    """A seed beyond 64 bits and a prompt that is no UTF-8 are refused, without a traceback."""
+    for arguments, status in (
+        (("x", "--temperature", "1", "--seed", str(1 << 64)), 2),
+        (("x\udcff", "--backend", "sim"), 1),
+    ):
+        done = draftgate("generate", *arguments)
+        assert (done.returncode, done.stdout) == (status, "")
+        assert "Traceback" not in done.stderr
+
+
 def test_collect_env_speaks_json() -> None:
     """The description of the machine is machine-readable when asked for."""
     done = draftgate("collect-env", "--json")

@@ -87,6 +87,13 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, mess
     assert "\n" not in str(caught.value)
 
 
+def test_off_is_a_policy_in_yaml_too(tmp_path: Path) -> None:
+    """YAML reads a bare `off` as false; as a policy it is the one that never drafts."""
+    file = tmp_path / "node.yaml"
+    file.write_text("speculation: off\n")
+    assert effective_config({}, {}, str(file)).config.speculation == "off"
+
+
 def test_a_missing_file_is_an_error() -> None:
     """A file that was asked for must be there."""
     with pytest.raises(ConfigError, match="No such file"):
@@ -95,8 +102,9 @@ def test_a_missing_file_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1024", 1024), ("512MiB", 512 << 20), ("1GiB", 1 << 30), ("2 gb", 2 * 10**9), ("1.5k", 1500)],
-)
+    [("1024", 1024), ("512MiB", 512 << 20), ("1GiB", 1 << 30), ("2 gb", 2 * 10**9), ("1.5k", 1500),
+     ("9" * 400, int("9" * 400))],
+)  # fmt: skip
 def test_sizes_take_units(text: str, size: int) -> None:
     """Sizes are read in binary and decimal units, in either case."""
     assert effective_config({"kv_bytes": text}, {}).config.kv_bytes == size
