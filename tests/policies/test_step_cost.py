@@ -88,7 +88,7 @@ def test_long_contexts_lower_the_price() -> None:
 def test_the_price_is_the_rate_times_the_extra_seconds(cost, tokens, kv, sequences) -> None:
     """The price is the design's formula, evaluated to the next edge."""
     step_s = cost.seconds(tokens, kv, sequences)
-    assume(step_s > 0)
+    assume(step_s > 1e-12)  # a denormal rate overflows in this order of operations
     edge = cost.next_edge(tokens)
     extra_s = (cost.seconds(edge, kv, sequences) - step_s) / (edge - tokens)
     assert slot_price(cost, tokens, kv, sequences) == pytest.approx(sequences / step_s * extra_s)
