@@ -51,7 +51,7 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
         ({"drain_timeout_s": "inf"}, "--drain-timeout-s: expected a finite number"),
         ({"dtype": "float64"}, "--dtype: expected one of auto, float32, bfloat16"),
         ({"backend": "cloud"}, "--backend: expected one of"),
-        ({"speculation": "fixed:0"}, "--speculation: fixed:K needs K >= 1"),
+        ({"speculation": "fixed:0"}, "--speculation: fixed:K needs K from 1 to 64"),
         ({"speculation": "psychic"}, "--speculation: unknown speculation policy"),
         ({"log_level": "loud"}, "--log-level: expected one of"),
     ],

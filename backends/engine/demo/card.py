@@ -38,7 +38,8 @@ Teacher-forced over {agreement[positions]:,} held-out positions (windows of 1,02
 ## Loss by position
 
 Held-out nats per token in windows of 8,192 tokens of packed files. The last columns tell whether
-the model still works at long context: the loss should not rise.
+the model still works at long context: the loss should not rise. Where it does, the last stage,
+at 8,192 tokens, was too short to teach that context.
 
 | positions | target | draft |
 | --- | --- | --- |

@@ -60,7 +60,7 @@ RECIPES = {
             "head_dim": 32,
             "intermediate_size": 352,
         },
-        phases=(Phase(0.75, 512, 4096), Phase(0.93, 2048, 8192), Phase(1.0, 8192, 8192)),
+        phases=(Phase(0.9, 512, 4096), Phase(0.98, 2048, 8192), Phase(1.0, 8192, 8192)),
         minutes=12,
         # As the target, AdamW's rate scaled up with the smaller width.
         matrix_rate=0.008,
