@@ -15,6 +15,7 @@ from backends.errors import BackendFailed, CheckpointError
 from backends.registry import create_backend
 from backends.sim.backend import SimBackend
 from backends.sim.clock import LoopClock, run_virtual
+from backends.sim.profile import load_profile
 from backends.testing import (
     check_backend,
     check_closing_frees,
@@ -27,7 +28,7 @@ from backends.testing import (
 from policies.types import SpeculationMode, SpeculationPlan
 
 ROOT = Path(__file__).parents[2]
-SMALL_POOL = 16 * 3072 * 12  # twelve blocks of the cpu-demo profile
+SMALL_POOL = 16 * load_profile("cpu-demo").kv_token_bytes * 12  # twelve blocks
 
 
 def drafting(most: int) -> SpeculationPlan:
@@ -201,7 +202,8 @@ def test_late_timers_do_not_add_up() -> None:
         await backend.stop()
         return LoopClock().now_s() - start_s
 
-    assert run_virtual(main()) == pytest.approx(100 * 1.9e-3, rel=0.02)
+    step_s = load_profile("cpu-demo").cost.seconds(tokens=1, kv_tokens=50, sequences=1)
+    assert run_virtual(main()) == pytest.approx(100 * step_s, rel=0.02)
 
 
 def test_a_broken_worker_fails_its_streams() -> None:
