@@ -61,7 +61,7 @@ RECIPES = {
             "intermediate_size": 352,
         },
         phases=(Phase(0.9, 512, 4096), Phase(0.98, 2048, 8192), Phase(1.0, 8192, 8192)),
-        minutes=25,  # of one thread; the shipped draft was resumed once, at 14, its rate raised again
+        minutes=25,  # of one thread; resumed once, at 14, which raised the rate again
         # As the target, AdamW's rate scaled up with the smaller width.
         matrix_rate=0.008,
         other_rate=0.006,
