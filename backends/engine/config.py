@@ -21,7 +21,6 @@ class ModelConfig:
         head_dim: width of one attention head; not always `hidden_size / num_heads`.
         num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
         tied_embeddings: the LM head is the embedding.
-        torch_dtype: dtype of the checkpoint, e.g. `bfloat16`.
     """
 
     vocab_size: int
@@ -36,7 +35,6 @@ class ModelConfig:
     max_position_embeddings: int
     tied_embeddings: bool
     eos_ids: frozenset[int]
-    torch_dtype: str
 
     @property
     def query_group(self) -> int:
@@ -81,7 +79,6 @@ def _parse(raw: Mapping[str, Any], eos_ids: frozenset[int]) -> ModelConfig:
         max_position_embeddings=_count(raw, "max_position_embeddings"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         eos_ids=eos_ids,
-        torch_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
     if config.num_heads % config.num_kv_heads:
         raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")

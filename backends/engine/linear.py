@@ -28,15 +28,10 @@ _packed_linear: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
 class Linear:
-    """`x @ weight.T` with the weight prepacked where the device has a layout for it.
-
-    Attributes:
-        out_features: columns of the result.
-    """
+    """`x @ weight.T` with the weight prepacked where the device has a layout for it."""
 
     def __init__(self, weight: Tensor) -> None:
         """Pack a weight of shape [out_features, in_features]. The argument may be freed."""
-        self.out_features = weight.shape[0]
         self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         if self._packed:
             weight = _pack(weight.contiguous(), ROW_TILE)
