@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from backends.tokenizer import Tokenizer
@@ -17,28 +16,40 @@ class WorkerConfig:
     """How a worker in this process is set up. Field metadata is in `gateway.config`.
 
     Attributes:
-        model: directory of a checkpoint in Hugging Face layout; None is the shipped model.
+        model: directory of a checkpoint in Hugging Face layout, or its name on the hub; None is
+            the shipped model.
         speculation: the policy that decides each step, as `off`, `fixed:K` or `auto`.
         proposer: name of the only proposer to use; None offers whatever is there.
-        dtype: `auto`, `float32` or `bfloat16`.
+        verify: `coupled` ties the text to the seed; `rejection` accepts more of a sampled draft.
+        exact: promise equal bits for any batching, also where that costs time (contract).
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        device: `auto`, `cpu` or `cuda`.
+        device_index: which of the machine's devices this worker uses.
         max_model_len: bound on prompt plus output; None is the model's own.
         max_num_seqs: most sequences in a batch.
         max_step_tokens: token budget of a step: decodes, draft slots and prefill chunks.
-        kv_bytes: memory for the KV cache.
+        kv_bytes: memory for the KV cache; None measures what is free.
+        gpu_memory_utilization: share of a GPU's memory that weights, activations and KV cache may
+            take together when `kv_bytes` is None.
         threads: threads of a CPU worker; None is one per core.
         profile: step costs of the simulator, a shipped name or a file.
         sim_service_ms: constant service time per request of the simulator; None uses the profile.
         sim_acceptance: chance that the simulator accepts a draft token.
     """
 
-    model: Path | None = None
+    model: str | None = None
     speculation: str = "auto"
     proposer: str | None = None
+    verify: str = "coupled"
+    exact: bool = False
     dtype: str = "auto"
+    device: str = "auto"
+    device_index: int = 0
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_step_tokens: int = 512
-    kv_bytes: int = 1 << 30
+    kv_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     threads: int | None = None
     profile: str = "cpu-demo"
     sim_service_ms: float | None = None
@@ -59,6 +70,11 @@ class Backend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Valid after `start`; its methods may be called in any thread."""
+        ...
+
+    @property
+    def progress(self) -> float:
+        """The share of loading that is done, 0 to 1. May be read at any time."""
         ...
 
     async def start(self) -> None:

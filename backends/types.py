@@ -27,6 +27,13 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of this mass; 1 keeps all.
         min_p: keep tokens of at least this share of the likeliest one's probability; 0 keeps all.
+        logit_bias: pairs (token id, what is added to its logit), by ascending id.
+        repetition_penalty: logits of tokens in prompt or output are divided by it where positive
+            and multiplied where negative; 1 is off (CTRL, arXiv 1909.05858).
+        frequency_penalty: taken off a token's logit for each time it stands in the output.
+        presence_penalty: taken off a token's logit once it stands in the output.
+        min_tokens: neither an end-of-sequence token nor a stop text ends a choice before it has
+            this many tokens; end-of-sequence tokens are not drawn until then.
         stop: texts that end a choice; they are not part of the output.
         ignore_eos: go on after an end-of-sequence token.
         logprobs: how many alternatives to report for each token; None reports nothing.
@@ -38,20 +45,53 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedChoice:
+    """A choice that another worker began: it goes on behind these tokens.
+
+    The tokens are all that has to travel. Noise is a function of seed, choice and position,
+    penalties of the tokens, and the text held back (half a character, the start of a stop text)
+    is what the tokens give when they are read again.
+
+    Attributes:
+        output_ids: the tokens generated so far, all of which the client's side has.
+    """
+
+    choice: int
+    output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A validated request for one prompt and `n` choices of continuation."""
+    """A validated request for one prompt and `n` choices of continuation.
+
+    Attributes:
+        tenant: whose request it is; cached prefixes are shared within a tenant only.
+        resumed: the choices to go on with; empty starts all `n`.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     speculation: SpeculationPlan
     n: int = 1
+    tenant: str = ""
+    resumed: tuple[ResumedChoice, ...] = ()
+
+    @property
+    def choices(self) -> tuple[ResumedChoice, ...]:
+        """What is to be generated: the resumed choices, or all `n` from their start."""
+        return self.resumed or tuple(ResumedChoice(index, ()) for index in range(self.n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +145,7 @@ class Delta:
         logprobs: one entry per token, when asked for.
         finish_reason: set on the choice's last delta, and only there.
         outcome: what speculation did, on the choice's last delta.
+        cached_tokens: prompt tokens whose keys and values were cached, on the choice's last delta.
     """
 
     choice: int
@@ -113,6 +154,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     outcome: SpeculationOutcome | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def worker_config(self) -> WorkerConfig:
         """Return the worker's share of the settings."""
         return WorkerConfig(
-            model=Path(self.model).expanduser() if self.model else None,
+            model=self.model,
             speculation=self.speculation,
             proposer=self.proposer,
             dtype=self.dtype,

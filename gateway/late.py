@@ -22,6 +22,11 @@ class LateBackend:
         self._config = config
         self._inner: Backend | None = None
 
+    @property
+    def progress(self) -> float:
+        """What the backend says; nothing is done before it is there."""
+        return self._inner.progress if self._inner is not None else 0.0
+
     async def start(self) -> None:
         """Import in a thread, build, and start.
 

@@ -18,6 +18,7 @@ class SequenceWork:
         token_ids: tokens fed, at positions `start` and on. The last `num_drafts` are drafts.
         num_drafts: draft tokens to verify.
         samples: whether a token is sampled: true once all confirmed tokens are fed.
+        draft_law: the `Draft.law` of the drafts.
     """
 
     sequence: Sequence
@@ -25,6 +26,7 @@ class SequenceWork:
     token_ids: tuple[int, ...]
     num_drafts: int
     samples: bool
+    draft_law: object = None
 
     @property
     def num_tokens(self) -> int:
@@ -99,10 +101,14 @@ class Draft:
 
     Attributes:
         evidence: what the proposer has to show: for n-gram the length of the match.
+        law: the distributions the tokens were drawn from, for `verify: rejection`: probabilities
+            [len(token_ids) or more, vocab_size], in whatever form the executor of this proposer
+            reads. None for tokens that were not drawn: then each had probability 1.
     """
 
     token_ids: tuple[int, ...] = ()
     evidence: int = 0
+    law: object = None
 
 
 class Proposer(Protocol):

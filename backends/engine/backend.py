@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from backends.base import WorkerConfig
+from backends.checkpoints import find_checkpoint
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.steps import Proposer
@@ -24,7 +25,7 @@ from backends.engine.runner import Runner
 from backends.engine.warmup import measure_step_cost, rows_are_exact
 from backends.engine.weights import load_weights
 from backends.errors import BackendError, BackendFailed, CheckpointError
-from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from backends.shipped import SHIPPED_MODEL_ID
 from backends.streams import DeltaStreams
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, GenerationRequest, ModelCard
@@ -61,6 +62,11 @@ class EngineBackend:
     def failure(self) -> str | None:
         """Why the engine is broken, or None."""
         return self._failure
+
+    @property
+    def progress(self) -> float:
+        """The share of loading that is done."""
+        return self._loop.progress
 
     async def start(self) -> None:
         """Load and warm up in the worker's thread."""
@@ -147,7 +153,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    directory = config.model or SHIPPED_MODEL
+    directory = find_checkpoint(config.model)
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
     dtype = choose_dtype(config.dtype, directory)
@@ -156,7 +162,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     )
     # More memory than every sequence at full length is of no use.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
-    num_blocks = min(num_blocks_for(model, config.kv_bytes, dtype.itemsize), most)
+    num_blocks = min(num_blocks_for(model, config.kv_bytes or 1 << 30, dtype.itemsize), most)
     pool = KvPool(model, num_blocks, dtype)
     decoder = Decoder(model, load_weights(directory, model, dtype), max_model_len)
     runner = Runner(decoder, pool)
@@ -172,7 +178,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     )
     card = ModelCard(
         SHIPPED_MODEL_ID if config.model is None else directory.name,
-        SHIPPED_MODEL_ID if config.model is None else str(directory),
+        config.model or SHIPPED_MODEL_ID,
         max_model_len,
         numerics_class(directory, dtype, exact=exact),
         int(time.time()),

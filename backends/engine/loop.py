@@ -58,6 +58,7 @@ class EngineLoop(threading.Thread):
         self._commands: deque[GenerationRequest | str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self.progress = 0.0  # share of loading that is done
         self.load_snapshot = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
     def submit(self, request: GenerationRequest) -> None:
@@ -80,6 +81,7 @@ class EngineLoop(threading.Thread):
         try:
             engine = self._load()
             self.load_snapshot = engine.worker.load()
+            self.progress = 1.0
             self._events.ready(engine)
             self._run_steps(engine)
         except BaseException as error:

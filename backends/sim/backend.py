@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Final
 
 from backends.base import WorkerConfig
+from backends.checkpoints import find_checkpoint
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.worker import Worker
 from backends.errors import BackendFailed
-from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from backends.shipped import SHIPPED_MODEL_ID
 from backends.sim.clock import Clock, LoopClock
 from backends.sim.executor import CostModel, ProfileCost, ServiceCost, SimExecutor
 from backends.sim.profile import Profile, load_profile
@@ -27,6 +28,9 @@ from policies.types import SpeculationMode, WorkerLoad
 
 BLOCK_TOKENS: Final = 16
 DEFAULT_MODEL_LEN: Final = 8192
+DEFAULT_KV_BYTES: Final = 1 << 30
+"""Memory of the simulated device where none is stated: there is nothing to measure."""
+
 PROPOSER: Final = SpeculationMode.NGRAM.value
 """The simulated drafter's name: policies and clients see what the cheapest real one looks like."""
 
@@ -65,6 +69,11 @@ class SimBackend:
         """Why the backend is broken or stopped, or None while it is well."""
         return self._failure
 
+    @property
+    def progress(self) -> float:
+        """All of it at once."""
+        return float(self._task is not None)
+
     async def start(self) -> None:
         """Read tokenizer and profile, and start stepping.
 
@@ -102,7 +111,7 @@ class SimBackend:
         return self._worker.load()
 
     def _build(self, profile: Profile) -> None:
-        config, directory = self._config, self._config.model or SHIPPED_MODEL
+        config, directory = self._config, find_checkpoint(self._config.model)
         self._tokenizer = Tokenizer(directory)
         truth = Truth(printable_vocabulary(self._tokenizer))
         if config.proposer not in (None, PROPOSER):
@@ -120,8 +129,8 @@ class SimBackend:
         self._worker = Worker(scheduler, self._tokenizer, max_model_len)
         self._executor = SimExecutor(truth, _cost_model(config, profile))
         self._card = ModelCard(
-            model_id=config.model.name if config.model else SHIPPED_MODEL_ID,
-            root=str(config.model) if config.model else SHIPPED_MODEL_ID,
+            model_id=directory.name if config.model else SHIPPED_MODEL_ID,
+            root=config.model or SHIPPED_MODEL_ID,
             max_model_len=max_model_len,
             numerics_class=f"sim:{profile.name}",
             created_s=int(time.time()),
@@ -170,8 +179,8 @@ def _num_blocks(config: WorkerConfig, profile: Profile) -> int:
     Raises:
         ValueError: not even one.
     """
-    num_blocks = config.kv_bytes // (BLOCK_TOKENS * profile.kv_token_bytes)
-    if num_blocks < 1:
-        needed = BLOCK_TOKENS * profile.kv_token_bytes
-        raise ValueError(f"kv_bytes is {config.kv_bytes}, but one KV block needs {needed} bytes")
-    return num_blocks
+    kv_bytes = DEFAULT_KV_BYTES if config.kv_bytes is None else config.kv_bytes
+    block_bytes = BLOCK_TOKENS * profile.kv_token_bytes
+    if kv_bytes < block_bytes:
+        raise ValueError(f"kv_bytes is {kv_bytes}, but one KV block needs {block_bytes} bytes")
+    return kv_bytes // block_bytes

@@ -130,7 +130,7 @@ async def test_an_error_in_a_step_ends_every_stream_with_it(
 
 async def test_a_missing_checkpoint_fails_the_start(tmp_path) -> None:
     """`start` raises the loader's own error."""
-    engine = EngineBackend(WorkerConfig(model=tmp_path / "nowhere"))
+    engine = EngineBackend(WorkerConfig(model=str(tmp_path / "nowhere")))
     with pytest.raises(CheckpointError, match="nowhere"):
         await engine.start()
     await engine.stop()

@@ -120,7 +120,7 @@ def test_a_tokenizer_of_another_model_is_refused(checkpoint_copy: Path) -> None:
     """A tokenizer with more tokens than the embedding is named before a prompt can hit one."""
     edit_config(vocab_size=4000)(checkpoint_copy)
     with pytest.raises(CheckpointError, match=r"has 4096 tokens, but config\.json says 4000"):
-        load_engine(WorkerConfig(model=checkpoint_copy))
+        load_engine(WorkerConfig(model=str(checkpoint_copy)))
 
 
 def test_sharded_weights_load_like_one_file(checkpoint_copy: Path) -> None:

@@ -153,7 +153,7 @@ def _add(total: Decoding, part: Decoding) -> None:
 def measure(count: int, rounds: int, model: Path | None) -> dict[str, Any]:
     """Return the whole measurement."""
     facts = provenance()
-    engine = load_engine(WorkerConfig(model=model, speculation="auto"))
+    engine = load_engine(WorkerConfig(model=str(model) if model else None, speculation="auto"))
     ids = held_out_prompts(engine.worker.tokenizer, count)
     prompts = [Prompt(token_ids, seed) for seed, token_ids in enumerate(ids)]
     results = []

@@ -41,11 +41,11 @@ RECIPES = {
         # in the cooldown, where less noise helps and Muon's cost (16% at 4,096) is halved.
         phases=(
             Phase(0.4, 512, 4096),
-            Phase(0.76, 512, 8192),
-            Phase(0.92, 2048, 8192),
+            Phase(0.74, 512, 8192),
+            Phase(0.88, 2048, 8192),
             Phase(1.0, 8192, 8192),
         ),
-        minutes=75,  # of one thread, beside other work
+        minutes=160,  # of one thread; resumed at 75, which raised the rate again
         # Muon at 0.02 in its first author's units is 0.006 in the AdamW-matched units used here
         # (width 256); AdamW at 0.004 is usual for models of this size.
         matrix_rate=0.006,
@@ -61,7 +61,7 @@ RECIPES = {
             "intermediate_size": 352,
         },
         phases=(Phase(0.9, 512, 4096), Phase(0.98, 2048, 8192), Phase(1.0, 8192, 8192)),
-        minutes=25,  # of one thread; resumed once, at 14, which raised the rate again
+        minutes=55,  # of one thread; resumed at 14 and at 25, which raised the rate again
         # As the target, AdamW's rate scaled up with the smaller width.
         matrix_rate=0.008,
         other_rate=0.006,
