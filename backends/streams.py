@@ -34,7 +34,7 @@ class DeltaStreams:
     def open(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Register a stream at once and return it: submit the request to the worker after this.
 
-        The generator ends when all `request.n` choices have finished, and raises `BackendFailed`
+        The generator ends when all `request.choices` have finished, and raises `BackendFailed`
         after `fail`. It must be closed (`aclosing`), read or not; cancelling its reader closes it.
 
         Raises:
@@ -42,7 +42,7 @@ class DeltaStreams:
         """
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id!r} is running already")
-        stream = _Stream(self, request.request_id, request.n)
+        stream = _Stream(self, request.request_id, len(request.choices))
         self._open[request.request_id] = stream
         return stream
 
@@ -152,4 +152,5 @@ def _merged(deltas: list[Delta]) -> Delta:
         tuple(entry for delta in deltas for entry in delta.logprobs),
         last.finish_reason,
         last.outcome,
+        last.cached_tokens,
     )

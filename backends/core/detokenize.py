@@ -27,14 +27,19 @@ class TextStream:
         decode: Callable[[Sequence[int]], str],
         stop: tuple[str, ...] = (),
         context: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
-        """Start behind `context` (the prompt's tokens, of which the last few matter)."""
+        """Start behind `context` (the prompt's tokens, of which the last few matter).
+
+        A stop string that is complete with fewer than `min_tokens` tokens is text like any other.
+        """
         self._decode = decode
         self._stop = tuple(s for s in stop if s)
         self._tokens = list(context[-_CONTEXT_TOKENS:])
         self._taken = len(decode(self._tokens))  # leading characters of their text, done with
         self._undecided = 0  # tokens since the text last ended in a whole character
         self._held = ""  # text that may be the beginning of a stop string
+        self._before_stops = max(min_tokens - 1, 0)  # tokens to come which complete no stop
         self.stopped = False
 
     def add(self, token_id: int) -> str:
@@ -46,7 +51,10 @@ class TextStream:
             return ""
         self._tokens.append(token_id)
         self._held += self._new_text(final=False)
-        self._cut_at_stop()
+        if self._before_stops > 0:
+            self._before_stops -= 1
+        else:
+            self._cut_at_stop()
         return self._release(final=False)
 
     def flush(self) -> str:

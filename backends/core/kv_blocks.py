@@ -1,13 +1,21 @@
 """Which KV block belongs to whom. No tensors: block numbers only.
 
-Blocks of a sequence are handed out in *runs*: the next block in memory if it is free, so that a
-CPU can read a sequence's keys and values as one view (gathering pages costs more than half a
-step: 2.3x at batch 32). A newcomer starts in the middle of the largest gap, which leaves room to
-grow for it and for its neighbour. When memory is so full that no neighbouring block is free, the
-table simply continues elsewhere; nothing is ever moved.
+A block is *free*, *used* by one or more sequences (those with a common prefix share its blocks),
+*cached* (nobody uses it, but it holds a known prefix) or *lent* to draft pages. Cached and lent
+blocks count as free: a sequence that needs blocks gets the free ones first, then the cached ones
+that were used longest ago, then those lent.
+
+Blocks of a sequence are handed out in runs (`free_runs`), so that a CPU can read most of its keys
+and values as a view: gathering pages costs more than half a step there (2.3x at batch 32).
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from backends.core.free_runs import FreeRuns
+from backends.core.prefix_cache import PrefixCache
 
 
 class OutOfBlocks(Exception):
@@ -27,18 +35,53 @@ class KvBlocks:
             raise ValueError("num_blocks and block_size must be at least 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._gaps = {0: num_blocks}  # first block of a gap -> its length
-        self._gap_ends = {num_blocks: 0}  # block behind a gap -> its first block
-        self._num_free = num_blocks
+        self._free = FreeRuns(num_blocks)
+        self._cache = PrefixCache()
+        self._users: Counter[int] = Counter()  # by block
+        self._lent: set[int] = set()
+        self._call_in: Callable[[int], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks that belong to nobody."""
-        return self._num_free
+        """Blocks a sequence could have now: free, cached and lent ones."""
+        return self._at_hand + len(self._lent)
 
     def blocks_for(self, tokens: int) -> int:
         """Return how many blocks hold that many tokens."""
         return -(-tokens // self.block_size)
+
+    def num_cached(self, hashes: Sequence[bytes]) -> int:
+        """Return how many leading blocks of the chain are cached."""
+        return len(self._cache.find(hashes))
+
+    def needed(self, hashes: Sequence[bytes], tokens: int) -> int:
+        """Return by how much `admit` would lower `num_free`."""
+        found = self._cache.find(hashes)
+        return self.blocks_for(tokens) - sum(not self._cache.is_unused(block) for block in found)
+
+    def admit(self, table: list[int], hashes: Sequence[bytes], tokens: int) -> int:
+        """Make an empty table hold `tokens` tokens, sharing what is cached of their prefix.
+
+        Args:
+            hashes: chain of the full blocks that may be shared. The last token must not be in one
+                of them: it is computed for its logits, and a shared block is never written.
+
+        Returns:
+            How many leading blocks are shared: their keys and values are there already.
+
+        Raises:
+            OutOfBlocks: not enough free blocks; the table is unchanged.
+        """
+        needed = self.needed(hashes, tokens)
+        if needed > self.num_free:
+            raise OutOfBlocks(f"{needed} blocks wanted, {self.num_free} free")
+        found = self._cache.find(hashes)
+        for block in found:
+            self._cache.use(block)
+            self._users[block] += 1
+        table.extend(found)
+        self.extend(table, tokens)
+        return len(found)
 
     def extend(self, table: list[int], tokens: int) -> None:
         """Make the table hold `tokens` tokens; no-op if it does already.
@@ -47,80 +90,80 @@ class KvBlocks:
             OutOfBlocks: not enough free blocks; the table is unchanged.
         """
         missing = self.blocks_for(tokens) - len(table)
-        if missing > self._num_free:
-            raise OutOfBlocks(f"{missing} blocks wanted, {self._num_free} free")
-        while missing > 0:
-            run = self._take_run(table[-1] + 1 if table else None, missing)
-            table.extend(run)
-            missing -= len(run)
+        if missing > self.num_free:
+            raise OutOfBlocks(f"{missing} blocks wanted, {self.num_free} free")
+        if missing <= 0:
+            return
+        if self._call_in is not None and missing > self._at_hand:
+            self._call_in(missing - self._at_hand)
+        self._evict_until(missing)
+        taken = self._free.take(table[-1] + 1 if table else None, missing)
+        self._users.update(taken)
+        table.extend(taken)
 
     def trim(self, table: list[int], tokens: int) -> None:
         """Give back the blocks behind those that `tokens` tokens need."""
         keep = self.blocks_for(tokens)
+        # From the end: of a prefix that is evicted block by block, the beginning lasts longest.
         for block in reversed(table[keep:]):
-            self._give_back(block)
+            self._users[block] -= 1
+            if not self._users[block]:
+                del self._users[block]
+                if not self._cache.retire(block):
+                    self._free.give_back(block)
         del table[keep:]
 
     def release(self, table: list[int]) -> None:
         """Give back all blocks of the table and empty it."""
         self.trim(table, 0)
 
-    def check_integrity(self, tables: list[list[int]]) -> None:
-        """Check that every block is free or in exactly one of `tables`, and gaps are merged.
+    def confirm(self, table: Sequence[int], hashes: Sequence[bytes], blocks: range) -> None:
+        """Make blocks of a table known to others: they are full of confirmed tokens, for good."""
+        for index in blocks:
+            self._cache.insert(hashes[index], table[index])
+
+    # --- for draft pages -----------------------------------------------------------------------
+
+    def lend_to(self, call_in: Callable[[int], None]) -> None:
+        """Let somebody borrow blocks; `call_in(n)` makes them give back `n` they have, or all."""
+        self._call_in = call_in
+
+    def lend(self, after: int | None) -> int:
+        """Lend a block, the one at `after` if it is free.
 
         Raises:
-            AssertionError: a block is lost, owned twice, or both owned and free.
+            OutOfBlocks: all are used or lent.
         """
-        free = [b for start, length in self._gaps.items() for b in range(start, start + length)]
-        owned = [block for table in tables for block in table]
-        assert sorted(free + owned) == list(range(self.num_blocks)), "a block is lost or doubled"
-        assert len(free) == self._num_free, "the count of free blocks is off"
-        assert not set(self._gaps) & set(self._gap_ends), "neighbouring gaps are not merged"
+        if not self._at_hand:
+            raise OutOfBlocks("no block is left to lend")
+        self._evict_until(1)
+        (block,) = self._free.take(after, 1)
+        self._lent.add(block)
+        return block
 
-    def _take_run(self, after: int | None, wanted: int) -> range:
-        """Take up to `wanted` neighbouring blocks: those at `after` if free, else in a gap."""
-        start = after if after in self._gaps else None
-        if start is None:
-            start = self._newcomer_start(wanted)
-        gap_start, gap_length = self._gap_around(start)
-        taken = min(wanted, gap_start + gap_length - start)
-        self._remove_gap(gap_start)
-        if start > gap_start:
-            self._add_gap(gap_start, start - gap_start)
-        if start + taken < gap_start + gap_length:
-            self._add_gap(start + taken, gap_start + gap_length - start - taken)
-        self._num_free -= taken
-        return range(start, start + taken)
+    def take_back(self, block: int) -> None:
+        """Make a lent block free."""
+        self._lent.remove(block)
+        self._free.give_back(block)
 
-    def _newcomer_start(self, wanted: int) -> int:
-        """Return where a new run starts: the middle of the largest gap's slack."""
-        gap_start = max(self._gaps, key=self._gaps.__getitem__)
-        slack = self._gaps[gap_start] - wanted
-        # Nobody grows into the gap from before block 0, so no room need be left there.
-        return gap_start if gap_start == 0 or slack <= 0 else gap_start + slack // 2
+    # --- inside --------------------------------------------------------------------------------
 
-    def _gap_around(self, block: int) -> tuple[int, int]:
-        """Return the gap that holds the block."""
-        if block in self._gaps:
-            return block, self._gaps[block]
-        start = max(start for start in self._gaps if start <= block)
-        return start, self._gaps[start]
+    @property
+    def _at_hand(self) -> int:
+        """Blocks that are free or may be evicted."""
+        return len(self._free) + self._cache.num_unused
 
-    def _give_back(self, block: int) -> None:
-        start, end = block, block + 1
-        if start in self._gap_ends:
-            start = self._gap_ends[start]
-            self._remove_gap(start)
-        if end in self._gaps:
-            gap_start, end = end, end + self._gaps[end]
-            self._remove_gap(gap_start)
-        self._add_gap(start, end - start)
-        self._num_free += 1
+    def _evict_until(self, free: int) -> None:
+        while len(self._free) < free:
+            self._free.give_back(self._cache.evict())
 
-    def _add_gap(self, start: int, length: int) -> None:
-        self._gaps[start] = length
-        self._gap_ends[start + length] = start
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Check that every block is free, cached, lent, or in as many of `tables` as it has users.
 
-    def _remove_gap(self, start: int) -> None:
-        length = self._gaps.pop(start)
-        del self._gap_ends[start + length]
+        Raises:
+            AssertionError: a block is lost, in two states, or wrongly counted.
+        """
+        users = Counter(block for table in tables for block in table)
+        assert users == self._users, "a block is lost or doubled: users are miscounted"
+        states = [*self._free.blocks(), *self._cache.unused, *self._lent, *users]
+        assert sorted(states) == list(range(self.num_blocks)), "a block is lost or doubled"

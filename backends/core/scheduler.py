@@ -4,8 +4,9 @@ Rules of this file: no clock, no randomness, no device. Decodes go first, least 
 first, so more decodes than budget means taking turns. Draft slots come next, as many as the
 policy allows; they never preempt, and leave half of the rest to prefills. Then prefill chunks,
 and newcomers in order of arrival: a sequence which cannot be admitted keeps those behind it
-waiting, so none starves. When blocks run out, the youngest sequence gives its own back and is
-computed again later (recompute).
+waiting, so none starves; but one that shares a prefix with a prefill under way lets others pass
+and takes the blocks when they are ready. When blocks run out, the youngest sequence gives its own
+back and is computed again later (recompute), but for what is still cached.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import Draft, Proposer, SequenceWork, StepPlan, StepResult
 from backends.types import FinishReason, TokenLogprob
@@ -81,6 +83,7 @@ class Scheduler:
         self._proposers = proposers
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._pending = PendingPrefixes()
         self._offers: dict[int, Draft] = {}  # what proposers offered for the planned step
         self._acceptance = Acceptance(forgetting=FORGETTING)
         self._price = 0.0
@@ -100,7 +103,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = reason
-        self.blocks.release(sequence.block_table)
+        self._give_back(sequence)
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
@@ -194,14 +197,20 @@ class Scheduler:
     def _prefill_tokens(self) -> int:
         """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
         running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
-        newcomer = self._waiting[0].pending_tokens if self._newcomer_blocks() else 0
-        return running + newcomer
+        return running + (self._uncached_tokens(self._waiting[0]) if self._newcomer_blocks() else 0)
+
+    def _uncached_tokens(self, sequence: Sequence) -> int:
+        """Return the tokens of a waiting sequence which it would have to compute now."""
+        cached = self.blocks.num_cached(sequence.sharable_hashes(self.blocks.block_size))
+        return len(sequence.token_ids) - cached * self.blocks.block_size
 
     def _newcomer_blocks(self) -> int:
         """Return the blocks of the sequence that comes in next; 0 if none can now."""
         if not self._waiting or len(self._running) >= self.config.max_num_seqs:
             return 0
-        blocks = self.blocks.blocks_for(len(self._waiting[0].token_ids))
+        newcomer = self._waiting[0]
+        hashes = newcomer.sharable_hashes(self.blocks.block_size)
+        blocks = self.blocks.needed(hashes, len(newcomer.token_ids))
         return blocks if blocks <= self.blocks.num_free else 0
 
     def _offer(self, sequence: Sequence) -> Draft:
@@ -227,9 +236,9 @@ class Scheduler:
         if not draft:
             return 0
         self.blocks.extend(sequence.block_table, work.context_tokens + len(draft))
-        step.add(
-            SequenceWork(sequence, work.start, work.token_ids + draft, len(draft), samples=True)
-        )
+        law = self._offers[sequence.key].law
+        fed = work.token_ids + draft
+        step.add(SequenceWork(sequence, work.start, fed, len(draft), True, law))
         return len(sequence.block_table) - held
 
     def _plan_prefills(self, step: _StepDraft) -> None:
@@ -243,18 +252,34 @@ class Scheduler:
 
     def _admit(self, step: _StepDraft) -> None:
         """Admit waiting sequences in order while budget, batch and memory have room."""
-        while self._waiting and step.budget > 0:
-            sequence = self._waiting[0]
-            if len(self._running) >= self.config.max_num_seqs:
+        for sequence in tuple(self._waiting):
+            if step.budget <= 0 or len(self._running) >= self.config.max_num_seqs:
                 return
+            hashes = sequence.sharable_hashes(self.blocks.block_size)
+            if self._prefix_is_pending(hashes):
+                continue  # soon it is there to be shared
             try:
-                self.blocks.extend(sequence.block_table, len(sequence.token_ids))
+                shared = self.blocks.admit(sequence.block_table, hashes, len(sequence.token_ids))
             except OutOfBlocks:
                 return
-            self._waiting.popleft()
-            sequence.move_to(SequenceState.RUNNING)
-            self._running.append(sequence)
+            self._run(sequence, shared)
+            self._pending.add(sequence.key, hashes[shared:])
             self._schedule(step, sequence, min(sequence.pending_tokens, step.budget))
+
+    def _prefix_is_pending(self, hashes: list[bytes]) -> bool:
+        """Return whether a running prefill is computing the first block that is not cached."""
+        cached = self.blocks.num_cached(hashes)
+        return cached < len(hashes) and hashes[cached] in self._pending
+
+    def _run(self, sequence: Sequence, shared_blocks: int) -> None:
+        """Make a waiting sequence run, `shared_blocks` of whose keys and values are there."""
+        self._waiting.remove(sequence)
+        sequence.move_to(SequenceState.RUNNING)
+        self._running.append(sequence)
+        sequence.known_blocks = shared_blocks
+        sequence.num_computed = shared_blocks * self.blocks.block_size
+        if sequence.last_step < 0:
+            sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
 
     def _schedule(self, step: _StepDraft, sequence: Sequence, tokens: int) -> None:
         """Put the next `tokens` pending tokens of the sequence into the step."""
@@ -287,13 +312,18 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks; it is computed anew, ahead of all that never ran."""
         self._running.remove(sequence)
-        self.blocks.release(sequence.block_table)
+        self._give_back(sequence)
         sequence.move_to(SequenceState.WAITING)
         sequence.num_computed = 0
         sequence.preemptions += 1
         # The queue is in order of arrival, so it stands behind older ones preempted before.
         at = bisect_left(self._waiting, sequence.key, key=lambda waiting: waiting.key)
         self._waiting.insert(at, sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Free the sequence's blocks; those with a known prefix stay cached."""
+        self._pending.drop(sequence.key)
+        self.blocks.release(sequence.block_table)
 
     # --- accounting ---------------------------------------------------------------------------
 
@@ -307,6 +337,7 @@ class Scheduler:
         confirmed = work.num_tokens - work.num_drafts
         if not work.samples:
             sequence.num_computed = work.start + confirmed
+            self._confirm_blocks(sequence)
             return Emission(sequence, (), ())
         accepted = len(emitted) - 1
         self._learn(sequence, emitted)
@@ -314,11 +345,22 @@ class Scheduler:
         if work.num_drafts:
             sequence.count_draft(work.num_drafts, min(accepted, len(kept)))
         sequence.num_computed = work.start + confirmed + accepted
+        self._pending.drop(sequence.key)  # the prompt is computed
+        self._confirm_blocks(sequence)
         if sequence.finish_reason is None:
             self.blocks.trim(sequence.block_table, sequence.num_computed)
         else:
             self.finish(sequence, sequence.finish_reason)
         return Emission(sequence, kept, logprobs[: len(kept)])
+
+    def _confirm_blocks(self, sequence: Sequence) -> None:
+        """Let others share the blocks that are full of confirmed tokens."""
+        hashes = sequence.hash_blocks(self.blocks.block_size)
+        # What was accepted behind the end of the sequence is in the cache, but not in its tokens.
+        full = min(sequence.num_computed // self.blocks.block_size, len(hashes))
+        known = range(sequence.known_blocks, full)
+        self.blocks.confirm(sequence.block_table, hashes, known)
+        sequence.known_blocks = max(full, sequence.known_blocks)
 
     def _until_finished(self, sequence: Sequence, emitted: Iterable[int]) -> Iterator[int]:
         """Append tokens to the sequence up to the one that ends it."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from backends.types import FinishReason, GenerationRequest, SpeculationOutcome
+from backends.core.draft_pages import DraftTable
+from backends.core.prefix_cache import extend_chain
+from backends.types import FinishReason, GenerationRequest, ResumedChoice, SpeculationOutcome
 from policies.survival import Acceptance
 
 
@@ -40,7 +42,12 @@ class Sequence:
         key: unique on the worker and ascending with arrival.
         token_ids: prompt and output.
         num_computed: leading tokens whose keys and values are in the cache.
-        block_table: KV blocks in order; block i holds tokens `i * block_size` and on.
+        block_table: KV blocks in order; block i holds tokens `i * block_size` and on. Leading ones
+            may be shared with other sequences.
+        block_hashes: chain over the full blocks of `token_ids` (`prefix_cache`).
+        known_blocks: leading blocks of the table which are known by their hash.
+        cached_tokens: prompt tokens that needed no computing when the sequence first ran.
+        draft_table: pages of a draft model's keys and values.
         acceptance: this sequence's own record of agreed and refuted draft tokens.
     """
 
@@ -51,6 +58,10 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    known_blocks: int = 0
+    cached_tokens: int = 0
+    draft_table: DraftTable = field(default_factory=DraftTable)
     finish_reason: FinishReason | None = None
     preemptions: int = 0
     last_step: int = -1
@@ -60,9 +71,10 @@ class Sequence:
     histogram: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, key: int, request: GenerationRequest, choice: int) -> Sequence:
-        """Return the waiting sequence for one choice of a request."""
-        return cls(key, request, choice, list(request.prompt_ids))
+    def of(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
+        """Return the waiting sequence for one of `request.choices`."""
+        tokens = [*request.prompt_ids, *choice.output_ids]
+        return cls(key, request, choice.choice, tokens)
 
     @property
     def prompt_tokens(self) -> int:
@@ -83,6 +95,18 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Tokens which may still be generated."""
         return self.request.sampling.max_tokens - self.output_tokens
+
+    def hash_blocks(self, block_size: int) -> list[bytes]:
+        """Return the hashes of all full blocks of the tokens there are."""
+        extend_chain(self.block_hashes, self.request.tenant, self.token_ids, block_size)
+        return self.block_hashes
+
+    def sharable_hashes(self, block_size: int) -> list[bytes]:
+        """Return the hashes of the blocks that may come from a cache: all before the last token.
+
+        The last token is always computed, for its logits.
+        """
+        return self.hash_blocks(block_size)[: (len(self.token_ids) - 1) // block_size]
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state.

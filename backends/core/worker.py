@@ -50,19 +50,32 @@ class Worker:
                     param="prompt" if prompt >= limit else "max_tokens",
                     limit_tokens=limit,
                 )
+        for choice in request.choices:
+            if len(choice.output_ids) >= output:
+                raise RequestRejected(
+                    f"choice {choice.choice} has {len(choice.output_ids)} tokens already, "
+                    f"and {output} were asked for",
+                    param="max_tokens",
+                )
         vocab = self.tokenizer.vocab_size
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
             raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue every choice of a request that `check` accepted."""
-        sequences = [Sequence.of(next(self._keys), request, i) for i in range(request.n)]
+        sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         for sequence in sequences:
-            self._texts[sequence.key] = TextStream(
-                self.tokenizer.decode, request.sampling.stop, request.prompt_ids
-            )
+            self._texts[sequence.key] = self._text_stream(sequence)
             self._scheduler.add(sequence)
+
+    def _text_stream(self, sequence: Sequence) -> TextStream:
+        """Return the text of a sequence, read up to where the client's side has it."""
+        sampling, prompt = sequence.request.sampling, sequence.request.prompt_ids
+        stream = TextStream(self.tokenizer.decode, sampling.stop, prompt, sampling.min_tokens)
+        for token in sequence.token_ids[len(prompt) :]:
+            stream.add(token)
+        return stream
 
     def cancel(self, request_id: str) -> None:
         """End a request and free its blocks at once; no-op if it has ended already."""
@@ -103,6 +116,7 @@ class Worker:
             emission.logprobs[:num_tokens],
             reason,
             sequence.outcome() if reason else None,
+            sequence.cached_tokens if reason else 0,
         )
 
     def _show(self, emission: Emission, stream: TextStream) -> tuple[str, int]:

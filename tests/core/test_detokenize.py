@@ -6,6 +6,7 @@ import itertools
 from functools import cache
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import example, given
 
 from backends.core.detokenize import TextStream
@@ -121,3 +122,12 @@ def test_nothing_follows_a_stop() -> None:
     assert stream.stopped
     assert "".join(pieces) == "a "
     assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 3, 4, 5])
+def test_a_stop_string_that_comes_too_early_is_text(min_tokens: int) -> None:
+    """A stop string complete before `min_tokens` tokens ends nothing and is shown."""
+    stream = TextStream(lambda ids: "".join(map(chr, ids)), ("b",), (), min_tokens)
+    text = "".join(stream.add(ord(letter)) for letter in "abaab") + stream.flush()
+    assert text == {0: "a", 1: "a", 3: "abaa", 4: "abaa", 5: "abaa"}[min_tokens]
+    assert stream.stopped

@@ -3,158 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence, SequenceState
-from backends.core.steps import SequenceWork, StepPlan
-from backends.types import FinishReason
+from backends.types import FinishReason, ResumedChoice
 from policies.registry import speculation_policy
-from policies.step_cost import StepCost
-from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
-
-BLOCK = 4
-COST = StepCost((1, 4, 8, 16, 32), (1e-3, 1.1e-3, 1.2e-3, 1.8e-3, 3e-3), 1e-7, 1e-5)
-EOS = 0
-
-
-class RandomPicker:
-    """A policy that picks any legal lengths: no choice of slots may break anything."""
-
-    name = "random"
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = Random(seed)
-
-    def decide(self, request, load):
-        raise NotImplementedError
-
-    def draft_lengths(self, step, cost):
-        left, lengths = step.slot_budget, []
-        for candidate in step.candidates:
-            lengths.append(self._random.randint(0, min(candidate.max_draft_tokens, max(left, 0))))
-            left -= lengths[-1]
-        return lengths
-
-
-class WatchedScheduler(Scheduler):
-    """Checks that drafts preempt nobody."""
-
-    def _plan_drafts(self, step):
-        running = self.running
-        super()._plan_drafts(step)
-        assert self.running == running
-
-
-class House:
-    """A scheduler, a fake device, and every promise checked at every step."""
-
-    def __init__(self, num_blocks=16, max_num_seqs=4, max_step_tokens=16, policy=None, wrong=0.3):
-        self.blocks = KvBlocks(num_blocks, BLOCK)
-        self.proposer = FakeProposer(
-            is_wrong=lambda key, position: Random(key * 7919 + position).random() < wrong
-        )
-        self.scheduler = WatchedScheduler(
-            SchedulerConfig(max_num_seqs, max_step_tokens, frozenset({EOS})),
-            self.blocks,
-            policy or speculation_policy("fixed:4"),
-            {"ngram": self.proposer},
-            COST,
-        )
-        self.sequences: list[Sequence] = []
-        self.outputs: dict[int, list[int]] = {}
-        self.steps = 0
-
-    def add(self, **of_request) -> Sequence:
-        sequence = Sequence.of(len(self.sequences), request(**of_request), 0)
-        self.sequences.append(sequence)
-        self.outputs[sequence.key] = []
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self) -> StepPlan | None:
-        plan = self.scheduler.plan()
-        self.check_memory()
-        if plan is None:
-            assert not self.open, "nothing planned although something is open"
-            return None
-        self.check_plan(plan)
-        self.apply(plan)
-        self.check_memory()
-        self.steps += 1
-        return plan
-
-    def apply(self, plan: StepPlan) -> None:
-        for emission in self.scheduler.apply(plan, FakeExecutor().execute(plan)):
-            assert len(emission.token_ids) == len(emission.logprobs)
-            self.outputs[emission.sequence.key].extend(emission.token_ids)
-
-    def run(self) -> None:
-        """Run until all is done; a run which takes longer than recomputing everything starves."""
-        tokens = sum(s.prompt_tokens + s.request.sampling.max_tokens for s in self.sequences)
-        limit = self.steps + tokens * (len(self.sequences) + 1)
-        while self.step() is not None:
-            assert self.steps <= limit, "somebody starves"
-        self.check_results()
-
-    def set_budget(self, max_step_tokens: int) -> None:
-        config = self.scheduler.config
-        self.scheduler.config = replace(config, max_step_tokens=max_step_tokens)
-
-    @property
-    def open(self) -> list[Sequence]:
-        return [s for s in self.sequences if s.state is not SequenceState.FINISHED]
-
-    def check_memory(self) -> None:
-        self.blocks.check_integrity([s.block_table for s in self.sequences])
-        assert all(s.state is SequenceState.RUNNING or not s.block_table for s in self.sequences)
-        queue = [s.key for s in self.scheduler.waiting]
-        assert queue == sorted(queue), "somebody jumped the queue"
-
-    def check_plan(self, plan: StepPlan) -> None:
-        config = self.scheduler.config
-        assert 1 <= plan.num_tokens <= config.max_step_tokens
-        assert len(self.scheduler.running) <= config.max_num_seqs
-        assert len({work.sequence.key for work in plan.work}) == len(plan.work)
-        for work in plan.work:
-            self.check_work(work)
-
-    def check_work(self, work: SequenceWork) -> None:
-        sequence, confirmed = work.sequence, work.num_tokens - work.num_drafts
-        assert sequence.state is SequenceState.RUNNING
-        assert work.start == sequence.num_computed
-        assert confirmed >= 1
-        fed = tuple(sequence.token_ids[work.start : work.start + confirmed])
-        assert work.token_ids[:confirmed] == fed
-        assert work.samples == (work.start + confirmed == len(sequence.token_ids))
-        assert len(sequence.block_table) * BLOCK >= work.context_tokens
-        most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
-        assert 0 <= work.num_drafts <= (most if work.samples else 0)
-
-    def check_results(self) -> None:
-        assert self.blocks.num_free == self.blocks.num_blocks
-        assert set(self.proposer.forgotten) == {s.key for s in self.sequences}
-        for sequence in self.sequences:
-            if sequence.finish_reason is not FinishReason.ABORT:
-                assert self.outputs[sequence.key] == expected_output(sequence)
-                assert sequence.output_tokens == len(self.outputs[sequence.key])
-
-
-def expected_output(sequence: Sequence) -> list[int]:
-    """What the true stream gives: up to the end token or the length."""
-    sampling, output = sequence.request.sampling, []
-    for position in range(sequence.prompt_tokens, sequence.prompt_tokens + sampling.max_tokens):
-        output.append(hashed_token(sequence, position))
-        if output[-1] == EOS and not sampling.ignore_eos:
-            break
-    return output
-
+from tests.core.fakes import request
+from tests.core.house import House, RandomPicker, expected_output
 
 POLICIES = st.one_of(
     st.sampled_from(["off", "fixed:1", "fixed:5", "auto"]).map(speculation_policy),
@@ -184,6 +43,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive(self, **of_request):
         self.house.add(**of_request)
 
+    @rule(
+        length=st.integers(1, 16), families=st.integers(1, 3), n=st.integers(1, 4), data=st.data()
+    )
+    def arrive_with_a_known_prefix(self, length, families, n, data):
+        """Prompts of a family share all tokens but the last; choices share the whole prompt."""
+        family = data.draw(st.integers(1, families))
+        prompt = (*(family * 100 + i for i in range(length)), data.draw(st.integers(0, 2)))
+        wanted = request(prompt=prompt, max_tokens=6, drafts=3, n=n)
+        self.house.add_choices(replace(wanted, tenant=data.draw(st.sampled_from("ab"))))
+
+    @rule(prompt=st.integers(1, 10), done=st.integers(1, 7))
+    def arrive_half_way(self, prompt, done):
+        """Another worker has begun: the tokens it generated come along."""
+        wanted = request(prompt=prompt, max_tokens=8, drafts=3, ignore_eos=True)
+        key = len(self.house.sequences)
+        begun = expected_output(Sequence.of(key, wanted, ResumedChoice(0, ())))[:done]
+        self.house.add_choices(replace(wanted, resumed=(ResumedChoice(0, tuple(begun)),)))
+
     @rule(count=st.integers(1, 5))
     def steps(self, count):
         for _ in range(count):
@@ -198,6 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, data, during_a_step):
         sequence = data.draw(st.sampled_from(self.house.open))
         plan = self.house.scheduler.plan() if during_a_step else None
+        if plan is not None:
+            self.house.check_plan(plan)
         self.house.scheduler.finish(sequence, FinishReason.ABORT)
         self.house.check_memory()
         if plan is not None:

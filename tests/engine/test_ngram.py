@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from backends.core.sequence import Sequence
 from backends.engine.proposers.ngram import LENGTHS, NgramProposer
+from backends.types import ResumedChoice
 from policies.speculation import Off
 from tests.engine.harness import request
 
@@ -14,7 +15,7 @@ tokens = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def sequence_of(token_ids: list[int]) -> Sequence:
-    return Sequence.of(0, request("r", token_ids, Off()), 0)
+    return Sequence.of(0, request("r", token_ids, Off()), ResumedChoice(0, ()))
 
 
 def latest_match(token_ids: list[int]) -> int | None:

@@ -35,7 +35,7 @@ from backends.engine.runner import Runner
 from backends.engine.sampler import emit
 from backends.engine.weights import load_weights
 from backends.shipped import SHIPPED_MODEL
-from backends.types import GenerationRequest, SamplingParams
+from backends.types import ResumedChoice, GenerationRequest, SamplingParams
 from policies.speculation import Off
 from policies.types import RequestView, WorkerLoad
 
@@ -93,7 +93,7 @@ class Bench:
         sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
         plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
         request = GenerationRequest(str(index), (1,), sampling, plan)
-        sequence = Sequence.of(index, request, 0)
+        sequence = Sequence.of(index, request, ResumedChoice(0, ()))
         blocks.extend(sequence.block_table, self.context_tokens + 1)
         return SequenceWork(sequence, self.context_tokens, (1,), 0, samples=True)
 

@@ -1,0 +1,163 @@
+"""The prefix cache: chains of hashes, and hit rates on recorded traffic."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from backends.core.prefix_cache import HASH_BYTES, PendingPrefixes, extend_chain
+
+TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "mooncake"
+needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces are not here")
+
+
+def chain(tokens: Iterable[int], tenant: str = "", block_size: int = 4) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_chain(hashes, tenant, list(tokens), block_size)
+    return hashes
+
+
+def test_equal_prefixes_have_equal_hashes_and_others_do_not() -> None:
+    """A hash stands for the whole prefix up to its block: one changed token changes all after."""
+    tokens = list(range(100, 120))
+    known = chain(tokens)
+    assert len(known) == 5
+    assert {len(digest) for digest in known} == {HASH_BYTES}
+    assert chain([*tokens, 7]) == known  # a block that is not full has none
+    for place in range(20):
+        changed = chain([*tokens[:place], 5, *tokens[place + 1 :]])
+        same = [a == b for a, b in zip(known, changed, strict=True)]
+        assert same == [index < place // 4 for index in range(5)]
+    assert len(set(known)) == 5
+
+
+def test_a_tenant_has_hashes_of_its_own() -> None:
+    """No block of one tenant is known by the hash of another's."""
+    assert not set(chain(range(40), "a")) & set(chain(range(40), "b"))
+
+
+def test_a_chain_grows_as_if_made_at_once() -> None:
+    """Hashes computed while tokens come in are those of the whole."""
+    tokens, growing = list(range(30)), []
+    for length in range(31):
+        extend_chain(growing, "t", tokens[:length], 4)
+    assert growing == chain(tokens, "t")
+
+
+def test_the_prefix_of_an_evicted_block_lasts_longer() -> None:
+    """Of an unused prefix the last block is evicted first, so what is left can be used."""
+    blocks = KvBlocks(4, 4)
+    hashes = chain(range(16))
+    table: list[int] = []
+    blocks.admit(table, hashes, 16)
+    blocks.confirm(table, hashes, range(4))
+    blocks.release(table)
+    other: list[int] = []
+    blocks.extend(other, 4)
+    assert blocks.num_cached(hashes) == 3
+
+
+def test_a_block_in_use_is_not_evicted() -> None:
+    """Memory that is short takes what nobody uses, and then fails rather than take more."""
+    blocks = KvBlocks(3, 4)
+    hashes = chain(range(8))
+    table: list[int] = []
+    blocks.admit(table, hashes, 8)
+    blocks.confirm(table, hashes, range(2))
+    blocks.extend([], 4)
+    with pytest.raises(OutOfBlocks):
+        blocks.extend([], 4)
+    assert blocks.num_cached(hashes) == 2
+
+
+def test_a_pending_prefix_belongs_to_who_computes_it_first() -> None:
+    """Prefixes are pending until their first computer is done, whoever else wants them."""
+    pending = PendingPrefixes()
+    pending.add(1, [b"a", b"b"])
+    pending.add(2, [b"b", b"c"])
+    pending.drop(2)
+    assert b"b" in pending
+    assert b"c" not in pending
+    pending.drop(1)
+    pending.drop(1)
+    assert b"a" not in pending
+
+
+# --- recorded traffic --------------------------------------------------------------------------
+
+
+@cache
+def trace(name: str) -> tuple[tuple[int, ...], ...]:
+    """Prefix-block ids of each request; a block of the trace is a block of one token here."""
+    lines = (TRACES / f"{name}_trace.jsonl").read_text().splitlines()
+    return tuple(tuple(json.loads(line)["hash_ids"]) for line in lines)
+
+
+def replay(requests: Iterable[tuple[int, ...]], num_blocks: int) -> list[int]:
+    """Cached blocks of each request, one after the other, by the allocator; -1: too long."""
+    blocks = KvBlocks(num_blocks, 1)
+    found = []
+    for ids in requests:
+        table: list[int] = []
+        hashes = chain(ids, block_size=1)
+        try:
+            found.append(blocks.admit(table, hashes, len(ids)))
+        except OutOfBlocks:
+            found.append(-1)
+            continue
+        blocks.confirm(table, hashes, range(len(ids)))
+        blocks.release(table)
+    blocks.check_integrity([])
+    return found
+
+
+def simulate(requests: Iterable[tuple[int, ...]], capacity: int) -> list[int]:
+    """The same by a dictionary in order of use, knowing nothing of blocks, users and hashes.
+
+    An entry is a whole prefix. A request uses its prefixes from the longest to the shortest.
+    """
+    used: OrderedDict[tuple[int, ...], None] = OrderedDict()
+    found = []
+    for ids in requests:
+        if len(ids) > capacity:
+            found.append(-1)
+            continue
+        wanted = [ids[:length] for length in range(len(ids), 0, -1)]
+        hits = next((len(prefix) for prefix in wanted if prefix in used), 0)
+        found.append(hits)
+        for prefix in wanted:
+            used.pop(prefix, None)
+        while len(used) + len(ids) > capacity:
+            used.popitem(last=False)
+        used.update(dict.fromkeys(wanted))
+    return found
+
+
+def hit_rate(requests: tuple[tuple[int, ...], ...], found: list[int]) -> float:
+    return sum(found) / sum(map(len, requests))
+
+
+@needs_traces
+@pytest.mark.parametrize(("name", "rate"), [("conversation", 0.366), ("synthetic", 0.640)])
+def test_the_hit_rate_of_an_infinite_cache_is_the_published_one(name: str, rate: float) -> None:
+    """With room for everything, 36.6% and 64.0% of the recorded blocks are found in the cache."""
+    requests = trace(name)
+    found = replay(requests, sum(map(len, requests)))
+    assert hit_rate(requests, found) == pytest.approx(rate, abs=0.0005)
+
+
+@needs_traces
+@pytest.mark.parametrize("capacity", [100, 1000, 5000])
+@pytest.mark.parametrize("name", ["conversation", "synthetic"])
+def test_a_finite_cache_evicts_what_was_used_longest_ago(name: str, capacity: int) -> None:
+    """With little room, each request finds exactly what an independent LRU simulation says."""
+    requests = tuple(ids[:64] for ids in trace(name)[:1500])
+    found = replay(requests, capacity)
+    assert found == simulate(requests, capacity)
+    assert max(found) > 0

@@ -1,0 +1,65 @@
+"""Resuming: a choice that another worker began goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.errors import RequestRejected
+from backends.types import Delta, FinishReason, GenerationRequest, ResumedChoice
+from tests.core.fakes import request, scripted
+from tests.core.test_worker import Bench, encode, text_of, tokens_of
+
+
+def resumed(one: GenerationRequest, *choices: tuple[int, list[int]]) -> GenerationRequest:
+    begun = tuple(ResumedChoice(choice, tuple(tokens)) for choice, tokens in choices)
+    return replace(one, request_id=f"{one.request_id}-again", resumed=begun)
+
+
+def after(deltas: list[Delta], tokens: int) -> tuple[str, list[int]]:
+    """Text and tokens of the deltas behind the first `tokens` tokens, which end a delta."""
+    seen = 0
+    for index, delta in enumerate(deltas):
+        if seen == tokens:
+            return text_of(deltas[index:]), tokens_of(deltas[index:])
+        seen += len(delta.token_ids)
+    return "", []
+
+
+@pytest.mark.parametrize("stop", [(), ("\n\n\n",), (" + 2",), ("é",)])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_choice_resumed_anywhere_says_what_it_would_have_said(stop, drafts) -> None:
+    """At every cut, what was sent and what the resumed run sends is the undisturbed text."""
+    ids = encode("def f(x):  # café ☕☕\n    return x + 1\n\n\nclass C: pass")
+    bench = Bench(scripted(*ids))
+    plain = bench.run_one(request(max_tokens=len(ids), stop=stop))
+    whole, total = text_of(plain), len(tokens_of(plain))
+    for done in range(total):
+        one = request(max_tokens=len(ids), stop=stop, drafts=drafts)
+        rest = bench.run_one(resumed(one, (0, ids[:done])))
+        expected_text, expected_tokens = after(plain, done)
+        assert tokens_of(rest) == expected_tokens
+        assert text_of(rest) == expected_text
+        assert whole.endswith(text_of(rest))
+        assert rest[-1].finish_reason is plain[-1].finish_reason
+
+
+def test_only_the_choices_that_are_open_are_resumed() -> None:
+    """Of three choices the two that had not ended go on, each with its own number."""
+    one = request(max_tokens=12, n=3, ignore_eos=True)
+    bench = Bench(num_blocks=128)
+    whole = [tokens_of(bench.run(one)[one.request_id, choice]) for choice in range(3)]
+    again = resumed(one, (2, whole[2][:5]), (0, whole[0][:1]))
+    got = bench.run(again)
+    assert set(got) == {(again.request_id, 0), (again.request_id, 2)}
+    assert all(len(tokens_of(deltas)) in {7, 11} for deltas in got.values())
+    assert all(deltas[-1].finish_reason is FinishReason.LENGTH for deltas in got.values())
+
+
+def test_a_choice_that_has_all_its_tokens_cannot_be_resumed() -> None:
+    """What has nothing left to generate is refused: its end was lost, not its tokens."""
+    one = resumed(request(max_tokens=3), (0, [5, 6, 7]))
+    with pytest.raises(RequestRejected, match="has 3 tokens already") as refused:
+        Bench().worker.check(one)
+    assert refused.value.param == "max_tokens"
