@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from backends.errors import CheckpointError, RequestRejected
+from backends.chat_template import ChatTemplate, template_sources
+from backends.errors import CheckpointError
 
 
 class Tokenizer:
-    """`tokenizer.json` and `tokenizer_config.json` of a Hugging Face directory.
+    """`tokenizer.json`, its settings and the chat template of a Hugging Face directory.
 
     Immutable after loading, so every method may be called in any thread.
+
+    Attributes:
+        vocab_size: one more than the largest token id; an id below it may name no token, where
+            the vocabulary has gaps.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
         """Load it.
+
+        Args:
+            directory: the checkpoint.
+            now: the clock, in local time, of chat templates that write today's date.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -33,9 +41,14 @@ class Tokenizer:
             self._fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
-        self._settings = read_json(directory / "tokenizer_config.json", missing={})
-        self._template = self._compile(directory)
-        self.vocab_size: int = self._fast.get_vocab_size()
+        self.vocab_size: int = max(self._fast.get_vocab().values(), default=-1) + 1
+        settings = read_json(directory / "tokenizer_config.json", missing={})
+        self._special_tokens = _special_tokens(directory, settings)
+        sources = template_sources(directory, settings)
+        try:
+            self._template = ChatTemplate(sources, self._special_tokens, now)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -43,7 +56,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; ids outside the vocabulary are skipped."""
+        """Return the text of token ids; ids that name no token are skipped."""
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -53,54 +66,21 @@ class Tokenizer:
 
     def special_id(self, name: str) -> int | None:
         """Return the id of a special token by its role, e.g. `eos_token`, if it is set."""
-        content = self._special_content(name)
+        content = self._special_tokens.get(name)
         token_id: int | None = self._fast.token_to_id(content) if content else None
         return token_id
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt that the model's chat template makes of the messages.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Return the prompt that the model's chat template makes of messages (and tools).
 
         Raises:
             RequestRejected: the model has no template, or the template refuses the messages.
         """
-        if self._template is None:
-            raise RequestRejected("this model has no chat template", param="messages")
-        try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=True,
-                bos_token=self._special_content("bos_token") or "",
-                eos_token=self._special_content("eos_token") or "",
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise RequestRejected(f"the chat template refuses: {error}", "messages") from error
-
-    def _special_content(self, name: str) -> str | None:
-        value = self._settings.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        return content if isinstance(content, str) else None
-
-    def _template_source(self, directory: Path) -> str | None:
-        beside = directory / "chat_template.jinja"
-        if beside.is_file():
-            try:
-                return beside.read_text(encoding="utf-8")
-            except ValueError as error:
-                raise CheckpointError(f"damaged chat template {beside}: {error}") from error
-        source = self._settings.get("chat_template")
-        return source if isinstance(source, str) else None
-
-    def _compile(self, directory: Path) -> jinja2.Template | None:
-        source = self._template_source(directory)
-        if source is None:
-            return None
-        # Templates come with checkpoints, so they are strangers' code: sandboxed.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise_exception
-        try:
-            return environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"damaged chat template in {directory}: {error}") from error
+        return self._template.render(messages, tools)
 
 
 def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -122,6 +102,20 @@ def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, An
     return value
 
 
-def _raise_exception(message: str) -> None:
-    """What templates call to refuse messages."""
-    raise jinja2.TemplateError(message)
+def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the text of each special token by its role, as templates know it.
+
+    Checkpoints older than `added_tokens_decoder` keep the last word in `special_tokens_map.json`.
+    """
+    roles = dict(settings)
+    if "added_tokens_decoder" not in settings:
+        roles |= read_json(directory / "special_tokens_map.json", missing={})
+    extra = roles.get("extra_special_tokens")
+    named = {role: token for role, token in roles.items() if role.endswith("_token")}
+    if isinstance(extra, dict):
+        named |= extra
+    contents = {
+        role: token.get("content") if isinstance(token, dict) else token
+        for role, token in named.items()
+    }
+    return {role: content for role, content in contents.items() if isinstance(content, str)}

@@ -2,7 +2,7 @@
 
 Start: listen (so that `/health` and `/ready` answer while the model loads), then load and warm up.
 Stop, on SIGTERM or SIGINT: refuse new requests, let open ones end within the drain timeout, stop
-the backend, close the listener. A second signal skips the waiting.
+the workers, close the listener. A second signal skips the waiting.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
 
 from backends.errors import BackendError
+from backends.registry import backend_factory
 from gateway.config import ServeConfig
+from gateway.fleet import Fleet
 from gateway.http.routes import build_app
-from gateway.late import LateBackend
 from gateway.lifecycle import NodeState
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import open_tracing
 
 CLOSE_S: Final = 2.0
-"""How long connections may take to send what is in their buffers once the backend has stopped."""
+"""How long connections may take to send what is in their buffers once the workers have stopped."""
 
 
 class StartError(Exception):
@@ -46,15 +47,19 @@ class Listening:
     url: str
 
 
+def build_fleet(config: ServeConfig) -> Fleet:
+    """Return the workers that the settings ask for, not built yet."""
+    return Fleet(lambda: backend_factory(config.backend), config.worker_configs())
+
+
 def build_node(config: ServeConfig) -> Node:
-    """Build everything; nothing is imported or loaded for the backend yet.
+    """Build everything; nothing is imported or loaded for the workers yet.
 
     Raises:
         StartError: the policy does not exist.
     """
-    backend = LateBackend(config.backend, config.worker_config())
     try:
-        return Node(config, backend, MemoryStore(), open_tracing(os.environ))
+        return Node(config, build_fleet(config), MemoryStore(), open_tracing(os.environ))
     except ValueError as error:
         raise StartError(str(error)) from error
 
@@ -81,7 +86,7 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
         await runner.cleanup()
 
 
-async def start_worker(node: Node) -> None:
+async def start_workers(node: Node) -> None:
     """Load the model and warm up; ready when this returns.
 
     Raises:
@@ -113,8 +118,12 @@ async def drain(node: Node, timeout_s: float) -> bool:
     return True
 
 
-async def serve(config: ServeConfig, on_ready: Callable[[Listening], None]) -> None:
-    """Serve until SIGTERM or SIGINT.
+async def serve(
+    config: ServeConfig,
+    loading: Callable[[Fleet], AbstractAsyncContextManager[None]],
+    on_ready: Callable[[Listening], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT. `loading` is entered while the workers start.
 
     Raises:
         StartError: the node cannot start.
@@ -123,13 +132,14 @@ async def serve(config: ServeConfig, on_ready: Callable[[Listening], None]) -> N
     node = build_node(config)
     async with listening(node) as where:
         try:
-            await _until(signals, start_worker(node))
+            async with loading(node.fleet):
+                await _until(signals, start_workers(node))
             if not signals.first.is_set():
                 on_ready(where)
                 await _until(signals, node.dispatcher.heartbeat())
                 await _drain_until_second(node, signals)
         finally:
-            await node.backend.stop()
+            await node.fleet.stop()
             await _settle(node)
     await node.store.close()
     await asyncio.to_thread(node.tracing.shutdown)
@@ -171,7 +181,7 @@ async def _drain_until_second(node: Node, signals: _Signals) -> None:
 
 
 async def _settle(node: Node) -> None:
-    """Let streams that the stopped backend has ended send their last event."""
+    """Let streams that the stopped workers have ended send their last event."""
     with suppress(TimeoutError):
         await asyncio.wait_for(node.dispatcher.drained(), CLOSE_S)
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_type_hints
@@ -36,6 +36,7 @@ def _meta(
     kind: str = "",
     choices: tuple[str, ...] = (),
     gateway: bool = False,
+    gt: float | None = None,
     ge: float | None = None,
     le: float | None = None,
 ) -> Meta:
@@ -43,14 +44,22 @@ def _meta(
 
     Args:
         text: the help text.
-        kind: what a text stands for: `bytes` takes 512MiB; `backend` and `speculation` are names.
+        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1; `backend` and
+            `speculation` are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
+        gt: what the value must exceed; instead of `ge`.
         ge: least value.
         le: greatest value.
     """
     extra = {"kind": kind, "choices": choices, "gateway": gateway}
+    if gt is not None:
+        return Meta(description=text, extra=extra, gt=gt, le=le)
     return Meta(description=text, extra=extra, ge=ge, le=le)
+
+
+_OF_ONE_WORKER: Final = frozenset({"device_index", "threads"})
+"""Fields of a worker's configuration that depend on how many workers there are."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,7 +67,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: (
         Annotated[
-            str, _meta("Directory of a checkpoint in Hugging Face layout (default: the shipped)")
+            str,
+            _meta("Checkpoint: a directory, or a name on the Hugging Face hub (default: shipped)"),
         ]
         | None
     ) = None
@@ -75,20 +85,57 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     proposer: (
         Annotated[str, _meta("The only proposer to draft with (default: whatever is there)")] | None
     ) = None
+    verify: Annotated[
+        str,
+        _meta(
+            "How drafts are verified: coupled ties the text to the seed, rejection accepts more",
+            choices=("coupled", "rejection"),
+        ),
+    ] = "coupled"
+    exact: Annotated[
+        bool, _meta("Promise the same bits for any batching, also where that costs time")
+    ] = False
     dtype: Annotated[
-        str, _meta("Type of weights and activations", choices=("auto", "float32", "bfloat16"))
+        str,
+        _meta(
+            "Type of weights and activations",
+            choices=("auto", "float32", "bfloat16", "float16"),
+        ),
     ] = "auto"
+    device: Annotated[
+        str, _meta("What the engine computes on", choices=("auto", "cpu", "cuda"))
+    ] = "auto"
+    devices: Annotated[
+        tuple[int, ...],
+        _meta("Indices of the devices to use, such as 0,1: one worker each", kind="indices"),
+    ] = (0,)
     max_model_len: (
         Annotated[int, _meta("Most tokens of prompt and output (default: the model's)", ge=1)]
         | None
     ) = None
     max_num_seqs: Annotated[int, _meta("Most sequences in a batch", ge=1)] = 64
     max_step_tokens: Annotated[int, _meta("Token budget of a step", ge=1)] = 512
-    kv_bytes: Annotated[
-        int, _meta("Memory for the KV cache, such as 512MiB", kind="bytes", ge=1)
-    ] = 1 << 30
+    kv_bytes: (
+        Annotated[
+            int,
+            _meta(
+                "Memory of a worker's KV cache, such as 512MiB (default: what is free)",
+                kind="bytes",
+                ge=1,
+            ),
+        ]
+        | None
+    ) = None
+    gpu_memory_utilization: Annotated[
+        float,
+        _meta("Share of a GPU's memory to use where --kv-bytes is not given", gt=0, le=1),
+    ] = 0.9
     threads: (
-        Annotated[int, _meta("Threads of a CPU worker (default: one per core)", ge=1)] | None
+        Annotated[
+            int,
+            _meta("Threads of each CPU worker (default: its share of the cores, 1 or more)", ge=1),
+        ]
+        | None
     ) = None
     profile: Annotated[str, _meta("Step costs of the simulator: a shipped name or a file")] = (
         "cpu-demo"
@@ -113,22 +160,30 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _meta("Least severity to log", choices=("debug", "info", "warning", "error"), gateway=True),
     ] = "info"
 
-    def worker_config(self) -> WorkerConfig:
-        """Return the worker's share of the settings."""
-        return WorkerConfig(
-            model=self.model,
-            speculation=self.speculation,
-            proposer=self.proposer,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_step_tokens=self.max_step_tokens,
-            kv_bytes=self.kv_bytes,
-            threads=self.threads,
-            profile=self.profile,
-            sim_service_ms=self.sim_service_ms,
-            sim_acceptance=self.sim_acceptance,
+    def worker_configs(self) -> tuple[WorkerConfig, ...]:
+        """Return what concerns the workers: a configuration for each of the devices."""
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in fields(WorkerConfig)
+            if field.name not in _OF_ONE_WORKER
+        }
+        return tuple(
+            WorkerConfig(**shared, device_index=device, threads=self._threads())
+            for device in self.devices
         )
+
+    def _threads(self) -> int | None:
+        """Return the threads of a worker: those asked for, or its share of the cores."""
+        if self.threads is not None or len(self.devices) == 1:
+            return self.threads
+        return max(1, _usable_cores() // len(self.devices))
+
+
+def _usable_cores() -> int:
+    """Return how many cores this process may run on, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +209,20 @@ class Setting:
         return _annotated(self.annotation).__origin__ in (int, float)
 
     @property
+    def boolean(self) -> bool:
+        """Whether it is on or off."""
+        return _annotated(self.annotation).__origin__ is bool
+
+    @property
     def variable(self) -> str:
         """The environment's name for it."""
         return ENV_PREFIX + self.name.upper()
+
+    def shown(self, value: object) -> str:
+        """Return a value as a flag would have it; `-` for none."""
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return "-" if value is None else str(value)
 
     def read(self, value: object, source: str) -> Any:
         """Return the value checked and converted.
@@ -167,6 +233,8 @@ class Setting:
         try:
             if isinstance(value, str) and self.kind == "bytes":
                 value = _bytes(value)
+            if self.kind == "indices":
+                value = _indices(value)
             if value is False and self.kind == "speculation":
                 value = "off"  # which is how YAML spells false
             if isinstance(value, str) and self.choices:
@@ -280,6 +348,22 @@ def _read_file(path: Path) -> dict[str, object]:
     for key in found:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r}; known: {', '.join(sorted(known))}")
+    return found
+
+
+def _indices(value: object) -> list[int]:
+    """Read different indices from 0 on: the text `0,1`, one number, or a list of them.
+
+    Raises:
+        ValueError: they are none.
+    """
+    items = value.split(",") if isinstance(value, str) else value
+    try:
+        found = [int(str(item)) for item in (items if isinstance(items, list) else [items])]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError("expected different indices from 0 on, such as 0,1")
     return found
 
 

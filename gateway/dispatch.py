@@ -1,18 +1,18 @@
-"""Dispatch: decide how a request may speculate, lease capacity, run it, give the lease back."""
+"""Dispatch: choose a worker, decide how far to speculate there, lease capacity, run, release."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from backends.base import Backend
-from backends.errors import RequestRejected
+from backends.errors import BackendFailed, RequestRejected
 from backends.types import Delta, GenerationRequest, SamplingParams
 from gateway.errors import InvalidRequest
+from gateway.fleet import Fleet, FleetWorker, least_reserved
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
 from gateway.telemetry.logs import log
@@ -47,24 +47,33 @@ class Job:
     max_draft_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A request with the decision how far it may speculate, and the worker it goes to."""
+
+    request: GenerationRequest
+    worker: FleetWorker
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and output that all choices take at most."""
+        request = self.request
+        return (len(request.prompt_ids) + request.sampling.max_tokens) * request.n
+
+
 class Dispatcher:
-    """Runs jobs on this node's worker and knows how many are in flight."""
+    """Runs jobs on this node's workers and knows how many are in flight."""
 
     def __init__(
-        self,
-        backend: Backend,
-        policy: SpeculationPolicy,
-        store: Store,
-        lifecycle: Lifecycle,
-        worker_id: str,
+        self, fleet: Fleet, policy: SpeculationPolicy, store: Store, lifecycle: Lifecycle
     ) -> None:
-        """Serve one backend; it need not have started yet."""
-        self._backend = backend
+        """Serve a fleet; it need not have started yet."""
+        self._fleet = fleet
         self._policy = policy
         self._store = store
         self._lifecycle = lifecycle
-        self._worker_id = worker_id
         self._leases: set[str] = set()
+        self._lost: set[str] = set()  # workers that broke, as far as the heartbeat has told
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -81,7 +90,7 @@ class Dispatcher:
         Raises:
             Unavailable: the node takes none now.
         """
-        self._lifecycle.note_failure(self._backend.failure)
+        self._lifecycle.note_failure(self._fleet.failure)
         self._lifecycle.require_ready()
         self._in_flight += 1
         self._idle.clear()
@@ -96,39 +105,51 @@ class Dispatcher:
         """Return once nothing is in flight."""
         await self._idle.wait()
 
-    def decide(self, job: Job) -> list[GenerationRequest]:
-        """Return one request per prompt, each with the decision how far it may speculate.
+    def decide(self, job: Job) -> list[Placement]:
+        """Return for each prompt where it goes, and how far it may speculate there.
+
+        Nothing is reserved before `run`: call it without waiting in between.
 
         Raises:
-            InvalidRequest: the client asked for a proposer this worker does not have.
+            InvalidRequest: the client asked for a proposer this worker does not have, or for more
+                tokens at least than at most.
             RequestRejected: the job can never run here.
+            BackendFailed: no worker is left.
         """
-        load = self._backend.load()
-        if job.mode in PROPOSER_MODES and job.mode.value not in load.proposers:
-            there = ", ".join(load.proposers) or "nothing"
-            raise InvalidRequest(
-                f"this worker cannot draft with {job.mode.value!r}; it can draft with: {there}",
-                "speculation.mode",
-            )
-        return [self._request(job, index, load) for index in range(len(job.prompts))]
+        workers = self._fleet.serving
+        if not workers:
+            raise BackendFailed(self._fleet.failure or "there is no worker")
+        reserved = [worker.reserved_tokens for worker in workers]
+        placements = []
+        for index in range(len(job.prompts)):
+            chosen = least_reserved(reserved)
+            placement = self._place(job, index, workers[chosen])
+            reserved[chosen] += placement.tokens
+            placements.append(placement)
+        return placements
 
-    def _request(self, job: Job, index: int, load: WorkerLoad) -> GenerationRequest:
+    def _place(self, job: Job, index: int, worker: FleetWorker) -> Placement:
         prompt = job.prompts[index]
         if job.max_tokens is not None:
-            return self._checked(job, index, job.max_tokens, load)
-        room = max(1, self._backend.card.max_model_len - len(prompt))
+            return self._checked(job, index, job.max_tokens, worker)
+        room = max(1, worker.backend.card.max_model_len - len(prompt))
         try:
-            return self._checked(job, index, room, load)
+            return self._checked(job, index, room, worker)
         except RequestRejected as error:
             limit = error.limit_tokens
             if limit is None or limit <= len(prompt):
                 raise
-            return self._checked(job, index, limit - len(prompt), load)
+            return self._checked(job, index, limit - len(prompt), worker)
 
-    def _checked(
-        self, job: Job, index: int, max_tokens: int, load: WorkerLoad
-    ) -> GenerationRequest:
-        prompt = job.prompts[index]
+    def _checked(self, job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Placement:
+        prompt, load = job.prompts[index], worker.backend.load()
+        _check_proposer(job.mode, load)
+        if job.sampling.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens: must be at most the {max_tokens} tokens that may be generated, "
+                f"not {job.sampling.min_tokens}",
+                "min_tokens",
+            )
         view = RequestView(
             len(prompt), max_tokens, job.sampling.temperature, job.mode, job.max_draft_tokens
         )
@@ -139,48 +160,69 @@ class Dispatcher:
             self._policy.decide(view, load),
             job.n,
         )
-        self._backend.check(request)
-        return request
+        worker.backend.check(request)
+        return Placement(request, worker)
 
-    def run(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Delta, None]:
-        """Run the requests of one job together.
+    @asynccontextmanager
+    async def run(
+        self, placements: Sequence[Placement]
+    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Run the requests of one job together; leaving the context cancels what still runs.
 
-        Choice c of request r is numbered `r * n + c`. Close the generator to cancel them all.
-
-        Raises:
-            BackendFailed: the worker broke; no delta follows.
+        Choice c of request r is numbered `r * n + c`. The deltas end with `BackendFailed` if a
+        worker broke. Tokens are reserved on entering, before anything waits: the next decision
+        sees them.
         """
-        return self._leased(requests[0]) if len(requests) == 1 else self._merged(requests)
+        for placed in placements:
+            placed.worker.reserve(placed.request.request_id, placed.tokens)
+        stream = self._leased(placements[0]) if len(placements) == 1 else self._merged(placements)
+        try:
+            async with aclosing(stream) as deltas:
+                yield deltas
+        finally:
+            for placed in placements:  # a stream that was never read has released nothing
+                placed.worker.release(placed.request.request_id)
 
     async def heartbeat(self) -> None:
-        """Publish the worker's load and renew leases, until cancelled. Survives errors."""
+        """Publish the workers' loads and renew leases, until cancelled. Survives errors."""
         while True:
             try:
-                await self._store.publish(self._worker_id, self._backend.load())
-                await self._store.renew(tuple(self._leases), LEASE_S)
+                await self._beat()
             except Exception as error:  # noqa: BLE001 - a heartbeat that stops looks like death
                 log(logging.ERROR, "heartbeat failed", error=error)
             await asyncio.sleep(HEARTBEAT_S)
 
-    async def _leased(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        tokens = (len(request.prompt_ids) + request.sampling.max_tokens) * request.n
+    async def _beat(self) -> None:
+        for worker in self._fleet.workers:
+            worker_id, failure = worker.worker_id, worker.backend.failure
+            if failure is None:
+                await self._store.publish(worker_id, worker.backend.load())
+            elif worker_id not in self._lost:
+                self._lost.add(worker_id)
+                log(logging.ERROR, "worker failed", worker=worker_id, reason=failure)
+                await self._store.withdraw(worker_id)
+        await self._store.renew(tuple(self._leases), LEASE_S)
+
+    async def _leased(self, placed: Placement) -> AsyncGenerator[Delta, None]:
+        request, worker = placed.request, placed.worker
         lease = request.request_id
         self._leases.add(lease)
         try:
-            await self._store.reserve(self._worker_id, lease, tokens, LEASE_S)
-            async with aclosing(self._backend.generate(request)) as deltas:
+            await self._store.reserve(worker.worker_id, lease, placed.tokens, LEASE_S)
+            async with aclosing(worker.backend.generate(request)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
+            worker.release(lease)
             self._leases.discard(lease)
             await self._store.release(lease)
 
-    async def _merged(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[Delta, None]:
+    async def _merged(self, placements: Sequence[Placement]) -> AsyncGenerator[Delta, None]:
         # The queue is short: what waits for a slow reader waits, merged, in the backend's streams.
-        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(len(requests))
+        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(len(placements))
         tasks = [
-            asyncio.create_task(self._pump(request, index * request.n, queue))
-            for index, request in enumerate(requests)
+            asyncio.create_task(self._pump(placed, index * placed.request.n, queue))
+            for index, placed in enumerate(placements)
         ]
         try:
             running = len(tasks)
@@ -199,16 +241,30 @@ class Dispatcher:
 
     async def _pump(
         self,
-        request: GenerationRequest,
+        placed: Placement,
         first_choice: int,
         queue: asyncio.Queue[Delta | Exception | None],
     ) -> None:
         """Run one request into the queue; end with None, or with the exception it ended with."""
         try:
-            async with aclosing(self._leased(request)) as deltas:
+            async with aclosing(self._leased(placed)) as deltas:
                 async for delta in deltas:
                     await queue.put(replace(delta, choice=first_choice + delta.choice))
         except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
             await queue.put(error)
         else:
             await queue.put(None)
+
+
+def _check_proposer(mode: SpeculationMode, load: WorkerLoad) -> None:
+    """Return if a worker can draft as the client wishes.
+
+    Raises:
+        InvalidRequest: it cannot; the message says with what it can.
+    """
+    if mode in PROPOSER_MODES and mode.value not in load.proposers:
+        there = ", ".join(load.proposers) or "nothing"
+        raise InvalidRequest(
+            f"this worker cannot draft with {mode.value!r}; it can draft with: {there}",
+            "speculation.mode",
+        )

@@ -1,8 +1,8 @@
 """The states of a node, every transition, and what each state answers.
 
 starting --> ready --> draining        A failed node still answers /health with the reason and
-    |          |          ^            waits to be stopped; a worker that broke never recovers.
-    +-> failed <+         |
+    |          |          ^            waits to be stopped. A worker that broke never recovers; a
+    +-> failed <+         |            node fails with its last one, or if one cannot start.
           +---------------+
 """
 
@@ -57,7 +57,7 @@ class Lifecycle:
         self.failure = failure or self.failure
 
     def note_failure(self, failure: str | None) -> None:
-        """Become failed if the backend reports a failure; a draining node just remembers why."""
+        """Become failed if the workers report a failure; a draining node just remembers why."""
         if failure is None or self.failure is not None:
             return
         self.failure = failure

@@ -1,12 +1,10 @@
-"""A node: one backend with everything a handler needs around it. No HTTP here."""
+"""A node: a fleet of workers with everything a handler needs around it. No HTTP here."""
 
 from __future__ import annotations
 
-import secrets
-
-from backends.base import Backend
 from gateway.config import ServeConfig
 from gateway.dispatch import Dispatcher
+from gateway.fleet import Fleet
 from gateway.http.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.store import Store
@@ -19,9 +17,7 @@ from policies.types import WorkerLoad
 class Node:
     """What this process consists of."""
 
-    def __init__(
-        self, config: ServeConfig, backend: Backend, store: Store, tracing: Tracing
-    ) -> None:
+    def __init__(self, config: ServeConfig, fleet: Fleet, store: Store, tracing: Tracing) -> None:
         """Join the parts; nothing starts yet.
 
         Raises:
@@ -29,19 +25,18 @@ class Node:
         """
         self._served: Served | None = None
         self.config = config
-        self.backend = backend
+        self.fleet = fleet
         self.store = store
         self.tracing = tracing
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
-        self.worker_id = f"w-{secrets.token_hex(4)}"
-        self.dispatcher = Dispatcher(backend, self.policy, store, self.lifecycle, self.worker_id)
-        self.metrics = Metrics(self._load, self._model_name)
+        self.dispatcher = Dispatcher(fleet, self.policy, store, self.lifecycle)
+        self.metrics = Metrics(self._loads, self._model_name)
 
     @property
     def state(self) -> NodeState:
-        """The state, after asking the backend whether it is well."""
-        self.lifecycle.note_failure(self.backend.failure)
+        """The state, after asking the workers whether one of them is well."""
+        self.lifecycle.note_failure(self.fleet.failure)
         return self.lifecycle.state
 
     @property
@@ -60,17 +55,23 @@ class Node:
         """Load the model; the node is ready when this returns.
 
         Raises:
-            CheckpointError, ValueError: the model cannot be loaded, or a setting does not fit it.
+            ImportError, CheckpointError, ValueError: as `Fleet.start`.
         """
-        await self.backend.start()
-        card = self.backend.card
+        await self.fleet.start()
+        card = self.fleet.card
         name = self.config.served_model_name or card.model_id
-        self._served = Served(name, self.backend.tokenizer, card.max_model_len)
+        self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
 
-    def _load(self) -> WorkerLoad | None:
-        return None if self._served is None else self.backend.load()
+    def _loads(self) -> list[WorkerLoad | None]:
+        """Return the load of every worker in order; None stands for one that is broken."""
+        if self._served is None:
+            return []
+        return [
+            worker.backend.load() if worker.backend.failure is None else None
+            for worker in self.fleet.workers
+        ]
 
     def _model_name(self) -> str:
         return "" if self._served is None else self._served.name

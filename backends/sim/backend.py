@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from backends.base import WorkerConfig
-from backends.checkpoints import find_checkpoint
+from backends.checkpoints import checkpoint_id, find_checkpoint
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.worker import Worker
@@ -81,7 +82,9 @@ class SimBackend:
             CheckpointError: there is no tokenizer, or it is damaged.
             ValueError: the profile, the policy or a setting of the simulator is wrong.
         """
-        self._build(load_profile(self._config.profile))
+        # Of a hub's model only small files are fetched: not worth a thread.
+        directory = find_checkpoint(self._config.model, weights=False)
+        self._build(directory, load_profile(self._config.profile))
         self._task = asyncio.create_task(self._run(), name="sim-worker")
 
     async def stop(self) -> None:
@@ -110,8 +113,8 @@ class SimBackend:
         """Return the worker's load."""
         return self._worker.load()
 
-    def _build(self, profile: Profile) -> None:
-        config, directory = self._config, find_checkpoint(self._config.model)
+    def _build(self, directory: Path, profile: Profile) -> None:
+        config = self._config
         self._tokenizer = Tokenizer(directory)
         truth = Truth(printable_vocabulary(self._tokenizer))
         if config.proposer not in (None, PROPOSER):
@@ -129,7 +132,7 @@ class SimBackend:
         self._worker = Worker(scheduler, self._tokenizer, max_model_len)
         self._executor = SimExecutor(truth, _cost_model(config, profile))
         self._card = ModelCard(
-            model_id=directory.name if config.model else SHIPPED_MODEL_ID,
+            model_id=checkpoint_id(config.model),
             root=config.model or SHIPPED_MODEL_ID,
             max_model_len=max_model_len,
             numerics_class=f"sim:{profile.name}",

@@ -9,6 +9,7 @@ import typer
 
 from gateway.cli.options import config_from, with_settings
 from gateway.config import ConfigError
+from gateway.config import settings as all_settings
 
 app = typer.Typer(
     name="draftgate",
@@ -71,9 +72,9 @@ def show_config(settings: dict[str, Any]) -> None:
     """Show the settings in force, and where each one comes from."""
     effective = config_from(settings)
     width = max(map(len, effective.origins))
-    for name, origin in effective.origins.items():
-        value = getattr(effective.config, name)
-        typer.echo(f"{name:{width}} = {'-' if value is None else value!s:24} ({origin})")
+    for setting in all_settings():
+        value = setting.shown(getattr(effective.config, setting.name))
+        typer.echo(f"{setting.name:{width}} = {value:24} ({effective.origins[setting.name]})")
 
 
 @app.command()

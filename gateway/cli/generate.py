@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import typer
 
 from backends.errors import BackendError
 from backends.types import SamplingParams, SpeculationOutcome
-from gateway.app import StartError, build_node, start_worker
+from gateway.app import StartError, build_node, start_workers
+from gateway.cli.loading import loading_shown, stderr
 from gateway.config import ServeConfig
 from gateway.dispatch import Job
 from gateway.errors import GatewayError, InvalidRequest
@@ -46,10 +46,11 @@ def run_generate(config: ServeConfig, sample: Sample) -> None:
 async def _generate(config: ServeConfig, sample: Sample) -> None:
     node = build_node(config)
     try:
-        await start_worker(node)
+        async with loading_shown(node.fleet, config, stderr()):
+            await start_workers(node)
         await _stream(node, sample)
     finally:
-        await node.backend.stop()
+        await node.fleet.stop()
 
 
 async def _stream(node: Node, sample: Sample) -> None:
@@ -61,16 +62,16 @@ async def _stream(node: Node, sample: Sample) -> None:
         prompt = tokenizer.render_chat([{"role": "user", "content": prompt}])
     ids = tuple(tokenizer.encode(prompt, add_special_tokens=not sample.chat))
     sampling = SamplingParams(sample.max_tokens, sample.seed, sample.temperature)
-    requests = node.dispatcher.decide(Job("generate", (ids,), sampling, sample.max_tokens))
+    (placed,) = node.dispatcher.decide(Job("generate", (ids,), sampling, sample.max_tokens))
     tokens, outcome, begin_s = 0, SpeculationOutcome(), time.perf_counter()
-    async with aclosing(node.dispatcher.run(requests)) as deltas:
+    async with node.dispatcher.run([placed]) as deltas:
         async for delta in deltas:
             typer.echo(delta.text, nl=False)
             tokens += len(delta.token_ids)
             outcome = delta.outcome or outcome
     seconds = time.perf_counter() - begin_s
     typer.echo()
-    typer.echo(_summary(tokens, seconds, outcome, requests[0].speculation.reason), err=True)
+    typer.echo(_summary(tokens, seconds, outcome, placed.request.speculation.reason), err=True)
 
 
 def _summary(tokens: int, seconds: float, outcome: SpeculationOutcome, reason: str) -> str:

@@ -17,7 +17,8 @@ R = TypeVar("R")
 def with_settings(*, gateway: bool = True) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command one option per setting; it receives them as the dictionary `settings`.
 
-    Values arrive as texts, None where a flag was not given: `config_from` checks them.
+    Values arrive as texts, or as booleans for what is on or off, and as None where a flag was not
+    given: `config_from` checks them.
 
     Args:
         gateway: with False, settings of the HTTP server are left out.
@@ -58,6 +59,11 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     info: Any
     if setting.name == "model":
         info = typer.Argument(help=setting.help, metavar="MODEL", show_default=False)
+    elif setting.boolean:
+        # Both ways: a flag must be able to win over the environment and the file.
+        both = f"{setting.flag}/--no-{setting.flag[2:]}"
+        info = typer.Option(both, help=setting.help, show_default=False)
+        return _keyword(setting.name, Annotated[bool | None, info])
     else:
         info = typer.Option(
             setting.flag, help=_help(setting), metavar=_metavar(setting), show_default=False
@@ -79,9 +85,9 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 def _help(setting: Setting) -> str:
     if setting.default is None:
         return setting.help
-    default = setting.default
+    default = setting.shown(setting.default)
     if setting.kind == "bytes":
-        default = f"{default >> 20}MiB"
+        default = f"{setting.default >> 20}MiB"
     return f"{setting.help} (default: {default})"
 
 
@@ -90,6 +96,8 @@ def _metavar(setting: Setting) -> str:
         return "|".join(setting.choices)
     if setting.kind == "bytes":
         return "SIZE"
+    if setting.kind == "indices":
+        return "INDICES"
     if setting.kind == "speculation":
         return "POLICY"
     return "NUMBER" if setting.numeric else "TEXT"

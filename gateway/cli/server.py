@@ -14,6 +14,7 @@ from rich.text import Text
 
 from gateway import __version__
 from gateway.app import Listening, StartError, serve
+from gateway.cli.loading import loading_shown, stderr
 from gateway.config import ServeConfig
 from gateway.telemetry.logs import configure, log
 
@@ -23,10 +24,11 @@ CANNOT_START = 1
 def run_server(config: ServeConfig) -> None:
     """Serve until a signal; exits with 1 and one line on stderr if the node cannot start."""
     configure(config.log_level)
-    log(logging.INFO, "loading", backend=config.backend, model=config.model or "shipped")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config, show_banner))
+            runner.run(
+                serve(config, lambda fleet: loading_shown(fleet, config, stderr()), show_banner)
+            )
     except StartError as error:
         sys.stderr.write(f"draftgate: {error}\n")
         sys.exit(CANNOT_START)
@@ -37,11 +39,13 @@ def show_banner(where: Listening) -> None:
     """Say where the node is, what it serves, and how to try it."""
     node = where.node
     served, backend = node.served, node.config.backend
-    proposers = ", ".join(node.backend.load().proposers) or "none"
+    workers = node.fleet.workers
+    proposers = ", ".join(workers[0].backend.load().proposers) or "none"
+    several = f", {len(workers)} workers" if len(workers) > 1 else ""
     lines = Text()
     for label, value in (
         ("url", f"{where.url}/v1"),
-        ("model", f"{served.name} ({backend}, context of {served.max_model_len} tokens)"),
+        ("model", f"{served.name} ({backend}{several}, context of {served.max_model_len} tokens)"),
         ("speculation", f"{node.policy.name}; drafts with: {proposers}"),
     ):
         lines.append(f"{label:12} ", style="dim")

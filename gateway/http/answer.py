@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from msgspec import UNSET
 
 from backends.errors import BackendFailed
-from backends.types import Delta, GenerationRequest
-from gateway.dispatch import Dispatcher
+from backends.types import Delta, SpeculationOutcome
+from gateway.dispatch import Dispatcher, Placement
 from gateway.http.rendering import Rendering, WholeChoice
-from gateway.http.replies import ResponseMetrics, SpeculativeDecoding, Usage
+from gateway.http.replies import (
+    PromptMetrics,
+    PromptTokensDetails,
+    ResponseMetrics,
+    SpeculativeDecoding,
+    Usage,
+)
 from gateway.http.validation import Call
 from gateway.telemetry.watch import RequestWatch
 
@@ -20,32 +29,35 @@ class Answer:
     def __init__(
         self,
         call: Call,
-        requests: Sequence[GenerationRequest],
+        placements: Sequence[Placement],
         rendering: Rendering,
         watch: RequestWatch,
-        numerics_class: str | None,
     ) -> None:
         """Begin before the first delta."""
         self.call = call
         self.rendering = rendering
         self.watch = watch
-        self._requests = requests
-        self._numerics_class = numerics_class
-        self._open_choices = sum(request.n for request in requests)
+        self._placements = placements
+        self._outcomes = [SpeculationOutcome() for _ in placements]
+        self._open_choices = call.job.n * len(placements)
 
     @property
     def complete(self) -> bool:
         """Whether every choice has finished."""
         return self._open_choices == 0
 
-    def deltas(self, dispatcher: Dispatcher) -> AsyncGenerator[Delta, None]:
-        """Run the requests; to be closed by the caller."""
-        return dispatcher.run(self._requests)
+    def deltas(
+        self, dispatcher: Dispatcher
+    ) -> AbstractAsyncContextManager[AsyncGenerator[Delta, None]]:
+        """Run the requests: see `Dispatcher.run`."""
+        return dispatcher.run(self._placements)
 
     def observe(self, delta: Delta) -> None:
         """Take note of a delta; every one must pass here, in order."""
         self.watch.observe(delta)
         self._open_choices -= delta.finish_reason is not None
+        if delta.outcome is not None:
+            self._outcomes[delta.choice // self.call.job.n] += delta.outcome
 
     def check_complete(self) -> None:
         """Return if every choice has finished.
@@ -59,27 +71,22 @@ class Answer:
     def usage(self) -> Usage:
         """Return the tokens so far."""
         prompt, output = self.watch.prompt_tokens, self.watch.output_tokens
-        return Usage(prompt, output, prompt + output)
+        details = PromptTokensDetails(self.watch.cached_tokens)
+        return Usage(prompt, output, prompt + output, details)
 
     def metrics(self) -> ResponseMetrics:
-        """Return the decision and, all choices summed, what came of it."""
-        first = self._requests[0]
-        plan, outcome = first.speculation, self.watch.outcome
+        """Return the decisions and what came of them, a prompt's choices summed."""
+        first = self._placements[0]
+        prompts = [
+            PromptMetrics(placed.worker.worker_id, _speculation(placed, outcome))
+            for placed, outcome in zip(self._placements, self._outcomes, strict=True)
+        ]
         return ResponseMetrics(
-            first.sampling.seed,
-            self._numerics_class,
-            SpeculativeDecoding(
-                plan.policy,
-                plan.mode,
-                plan.proposer,
-                plan.max_draft_tokens,
-                plan.reason,
-                plan.price,
-                outcome.num_spec_steps,
-                outcome.num_drafted_tokens,
-                outcome.num_accepted_tokens,
-                outcome.acceptance_histogram,
-            ),
+            first.request.sampling.seed,
+            first.worker.backend.card.numerics_class,
+            first.worker.worker_id,
+            _speculation(first, self.watch.outcome),
+            prompts if len(prompts) > 1 else UNSET,
         )
 
     async def whole(self, deltas: AsyncGenerator[Delta, None]) -> bytes:
@@ -99,3 +106,19 @@ class Answer:
         return await asyncio.to_thread(
             self.rendering.response, choices, self.usage(), self.metrics()
         )
+
+
+def _speculation(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
+    plan = placed.request.speculation
+    return SpeculativeDecoding(
+        plan.policy,
+        plan.mode,
+        plan.proposer,
+        plan.max_draft_tokens,
+        plan.reason,
+        plan.price,
+        outcome.num_spec_steps,
+        outcome.num_drafted_tokens,
+        outcome.num_accepted_tokens,
+        outcome.acceptance_histogram,
+    )

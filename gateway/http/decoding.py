@@ -13,14 +13,15 @@ from policies.types import SpeculationMode
 
 T = TypeVar("T")
 
-_PATH = re.compile(r"^(?P<reason>.*) - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
+_PATH = re.compile(
+    r"^(?P<reason>.*) - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$", re.DOTALL
+)
 
 _TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "skip_special_tokens"})
 
 _ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
     "length_penalty": (1,),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,7 +85,7 @@ async def _respond(
             events = EventStream(request)
             await stream_answer(events, answer, node.dispatcher)
             return events.response
-        async with aclosing(answer.deltas(node.dispatcher)) as deltas:
+        async with answer.deltas(node.dispatcher) as deltas:
             body = await answer.whole(deltas)
     finally:
         dispatch.end()
@@ -112,7 +111,7 @@ async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatc
         call = await asyncio.to_thread(api.parse, body, served, internal_id)
     span = watch.span.child("decide")
     try:
-        requests = node.dispatcher.decide(call.job)
+        placements = node.dispatcher.decide(call.job)
     finally:
         span.end()
     watch.span.set(
@@ -122,11 +121,10 @@ async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatc
             "gen_ai.response.id": internal_id,
         }
     )
-    watch.decided(requests)
+    watch.decided(placements)
     wants_logprobs = call.job.sampling.logprobs is not None
     frame = Frame(internal_id, int(time.time()), served.name, served.tokenizer, wants_logprobs)
-    numerics_class = node.backend.card.numerics_class
-    return Answer(call, requests, api.rendering(frame), watch, numerics_class)
+    return Answer(call, placements, api.rendering(frame), watch)
 
 
 def _ending(error: GatewayError) -> Ending:

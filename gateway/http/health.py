@@ -7,6 +7,7 @@ from typing import Final
 from aiohttp import web
 
 from gateway import __version__
+from gateway.fleet import FleetWorker
 from gateway.http.context import NODE
 from gateway.lifecycle import NodeState
 
@@ -14,20 +15,40 @@ _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while the process is worth keeping: loading, serving or draining. 503 once it failed."""
+    """200 while the process is worth keeping: loading, serving or draining. 503 once it failed.
+
+    A node of several workers lives on while one of them is well; the broken ones say why.
+    """
     node = request.app[NODE]
     state = node.state
-    body = {"status": state.value, "in_flight": node.dispatcher.in_flight}
+    body = {
+        "status": state.value,
+        "in_flight": node.dispatcher.in_flight,
+        "workers": [_described(worker) for worker in node.fleet.workers],
+    }
     if node.lifecycle.failure is not None:
         return web.json_response({**body, "reason": node.lifecycle.failure}, status=503)
     return web.json_response(body)
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while new requests are welcome, else 503."""
-    state = request.app[NODE].state
-    status = 200 if state is NodeState.READY else 503
-    return web.json_response({"status": state.value}, status=status)
+    """200 while new requests are welcome, else 503; a node that loads says how far it is."""
+    node = request.app[NODE]
+    state = node.state
+    if state is NodeState.STARTING:
+        body = {"status": state.value, "progress": round(node.fleet.progress, 3)}
+        return web.json_response(body, status=503)
+    return web.json_response(
+        {"status": state.value}, status=200 if state is NodeState.READY else 503
+    )
+
+
+def _described(worker: FleetWorker) -> dict[str, str]:
+    failure = worker.backend.failure
+    if failure is None:
+        status = "ok" if worker.backend.progress >= 1.0 else "loading"
+        return {"id": worker.worker_id, "status": status}
+    return {"id": worker.worker_id, "status": "failed", "reason": failure}
 
 
 async def version(_request: web.Request) -> web.Response:

@@ -27,7 +27,7 @@ async def get_model(request: web.Request) -> web.Response:
 
 
 def _model(node: Node) -> ModelReply:
-    served, card = node.served, node.backend.card
+    served, card = node.served, node.fleet.card
     return ModelReply(served.name, card.created_s, card.root, card.max_model_len)
 
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 from msgspec import UNSET, Struct, UnsetType
 
 
+class PromptTokensDetails(Struct):
+    """Of a prompt's tokens, those whose keys and values were cached."""
+
+    cached_tokens: int
+
+
 class Usage(Struct):
     """Tokens of a request, all choices together."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class SpeculativeDecoding(Struct):
@@ -28,12 +35,25 @@ class SpeculativeDecoding(Struct):
     acceptance_histogram: tuple[int, ...]
 
 
+class PromptMetrics(Struct):
+    """Where one prompt of several ran, and what speculation did for its choices."""
+
+    worker_id: str
+    speculative_decoding: SpeculativeDecoding
+
+
 class ResponseMetrics(Struct):
-    """What is needed to repeat the request, and what speculation did (contract)."""
+    """What is needed to repeat the request, and what speculation did (contract).
+
+    With several prompts, worker and decision are the first one's and the outcome is the sum;
+    `prompts` has each by itself.
+    """
 
     seed: int
     numerics_class: str | None
+    worker_id: str
     speculative_decoding: SpeculativeDecoding
+    prompts: list[PromptMetrics] | UnsetType = UNSET
 
 
 class TopLogprob(Struct):

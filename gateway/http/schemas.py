@@ -38,7 +38,6 @@ class UnsupportedFields(Struct):
     continue_final_message: Any = None
     documents: Any = None
     echo: Any = None
-    frequency_penalty: Any = None
     function_call: Any = None
     functions: Any = None
     guided_choice: Any = None
@@ -47,12 +46,8 @@ class UnsupportedFields(Struct):
     guided_regex: Any = None
     include_stop_str_in_output: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
     logits_processors: Any = None
-    min_tokens: Any = None
-    presence_penalty: Any = None
     prompt_logprobs: Any = None
-    repetition_penalty: Any = None
     response_format: Any = None
     skip_special_tokens: Any = None
     stop_token_ids: Any = None
@@ -73,6 +68,11 @@ class GenerationFields(UnsupportedFields):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    logit_bias: dict[int, float] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    min_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None

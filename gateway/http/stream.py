@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Final
 
 from aiohttp import web
@@ -67,7 +66,7 @@ async def stream_answer(events: EventStream, answer: Answer, dispatcher: Dispatc
         Exception: whatever went wrong before the first event; later, it is sent as an event.
     """
     try:
-        async with aclosing(answer.deltas(dispatcher)) as deltas:
+        async with answer.deltas(dispatcher) as deltas:
             await _send_deltas(events, answer, deltas)
         answer.check_complete()
         await events.write(_ending(answer))

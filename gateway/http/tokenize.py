@@ -60,9 +60,6 @@ def _tokenize(body: bytes, served: Served) -> TokenizeReply:
 def _detokenize(body: bytes, served: Served) -> DetokenizeReply:
     wire = decode(body, _detokenize_decoder)
     served.check_name(wire.model)
-    vocab = served.tokenizer.vocab_size
     for index, token in enumerate(wire.tokens):
-        if not 0 <= token < vocab:
-            param = f"tokens[{index}]"
-            raise InvalidRequest(f"{param}: must be between 0 and {vocab - 1}, not {token}", param)
+        served.check_token_id(token, f"tokens[{index}]")
     return DetokenizeReply(served.tokenizer.decode(wire.tokens, skip_special_tokens=False))

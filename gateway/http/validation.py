@@ -26,6 +26,16 @@ MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
+MAX_BIASED_TOKENS: Final = 300
+MAX_BIAS: Final = 100.0
+"""OpenAI's bound: enough to force a token or to ban it."""
+
+MAX_PENALTY: Final = 2.0
+"""OpenAI's bound of frequency and presence penalties."""
+
+REPETITION_PENALTIES: Final = (0.01, 100.0)
+"""Wider than any model wants, and far from where float32 logits overflow."""
+
 MAX_SEQUENCES: Final = 128
 """Most choices of all prompts of a request together: twice a default batch."""
 
@@ -46,6 +56,18 @@ class Served:
     name: str
     tokenizer: Tokenizer
     max_model_len: int
+
+    def check_token_id(self, token_id: int, param: str) -> None:
+        """Return if the model has such a token.
+
+        Raises:
+            InvalidRequest: it has not; `param` is named.
+        """
+        vocab = self.tokenizer.vocab_size
+        if not 0 <= token_id < vocab:
+            raise InvalidRequest(
+                f"{param}: token ids must be between 0 and {vocab - 1}, not {token_id}", param
+            )
 
     def check_name(self, asked: str | None) -> None:
         """Return if the client means this model; no name means it too.
@@ -83,7 +105,7 @@ def chat_call(body: bytes, served: Served, request_id: str) -> Call:
     _check_range(name, max_tokens, 1)
     _check_common(wire)
     prompts = (chat_prompt(wire.messages, served.tokenizer),)
-    return _call(wire, request_id, prompts, max_tokens, logprobs)
+    return _call(wire, served, request_id, prompts, max_tokens, logprobs)
 
 
 def completion_call(body: bytes, served: Served, request_id: str) -> Call:
@@ -105,11 +127,12 @@ def completion_call(body: bytes, served: Served, request_id: str) -> Call:
             "prompt",
         )
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
-    return _call(wire, request_id, prompts, max_tokens, wire.logprobs)
+    return _call(wire, served, request_id, prompts, max_tokens, wire.logprobs)
 
 
 def _call(
     wire: GenerationFields,
+    served: Served,
     request_id: str,
     prompts: tuple[tuple[int, ...], ...],
     max_tokens: int | None,
@@ -124,6 +147,11 @@ def _call(
         top_k=max(wire.top_k or 0, 0),
         top_p=1.0 if wire.top_p is None else wire.top_p,
         min_p=wire.min_p or 0.0,
+        logit_bias=_logit_bias(wire.logit_bias, served),
+        repetition_penalty=1.0 if wire.repetition_penalty is None else wire.repetition_penalty,
+        frequency_penalty=wire.frequency_penalty or 0.0,
+        presence_penalty=wire.presence_penalty or 0.0,
+        min_tokens=wire.min_tokens or 0,
         stop=_stops(wire.stop),
         ignore_eos=bool(wire.ignore_eos),
         logprobs=logprobs,
@@ -150,6 +178,10 @@ def _check_common(wire: GenerationFields) -> None:
         raise InvalidRequest("top_p: must be greater than 0; for greedy, temperature 0", "top_p")
     _check_range("top_k", wire.top_k, -1)
     _check_range("min_p", wire.min_p, 0.0, 1.0)
+    _check_range("repetition_penalty", wire.repetition_penalty, *REPETITION_PENALTIES)
+    _check_range("frequency_penalty", wire.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("presence_penalty", wire.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("min_tokens", wire.min_tokens, 0)
     _check_range("seed", wire.seed, 0, (1 << 64) - 1)
     if wire.speculation is not None:
         _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
@@ -180,6 +212,19 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
                 f"stop: each text must have 1 to {MAX_STOP_CHARACTERS} characters", "stop"
             )
     return stops
+
+
+def _logit_bias(bias: dict[int, float] | None, served: Served) -> tuple[tuple[int, float], ...]:
+    """Return what is added to which tokens' logits, by ascending token id."""
+    pairs = sorted((bias or {}).items())
+    if len(pairs) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(
+            f"logit_bias: at most {MAX_BIASED_TOKENS} tokens, not {len(pairs)}", "logit_bias"
+        )
+    for token_id, value in pairs:
+        served.check_token_id(token_id, "logit_bias")
+        _check_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+    return tuple(pairs)
 
 
 def _chat_logprobs(wire: ChatBody) -> int | None:

@@ -6,7 +6,8 @@ same figure appears as well, so that dashboards and benchmarks made for vLLM rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
@@ -47,14 +48,29 @@ _DURATION_S: Final = (
 )  # fmt: skip
 
 
+Loads = Callable[[], Sequence[WorkerLoad | None]]
+"""The load of every worker in order, None for a broken one; empty before they have started."""
+
+
+def _kv_usage(load: WorkerLoad) -> float:
+    return 1 - load.kv_blocks_free / max(load.kv_blocks_total, 1)
+
+
+_GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...]] = (
+    ("draftgate_running_sequences", "Sequences in the batch", attrgetter("running")),
+    ("draftgate_waiting_sequences", "Sequences in the queue", attrgetter("waiting")),
+    ("draftgate_kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1", _kv_usage),
+    ("draftgate_price_tokens", "Expected tokens a draft slot must promise", attrgetter("price")),
+    ("draftgate_acceptance_ratio", "Chance of a draft token, 0 to 1", attrgetter("acceptance")),
+)
+"""Name, help and value of what is read from a worker's load."""
+
+
 class Metrics:
-    """The instruments. All carry the label `model_name`."""
+    """The instruments. All carry the label `model_name`; loads, `worker`: its place in the node."""
 
-    def __init__(self, load: Callable[[], WorkerLoad | None], model: Callable[[], str]) -> None:
-        """Declare them in a registry of their own.
-
-        `load` and `model` are asked at each scrape; a load of None means there is none yet.
-        """
+    def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
+        """Declare them in a registry of their own; `loads` and `model` are asked at each scrape."""
         self._registry = CollectorRegistry(auto_describe=True)
         self._model = model
 
@@ -71,6 +87,9 @@ class Metrics:
             "draftgate_decisions", "Requests by what they may draft with", "policy", "proposer"
         )
         self._prompt_tokens = counter("draftgate_prompt_tokens", "Tokens of prompts")
+        self._cached_tokens = counter(
+            "draftgate_cached_prompt_tokens", "Tokens of prompts whose KV was cached"
+        )
         self._output_tokens = counter("draftgate_generation_tokens", "Tokens generated")
         self._output: Counter | None = None
         self._spec_steps = counter("draftgate_spec_steps", "Drafts verified")
@@ -88,7 +107,7 @@ class Metrics:
         self._duration = histogram(
             "draftgate_request_duration_seconds", "Arrival to last byte", _DURATION_S
         )
-        self._registry.register(_LoadCollector(load, model))
+        self._registry.register(_LoadCollector(loads, model))
 
     def decided(self, policy: str, proposer: str | None) -> None:
         """Count a decision."""
@@ -97,6 +116,10 @@ class Metrics:
     def prompt(self, tokens: int) -> None:
         """Count the tokens of a prompt that was dispatched."""
         self._prompt_tokens.labels(self._model()).inc(tokens)
+
+    def cached(self, tokens: int) -> None:
+        """Count the tokens of a prompt that were not computed anew."""
+        self._cached_tokens.labels(self._model()).inc(tokens)
 
     def generated(self, tokens: int) -> None:
         """Count tokens generated; called for every delta, so the label is looked up once."""
@@ -133,26 +156,21 @@ class Metrics:
 
 
 class _LoadCollector:
-    """Gauges of the worker's load, read when scraped."""
+    """Gauges of the workers' loads, read when scraped."""
 
-    def __init__(self, load: Callable[[], WorkerLoad | None], model: Callable[[], str]) -> None:
-        self._load = load
+    def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
+        self._loads = loads
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        load = self._load()
-        if load is None:
+        loads = self._loads()
+        if not loads:
             return
-        used = 1 - load.kv_blocks_free / max(load.kv_blocks_total, 1)
-        for name, text, value in (
-            ("draftgate_running_sequences", "Sequences in the batch", load.running),
-            ("draftgate_waiting_sequences", "Sequences in the queue", load.waiting),
-            ("draftgate_kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1", used),
-            ("draftgate_price_tokens", "Expected tokens a draft slot must promise", load.price),
-            ("draftgate_acceptance_ratio", "Chance of a draft token, 0 to 1", load.acceptance),
-        ):
-            family = GaugeMetricFamily(name, text, labels=("model_name",))
-            family.add_metric((self._model(),), value)
+        for name, text, value in _GAUGES:
+            family = GaugeMetricFamily(name, text, labels=("model_name", "worker"))
+            for index, load in enumerate(loads):
+                if load is not None:
+                    family.add_metric((self._model(), str(index)), value(load))
             yield family
 
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from backends.types import Delta, GenerationRequest, SpeculationOutcome
+from backends.types import Delta, SpeculationOutcome
+from gateway.dispatch import Placement
 from gateway.telemetry.logs import log
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Span
@@ -38,35 +39,42 @@ class RequestWatch:
         self.span = span
         self.request_id = request_id
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.outcome = SpeculationOutcome()
         self.plan: SpeculationPlan | None = None
+        self.workers: str | None = None  # their ids
         self._metrics = metrics
         self._endpoint = endpoint
         self._clock = clock
         self._arrival_s = clock()
         self._first_s: float | None = None
         self._last_s = self._arrival_s
+        self._n = 1  # choices of a prompt
         self._choices = 1
         self._finish_reasons: list[str] = []
         self._ended = False
 
-    def decided(self, requests: Sequence[GenerationRequest]) -> None:
-        """Record what was decided; the first prompt's plan stands for all."""
-        first = requests[0]
+    def decided(self, placements: Sequence[Placement]) -> None:
+        """Record what was decided; in span and log the first prompt's plan stands for all."""
+        first = placements[0].request
         plan = first.speculation
         self.plan = plan
-        self._choices = sum(request.n for request in requests)
-        self.prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        self.workers = ",".join(dict.fromkeys(placed.worker.worker_id for placed in placements))
+        self._n = first.n
+        self._choices = first.n * len(placements)
+        self.prompt_tokens = sum(len(placed.request.prompt_ids) for placed in placements)
         self._metrics.prompt(self.prompt_tokens)
-        for request in requests:
-            self._metrics.decided(request.speculation.policy, request.speculation.proposer)
+        for placed in placements:
+            decided = placed.request.speculation
+            self._metrics.decided(decided.policy, decided.proposer)
         self.span.set(
             {
                 "gen_ai.request.max_tokens": first.sampling.max_tokens,
                 "gen_ai.request.temperature": first.sampling.temperature,
                 "gen_ai.request.seed": str(first.sampling.seed),  # beyond an attribute's int64
                 "gen_ai.request.choice.count": first.n,
+                "draftgate.worker_id": self.workers,
                 "draftgate.policy": plan.policy,
                 "draftgate.speculation.mode": plan.mode.value,
                 "draftgate.proposer": plan.proposer or "none",
@@ -87,6 +95,9 @@ class RequestWatch:
         self._metrics.generated(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._finish_reasons.append(delta.finish_reason.value)
+            if delta.choice % self._n == 0:  # a prompt's further choices read what the first did
+                self.cached_tokens += delta.cached_tokens
+                self._metrics.cached(delta.cached_tokens)
         if delta.outcome is not None:
             self.outcome += delta.outcome
             self._metrics.speculated(delta.outcome)
@@ -109,7 +120,9 @@ class RequestWatch:
             ending=ending.value,
             seconds=seconds,
             ttft_s=ttft_s,
+            worker=self.workers,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
             proposer=None if self.plan is None else self.plan.proposer,
             drafted=self.outcome.num_drafted_tokens,
@@ -129,6 +142,7 @@ class RequestWatch:
             {
                 "http.response.status_code": status,
                 "gen_ai.usage.input_tokens": self.prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
                 "gen_ai.usage.output_tokens": self.output_tokens,
                 "gen_ai.response.finish_reasons": ",".join(self._finish_reasons),
                 "draftgate.ending": ending.value,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 
-from backends.base import WorkerConfig
 from backends.errors import BackendFailed, RequestRejected
-from backends.registry import create_backend
 from backends.shipped import SHIPPED_MODEL
 from backends.streams import DeltaStreams
 from backends.tokenizer import Tokenizer
@@ -23,8 +21,9 @@ from backends.types import (
     ModelCard,
     SpeculationOutcome,
 )
-from gateway.app import Listening, listening, start_worker
+from gateway.app import Listening, build_fleet, listening, start_workers
 from gateway.config import ServeConfig
+from gateway.fleet import Fleet
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing, Tracing
@@ -36,7 +35,7 @@ PATIENCE_S = 10.0
 class ScriptedBackend:
     """Implements `Backend`; the test plays the worker."""
 
-    def __init__(self, config: WorkerConfig | None = None) -> None:
+    def __init__(self) -> None:
         self.submitted: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
         self.streams = DeltaStreams(self.abandoned.put_nowait)
@@ -45,6 +44,7 @@ class ScriptedBackend:
         self.card = ModelCard("scripted", "scripted", 1000, "test", 1)
         self.tokenizer = Tokenizer(SHIPPED_MODEL)
         self.failure: str | None = None
+        self.progress = 1.0
         self.kv_tokens = 500
 
     async def start(self) -> None:
@@ -69,12 +69,20 @@ class ScriptedBackend:
     def load(self) -> WorkerLoad:
         return WorkerLoad(len(self.streams), 0, 8, 8, 0.0, 0.5, ("ngram",))
 
-    def emit(self, request: GenerationRequest, text: str, *, last: bool = False, choice: int = 0):
+    def emit(
+        self,
+        request: GenerationRequest,
+        text: str,
+        *,
+        last: bool = False,
+        choice: int = 0,
+        cached_tokens: int = 0,
+    ) -> None:
         """Deliver a text as one step; one token per word stands for its tokens."""
         ids = tuple(range(max(1, len(text.split()))))
         reason = FinishReason.STOP if last else None
         outcome = SpeculationOutcome() if last else None
-        delta = Delta(choice, ids, text, (), reason, outcome)
+        delta = Delta(choice, ids, text, (), reason, outcome, cached_tokens)
         self.streams.deliver([(request.request_id, delta)])
 
     def crash(self, reason: str) -> None:
@@ -86,24 +94,43 @@ class ScriptedBackend:
 @asynccontextmanager
 async def running(
     *,
-    backend: Any = None,
-    backend_name: str = "sim",
+    backends: Sequence[ScriptedBackend] = (),
     tracing: Tracing | None = None,
     start: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Listening]:
-    """Serve the simulator, or the given backend, on a free port."""
-    config = ServeConfig(**{"port": 0, "backend": backend_name, "log_level": "error", **settings})
-    if backend is None:
-        backend = create_backend(config.backend, config.worker_config())
-    node = Node(config, backend, MemoryStore(), tracing or NoTracing())
+    """Serve the simulator, or the given backends, one worker each, on a free port."""
+    settings = {"port": 0, "backend": "sim", "log_level": "error", **settings}
+    if backends:
+        settings["devices"] = tuple(range(len(backends)))
+    config = ServeConfig(**settings)
+    fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
+    node = Node(config, fleet, MemoryStore(), tracing or NoTracing())
     async with listening(node) as where:
         if start:
-            await start_worker(node)
+            await start_workers(node)
         try:
             yield where
         finally:
-            await node.backend.stop()
+            await node.fleet.stop()
+
+
+def scripted_fleet(config: ServeConfig, backends: Sequence[ScriptedBackend]) -> Fleet:
+    """A fleet of workers that the test plays, by device."""
+    return Fleet(lambda: lambda worker: backends[worker.device_index], config.worker_configs())
+
+
+def load_of(node: Node, worker: int = 0) -> WorkerLoad:
+    """The load of one worker of a node."""
+    return node.fleet.workers[worker].backend.load()
+
+
+def is_idle(node: Node) -> bool:
+    """Whether the node holds nothing of any request."""
+    loads = [worker.backend.load() for worker in node.fleet.workers]
+    busy = [w for w in loads if w.running + w.waiting or w.kv_blocks_free < w.kv_blocks_total]
+    reserved = sum(worker.reserved_tokens for worker in node.fleet.workers)
+    return not busy and reserved == node.dispatcher.in_flight == 0
 
 
 @asynccontextmanager

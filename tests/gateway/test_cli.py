@@ -90,11 +90,14 @@ def test_a_missing_package_is_one_line_with_the_way_out() -> None:
 
 def test_config_show_tells_value_and_origin() -> None:
     """The effective configuration names where each value comes from."""
-    done = draftgate("config", "show", "--port", "9", env={"DRAFTGATE_THREADS": "2"})
+    given = ("--port", "9", "--devices", "0,1", "--exact")
+    done = draftgate("config", "show", *given, env={"DRAFTGATE_THREADS": "2"})
     lines = {line.split(" = ")[0].strip(): line for line in done.stdout.splitlines()}
     assert lines["port"].endswith("(--port)")
     assert lines["threads"].endswith("(DRAFTGATE_THREADS)")
     assert lines["host"].endswith("(default)")
+    assert lines["devices"].split()[2:] == ["0,1", "(--devices)"]
+    assert lines["exact"].split()[2:] == ["True", "(--exact)"]
 
 
 def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
@@ -103,6 +106,7 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:
     done = draftgate(*arguments)
     assert done.returncode == 0
     assert done.stdout == draftgate(*arguments, "--speculation", "off").stdout
+    assert done.stdout == draftgate(*arguments, "--devices", "0,1", "--exact").stdout
     assert done.stderr.startswith("20 tokens, ")
     assert "accepted per step" in done.stderr
 

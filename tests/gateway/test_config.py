@@ -49,7 +49,16 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
         ({"sim_acceptance": "1.5"}, "--sim-acceptance: expected float <= 1"),
         ({"sim_acceptance": "nan"}, "--sim-acceptance"),
         ({"drain_timeout_s": "inf"}, "--drain-timeout-s: expected a finite number"),
-        ({"dtype": "float64"}, "--dtype: expected one of auto, float32, bfloat16"),
+        ({"dtype": "float64"}, "--dtype: expected one of auto, float32, bfloat16, float16"),
+        ({"verify": "hope"}, "--verify: expected one of coupled, rejection"),
+        ({"device": "tpu"}, "--device: expected one of auto, cpu, cuda"),
+        ({"devices": "0,0"}, "--devices: expected different indices from 0 on, such as 0,1"),
+        ({"devices": "-1"}, "--devices: expected different indices"),
+        ({"devices": ""}, "--devices: expected different indices"),
+        ({"devices": "cpu"}, "--devices: expected different indices"),
+        ({"exact": "perhaps"}, "--exact: expected bool"),
+        ({"gpu_memory_utilization": "0"}, "--gpu-memory-utilization: expected float > 0"),
+        ({"gpu_memory_utilization": "1.1"}, "--gpu-memory-utilization: expected float <= 1"),
         ({"backend": "cloud"}, "--backend: expected one of"),
         ({"speculation": "fixed:0"}, "--speculation: fixed:K needs K from 1 to 64"),
         ({"speculation": "psychic"}, "--speculation: unknown speculation policy"),
@@ -74,6 +83,8 @@ def test_a_bad_value_is_one_line_that_names_its_source(
         ("port: [1\n", "not YAML"),
         ("port: many\n", "port: expected int"),
         ("port: true\n", "port: expected int"),
+        ("devices: true\n", "devices: expected different indices"),
+        ("devices: [0, 0]\n", "devices: expected different indices"),
     ],
 )
 def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, content: str, message: str) -> None:
@@ -121,8 +132,40 @@ def test_every_setting_explains_itself() -> None:
 def test_the_worker_gets_its_share() -> None:
     """Every field of the worker's configuration is a setting and is handed on."""
     config = effective_config({"model": "~/m", "threads": "2", "kv_bytes": "5MiB"}, {}).config
-    worker = config.worker_config()
+    (worker,) = config.worker_configs()
     assert worker.model == "~/m"
     assert (worker.threads, worker.kv_bytes) == (2, 5 << 20)
-    assert set(WorkerConfig.__dataclass_fields__) <= set(ServeConfig.__struct_fields__)
-    assert ServeConfig().worker_config() == WorkerConfig()
+    own = set(WorkerConfig.__dataclass_fields__) - {"device_index"}
+    assert own <= set(ServeConfig.__struct_fields__)
+    assert ServeConfig().worker_configs() == (WorkerConfig(),)
+
+
+def test_each_device_gets_a_worker_and_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--devices 2,0` is two workers, in this order; without `--threads` they share the cores."""
+    monkeypatch.setattr("gateway.config._usable_cores", lambda: 5)
+    config = effective_config({"devices": "2, 0"}, {}).config
+    assert [w.device_index for w in config.worker_configs()] == [2, 0]
+    assert {w.threads for w in config.worker_configs()} == {2}
+    many = effective_config({"devices": ",".join(map(str, range(8)))}, {}).config
+    assert {w.threads for w in many.worker_configs()} == {1}
+    asked = effective_config({"devices": "0,1", "threads": "3"}, {}).config
+    assert {w.threads for w in asked.worker_configs()} == {3}
+
+
+@pytest.mark.parametrize(("content", "found"), [("3", (3,)), ("0,1", (0, 1)), ("[1, 0]", (1, 0))])
+def test_devices_in_yaml_are_a_number_a_text_or_a_list(
+    tmp_path: Path, content: str, found: tuple[int, ...]
+) -> None:
+    """However an operator writes device indices, they are the same."""
+    file = tmp_path / "node.yaml"
+    file.write_text(f"devices: {content}\n")
+    assert effective_config({}, {}, str(file)).config.devices == found
+
+
+def test_a_boolean_can_be_switched_both_ways() -> None:
+    """The environment can switch `exact` on, and a flag can switch it off again."""
+    environ = {"DRAFTGATE_EXACT": "true"}
+    assert effective_config({}, environ).config.exact is True
+    assert effective_config({"exact": False}, environ).config.exact is False

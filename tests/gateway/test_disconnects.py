@@ -7,16 +7,9 @@ import asyncio
 import pytest
 
 from gateway.app import Listening
-from tests.gateway.harness import ScriptedBackend, post_raw, running, until
+from tests.gateway.harness import ScriptedBackend, is_idle, load_of, post_raw, running, until
 
 LONG = {"prompt": "def f(x):", "max_tokens": 8000, "ignore_eos": True}
-
-
-def is_idle(where: Listening) -> bool:
-    """Whether the node holds nothing of any request."""
-    load = where.node.backend.load()
-    free = load.kv_blocks_free == load.kv_blocks_total
-    return free and load.running == load.waiting == where.node.dispatcher.in_flight == 0
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -24,10 +17,10 @@ def is_idle(where: Listening) -> bool:
 async def test_leaving_while_decoding_frees_the_kv(sim: Listening, stream: bool, n: int) -> None:
     """The KV blocks of every choice come back when the connection goes."""
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": stream, "n": n})
-    await until(lambda: sim.node.backend.load().running == n)
-    assert not is_idle(sim)
+    await until(lambda: load_of(sim.node).running == n)
+    assert not is_idle(sim.node)
     writer.close()
-    await until(lambda: is_idle(sim))
+    await until(lambda: is_idle(sim.node))
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -35,48 +28,48 @@ async def test_leaving_the_queue_leaves_nothing(stream: bool) -> None:
     """A request that never ran is forgotten as well."""
     async with running(max_num_seqs=1) as where:
         _, first = await post_raw(where, "/v1/completions", LONG)
-        await until(lambda: where.node.backend.load().running == 1)
+        await until(lambda: load_of(where.node).running == 1)
         _, second = await post_raw(where, "/v1/completions", {**LONG, "stream": stream})
-        await until(lambda: where.node.backend.load().waiting == 1)
+        await until(lambda: load_of(where.node).waiting == 1)
         second.close()
-        await until(lambda: where.node.backend.load().waiting == 0)
-        assert where.node.backend.load().running == 1
+        await until(lambda: load_of(where.node).waiting == 0)
+        assert load_of(where.node).running == 1
         first.close()
-        await until(lambda: is_idle(where))
+        await until(lambda: is_idle(where.node))
 
 
 async def test_leaving_with_several_prompts_frees_all(sim: Listening) -> None:
     """Every prompt of a list is cancelled."""
     body = {**LONG, "prompt": ["a", "b", "c"], "stream": True}
     _, writer = await post_raw(sim, "/v1/completions", body)
-    await until(lambda: sim.node.backend.load().running == 3)
+    await until(lambda: load_of(sim.node).running == 3)
     writer.close()
-    await until(lambda: is_idle(sim))
+    await until(lambda: is_idle(sim.node))
 
 
 async def test_an_aborted_connection_frees_as_well(sim: Listening) -> None:
     """A reset is a departure, too."""
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
-    await until(lambda: sim.node.backend.load().running == 1)
+    await until(lambda: load_of(sim.node).running == 1)
     writer.transport.abort()
-    await until(lambda: is_idle(sim))
+    await until(lambda: is_idle(sim.node))
 
 
 async def test_leases_end_with_their_requests(sim: Listening) -> None:
     """What the store holds for a request is released when its client leaves."""
     store, node = sim.node.store, sim.node
-    await store.publish(node.worker_id, node.backend.load())
+    await store.publish(node.fleet.workers[0].worker_id, load_of(node))
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
-    await until(lambda: node.backend.load().running == 1)
+    await until(lambda: load_of(node).running == 1)
     assert (await store.snapshot())[0].leased_tokens == 8000 + 5
     writer.close()
-    await until(lambda: is_idle(sim))
+    await until(lambda: is_idle(sim.node))
     assert (await store.snapshot())[0].leased_tokens == 0
 
 
 async def test_a_worker_that_is_silent_learns_of_a_departure(scripted: ScriptedBackend) -> None:
     """Leaving is noticed without a write that fails: nothing was ever sent on this stream."""
-    async with running(backend=scripted) as where:
+    async with running(backends=[scripted]) as where:
         body = {"prompt": "x", "stream": True}
         _, writer = await post_raw(where, "/v1/completions", body)
         request = await scripted.submitted.get()

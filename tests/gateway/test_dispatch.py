@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 
@@ -16,13 +15,15 @@ from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing
 from policies.types import SpeculationMode
-from tests.gateway.harness import ScriptedBackend
+from tests.gateway.harness import ScriptedBackend, scripted_fleet
 
 
 @pytest.fixture
 async def node(scripted: ScriptedBackend) -> Node:
     """A started node without HTTP."""
-    made = Node(ServeConfig(speculation="fixed:4"), scripted, MemoryStore(), NoTracing())
+    config = ServeConfig(speculation="fixed:4")
+    fleet = scripted_fleet(config, [scripted])
+    made = Node(config, fleet, MemoryStore(), NoTracing())
     await made.start()
     return made
 
@@ -36,9 +37,9 @@ def job(prompt_tokens: int = 10, **fields: object) -> Job:
 def test_without_max_tokens_the_context_is_filled(node: Node, scripted: ScriptedBackend) -> None:
     """The default is what is left of the context, or of the KV pool if that is smaller."""
     scripted.kv_tokens = 5000
-    assert node.dispatcher.decide(job(max_tokens=None))[0].sampling.max_tokens == 990
+    assert node.dispatcher.decide(job(max_tokens=None))[0].request.sampling.max_tokens == 990
     scripted.kv_tokens = 500
-    assert node.dispatcher.decide(job(max_tokens=None))[0].sampling.max_tokens == 490
+    assert node.dispatcher.decide(job(max_tokens=None))[0].request.sampling.max_tokens == 490
 
 
 def test_a_prompt_that_leaves_no_room_is_rejected(node: Node) -> None:
@@ -51,7 +52,7 @@ def test_a_prompt_that_leaves_no_room_is_rejected(node: Node) -> None:
 
 def test_the_plan_honours_the_clients_cap(node: Node) -> None:
     """What the client allows bounds what the policy plans, and the reason is told."""
-    plan = node.dispatcher.decide(job(max_draft_tokens=2))[0].speculation
+    plan = node.dispatcher.decide(job(max_draft_tokens=2))[0].request.speculation
     assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
     assert plan.reason
 
@@ -65,13 +66,13 @@ def test_a_proposer_that_is_not_there_is_named_with_those_that_are(node: Node) -
 
 async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
     """Tokens of prompt and output are leased while the request runs, and not a moment longer."""
-    await node.store.publish(node.worker_id, scripted.load())
-    (request,) = node.dispatcher.decide(job())
-    async with aclosing(node.dispatcher.run([request])) as deltas:
+    await node.store.publish(node.fleet.workers[0].worker_id, scripted.load())
+    (placed,) = node.dispatcher.decide(job())
+    async with node.dispatcher.run([placed]) as deltas:
         reading = asyncio.ensure_future(anext(deltas))
         await scripted.submitted.get()
         assert (await node.store.snapshot())[0].leased_tokens == 15
-        scripted.emit(request, "x", last=True)
+        scripted.emit(placed.request, "x", last=True)
         await reading
     assert (await node.store.snapshot())[0].leased_tokens == 0
 
@@ -96,4 +97,4 @@ async def test_the_heartbeat_publishes_and_survives(
         await published.wait()
     beating.cancel()
     await asyncio.wait({beating})
-    assert calls[:2] == [node.worker_id] * 2
+    assert calls[:2] == [node.fleet.workers[0].worker_id] * 2

@@ -27,7 +27,7 @@ async def test_draining_finishes_open_streams_and_refuses_new_ones(
     scripted: ScriptedBackend,
 ) -> None:
     """While draining, open streams go on to their end; new requests get 503 with Retry-After."""
-    async with running(backend=scripted) as where, client(where) as http:
+    async with running(backends=[scripted]) as where, client(where) as http:
         open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
         request = await scripted.submitted.get()
         draining = asyncio.create_task(drain(where.node, 60))
@@ -45,7 +45,7 @@ async def test_draining_finishes_open_streams_and_refuses_new_ones(
 
 async def test_draining_gives_up_after_its_timeout(scripted: ScriptedBackend) -> None:
     """A stream that never ends does not keep the node; it gets one error event."""
-    async with running(backend=scripted) as where, client(where) as http:
+    async with running(backends=[scripted]) as where, client(where) as http:
         open_stream = asyncio.create_task(http.post("/v1/completions", json=BODY))
         scripted.emit(await scripted.submitted.get(), "begun")
         assert not await drain(where.node, 0.05)
@@ -55,7 +55,7 @@ async def test_draining_gives_up_after_its_timeout(scripted: ScriptedBackend) ->
 
 async def test_a_late_reader_is_still_in_flight(scripted: ScriptedBackend) -> None:
     """A whole answer counts as in flight until its bytes are handed over."""
-    async with running(backend=scripted) as where, client(where) as http:
+    async with running(backends=[scripted]) as where, client(where) as http:
         whole = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": False}))
         scripted.emit(await scripted.submitted.get(), "all", last=True)
         assert await drain(where.node, 60)
@@ -121,7 +121,7 @@ def test_a_second_signal_stops_at_once(served: tuple[subprocess.Popen[str], str]
 def test_sigterm_while_loading_exits_0() -> None:
     """A node that is still loading stops as quietly as one that serves."""
     command = [*COMMAND[:4], "--port", "0", "--backend", "sim", "--config", "/dev/null"]
-    slow = "import gateway.late as l, time; f = l.backend_factory\n"
+    slow = "import gateway.app as l, time; f = l.backend_factory\n"
     slow += "def load(name):\n    print('loading', flush=True); time.sleep(0.3); return f(name)\n"
     command[2] = slow + "l.backend_factory = load\n" + command[2]
     with subprocess.Popen(

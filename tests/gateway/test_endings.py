@@ -22,7 +22,7 @@ BODY = {"prompt": "x", "max_tokens": 400}
 @pytest.fixture
 async def node(scripted: ScriptedBackend) -> AsyncIterator[Listening]:
     """A node whose worker the test plays."""
-    async with running(backend=scripted) as where:
+    async with running(backends=[scripted]) as where:
         yield where
 
 
@@ -81,6 +81,23 @@ async def test_a_crash_in_the_middle_is_one_error_event_and_no_done(
         (error,) = events("\n".join([line async for line in lines]))
     assert error["error"]["code"] == "worker_failed"
     assert "device lost" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_cached_tokens_are_the_first_choices_of_every_prompt(
+    scripted: ScriptedBackend, http: httpx.AsyncClient, stream: bool
+) -> None:
+    """A prompt's further choices read what its first one computed: only the first one's count."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(http, prompt=["x", "y"], n=2, max_tokens=50, **options)
+    for cached in (16, 32):
+        request = await scripted.submitted.get()
+        scripted.emit(request, "second", last=True, choice=1, cached_tokens=500)
+        scripted.emit(request, "first", last=True, cached_tokens=cached)
+    body = events((await answer).text)[-2] if stream else (await answer).json()
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+    metrics = (await http.get("/metrics")).text
+    assert 'draftgate_cached_prompt_tokens_total{model_name="scripted"} 48.0' in metrics
 
 
 async def test_openais_client_raises_on_the_error_event(

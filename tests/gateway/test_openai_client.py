@@ -34,7 +34,7 @@ ENGINE = pytest.param(
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sim", ENGINE])
 async def where(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
     """A node with either backend."""
-    async with running(backend_name=request.param, kv_bytes=32 << 20, threads=1) as listening:
+    async with running(backend=request.param, kv_bytes=32 << 20, threads=1) as listening:
         yield listening
 
 
@@ -43,6 +43,14 @@ async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client, pointed at the node."""
     async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def sampled(where: Listening) -> Listening:
+    """The node, if its tokens are drawn from logits."""
+    if where.node.config.backend == "sim":
+        pytest.skip("the simulator has no logits")
+    return where
 
 
 @pytest.fixture
@@ -193,6 +201,76 @@ async def test_completion_logprobs(api: AsyncOpenAI, model: str) -> None:
     chunks = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices]
     assert [t for part in chunks for t in part.tokens] == found.tokens
     assert [o for part in chunks for o in part.text_offset] == found.text_offset
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+async def test_a_bias_forces_a_token_and_bans_another(
+    api: AsyncOpenAI, model: str, sampled: Listening, chat: bool
+) -> None:
+    """With +100 nothing else is said, with -100 the token never is; greedy or not."""
+
+    async def tokens(**fields: object) -> list[str]:
+        if chat:
+            ask = {"model": model, "messages": CHAT, "max_tokens": 6, "logprobs": True, **fields}
+            answer = await api.chat.completions.create(**ask)
+            return [entry.token for entry in answer.choices[0].logprobs.content]
+        ask = {"model": model, "prompt": PROMPT, "max_tokens": 6, "logprobs": 0, **fields}
+        return (await api.completions.create(**ask)).choices[0].logprobs.tokens
+
+    tokenizer = sampled.node.served.tokenizer
+    for fields in ({"temperature": 0}, {"seed": 3, "temperature": 1.5, "top_p": 0.9}):
+        (forced,) = tokenizer.encode("yield", add_special_tokens=False)
+        assert await tokens(**fields, logit_bias={str(forced): 100}) == ["yield"] * 6
+        plain = await tokens(**fields)
+        (banned,) = tokenizer.encode(plain[0], add_special_tokens=False)
+        assert plain[0] not in await tokens(**fields, logit_bias={str(banned): -100})
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 1.8}],
+    ids=lambda penalty: next(iter(penalty)),
+)
+async def test_penalties_change_the_greedy_text(
+    api: AsyncOpenAI, model: str, sampled: Listening, penalty: dict[str, float]
+) -> None:
+    """A text that repeats itself stops doing so, in the same way with drafts and without."""
+    ask = {"model": model, "prompt": "x = 1\n" * 8, "max_tokens": 40, "temperature": 0}
+    plain = (await api.completions.create(**ask)).choices[0].text
+    ways = [
+        await api.completions.create(**ask, extra_body={**penalty, **more})
+        for more in ({}, {"speculation": {"mode": "off"}})
+    ]
+    assert ways[0].choices[0].text == ways[1].choices[0].text != plain
+    assert ways[1].model_extra["metrics"]["speculative_decoding"]["num_drafted_tokens"] == 0
+
+
+async def test_min_tokens_put_the_end_off(api: AsyncOpenAI, model: str) -> None:
+    """A stop text counts only behind that many tokens."""
+    ask = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
+    stop = (await api.completions.create(**ask)).choices[0].text[:3]
+    early = await api.completions.create(**ask, stop=stop)
+    late = await api.completions.create(**ask, stop=stop, extra_body={"min_tokens": 30})
+    assert early.usage.completion_tokens < 30 <= late.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_usage_tells_what_was_cached(api: AsyncOpenAI, model: str, stream: bool) -> None:
+    """A prompt seen before is not computed again, and usage says how much of it was there."""
+    prompt = f"# seen before, {'streamed' if stream else 'whole'}\n" + "value = value + 1\n" * 20
+    cached = []
+    for _ in range(2):
+        ask = {"model": model, "prompt": prompt, "max_tokens": 2, "n": 2}
+        if stream:
+            options = {"include_usage": True}
+            chunks = await api.completions.create(**ask, stream=True, stream_options=options)
+            usage = [chunk.usage async for chunk in chunks][-1]
+        else:
+            usage = (await api.completions.create(**ask)).usage
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert 0 < cached[1] < usage.prompt_tokens
 
 
 async def test_chat_without_max_tokens_never_fails(api: AsyncOpenAI, model: str) -> None:

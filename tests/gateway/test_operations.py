@@ -13,7 +13,7 @@ import uvloop
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.app import Listening, start_worker
+from gateway.app import Listening, start_workers
 from gateway.http import generation
 from gateway.http.routes import build_app
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
@@ -24,8 +24,8 @@ COMPLETION = {"prompt": "def f(x):", "max_tokens": 30, "seed": 1}
 async def test_probes_answer_while_the_model_loads(scripted: ScriptedBackend) -> None:
     """The node listens first: alive but not ready, and requests learn when to come back."""
     scripted.gate.clear()
-    async with running(backend=scripted, start=False) as where, client(where) as http:
-        loading = asyncio.create_task(start_worker(where.node))
+    async with running(backends=[scripted], start=False) as where, client(where) as http:
+        loading = asyncio.create_task(start_workers(where.node))
         assert (await http.get("/health")).status_code == 200
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/metrics")).status_code == 200
@@ -191,7 +191,7 @@ async def test_the_chosen_name_is_the_only_one() -> None:
 
 async def test_health_counts_what_is_in_flight(scripted: ScriptedBackend) -> None:
     """A request counts from its arrival to its last byte."""
-    async with running(backend=scripted) as where, client(where) as http:
+    async with running(backends=[scripted]) as where, client(where) as http:
         _, writer = await post_raw(where, "/v1/completions", COMPLETION)
         await scripted.submitted.get()
         assert (await http.get("/health")).json()["in_flight"] == 1

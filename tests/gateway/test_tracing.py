@@ -15,7 +15,7 @@ from gateway.app import Listening
 from gateway.telemetry.logs import LineFormatter
 from gateway.telemetry.otel import OtelTracing
 from gateway.telemetry.tracing import NO_SPAN, NoTracing, open_tracing
-from tests.gateway.harness import client, post_raw, running, until
+from tests.gateway.harness import client, load_of, post_raw, running, until
 
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -61,6 +61,7 @@ async def test_a_request_is_one_trace_below_its_clients(
     assert [event.name for event in server.events] == ["first_token"]
     found = dict(server.attributes)
     assert found["gen_ai.usage.output_tokens"] == 20
+    assert found["draftgate.worker_id"] == traced.node.fleet.workers[0].worker_id
     assert found["draftgate.proposer"] == "ngram"
     assert found["draftgate.drafted_tokens"] >= found["draftgate.accepted_tokens"]
     assert "tell nobody" not in str(found)
@@ -72,7 +73,7 @@ async def test_a_span_ends_when_its_client_leaves(
     """A cancelled request's trace is complete and says so."""
     body = {**BODY, "max_tokens": 8000, "stream": True}
     _, writer = await post_raw(traced, "/v1/completions", body)
-    await until(lambda: traced.node.backend.load().running == 1)
+    await until(lambda: load_of(traced.node).running == 1)
     writer.close()
     await until(lambda: "POST /v1/completions" in by_name(exporter))
     assert by_name(exporter)["POST /v1/completions"].attributes["draftgate.ending"] == "cancelled"
@@ -107,10 +108,17 @@ async def test_logs_have_the_request_and_not_its_text(
         async with running() as where, client(where) as http:
             headers = {"x-request-id": "id with space"}
             answer = await http.post("/v1/completions", json=BODY, headers=headers)
+            worker = where.node.fleet.workers[0].worker_id
     assert logger.name == "draftgate"
     lines = [LineFormatter().format(record) for record in caplog.records]
     (line,) = [line for line in lines if " request " in line]
-    for part in ('id="id with space"', "status=200", "ending=finished", "output_tokens=20"):
+    for part in (
+        'id="id with space"',
+        "status=200",
+        f"worker={worker}",
+        "ending=finished",
+        "output_tokens=20",
+    ):
         assert part in line
     assert "tell nobody" not in line
     assert answer.json()["choices"][0]["text"] not in line

@@ -31,7 +31,8 @@ JSON = st.recursive(
 LIKELY = (
     st.sampled_from(
         [[1, 2], ["a", [1]], "a", 1, 0, 0.5, True, None, "off", {"mode": "auto"}, {"mode": "off"},
-         {"include_usage": True}, [{"role": "user", "content": "a"}],
+         {"include_usage": True}, {"5": 1.5, "3": -100}, {"5": 101}, {"-5": 1}, -1.5, 2, 3,
+         [{"role": "user", "content": "a"}],
          [{"role": "user", "content": [{"type": "text", "text": "a"}]}]]
     )
     | JSON
@@ -64,6 +65,12 @@ def test_any_object_is_a_call_or_a_named_error(parse, schema) -> None:
         assert 0 <= job.sampling.seed < 1 << 64
         assert job.sampling.temperature >= 0
         assert 0 < job.sampling.top_p <= 1
+        assert list(job.sampling.logit_bias) == sorted(dict(job.sampling.logit_bias).items())
+        assert all(0 <= i < 4096 and abs(b) <= 100 for i, b in job.sampling.logit_bias)
+        assert 0 < job.sampling.repetition_penalty < 1000
+        assert abs(job.sampling.frequency_penalty) <= 2
+        assert abs(job.sampling.presence_penalty) <= 2
+        assert job.sampling.min_tokens >= 0
         assert job.max_tokens is None or job.max_tokens >= 1
 
     check()

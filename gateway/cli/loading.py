@@ -1,0 +1,62 @@
+"""What an operator sees while the workers load: a bar on a terminal, two log lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from gateway.config import ServeConfig
+from gateway.fleet import Fleet
+from gateway.telemetry.logs import log
+
+PATIENCE_S: Final = 0.5
+"""A bar that vanishes sooner than this is only a flicker."""
+
+REFRESH_S: Final = 0.1
+
+
+def stderr() -> Console:
+    """Return where the bar goes: stdout belongs to what a command prints."""
+    return Console(stderr=True)
+
+
+@asynccontextmanager
+async def loading_shown(fleet: Fleet, config: ServeConfig, console: Console) -> AsyncIterator[None]:
+    """Show how far the fleet has loaded, until the context is left."""
+    what = config.model or "the shipped model"
+    if console.is_terminal:
+        bar = asyncio.create_task(_bar(lambda: fleet.progress, what, console))
+        try:
+            yield
+        finally:
+            bar.cancel()
+            await asyncio.wait({bar})
+        return
+    begin_s = time.perf_counter()
+    log(logging.INFO, "loading", backend=config.backend, model=what, workers=len(config.devices))
+    yield
+    if fleet.progress >= 1.0:  # and not a signal that ended it
+        log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)
+
+
+async def _bar(progress: Callable[[], float], what: str, console: Console) -> None:
+    """Draw the bar until cancelled; it leaves no trace."""
+    await asyncio.sleep(PATIENCE_S)
+    columns = (
+        TextColumn("loading {task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as shown:
+        task = shown.add_task(what, total=1.0)
+        while True:
+            shown.update(task, completed=progress(), refresh=True)
+            await asyncio.sleep(REFRESH_S)

@@ -1,0 +1,115 @@
+"""The workers of this node: started together, one chosen for each request, stopped together.
+
+All are alike but for their device. They are imported and built when the fleet starts, so that the
+node listens while torch is being loaded. A worker that breaks while serving is left out from then
+on; the fleet has failed once none is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+
+from backends.base import Backend, WorkerConfig
+from backends.errors import BackendFailed
+from backends.tokenizer import Tokenizer
+from backends.types import ModelCard
+
+BackendFactory = Callable[[WorkerConfig], Backend]
+
+
+class FleetWorker:
+    """A worker of this node, and the tokens promised to requests that run on it."""
+
+    def __init__(self, worker_id: str, backend: Backend) -> None:
+        """Begin with nothing reserved."""
+        self.worker_id = worker_id
+        self.backend = backend
+        self._reserved: dict[str, int] = {}
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens of prompt and output of the requests that have not ended."""
+        return sum(self._reserved.values())
+
+    def reserve(self, request_id: str, tokens: int) -> None:
+        """Count a request in."""
+        self._reserved[request_id] = tokens
+
+    def release(self, request_id: str) -> None:
+        """Count it out. Idempotent."""
+        self._reserved.pop(request_id, None)
+
+
+class Fleet:
+    """The workers, one for each configuration; there are none before `start`."""
+
+    def __init__(
+        self, load_factory: Callable[[], BackendFactory], configs: Sequence[WorkerConfig]
+    ) -> None:
+        """Remember what to build; `load_factory` may import for seconds and runs in a thread."""
+        self._load_factory = load_factory
+        self._configs = configs
+        self.workers: tuple[FleetWorker, ...] = ()
+
+    @property
+    def serving(self) -> list[FleetWorker]:
+        """The workers that are well, in order."""
+        return [worker for worker in self.workers if worker.backend.failure is None]
+
+    @property
+    def failure(self) -> str | None:
+        """Why no worker is left, or None while there is one, or none was built yet."""
+        if not self.workers or self.serving:
+            return None
+        return "; ".join(dict.fromkeys(str(worker.backend.failure) for worker in self.workers))
+
+    @property
+    def progress(self) -> float:
+        """The share of loading that is done, 0 to 1: the workers' mean."""
+        if not self.workers:
+            return 0.0
+        return sum(worker.backend.progress for worker in self.workers) / len(self.workers)
+
+    @property
+    def card(self) -> ModelCard:
+        """What is served."""
+        return self._any().card
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._any().tokenizer
+
+    async def start(self) -> None:
+        """Import in a thread, build all, and start them side by side.
+
+        What cannot start was asked for by mistake, so the first that fails fails them all; call
+        `stop` then, too.
+
+        Raises:
+            ImportError: what the backend needs is not installed.
+            CheckpointError, ValueError: the model cannot be loaded, or a setting does not fit it.
+        """
+        factory = await asyncio.to_thread(self._load_factory)
+        name = f"w-{secrets.token_hex(4)}"
+        self.workers = tuple(
+            FleetWorker(f"{name}-{index}", factory(config))
+            for index, config in enumerate(self._configs)
+        )
+        await asyncio.gather(*(worker.backend.start() for worker in self.workers))
+
+    async def stop(self) -> None:
+        """Stop all at once; open streams end with `BackendFailed`. Idempotent."""
+        await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
+
+    def _any(self) -> Backend:
+        if not self.workers:
+            raise BackendFailed("the workers have not started")
+        return self.workers[0].backend
+
+
+def least_reserved(reserved_tokens: Sequence[int]) -> int:
+    """Return the index of the worker with the fewest reserved tokens, the first of equals."""
+    return min(range(len(reserved_tokens)), key=reserved_tokens.__getitem__)

@@ -1,0 +1,74 @@
+"""What an operator sees while the workers load."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+
+import pytest
+from rich.console import Console
+
+from gateway.cli import loading
+from gateway.cli.loading import loading_shown
+from gateway.config import ServeConfig
+from tests.gateway.harness import ScriptedBackend, scripted_fleet, until
+
+CONFIG = ServeConfig(model="/models/[m]")
+
+
+class Terminal(io.StringIO):
+    """A terminal's screen."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Console:
+    """A console on a terminal."""
+    monkeypatch.setattr(loading, "REFRESH_S", 0.001)
+    environ = {"TERM": "xterm", "COLUMNS": "100"}
+    return Console(file=Terminal(), force_terminal=True, _environ={**os.environ, **environ})
+
+
+async def test_a_terminal_gets_a_bar_that_follows_the_workers(
+    console: Console, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bar shows the share that is done, names the model as it is, and is gone at the end."""
+    monkeypatch.setattr(loading, "PATIENCE_S", 0.0)
+    fleet = scripted_fleet(CONFIG, [scripted])
+    await fleet.start()
+    screen = console.file
+    async with loading_shown(fleet, CONFIG, console):
+        for share in (0.25, 0.75):
+            scripted.progress = share
+            await until(lambda share=share: f"{share:.0%}" in screen.getvalue())
+    assert "loading /models/[m]" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[2K")  # the line is cleared
+
+
+async def test_quick_loading_shows_nothing(console: Console, scripted: ScriptedBackend) -> None:
+    """A bar that would only flicker is not drawn."""
+    async with loading_shown(scripted_fleet(CONFIG, [scripted]), CONFIG, console):
+        await asyncio.sleep(0)
+    assert console.file.getvalue() == ""
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["loaded", "interrupted"])
+async def test_without_a_terminal_there_are_log_lines(
+    share: float, scripted: ScriptedBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line at the start, one with the seconds when it is done, and no escape codes."""
+    fleet = scripted_fleet(CONFIG, [scripted])
+    console = Console(file=io.StringIO())
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        async with loading_shown(fleet, CONFIG, console):
+            await fleet.start()
+            scripted.progress = share
+    assert console.file.getvalue() == ""
+    lines = {record.message: record.draftgate_fields for record in caplog.records}
+    assert list(lines) == (["loading", "loaded"] if share == 1.0 else ["loading"])
+    assert lines["loading"] == {"backend": "engine", "model": "/models/[m]", "workers": 1}
+    assert lines.get("loaded", {"seconds": 0})["seconds"] >= 0

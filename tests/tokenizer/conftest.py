@@ -1,0 +1,25 @@
+"""A clock that stands still, for both renderers of chat templates."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+from transformers.utils import chat_template_utils
+
+from tests.tokenizer.oracle import NOW
+
+
+class _Frozen(datetime):
+    """The `datetime` of a day that does not end during the test."""
+
+    @classmethod
+    def now(cls, tz: object = None) -> datetime:
+        return NOW
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _frozen_oracle() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_template_utils, "datetime", _Frozen)
+        yield

@@ -1,0 +1,67 @@
+"""Checkpoints with the templates of the test, as we load them and as `transformers` does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+
+NOW = datetime(2026, 2, 28, 23, 59, 59)  # noqa: DTZ001  # local time, as templates write it
+REFUSED = "(refused)"
+
+
+class Pair(NamedTuple):
+    """One checkpoint, loaded twice."""
+
+    ours: Tokenizer
+    theirs: PreTrainedTokenizerBase
+
+    def both(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, str]:
+        """Return our prompt and theirs; a refusal is a prompt of its own."""
+        return (
+            _outcome(lambda: self.ours.render_chat(messages, tools)),
+            _outcome(
+                lambda: self.theirs.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=True
+                )
+            ),
+        )
+
+
+def checkpoint(directory: Path, settings: dict[str, Any], **files: str) -> Path:
+    """Write a tokenizer with these settings and templates.
+
+    Args:
+        directory: where; made if need be.
+        settings: of `tokenizer_config.json`, beside the class.
+        files: text of template files: `chat_template`, or `more__rag` for one in the folder.
+    """
+    directory.mkdir(exist_ok=True)
+    shutil.copy(SHIPPED_MODEL / "tokenizer.json", directory)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, text in files.items():
+        path = directory / f"{name.replace('more__', 'additional_chat_templates/')}.jinja"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return directory
+
+
+def load(directory: Path) -> Pair:
+    """Load a checkpoint twice."""
+    return Pair(Tokenizer(directory, lambda: NOW), AutoTokenizer.from_pretrained(directory))
+
+
+def _outcome(render: Callable[[], str]) -> str:
+    try:
+        return render()
+    except Exception:  # noqa: BLE001  # of theirs anything a template raises comes through
+        return REFUSED

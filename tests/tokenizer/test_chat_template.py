@@ -1,0 +1,159 @@
+"""Where templates and special tokens stand, what templates may use, and what they may not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends import chat_template
+from backends.chat_template import ChatTemplate, template_sources
+from backends.errors import CheckpointError, RequestRejected
+from tests.tokenizer.oracle import REFUSED, checkpoint, load
+
+HELLO = [{"role": "user", "content": "<Hé & 'you'>"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
+
+ABILITIES = {
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2, sort_keys=true) }}",
+    "json for ascii": "{{ messages | tojson(ensure_ascii=true, separators=(',', ':')) }}",
+    "json of nothing": "{{ nothing | tojson }}",
+    "break and continue": "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}"
+    "{% if i == 5 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+    "generation": "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}"
+    "{{ loop.index }}{{ m.content }}\n{% endgeneration %}\n{{ x }}{% endfor %}",
+    "clock": "{{ strftime_now('%A %d %B %Y %H:%M:%S%Z') }}",
+    "refusal": "{{ raise_exception('no ' + messages[0].role) }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = 7 %}"
+    "{% endfor %}{{ ns.n }}{{ dict(a=1) }}",
+    "trimmed blocks": "  {% if true %}\n  a\n  {% endif %}\n{#- note -#}\n b\n",
+    "absent tools": "{{ tools is not none }}{{ tools is defined }}{{ documents is none }}",
+    "generation prompt": "{{ add_generation_prompt }}",
+    "undefined": "[{{ pad_token }}{{ date_string }}]{{ date_string is defined }}",
+    "attribute of undefined": "{{ date_string.year }}",
+    "private attribute": "{{ messages.__class__.__mro__ }}",
+    "change of messages": "{{ messages.append(1) }}",
+    "too long a range": "{% for i in range(1000000) %}x{% endfor %}",
+    "wrong type": "{{ 1 + 'a' }}",
+    "division": "{{ 1 / 0 }}",
+    "macro": "{% macro say(x) %}<{{ x }}>{% endmacro %}{{ say(messages[0].content) }}",
+    "products": "{{ '-' * 3 }}{{ 3 * '-' }}{{ 2 ** 10 }}{{ [1] * 2 }}{{ 2.0 ** 3 }}{{ 6 * 7 }}",
+}
+
+
+@pytest.mark.parametrize("ability", ABILITIES)
+def test_templates_find_what_transformers_gives_them(ability: str, tmp_path: Path) -> None:
+    """Filters, functions, tags, undefined names and whitespace mean the same, refusals too."""
+    settings = {"bos_token": "<s>", "chat_template": ABILITIES[ability]}
+    pair = load(checkpoint(tmp_path, settings))
+    ours, theirs = pair.both(HELLO)
+    assert ours == theirs
+    ours, theirs = pair.both(HELLO, TOOLS)
+    assert ours == theirs
+
+
+ONE, TWO, THREE = "one {{ tools }}", "two {{ tools }}", "three"
+PLACES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "none": ({}, {}),
+    "text in the settings": ({"chat_template": ONE}, {}),
+    "list with a default": (
+        {
+            "chat_template": [
+                {"name": "default", "template": ONE},
+                {"name": "tool_use", "template": TWO},
+                {"name": "rag", "template": THREE},
+            ]
+        },
+        {},
+    ),
+    "list without a default": ({"chat_template": [{"name": "tool_use", "template": ONE}]}, {}),
+    "file": ({}, {"chat_template": ONE}),
+    "file beside settings": ({"chat_template": TWO}, {"chat_template": ONE}),
+    "folder": ({}, {"chat_template": ONE, "more__tool_use": TWO}),
+    "folder beside settings": ({"chat_template": TWO}, {"more__rag": ONE}),
+    "default in the folder": (
+        {},
+        {"chat_template": ONE, "more__default": TWO},
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_templates_are_found_where_transformers_finds_them(place: str, tmp_path: Path) -> None:
+    """The same template is chosen of files and settings, with tools and without."""
+    settings, files = PLACES[place]
+    pair = load(checkpoint(tmp_path, settings, **files))
+    ours, theirs = pair.both(HELLO)
+    assert ours == theirs
+    ours, theirs = pair.both(HELLO, TOOLS)
+    assert ours == theirs
+
+
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+SHOW = "".join(
+    f"{role}={{{{ {role} if {role} is defined else '-' }}}};"
+    for role in (*ROLES, "image_token", "boi", "additional_special_tokens", "add_bos_token")
+)
+ADDED = {"content": "<map>", "lstrip": False, "rstrip": False, "normalized": False}
+SPECIALS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "settings": ({"bos_token": "<s>", "pad_token": "<pad>", "unk_token": None}, None),
+    "objects": ({"eos_token": {"__type": "AddedToken", **ADDED, "special": True}}, None),
+    "flags": ({"bos_token": "<s>", "add_bos_token": True}, None),
+    "of the model": ({"image_token": "<img>", "extra_special_tokens": {"boi": "<boi>"}}, None),
+    "list": ({"additional_special_tokens": ["<a>", "<b>"]}, None),
+    "map": ({"bos_token": "<s>"}, {"bos_token": "<map>", "eos_token": ADDED, "cls_token": "<c>"}),
+    "map that is out of date": (
+        {"bos_token": "<s>", "added_tokens_decoder": {}},
+        {"bos_token": "<map>", "eos_token": "<map>"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPECIALS)
+def test_special_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Each role has the text it has there, and a role without a token is undefined."""
+    settings, legacy = SPECIALS[case]
+    directory = checkpoint(tmp_path, settings | {"chat_template": SHOW})
+    if legacy is not None:
+        (directory / "special_tokens_map.json").write_text(json.dumps(legacy))
+    ours, theirs = load(directory).both(HELLO)
+    assert ours == theirs != REFUSED
+
+
+BOMBS = {
+    "endless text": "{% for i in range(90000) %}{% for j in range(90000) %}12345678"
+    "{% endfor %}{% endfor %}",
+    "repeated text": "{{ 'x' * 10 ** 12 }}",
+    "text repeated from the left": "{{ 10 ** 12 * 'x' }}",
+    "repeated list": "{{ (messages * 10 ** 12) | length }}",
+    "tower of powers": "{{ 9 ** (9 ** 9) }}",
+    "long range": "{{ range(10 ** 9) | list }}",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_template_cannot_grow_without_end(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output, products, powers and ranges of absurd size are refused, not computed."""
+    monkeypatch.setattr(chat_template, "MAX_PROMPT_CHARS", 1 << 16)
+    template = ChatTemplate({"default": BOMBS[bomb]}, {})
+    with pytest.raises(RequestRejected, match=r"refuses: .*(large|than \d+ characters|too big)"):
+        template.render(HELLO)
+
+
+DAMAGE = {
+    "no text": ({"chat_template": 7}, {}, "damaged .*tokenizer_config.json: chat_template must"),
+    "no names": ({"chat_template": [{"template": "x"}]}, {}, "damaged .*chat_template must be"),
+    "no syntax": ({}, {"chat_template": "{% if %}"}, "damaged chat template 'default'"),
+    "no such filter": ({"chat_template": "{{ 1 | shout }}"}, {}, "'default': No filter named"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_template_is_explained_on_loading(damage: str, tmp_path: Path) -> None:
+    """A template that is no template is named before a request can meet it."""
+    settings, files, message = DAMAGE[damage]
+    directory = checkpoint(tmp_path, settings, **files)
+    with pytest.raises(CheckpointError, match=message):
+        ChatTemplate(template_sources(directory, settings), {})

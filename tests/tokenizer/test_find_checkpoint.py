@@ -1,0 +1,150 @@
+"""Names of checkpoints: directories, hub names, and what is said where neither helps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from backends.checkpoints import checkpoint_id, find_checkpoint
+from backends.errors import CheckpointError
+from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from backends.tokenizer import Tokenizer
+from tests.tokenizer import hub
+from tests.tokenizer.hub import COMMIT, MODELS
+
+MODEL = "org/model-0.1"
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+LOADABLE = {
+    "config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+}
+
+
+def snapshot(home: Path, repo: str = MODEL) -> Path:
+    """Where the cache keeps a model."""
+    return home / "hub" / f"models--{repo.replace('/', '--')}" / "snapshots" / COMMIT
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_hub_name_is_downloaded_once(tmp_path: Path) -> None:
+    """Only what is loaded comes down; then the cache serves it, without any hub, too."""
+    with hub.serving() as online:
+        (first, by_tag, by_commit), stderr = hub.find(
+            tmp_path, MODEL, f"{MODEL}@v1", f"{MODEL}@{COMMIT}", HF_ENDPOINT=online.url
+        )
+    assert {first, by_tag, by_commit} == {str(snapshot(tmp_path))}
+    expected = {name: body for name, body in MODELS[MODEL].items() if name in LOADABLE}
+    assert contents(snapshot(tmp_path)) == expected
+    got = [path for method, path, _ in online.requests if method == "GET" and "/resolve/" in path]
+    assert len(got) == len(set(got)) == len(LOADABLE)
+    assert stderr == ""  # no progress bars in a server's log
+
+    (unplugged,), _ = hub.find(tmp_path, MODEL, **OFFLINE)
+    (unreachable,), _ = hub.find(tmp_path, f"{MODEL}@v1", HF_ENDPOINT=online.url)
+    assert unplugged == unreachable == first
+
+
+def test_a_tokenizer_alone_needs_no_weights(tmp_path: Path) -> None:
+    """Without weights a download brings settings only, of models in other formats as well."""
+    with hub.serving() as online:
+        found, _ = hub.find(tmp_path, (MODEL, False), ("org/gguf", False), HF_ENDPOINT=online.url)
+    assert found == [str(snapshot(tmp_path)), str(snapshot(tmp_path, "org/gguf"))]
+    light = {name for name in LOADABLE if not name.endswith(".safetensors")}
+    assert contents(Path(found[0])).keys() == light
+
+
+def test_a_token_of_the_environment_opens_a_gated_model(tmp_path: Path) -> None:
+    """HF_TOKEN goes to the hub; a model behind a licence is found with it."""
+    with hub.serving() as online:
+        found, _ = hub.find(tmp_path, "org/gated", HF_ENDPOINT=online.url, HF_TOKEN="hf_good")
+    assert found == [str(snapshot(tmp_path, "org/gated"))]
+    assert {token for _, _, token in online.requests} == {"Bearer hf_good"}
+
+
+def test_what_a_hub_does_not_give_is_explained(tmp_path: Path) -> None:
+    """Unknown, gated, of another format, of no such revision: each says what to do about it."""
+    names = ("org/nothing", "org/gated", "org/gguf", f"{MODEL}@v9")
+    with hub.serving() as online:
+        found, _ = hub.find(tmp_path, *names, HF_ENDPOINT=online.url)
+    unknown, gated, other, revision = found
+    assert unknown.startswith("error: no checkpoint: org/nothing: is not a directory here, and")
+    assert "HF_TOKEN" in unknown
+    assert "accept it on the model's page and set HF_TOKEN" in gated
+    assert other.endswith("org/gguf has no *.safetensors files, only other formats")
+    assert f"{MODEL}@v9: the hub has the model, but not this revision" in revision
+
+
+def test_a_model_that_is_not_in_the_cache_is_not_found_offline(tmp_path: Path) -> None:
+    """Without a hub the message names the cache, the switch and the other form of a name."""
+    (offline,), _ = hub.find(tmp_path, MODEL, **OFFLINE)
+    (unreachable,), _ = hub.find(tmp_path, MODEL, HF_ENDPOINT="http://127.0.0.1:1")
+    for message in (offline, unreachable):
+        assert message.startswith(f"error: no checkpoint: {MODEL}: is not a directory here, is not")
+        assert "HF_HUB_OFFLINE" in message
+        assert "pass a directory" in message
+
+
+def test_a_model_that_something_else_cached_is_found_offline(tmp_path: Path) -> None:
+    """A cache as other programs lay it out, links into blobs, needs nothing of ours."""
+    blobs, refs = snapshot(tmp_path).parents[1] / "blobs", snapshot(tmp_path).parents[1] / "refs"
+    for directory in (blobs, refs, snapshot(tmp_path)):
+        directory.mkdir(parents=True)
+    (refs / "main").write_text(COMMIT)
+    for path in SHIPPED_MODEL.glob("*.*"):
+        shutil.copy(path, blobs)
+        (snapshot(tmp_path) / path.name).symlink_to(Path("../../blobs") / path.name)
+    (found,), _ = hub.find(tmp_path, MODEL, **OFFLINE)
+    assert found == str(snapshot(tmp_path))
+    assert Tokenizer(Path(found)).vocab_size == Tokenizer(SHIPPED_MODEL).vocab_size
+
+
+def test_a_directory_comes_before_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that looks like a hub name is used, and is called by its own name."""
+    (tmp_path / MODEL).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint(MODEL) == Path(MODEL)
+    assert checkpoint_id(MODEL) == "model-0.1"
+    monkeypatch.chdir(tmp_path / MODEL)
+    assert checkpoint_id(".") == "model-0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        (None, SHIPPED_MODEL_ID),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B@main", "Qwen/Qwen3-0.6B"),
+        ("/models/mine/", "mine"),
+    ],
+)
+def test_a_checkpoint_has_a_name_for_clients(name: str | None, called: str) -> None:
+    """Organisation and model from a hub, the last part of a path, and never a commit."""
+    assert checkpoint_id(name) == called
+
+
+@pytest.mark.parametrize("name", ["nowhere", "/no/where", "./no/where", "a/b/c", "a/b@", "-a/b"])
+def test_what_is_neither_directory_nor_hub_name_says_so(name: str) -> None:
+    """No hub is asked for a name it cannot have; the message tells both forms."""
+    with pytest.raises(CheckpointError, match=r"is not a directory, nor a hub's organisation/mo"):
+        find_checkpoint(name)
+
+
+@pytest.mark.hub
+def test_a_published_model_comes_from_the_hub() -> None:
+    """The settings of a real model can be downloaded, and its template renders."""
+    directory = find_checkpoint("Qwen/Qwen3-0.6B", weights=False)
+    prompt = Tokenizer(directory).render_chat([{"role": "user", "content": "Hello"}])
+    assert prompt.endswith("<|im_start|>assistant\n")

@@ -1,0 +1,113 @@
+"""Published chat templates: every conversation renders as `transformers` renders it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tokenizer.oracle import NOW, REFUSED, Pair, checkpoint, load
+
+TEMPLATES = {path.stem: path for path in (Path(__file__).parent / "templates").glob("*.jinja")}
+
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+CONVERSATIONS = {
+    "one turn": [user("Hello")],
+    "system": [system("Be brief."), user("Hello")],
+    "several turns": [system("Be brief."), user("1+1?"), assistant("2"), user("2+2?")],
+    "no system": [user("1+1?"), assistant("2"), user("2+2?"), assistant("4"), user("3+3?")],
+    "unicode": [user("Zoë 🙂 漢字 e\u0301 \u202e"), assistant("naïve\u00a0"), user("\u2028\x00")],
+    "markup": [user("<|im_end|></s>[/INST] <b>'\"&\\n</b> {{ bos_token }} {% raw %}")],
+    "edges": [system("\n s \n"), user("  a\t\n"), assistant("\n\nb  "), user(" ")],
+    "empty content": [system(""), user(""), assistant(""), user("")],
+    "reasoning": [user("1+1?"), assistant("<think>\nhard\n</think>\n\n2"), user("2+2?")],
+    "named": [user("Hello") | {"name": "Ann"}],
+    "absent content": [user("Hello"), assistant(None), user("Hello?")],
+    "parts": [user([{"type": "text", "text": "Hello"}, {"type": "text", "text": " you"}])],
+    "two users": [user("Hello"), user("Hello?")],
+    "assistant first": [assistant("Hello"), user("Hello")],
+    "late system": [user("Hello"), system("Be brief."), user("Hello?")],
+    "tool's answer": [user("Time?"), assistant("..."), {"role": "tool", "content": "12:00"}],
+    "assistant last": [user("Hello"), assistant("He")],
+    "unknown role": [{"role": "critic", "content": "Hm"}],
+    "no content": [{"role": "user"}],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Says <b>how</b> it's in Zürich & elsewhere",
+            "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """Every template in a checkpoint of its own."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    home = tmp_path_factory.mktemp("published")
+    return {
+        name: load(checkpoint(home / name, tokens, chat_template=path.read_text(encoding="utf-8")))
+        for name, path in TEMPLATES.items()
+    }
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", sorted(TEMPLATES))
+def test_a_published_template_renders_as_transformers_does(
+    pairs: dict[str, Pair], template: str, conversation: str, tools: Any
+) -> None:
+    """Character by character the same prompt, or both refuse the conversation."""
+    ours, theirs = pairs[template].both(CONVERSATIONS[conversation], tools)
+    assert ours == theirs
+    assert ours  # an empty prompt would be equal, too
+
+
+@given(
+    template=st.sampled_from(sorted(TEMPLATES)),
+    messages=st.lists(
+        st.builds(
+            lambda role, content: {"role": role, "content": content},
+            st.sampled_from(["system", "user", "assistant"]),
+            st.text() | st.sampled_from(["<think>", "</think>", " \n"]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_any_conversation_renders_as_transformers_does(
+    pairs: dict[str, Pair], template: str, messages: list[dict[str, str]]
+) -> None:
+    """Roles in any order and texts of any characters make no difference between the two."""
+    ours, theirs = pairs[template].both(messages)
+    assert ours == theirs
+
+
+def test_what_a_template_refuses_is_refused(pairs: dict[str, Pair]) -> None:
+    """Mistral's templates want roles to alternate: the oracle can refuse, and so do we."""
+    for name in ("mistral_v1", "mistral_v2v3", "mistral_v3_tekken"):
+        assert pairs[name].both(CONVERSATIONS["two users"]) == (REFUSED, REFUSED)
+
+
+def test_a_template_writes_the_date_of_the_clock_it_is_given(pairs: dict[str, Pair]) -> None:
+    """Llama 3.2 tells the model the date, here the one of the injected clock."""
+    assert NOW.strftime("%d %b %Y") in pairs["llama3_2"].ours.render_chat([user("Hello")])
