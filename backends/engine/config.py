@@ -2,15 +2,82 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
+from backends.engine.fields import Fields
+from backends.engine.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+    yarn_attention_factor,
+)
 from backends.errors import CheckpointError
 from backends.tokenizer import read_json
 
-SUPPORTED_ARCHITECTURES: Final = ("LlamaForCausalLM",)
+MOST_LAYERS: Final = 1 << 12
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+LAYER_TYPES: Final = ("full_attention", "sliding_attention")
+UPSTREAM_HINT: Final = (
+    "other engines may serve it, e.g. vLLM or SGLang behind `--backend openai --upstream URL`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What the decoder of an architecture has, and what its config means when it is silent.
+
+    Attributes:
+        biases: (queries, keys and values; attention output) where the config has no say in it;
+            None leaves it to `attention_bias`.
+        mlp_bias: `mlp_bias` may be set.
+        qk_norm: queries and keys are normalised per head.
+        windows: `all` layers slide if `sliding_window` is set, `some` as the Qwen fields say, or
+            `none`.
+        defaults: fields as `transformers` fills them in when they are absent (null is not absent).
+    """
+
+    biases: tuple[bool, bool] | None
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: str = "none"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_QWEN_DEFAULTS: Final = MappingProxyType(
+    {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+)
+
+FAMILIES: Final[Mapping[str, _Family]] = MappingProxyType(
+    {
+        "LlamaForCausalLM": _Family(
+            biases=None, mlp_bias=True, defaults={"max_position_embeddings": 2048}
+        ),
+        "MistralForCausalLM": _Family(
+            biases=(False, False),
+            windows="all",
+            defaults={
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "sliding_window": 4096,
+            },
+        ),
+        "Qwen2ForCausalLM": _Family(biases=(True, False), windows="some", defaults=_QWEN_DEFAULTS),
+        "Qwen3ForCausalLM": _Family(
+            biases=None, qk_norm=True, windows="some", defaults={**_QWEN_DEFAULTS, "head_dim": 128}
+        ),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +87,11 @@ class ModelConfig:
     Attributes:
         head_dim: width of one attention head; not always `hidden_size / num_heads`.
         num_kv_heads: key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        max_position_embeddings: the longest context, with what YaRN adds to it.
+        windows: of each layer, how many tokens a token sees, itself included; None is all.
+        qkv_bias, output_bias, mlp_bias: products with a bias: of queries, keys and values; of the
+            attention's output; all of the MLP.
+        qk_norm: queries and keys are normalised per head before they are rotated.
         tied_embeddings: the LM head is the embedding.
     """
 
@@ -31,8 +103,13 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: Rope
     max_position_embeddings: int
+    windows: tuple[int | None, ...]
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
     tied_embeddings: bool
     eos_ids: frozenset[int]
 
@@ -50,76 +127,177 @@ def read_model_config(directory: Path) -> ModelConfig:
     """Read and check `config.json`.
 
     Raises:
-        CheckpointError: the directory or a field is missing, or the model is not supported.
+        CheckpointError: the directory or a field is missing or absurd, or the model is not
+            supported. The message names file and field.
     """
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint: {directory} is not a directory")
     path = directory / "config.json"
     raw = read_json(path)
+    family = _family(Fields(raw, str(path)))
+    fields = Fields({**family.defaults, **raw}, str(path))
     eos_ids = _eos_ids(path) | _eos_ids(directory / "generation_config.json")
-    try:
-        _check_supported(raw, path)
-        return _parse(raw, eos_ids)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"damaged {path}: missing or wrong field {error}") from error
+    return _parse(fields, family, eos_ids)
 
 
-def _parse(raw: Mapping[str, Any], eos_ids: frozenset[int]) -> ModelConfig:
-    heads, hidden = _count(raw, "num_attention_heads"), _count(raw, "hidden_size")
-    config = ModelConfig(
-        vocab_size=_count(raw, "vocab_size"),
+def _family(fields: Fields) -> _Family:
+    """Return the family of a supported model, or say what is not supported."""
+    architectures = fields.get("architectures") or ["(none named)"]
+    name = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise fields.error(
+            "architectures",
+            f"{reprlib.repr(name)} is not supported; "
+            f"supported: {', '.join(FAMILIES)}; {UPSTREAM_HINT}",
+        )
+    if "quantization_config" in fields:
+        method = fields.section("quantization_config").get("quant_method") or "unnamed"
+        raise fields.error(
+            "quantization_config",
+            f"({reprlib.repr(method)}) is not supported; "
+            f"supported: weights in bfloat16, float16 or float32; {UPSTREAM_HINT}",
+        )
+    activation = fields.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise fields.error(
+            "hidden_act",
+            f"{reprlib.repr(activation)} is not supported; supported: silu; {UPSTREAM_HINT}",
+        )
+    return FAMILIES[name]
+
+
+def _parse(fields: Fields, family: _Family, eos_ids: frozenset[int]) -> ModelConfig:
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error(
+            "num_attention_heads", f"{heads} is no multiple of num_key_value_heads, {kv_heads}"
+        )
+    head_dim = fields.count("head_dim", hidden // heads)
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even to be rotated, not {head_dim}")
+    if "head_dim" not in fields and hidden % heads:
+        raise fields.error(
+            "hidden_size", f"{hidden} is no multiple of num_attention_heads, {heads}"
+        )
+    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+    rope, positions = _rope(fields)
+    attention_bias = family.biases is None and fields.flag("attention_bias")
+    qkv_bias, output_bias = family.biases or (attention_bias, attention_bias)
+    return ModelConfig(
+        vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_count(raw, "intermediate_size"),
-        num_layers=_count(raw, "num_hidden_layers"),
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=_count(raw, "num_key_value_heads", heads),
-        head_dim=_count(raw, "head_dim", hidden // heads),
-        rms_norm_eps=float(raw["rms_norm_eps"]),
-        rope_theta=float(_rope(raw).get("rope_theta", 10000.0)),
-        max_position_embeddings=_count(raw, "max_position_embeddings"),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        max_position_embeddings=positions,
+        windows=_windows(fields, family, layers),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        mlp_bias=family.mlp_bias and fields.flag("mlp_bias"),
+        qk_norm=family.qk_norm,
+        tied_embeddings=fields.flag("tie_word_embeddings"),
         eos_ids=eos_ids,
     )
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
-    return config
 
 
-def _count(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Return a field that counts something; `default` stands for one that is missing or null."""
-    value = int(raw[name] if default is None else raw.get(name) or default)
-    if value < 1:
-        raise ValueError(f"{name}: must be at least 1, not {value}")
-    return value
+def _windows(fields: Fields, family: _Family, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer."""
+    if family.windows == "none":
+        return (None,) * layers
+    if family.windows == "all":
+        return (fields.count("sliding_window") if "sliding_window" in fields else None,) * layers
+    types = _layer_types(fields, layers)
+    if not (fields.flag("use_sliding_window") and "sliding_window" in fields):
+        if "sliding_attention" in types:
+            raise fields.error("layer_types", "has sliding layers, but no sliding window is in use")
+        return (None,) * layers
+    window = fields.count("sliding_window")
+    if not types:
+        full = fields.count("max_window_layers", least=0)
+        return tuple(None if layer < full else window for layer in range(layers))
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _check_supported(raw: Mapping[str, Any], path: Path) -> None:
-    architectures = raw.get("architectures") or ["(none named)"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise CheckpointError(
-            f"{path}: architecture {architectures[0]} is not supported; supported: {supported}"
+def _layer_types(fields: Fields, layers: int) -> list[str]:
+    """Return the attention type of each layer, nothing where the config leaves them out."""
+    if "layer_types" not in fields:
+        return []
+    types = fields.get("layer_types")
+    if not isinstance(types, list) or len(types) != layers:
+        raise fields.error("layer_types", f"must list a type for each of the {layers} layers")
+    for kind in types:
+        if kind not in LAYER_TYPES:
+            raise fields.error(
+                "layer_types",
+                f"{reprlib.repr(kind)} is not supported; "
+                f"supported: {', '.join(LAYER_TYPES)}; {UPSTREAM_HINT}",
+            )
+    return types
+
+
+def _rope(fields: Fields) -> tuple[Rope, int]:
+    """Return the rotation and the longest context.
+
+    The settings stand in `rope_parameters` (newer) or in `rope_scaling` and `rope_theta`.
+    """
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    settings = fields.section(name)
+    theta = settings.number(
+        "rope_theta", fields.number("rope_theta", 10000.0, above=1.0), above=1.0
+    )
+    for holder in (fields, settings):
+        if holder.number("partial_rotary_factor", 1.0) != 1.0:
+            raise holder.error("partial_rotary_factor", f"is not supported; {UPSTREAM_HINT}")
+    if settings.nested:
+        raise fields.error(name, f"that differ between layers are not supported; {UPSTREAM_HINT}")
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in ROPE_TYPES:
+        raise settings.error(
+            "rope_type",
+            f"{reprlib.repr(kind)} is not supported; "
+            f"supported: {', '.join(ROPE_TYPES)}; {UPSTREAM_HINT}",
         )
-    rope_type = _rope(raw).get("rope_type") or _rope(raw).get("type") or "default"
-    if rope_type != "default":
-        raise CheckpointError(f"{path}: RoPE scaling {rope_type!r} is not supported yet")
-    activation = raw.get("hidden_act") or "silu"
-    if activation != "silu":
-        raise CheckpointError(f"{path}: activation {activation!r} is not supported yet")
-    for flag in ("attention_bias", "mlp_bias"):
-        if raw.get(flag):
-            raise CheckpointError(f"{path}: {flag} is not supported yet")
+    positions = fields.count("max_position_embeddings")
+    if kind == "default":
+        return Rope(theta), positions
+    if kind == "linear":
+        return Rope(theta, LinearScaling(settings.number("factor"))), positions
+    # The field beside the settings goes first where a checkpoint has both, as in transformers.
+    holder = fields if "original_max_position_embeddings" in fields else settings
+    original = holder.count("original_max_position_embeddings", positions)
+    if kind == "llama3":
+        return Rope(theta, _llama3(settings, original)), positions
+    yarn = _yarn(settings, original, positions)
+    # Published YaRN checkpoints may name the context before the stretching.
+    return Rope(theta, yarn), max(positions, int(original * yarn.factor))
 
 
-def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the RoPE settings: `rope_parameters` (newer), or the older fields."""
-    if raw.get("rope_parameters"):
-        newer: Mapping[str, Any] = raw["rope_parameters"]
-        return newer
-    older = dict(raw.get("rope_scaling") or {})
-    if "rope_theta" in raw:
-        older["rope_theta"] = raw["rope_theta"]
-    return older
+def _llama3(settings: Fields, original: int) -> Llama3Scaling:
+    low = settings.number("low_freq_factor")
+    high = settings.number("high_freq_factor", above=low)
+    return Llama3Scaling(settings.number("factor"), low, high, original)
+
+
+def _yarn(settings: Fields, original: int, positions: int) -> YarnScaling:
+    factor = settings.number("factor", positions / original)
+    mscale = [
+        settings.number(name) if name in settings else None for name in ("mscale", "mscale_all_dim")
+    ]
+    return YarnScaling(
+        factor=factor,
+        beta_fast=settings.number("beta_fast", 32.0),
+        beta_slow=settings.number("beta_slow", 1.0),
+        attention_factor=settings.number(
+            "attention_factor", yarn_attention_factor(factor, *mscale)
+        ),
+        truncate=settings.flag("truncate", default=True),
+        original_positions=original,
+    )
 
 
 def _eos_ids(path: Path) -> frozenset[int]:
@@ -131,5 +309,5 @@ def _eos_ids(path: Path) -> frozenset[int]:
     value = read_json(path, missing={}).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"damaged {path}: eos_token_id must be token ids, not {value!r}")
+        raise CheckpointError(f"{path}: eos_token_id must be token ids, not {value!r}")
     return frozenset(ids)

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from backends.core.steps import SequenceWork, StepPlan
+from backends.core.steps import StepPlan
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
 from backends.engine.linear import padded_rows
+
+
+@dataclass(frozen=True, slots=True)
+class KvPiece:
+    """Consecutive KV tiles of a sequence that are read in one go.
+
+    Attributes:
+        start: position of the first token.
+        slots: of all tokens, a multiple of `KV_TILE`: a range if they are one run in memory, which
+            is read as a view, else [tokens] to be gathered. What lies past the context is masked
+            by the reader.
+    """
+
+    start: int
+    slots: range | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +33,13 @@ class AttentionSpan:
 
     Attributes:
         rows: rows [first, last) of the step.
-        start: position of the first row.
-        kv_tokens: slots to read, a multiple of `KV_TILE`; those past the context are masked.
-        first_slot: where the sequence's run begins, when it is one run: a view.
-        slots: all slots [kv_tokens], when it is scattered: gathered.
-        tail_mask: [rows * query_group, kv_tokens - start] with 0 where a row may look and -inf
-            elsewhere, for the columns from `start` on; all before are visible to every row. Each
-            row stands as often as query heads share keys.
+        start: position of the first row; those behind it follow one by one.
+        pieces: the sequence's keys and values from position 0 on, the step's own included.
     """
 
     rows: tuple[int, int]
     start: int
-    kv_tokens: int
-    first_slot: int
-    slots: Tensor | None
-    tail_mask: Tensor
+    pieces: tuple[KvPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,8 @@ def build_inputs(plan: StepPlan, pool: KvPool) -> StepInputs:
         table = work.sequence.block_table
         slots.extend(table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in where)
         samples.extend(range(len(token_ids) - work.num_samples, len(token_ids)))
-        spans.append(_span(work, first, pool))
+        pieces = kv_pieces(table, work.context_tokens, pool.dump_slot)
+        spans.append(AttentionSpan((first, len(token_ids)), work.start, pieces))
     padding = padded_rows(len(token_ids)) - len(token_ids)
     num_samples = len(samples)
     samples.extend([0] * (padded_rows(num_samples) - num_samples))
@@ -84,32 +91,56 @@ def build_inputs(plan: StepPlan, pool: KvPool) -> StepInputs:
     )
 
 
-def _span(work: SequenceWork, first: int, pool: KvPool) -> AttentionSpan:
-    kv_tokens = -(-work.context_tokens // KV_TILE) * KV_TILE
-    table = work.sequence.block_table
-    run = table[-1] - table[0] == len(table) - 1 and _ascends_by_one(table)
-    slots = None if run else _scattered_slots(table, kv_tokens, pool)
-    columns = torch.arange(work.start, kv_tokens)
-    row_positions = torch.arange(work.start, work.context_tokens)
-    row_positions = row_positions.repeat_interleave(pool.query_group)[:, None]
-    mask = torch.zeros(len(row_positions), len(columns))
-    mask.masked_fill_(columns > row_positions, -torch.inf)
-    return AttentionSpan(
-        (first, first + work.num_tokens),
-        work.start,
-        kv_tokens,
-        table[0] * BLOCK_TOKENS,
-        slots,
-        mask,
+def kv_pieces(
+    table: list[int], context_tokens: int, dump_slot: int, page_tokens: int = BLOCK_TOKENS
+) -> tuple[KvPiece, ...]:
+    """Return how to read a sequence in as few pieces as its table allows.
+
+    A tile whose pages lie one behind the other is a view, and so are neighbours that go on where
+    it ends; tiles across runs are gathered, neighbours together.
+
+    Args:
+        table: the pages of the sequence; those behind the context are not looked at.
+        context_tokens: at least 1.
+        dump_slot: what gathers read behind the last page.
+        page_tokens: slots of a page; need not divide a tile.
+    """
+    table = table[: -(-context_tokens // page_tokens)]
+    end = -(-context_tokens // KV_TILE) * KV_TILE
+    if _is_run(table):
+        first = table[0] * page_tokens
+        return (KvPiece(0, range(first, first + end)),)
+    # Where pieces begin: position, and the slot if it is a view.
+    begins: list[tuple[int, int | None]] = []
+    for start in range(0, end, KV_TILE):
+        pages = table[start // page_tokens : -(-(start + KV_TILE) // page_tokens)]
+        slot = pages[0] * page_tokens + start % page_tokens if _is_run(pages) else None
+        if not begins or slot != _slot_at(start, *begins[-1]):
+            begins.append((start, slot))
+    ends = [*(start for start, _ in begins[1:]), end]
+    return tuple(
+        KvPiece(
+            start,
+            _slots(table, start, stop, dump_slot, page_tokens)
+            if slot is None
+            else range(slot, slot + stop - start),
+        )
+        for (start, slot), stop in zip(begins, ends, strict=True)
     )
 
 
-def _ascends_by_one(table: list[int]) -> bool:
-    return all(b - a == 1 for a, b in pairwise(table))
+def _is_run(pages: list[int]) -> bool:
+    return pages == list(range(pages[0], pages[0] + len(pages)))
 
 
-def _scattered_slots(table: list[int], kv_tokens: int, pool: KvPool) -> Tensor:
-    blocks = torch.tensor(table) * BLOCK_TOKENS
-    slots = (blocks[:, None] + torch.arange(BLOCK_TOKENS)).flatten()[:kv_tokens]
-    missing = kv_tokens - len(slots)
-    return torch.cat([slots, slots.new_full((missing,), pool.dump_slot)])
+def _slot_at(position: int, start: int, slot: int | None) -> int | None:
+    """Return where a position lies in a view that begins with `slot`; None in a gather."""
+    return None if slot is None else slot + position - start
+
+
+def _slots(table: list[int], start: int, stop: int, dump_slot: int, page_tokens: int) -> Tensor:
+    """Return the slots of positions `start` to `stop`."""
+    pages = torch.tensor(table[start // page_tokens : -(-stop // page_tokens)]) * page_tokens
+    slots = (pages[:, None] + torch.arange(page_tokens)).flatten()
+    slots = slots[start % page_tokens :][: stop - start]
+    return torch.cat([slots, slots.new_full((stop - start - len(slots),), dump_slot)])

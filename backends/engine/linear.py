@@ -1,13 +1,17 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
 Bits of a row must be equal whether it is computed alone, in a verify step or in a prefill chunk.
-On a CPU in float32 that holds with prepacked weights (oneDNN) and the number of rows padded to a
-multiple of 16: measured equal at 1 to 512 rows on Zen 4 and on Sapphire Rapids, 1 and 2 threads
-(2026-11); the worker checks it again at start (`warmup.rows_are_exact`).
+On a CPU that is so with oneDNN when the rows are padded to `ROW_TILE`: one row alone is computed
+by another kernel where the inner size exceeds about a thousand. Measured with products that
+cancel, so that only rounding is left, over 80 shapes up to 14336 inner columns and 151936 outputs,
+1 and 2 threads, float32 and bfloat16, packed and dense weights: all of 2 to 512 rows give equal
+bits (AMD EPYC Zen 4, 2026-11-21). On processors with AMX bfloat16 is known to change kernels above
+32 rows, hence `EXACT_ROWS`. The worker checks its own machine at start (`warmup.rows_are_exact`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -15,6 +19,9 @@ from torch import Tensor
 
 ROW_TILE: Final = 16
 """Rows of every product are padded to a multiple of this."""
+
+EXACT_ROWS: Final = 32
+"""Most rows of a bfloat16 product when exactness is promised."""
 
 
 def padded_rows(rows: int) -> int:
@@ -24,22 +31,69 @@ def padded_rows(rows: int) -> int:
 
 # Private operators of torch: the public ones pack the weight anew in every call.
 _pack: Final[Any] = torch.ops.mkldnn._reorder_linear_weight  # noqa: SLF001
-_packed_linear: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
+_product: Final[Any] = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
 class Linear:
-    """`x @ weight.T` with the weight prepacked where the device has a layout for it."""
+    """`x @ weight.T + bias`, with the weight in the layout its device multiplies fastest."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """Pack a weight of shape [out_features, in_features]. The argument may be freed."""
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        if self._packed:
-            weight = _pack(weight.contiguous(), ROW_TILE)
-        self._weight = weight
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        exact: bool = False,
+        pack: bool = True,
+    ) -> None:
+        """Take a weight of shape [out_features, in_features].
+
+        Args:
+            weight: may be freed by the caller when it is packed.
+            bias: [out_features].
+            exact: bfloat16 products have at most `EXACT_ROWS` rows, which costs prefill (on Zen 4
+                about a tenth of a step of 256 tokens); float32 needs no such bound.
+            pack: copy the weight into the fastest layout; without, it is used as it lies, so that
+                a tied embedding is held once (same bits in float32 and bfloat16; the product
+                takes 1.2 to 1.9 times as long at 16 rows on Zen 4).
+        """
+        self._native = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._weight = weight.contiguous()
+        if self._native and pack:
+            self._weight = _pack(self._weight, ROW_TILE)
+        self._bias = bias
+        self._most_rows = EXACT_ROWS if exact and weight.dtype is torch.bfloat16 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [rows, out_features] for x of [rows, in_features], rows a multiple of 16."""
-        if self._packed:
-            product: Tensor = _packed_linear(x, self._weight, None, "none", [], "")
+        return self._in_parts(self._multiply, x)
+
+    def float32(self, x: Tensor) -> Tensor:
+        """Return the product in float32, also where the weight and x are bfloat16.
+
+        There it is the sum of two bfloat16 numbers: the rounded product, and what rounding lost,
+        which a second product leaves over by subtracting the first before it is rounded. That is
+        a relative error of 2^-17 instead of 2^-9, for twice the time; a float32 copy of the
+        weight takes as long and twice the memory, widening tiles of it three times as long.
+        """
+        return self._in_parts(self._multiply_wide, x)
+
+    def _in_parts(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Multiply at most `_most_rows` rows at a time."""
+        if self._most_rows is None or len(x) <= self._most_rows:
+            return multiply(x)
+        return torch.cat([multiply(part) for part in x.split(self._most_rows)])
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        if self._native:
+            product: Tensor = _product(x, self._weight, self._bias, "none", [], "")
             return product
-        return torch.nn.functional.linear(x, self._weight)
+        return torch.nn.functional.linear(x, self._weight, self._bias)
+
+    def _multiply_wide(self, x: Tensor) -> Tensor:
+        rounded = self._multiply(x)
+        if rounded.dtype is torch.float32:
+            return rounded
+        if not self._native:
+            return rounded.float()
+        lost: Tensor = _product.binary(x, rounded.neg(), self._weight, self._bias, "add")
+        return rounded.float() + lost.float()

@@ -1,4 +1,4 @@
-"""The decoder: one parameterised Llama-style transformer over a ragged batch."""
+"""The decoder: one parameterised transformer of the Llama lineage over a ragged batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ class Decoder:
         """Keep the weights and tabulate the rotations of all positions."""
         self.config = config
         self._weights = weights
-        self._cos, self._sin = _rotations(config, max_model_len, weights.embedding.dtype)
+        self._cos, self._sin = config.rope.tables(
+            config.head_dim, max_model_len, weights.embedding.dtype
+        )
 
     def forward(self, inputs: StepInputs, pool: KvPool) -> Tensor:
         """Write the step's keys and values to the pool and return the logits.
@@ -29,33 +31,44 @@ class Decoder:
             float32 [num_samples, vocab_size].
         """
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
-        cos = self._cos[inputs.positions][:, None]
-        sin = self._sin[inputs.positions][:, None]
-        for layer, layer_kv in zip(self._weights.layers, pool.layers, strict=True):
-            hidden = hidden + self._attention(layer, layer_kv, hidden, inputs, cos, sin)
+        turn = self._turn(inputs.positions)
+        layers = zip(self._weights.layers, pool.layers, self.config.windows, strict=True)
+        for layer, layer_kv, window in layers:
+            attended = self._attend(layer, layer_kv, window, hidden, inputs, turn)
+            hidden = hidden + layer.output(attended)
             hidden = hidden + self._mlp(layer, hidden)
         if not inputs.num_samples:  # prefill chunks alone
             return hidden.new_empty(0, self.config.vocab_size).float()
         final = self._norm(hidden[inputs.sample_rows], self._weights.final_norm)
-        return self._weights.lm_head(final)[: inputs.num_samples].float()
+        return self._weights.lm_head.float32(final)[: inputs.num_samples]
 
-    def _attention(
+    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines of positions [rows], [rows, 1, head_dim] each."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+
+    def _attend(
         self,
         layer: LayerWeights,
         layer_kv: Tensor,
+        window: int | None,
         hidden: Tensor,
         inputs: StepInputs,
-        cos: Tensor,
-        sin: Tensor,
+        turn: tuple[Tensor, Tensor],
     ) -> Tensor:
+        """Write the layer's keys and values and return what its heads see, side by side."""
         config = self.config
         fused = layer.qkv(self._norm(hidden, layer.input_norm))
         heads = fused.view(len(fused), -1, config.head_dim)
         rotated = config.num_heads + config.num_kv_heads
-        heads[:, :rotated] = _rotate(heads[:, :rotated], cos, sin)
+        turned = heads[:, :rotated]
+        if layer.qk_norm is not None:
+            turned = functional.rms_norm(turned, (config.head_dim,), eps=config.rms_norm_eps)
+            turned = turned * layer.qk_norm
+        heads[:, :rotated] = _rotate(turned, *turn)
         layer_kv.index_copy_(1, inputs.slots, heads[:, config.num_heads :].transpose(0, 1))
         queries = heads[:, : config.num_heads] * config.head_dim**-0.5
-        return layer.output(attend(queries, layer_kv, inputs.spans))
+        return attend(queries, layer_kv, inputs.spans, window)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
@@ -65,21 +78,7 @@ class Decoder:
         return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
 
-def _rotations(
-    config: ModelConfig, max_model_len: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return cos and signed sin of all positions, [max_model_len, head_dim] each.
-
-    RoPE (arXiv 2104.09864) in the half-split form: x * cos + swap_halves(x) * sin, with the first
-    half of sin negated.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    angles = torch.outer(torch.arange(max_model_len).float(), config.rope_theta**-exponents)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x of [rows, heads, head_dim]."""
+    """Rotate x of [rows, heads, head_dim] in halves: x * cos + swap_halves(x) * signed sin."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((second, first), -1) * sin

@@ -10,10 +10,13 @@ import torch
 
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.attention import attend
+from backends.engine.config import ModelConfig
+from backends.engine.inputs import AttentionSpan, kv_pieces
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
-from backends.engine.linear import ROW_TILE
+from backends.engine.linear import ROW_TILE, padded_rows
 from backends.engine.runner import Runner
-from backends.types import GenerationRequest, SamplingParams
+from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.speculation import Off
 from policies.step_cost import StepCost
 from policies.types import RequestView, WorkerLoad
@@ -27,11 +30,14 @@ TIMED_RUNS: Final = 5
 PROBE_VOCABULARY: Final = 32
 """Token ids below this are fed; every model has so many."""
 
-PROBE_START: Final = KV_TILE - 40
-PROBE_TOKENS: Final = 80
-PROBE_WIDTHS: Final = (5, 16, 33, 80)
+PROBE_START: Final = KV_TILE - 24
+PROBE_TOKENS: Final = 48
+PROBE_WIDTHS: Final = (1, 5, 16, 33, 48)
 """The probe compares one-by-one with blocks within, at, and over the row tile, across the border
-of two KV tiles, and reads one of them from scattered blocks."""
+of two KV tiles, and with one step of all tokens."""
+
+PROBE_WINDOW: Final = 50
+"""Sliding windows are probed with a short one, as a model's own would need a long context."""
 
 
 def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> StepCost:
@@ -64,26 +70,79 @@ def measure_kv_token_s(runner: Runner, context_tokens: int) -> float:
     return max(far - near, 0.0) / context_tokens
 
 
+def exactness(
+    runner: Runner, config: ModelConfig, dtype: torch.dtype, max_tokens: int, *, asked: bool
+) -> bool:
+    """Return whether the worker promises exact bits: in float32, or if `--exact` asks for it.
+
+    A promise is probed before it is made.
+
+    Raises:
+        ValueError: it was asked for, and the probe found that it would not hold.
+    """
+    if not asked and dtype is not torch.float32:
+        return False
+    exact = rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype)
+    if asked and not exact:
+        raise ValueError(
+            f"--exact cannot be kept in {str(dtype).removeprefix('torch.')} on this machine: "
+            "bits of a token depend on what is computed with it. Try --dtype float32, or start "
+            "without --exact."
+        )
+    return exact
+
+
 def rows_are_exact(runner: Runner, max_tokens: int) -> bool:
-    """Return whether logits of tokens one by one equal those in blocks, bit for bit."""
+    """Return whether logits of tokens one by one equal those in blocks, bit for bit.
+
+    Blocks of tokens are read from one run, from two that meet in a tile, and from scattered ones.
+    """
     stop = min(PROBE_START + PROBE_TOKENS, max_tokens)
-    blocks = list(range(-(-stop // BLOCK_TOKENS)))
-    alone = _probe(runner, blocks, stop, 1)
-    tables = [blocks] * (len(PROBE_WIDTHS) - 1) + [blocks[::-1]]
-    return all(
-        torch.equal(alone, _probe(runner, table, stop, width))
+    first = max(stop - PROBE_TOKENS, 0)
+    run = list(range(-(-stop // BLOCK_TOKENS)))
+    half = len(run) // 2
+    tables = (run, run[half:] + run[:half], run, run, run[::-1])
+    feeds = [
+        (table, [0, *range(first, stop, width), stop])
         for table, width in zip(tables, PROBE_WIDTHS, strict=True)
-    )
-
-
-def _probe(runner: Runner, blocks: list[int], stop: int, width: int) -> torch.Tensor:
-    """Return the logits of the probed tokens, fed in steps of `width` behind one prefill."""
-    first = min(PROBE_START, stop // 2)
-    starts = [0, *range(first, stop, width)]
-    steps = [
-        _verify(end - start, start=start, blocks=blocks) for start, end in pairwise([*starts, stop])
     ]
-    return torch.cat([runner.logits(StepPlan((work,))) for work in steps])[first:]
+    alone, *others = (_probe(runner, *feed, first) for feed in [*feeds, (run, [0, stop])])
+    return all(torch.equal(alone, other) for other in others)
+
+
+def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Return whether attention in a sliding window gives equal bits one by one and in blocks."""
+    if all(window is None for window in config.windows):
+        return True
+    random = torch.Generator().manual_seed(0)
+    stop = PROBE_START + PROBE_TOKENS
+    pieces = kv_pieces(list(range(-(-stop // BLOCK_TOKENS))), stop, 0)
+    shape = (2 * config.num_kv_heads, 2 * KV_TILE, config.head_dim)
+    layer_kv = torch.randn(shape, generator=random).to(dtype)
+    shape = (stop + ROW_TILE, config.num_heads, config.head_dim)
+    queries = torch.randn(shape, generator=random).to(dtype)
+
+    def attended(width: int) -> torch.Tensor:
+        rows = []
+        for start in range(PROBE_START, stop, width):
+            tokens = min(width, stop - start)
+            span = AttentionSpan((0, tokens), start, pieces)
+            step = queries[start : start + padded_rows(tokens)]
+            rows.append(attend(step, layer_kv, (span,), PROBE_WINDOW)[:tokens])
+        return torch.cat(rows)
+
+    alone, *others = map(attended, PROBE_WIDTHS)
+    return all(torch.equal(alone, other) for other in others)
+
+
+def _probe(runner: Runner, blocks: list[int], edges: list[int], first: int) -> torch.Tensor:
+    """Return the logits of positions from `first` on, fed in steps between the edges."""
+    steps = [
+        _verify(end - start, start=start, blocks=blocks, wanted=min(end - first, end - start))
+        for start, end in pairwise(edges)
+        if start < end
+    ]
+    return torch.cat([runner.logits(StepPlan((work,))) for work in steps])
 
 
 def _time_s(runner: Runner, plan: StepPlan) -> float:
@@ -91,12 +150,20 @@ def _time_s(runner: Runner, plan: StepPlan) -> float:
     return median(runner.execute(plan).step_s for _ in range(TIMED_RUNS))
 
 
-def _verify(tokens: int, *, start: int = 0, blocks: list[int] | None = None) -> SequenceWork:
-    """Return work that verifies `tokens - 1` arbitrary drafts, by default in the first blocks."""
+def _verify(
+    tokens: int, *, start: int = 0, blocks: list[int] | None = None, wanted: int | None = None
+) -> SequenceWork:
+    """Return work that verifies `tokens - 1` arbitrary drafts, by default in the first blocks.
+
+    `wanted`: how many rows' logits are, if not all; the last ones.
+    """
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     view = RequestView(1, 1, 0.0)
     plan = Off().decide(view, WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
-    sequence = Sequence.of(0, GenerationRequest("warm-up", (0,), sampling, plan), 0)
+    sequence = Sequence.of(
+        0, GenerationRequest("warm-up", (0,), sampling, plan), ResumedChoice(0, ())
+    )
     sequence.block_table = blocks or list(range(-(-(start + tokens) // BLOCK_TOKENS)))
     fed = tuple(position % PROBE_VOCABULARY for position in range(start, start + tokens))
-    return SequenceWork(sequence, start, fed, tokens - 1, samples=True)
+    wanted = tokens if wanted is None else wanted
+    return SequenceWork(sequence, start, fed, max(wanted - 1, 0), samples=wanted > 0)

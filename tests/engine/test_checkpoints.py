@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backends.base import WorkerConfig
-from backends.engine.backend import load_engine
-from backends.engine.config import read_model_config
+from backends.engine.checkpoint import Checkpoint, checkpoint_hash
+from backends.engine.config import FAMILIES, read_model_config
+from backends.engine.load import load_engine
 from backends.engine.numerics import choose_dtype
-from backends.engine.weights import checkpoint_hash, count_parameters, load_weights
+from backends.engine.weights import load_weights
 from backends.errors import CheckpointError
 from backends.shipped import SHIPPED_MODEL
 from backends.tokenizer import Tokenizer
@@ -57,57 +60,261 @@ def remove(name: str) -> Callable[[Path], None]:
     return lambda directory: (directory / name).unlink()
 
 
+def cut_in_half(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def lie_about_the_header(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def shard(directory: Path) -> dict[str, str]:
+    """Split the weights over two files; return which holds which tensor."""
+    whole = directory / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, directory / file)
+    return {name: file for file, part in shards.items() for name in part}
+
+
+def sharded(change: Callable[[Path, dict[str, str]], object]) -> Callable[[Path], None]:
+    """Shard the checkpoint, then damage a file or the map of the index."""
+
+    def edit(directory: Path) -> None:
+        weight_map = shard(directory)
+        change(directory, weight_map)
+        index = directory / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+
+    return edit
+
+
+def index_of(text: str) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        (directory / "model.safetensors").unlink()
+        (directory / "model.safetensors.index.json").write_text(text)
+
+    return edit
+
+
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
+
 DAMAGE = {
     "no config": (remove("config.json"), r"config\.json does not exist"),
     "no weights": (remove("model.safetensors"), r"no weights: .*model\.safetensors"),
     "no tokenizer": (remove("tokenizer.json"), r"no tokenizer: .*tokenizer\.json"),
-    "cut config": (truncate("config.json"), r"config\.json"),
-    "cut weights": (truncate("model.safetensors"), r"damaged or missing weights .*safetensors"),
+    "cut config": (
+        lambda directory: (directory / "config.json").write_text('{"architectures": ["Llama'),
+        r"config\.json",
+    ),
     "cut tokenizer": (truncate("tokenizer.json"), r"damaged tokenizer .*tokenizer\.json"),
-    "other architecture": (
-        edit_config(architectures=["MambaForCausalLM"]),
-        "MambaForCausalLM is not supported; supported: LlamaForCausalLM",
-    ),
-    "scaled rope": (
-        edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}),
-        "'yarn' is not supported",
-    ),
-    "missing field": (edit_config(hidden_size=None), "config.json.*hidden_size"),
-    "odd heads": (edit_config(num_key_value_heads=3), "multiple of num_key_value_heads"),
-    "no number of layers": (edit_config(num_hidden_layers=0), "num_hidden_layers: must be at"),
-    "rope of text": (edit_config(rope_parameters="long"), "config.json: missing or wrong field"),
-    "other activation": (edit_config(hidden_act="gelu"), "'gelu' is not supported"),
-    "end token of text": (edit_config(eos_token_id="</s>"), "config.json: eos_token_id must be"),
-    "index without a map": (
-        lambda directory: (directory / "model.safetensors.index.json").write_text("{}"),
-        r"damaged .*index\.json: no weight_map",
-    ),
     "template of bytes": (
         lambda directory: (directory / "chat_template.jinja").write_bytes(b"\xff"),
         r"damaged chat template .*chat_template\.jinja",
     ),
+    "cut header": (truncate("model.safetensors"), r"damaged or missing weights .*safetensors"),
+    "cut data": (cut_in_half, r"damaged or missing weights .*model\.safetensors"),
+    "header longer than the file": (lie_about_the_header, r"damaged .*model\.safetensors"),
+    "empty weights": (
+        lambda directory: (directory / "model.safetensors").write_bytes(b""),
+        r"damaged or missing weights .*model\.safetensors",
+    ),
     "missing tensor": (
         edit_weights(lambda tensors: tensors.pop("model.norm.weight")),
-        r"tensor model\.norm\.weight is missing",
+        r"model: tensor model\.norm\.weight is missing",
+    ),
+    "missing head": (
+        edit_config(tie_word_embeddings=False),
+        r"tensor lm_head\.weight is missing",
+    ),
+    "missing bias": (
+        edit_config(attention_bias=True),
+        r"tensor model\.layers\.0\.self_attn\.q_proj\.bias is missing",
     ),
     "wrong shape": (
         edit_config(intermediate_size=64),
-        r"gate_proj\.weight is .* config\.json says",
+        r"model\.safetensors: tensor .*gate_proj\.weight is .* config\.json says \(64, ",
     ),
+    "other vocabulary": (
+        edit_config(vocab_size=5000),
+        r"tensor model\.embed_tokens\.weight is \(4096, .* config\.json says \(5000, ",
+    ),
+    "integer weights": (
+        edit_weights(lambda tensors: tensors.update({QUERIES: tensors[QUERIES].to(torch.int8)})),
+        rf"safetensors: tensor {QUERIES} is of dtype I8; supported: BF16, F16, F32",
+    ),
+    "index without a map": (index_of("{}"), r"damaged .*index\.json: no weight_map"),
+    "index of no JSON": (index_of("[1"), r"damaged .*index\.json"),
+    "missing shard": (
+        sharded(lambda directory, _: (directory / "b.safetensors").unlink()),
+        r"index\.json: tensor \S+ is in b\.safetensors, which does not exist",
+    ),
+    "cut shard": (
+        sharded(lambda directory, _: truncate("b.safetensors")(directory)),
+        r"damaged or missing weights .*b\.safetensors",
+    ),
+    "tensor in another shard": (
+        sharded(lambda _, weight_map: weight_map.update({QUERIES: "b.safetensors"})),
+        rf"b\.safetensors: tensor {QUERIES} is missing, the index names it",
+    ),
+    "tensor not in the index": (
+        sharded(lambda _, weight_map: weight_map.pop(QUERIES)),
+        rf"tensor {QUERIES} is missing",
+    ),
+    "index that climbs": (
+        sharded(lambda _, weight_map: weight_map.update({QUERIES: "../model/a.safetensors"})),
+        rf"index\.json: tensor {QUERIES}: '\.\./.*' is not a file of the checkpoint",
+    ),
+    "index that names the whole disk": (
+        sharded(lambda _, weight_map: weight_map.update({QUERIES: "/etc/passwd"})),
+        "'/etc/passwd' is not a file of the checkpoint",
+    ),
+    "index that names a number": (
+        sharded(lambda _, weight_map: weight_map.update({QUERIES: 7})),
+        "7 is not a file of the checkpoint",
+    ),
+}
+
+UNSUPPORTED = {
+    "architecture": (
+        {"architectures": ["MambaForCausalLM"]},
+        r"architectures 'Mamba\w+' is not supported; supported: Llama\w+, Mistral\w+, Qwen2\w+, Q",
+    ),
+    "no architecture": ({"architectures": None}, r"architectures '\(none named\)' is not"),
+    "architecture of numbers": ({"architectures": [7]}, "architectures 7 is not supported"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+    "rotation": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+        r"rope_parameters\.rope_type 'dynamic' is not supported; supported: default, linear, ",
+    ),
+    "rotation in part": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    "rotation by layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters that differ between layers are not supported",
+    ),
+    "quantised": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        r"quantization_config \('gptq'\) is not supported; supported: weights in bfloat16",
+    ),
+    "attention": (
+        {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["linear_attention"] * 6},
+        "layer_types 'linear_attention' is not supported; supported: full_attention",
+    ),
+}
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
+SLIDING = {**QWEN2, "use_sliding_window": True}
+
+ABSURD = {
+    "missing": ({"hidden_size": None}, "hidden_size is missing"),
+    "zero": ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1"),
+    "negative": ({"vocab_size": -4096}, "vocab_size must be a whole number from 1"),
+    "no vocabulary": ({"vocab_size": 0}, "vocab_size must be a whole number from 1"),
+    "fraction": ({"hidden_size": 64.5}, r"hidden_size must be a whole number.* not 64\.5"),
+    "huge": ({"intermediate_size": 10**15}, "intermediate_size must be a whole number from 1 to"),
+    "endless layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers must be a whole number"),
+    "text": ({"num_attention_heads": "8"}, "num_attention_heads must be a whole number.* '8'"),
+    "true as a count": ({"num_key_value_heads": True}, "num_key_value_heads must be a whole.*True"),
+    "list": ({"max_position_embeddings": [1]}, r"max_position_embeddings must be .* \[1\]"),
+    "heads that do not share": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads 8 is no multiple of num_key_value_heads, 3",
+    ),
+    "heads that do not fit": (
+        {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": None},
+        "hidden_size 256 is no multiple of num_attention_heads, 6",
+    ),
+    "odd heads": ({"head_dim": 33}, "head_dim must be even to be rotated, not 33"),
+    "NaN": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number above 0, not nan"),
+    "infinite": ({"rope_parameters": None, "rope_theta": math.inf}, "rope_theta must be a finite"),
+    "theta that turns nothing": (
+        {"rope_parameters": {"rope_theta": 1.0}},
+        r"rope_parameters\.rope_theta must be a finite number above 1, not 1",
+    ),
+    "word for a flag": ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    "rope of text": ({"rope_parameters": "long"}, "rope_parameters must be an object, not 'long'"),
+    "factor missing": (
+        {"rope_scaling": {"type": "linear"}},
+        r"rope_scaling\.factor is missing",
+    ),
+    "factor zero": (
+        {"rope_parameters": {**YARN, "factor": 0}},
+        r"rope_parameters\.factor must be a finite number above 0",
+    ),
+    "no original context": (
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 0}},
+        r"rope_parameters\.original_max_position_embeddings must be a whole number from 1",
+    ),
+    "bands the wrong way round": (
+        {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+        r"rope_parameters\.high_freq_factor must be a finite number above 1, not 1",
+    ),
+    "types of too few layers": (
+        {**QWEN2, "layer_types": ["full_attention"]},
+        "layer_types must list a type for each of the 6 layers",
+    ),
+    "sliding without a window": (
+        {**QWEN2, "layer_types": ["sliding_attention"] * 6},
+        "layer_types has sliding layers, but no sliding window is in use",
+    ),
+    "window of nothing": ({**SLIDING, "sliding_window": 0}, "sliding_window must be a whole"),
+    "window of text": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "wide"},
+        "sliding_window must be a whole number",
+    ),
+    "fewer than no layers": (
+        {**SLIDING, "max_window_layers": -1},
+        "max_window_layers must be a whole number from 0",
+    ),
+    "end token of text": ({"eos_token_id": "</s>"}, "eos_token_id must be token ids, not"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_explained(name: str, checkpoint_copy: Path) -> None:
-    """A missing, cut, foreign or inconsistent file raises one error that names file and fault."""
+    """A missing, cut or inconsistent file raises one error that names file, tensor and fault."""
     damage, message = DAMAGE[name]
-    edit = damage
-    if name == "cut config":
-        (checkpoint_copy / "config.json").write_text('{"architectures": ["Llama')
-    else:
-        edit(checkpoint_copy)
+    damage(checkpoint_copy)
     with pytest.raises(CheckpointError, match=message):
         load(checkpoint_copy)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_named(name: str, checkpoint_copy: Path) -> None:
+    """The message names file, field and value, lists what is supported, and points elsewhere."""
+    changes, message = UNSUPPORTED[name]
+    edit_config(**changes)(checkpoint_copy)
+    with pytest.raises(CheckpointError, match=rf"config\.json: {message}") as raised:
+        read_model_config(checkpoint_copy)
+    assert "vLLM or SGLang behind `--backend openai --upstream URL`" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_an_absurd_config_is_explained(name: str, checkpoint_copy: Path) -> None:
+    """A field that cannot be meant raises one error that names file, field and value."""
+    changes, message = ABSURD[name]
+    edit_config(**changes)(checkpoint_copy)
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{message}"):
+        read_model_config(checkpoint_copy)
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 0, 1e300, "x", [], {}, [[]] * 6, {"a": {}}])
+def test_no_field_can_break_the_reading(value: object, checkpoint_copy: Path) -> None:
+    """Whatever stands in a field, the config is read or explained, never anything else."""
+    path = checkpoint_copy / "config.json"
+    sound = json.loads(path.read_text())
+    for name in {*sound, "rope_scaling", "quantization_config", "layer_types", "sliding_window"}:
+        for architecture in FAMILIES:
+            path.write_text(json.dumps({**sound, "architectures": [architecture], name: value}))
+            with contextlib.suppress(CheckpointError):
+                assert read_model_config(checkpoint_copy).num_layers > 0
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -119,23 +326,17 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_tokenizer_of_another_model_is_refused(checkpoint_copy: Path) -> None:
     """A tokenizer with more tokens than the embedding is named before a prompt can hit one."""
     edit_config(vocab_size=4000)(checkpoint_copy)
-    with pytest.raises(CheckpointError, match=r"has 4096 tokens, but config\.json says 4000"):
+    with pytest.raises(
+        CheckpointError, match=r"largest id is 4095, but config\.json says vocab_size 4000"
+    ):
         load_engine(WorkerConfig(model=str(checkpoint_copy)))
 
 
-def test_sharded_weights_load_like_one_file(checkpoint_copy: Path) -> None:
-    """Shards with an index give the parameters of a single file."""
-    single = count_parameters(checkpoint_copy)
-    tensors = load_file(checkpoint_copy / "model.safetensors")
-    names = sorted(tensors)
-    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, checkpoint_copy / file)
-    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-    (checkpoint_copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    (checkpoint_copy / "model.safetensors").unlink()
+def test_sharded_parameters_count_like_those_of_one_file(checkpoint_copy: Path) -> None:
+    """Shards with an index have the parameters of the single file."""
+    sharded(lambda *_: None)(checkpoint_copy)
     load(checkpoint_copy)
-    assert count_parameters(checkpoint_copy) == single
+    assert Checkpoint(checkpoint_copy).num_parameters == Checkpoint(SHIPPED_MODEL).num_parameters
 
 
 def test_small_models_compute_in_float32() -> None:

@@ -1,0 +1,125 @@
+"""Rotary position embeddings and the ways in which published models stretch them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+    def frequencies(self, plain: Tensor, _theta: float) -> Tensor:
+        """Return the scaled frequencies, [head_dim / 2]."""
+        return plain / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1: long waves are stretched, short ones kept, those between blended.
+
+    Attributes:
+        factor: how far the long waves are stretched.
+        low_freq_factor, high_freq_factor: a wave is long if fewer than the first, short if more
+            than the second of its turns fit into the original context.
+        original_positions: the context the model was first trained with.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+    def frequencies(self, plain: Tensor, _theta: float) -> Tensor:
+        """Return the scaled frequencies, [head_dim / 2]."""
+        turns = self.original_positions * plain / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return _blend(plain / self.factor, plain, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): as Llama 3, with the ramp over dimensions instead of frequencies.
+
+    Attributes:
+        factor: how far the long waves are stretched.
+        beta_fast, beta_slow: turns in the original context from which waves are kept, and up to
+            which they are stretched in full.
+        attention_factor: what cosines and sines are multiplied by; softens attention.
+        truncate: the ramp begins and ends at whole dimensions.
+        original_positions: the context the model was first trained with.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+    original_positions: int
+
+    def frequencies(self, plain: Tensor, theta: float) -> Tensor:
+        """Return the scaled frequencies, [head_dim / 2]."""
+        half = len(plain)
+        low, high = (
+            self._dimension(self.beta_fast, half, theta),
+            self._dimension(self.beta_slow, half, theta),
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        # A ramp of no length would divide by zero.
+        width = high - low or 0.001
+        kept = 1 - (torch.arange(half, dtype=torch.float32) - low) / width
+        return _blend(plain / self.factor, plain, kept)
+
+    def _dimension(self, turns: float, half: int, theta: float) -> float:
+        """Return the dimension whose wave makes that many turns in the original context."""
+        positions_per_radian = self.original_positions / (turns * 2 * math.pi)
+        return half * math.log(positions_per_radian) / math.log(theta)
+
+
+def yarn_attention_factor(
+    factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
+) -> float:
+    """Return the attention factor that a YaRN checkpoint means when it names none.
+
+    0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4); with both `mscale`, the ratio of two such.
+    """
+
+    def softening(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        return softening(mscale) / softening(mscale_all_dim)
+    return softening(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How a model turns queries and keys by their position (RoPE, arXiv 2104.09864)."""
+
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+
+    def tables(self, head_dim: int, positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of all positions, [positions, head_dim / 2] each."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / self.theta**exponents
+        scale = 1.0
+        if self.scaling is not None:
+            frequencies = self.scaling.frequencies(frequencies, self.theta)
+        if isinstance(self.scaling, YarnScaling):
+            scale = self.scaling.attention_factor
+        angles = torch.outer(torch.arange(positions).float(), frequencies)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
+def _blend(stretched: Tensor, plain: Tensor, kept: Tensor) -> Tensor:
+    """Return `plain` where `kept` is 1 or more, `stretched` where it is 0 or less."""
+    return torch.lerp(stretched, plain, kept.clamp(0, 1))

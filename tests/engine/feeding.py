@@ -1,0 +1,49 @@
+"""Feeds tokens to a runner in steps of any edges and reads the logits of all of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.config import read_model_config
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from backends.engine.model import Decoder
+from backends.engine.runner import Runner
+from backends.engine.weights import load_weights
+
+
+class Table:
+    """As much of a sequence as the runner looks at."""
+
+    def __init__(self, blocks: list[int]) -> None:
+        self.block_table = blocks
+
+
+def runner_of(directory: Path, num_blocks: int = 256) -> Runner:
+    """A runner in float32."""
+    config = read_model_config(directory)
+    decoder = Decoder(config, load_weights(directory, config, torch.float32), 2048)
+    return Runner(decoder, KvPool(config, num_blocks, torch.float32))
+
+
+def blocks_of(index: int, tokens: int) -> Table:
+    """A run of blocks which no other index has."""
+    count = -(-tokens // BLOCK_TOKENS)
+    return Table(list(range(index * count, (index + 1) * count)))
+
+
+def work(table: Table, tokens: list[int], start: int, stop: int) -> SequenceWork:
+    """Feed tokens[start:stop] and want the logits of all of them."""
+    return SequenceWork(table, start, tuple(tokens[start:stop]), stop - start - 1, samples=True)
+
+
+def logits_in_steps(
+    runner: Runner, table: Table, tokens: list[int], edges: list[int]
+) -> torch.Tensor:
+    """Logits of all tokens, fed in steps between the edges."""
+    return torch.cat(
+        [runner.logits(StepPlan((work(table, tokens, a, b),))) for a, b in pairwise(edges)]
+    )

@@ -1,0 +1,296 @@
+"""Every supported family and variant against transformers, from directories it saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from backends.engine.config import read_model_config
+from backends.shipped import SHIPPED_MODEL
+from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+TOKENS = 150
+"""Longer than every window and every original context below."""
+
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 40, "num_hidden_layers": 3}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def rope(settings: dict[str, object], theta: float = 10000.0) -> dict[str, object]:
+    return {"rope_parameters": {"rope_theta": theta, **settings}}
+
+
+VARIANTS = {
+    "llama": ("llama", {}),
+    "llama-eight-heads-on-two": ("llama", {"num_attention_heads": 8}),
+    "llama-one-kv-head": (
+        "llama",
+        {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96},
+    ),
+    "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 48}),
+    "llama-three-layers-and-another-theta": ("llama", {"num_hidden_layers": 3, **rope({}, 5e5)}),
+    "llama-attention-bias": ("llama", {"attention_bias": True}),
+    "llama-mlp-bias": ("llama", {"mlp_bias": True}),
+    "llama-linear": ("llama", rope(LINEAR)),
+    "llama-llama3": ("llama", rope(LLAMA3, 5e5)),
+    "llama-yarn": ("llama", rope(YARN)),
+    "mistral-windows": ("mistral", {"sliding_window": 40}),
+    "mistral-window-of-one": ("mistral", {"sliding_window": 1}),
+    "mistral-without-windows": ("mistral", {"sliding_window": None, "head_dim": 32}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-some-layers-slide": ("qwen2", {**SLIDING, "max_window_layers": 1}),
+    "qwen2-named-layers-slide": (
+        "qwen2",
+        {**SLIDING, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "qwen2-yarn": ("qwen2", rope(YARN, 1e6)),
+    "qwen2-yarn-blunt": ("qwen2", rope({**YARN, "truncate": False, "beta_fast": 20.0}, 1e6)),
+    "qwen2-yarn-with-its-attention-factor": (
+        "qwen2",
+        rope({**YARN, "attention_factor": 1.3, "beta_slow": 2.0}, 1e6),
+    ),
+    "qwen2-yarn-with-mscale": ("qwen2", rope({**YARN, "mscale": 1.0, "mscale_all_dim": 0.5})),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-bias": ("qwen3", {"head_dim": 32, "attention_bias": True}),
+    "qwen3-some-layers-slide": ("qwen3", {"head_dim": 32, **SLIDING, "max_window_layers": 2}),
+    "qwen3-yarn": ("qwen3", {"head_dim": 32, **rope(YARN, 1e6)}),
+}
+
+
+def random_model(variant: str) -> PreTrainedModel:
+    """A model in which every tensor matters: norms are not one, biases are not zero."""
+    family, changes = VARIANTS[variant]
+    config, model = FAMILIES[family]
+    torch.manual_seed(0)
+    built = model(config(**{**SHAPE, **changes}))
+    with torch.no_grad():
+        for name, tensor in built.named_parameters():
+            if name.endswith("bias"):
+                tensor.normal_(0.0, 0.5)
+            elif "norm" in name:
+                tensor.normal_(1.0, 0.3)
+    return built.eval()
+
+
+def oracle(directory: Path) -> PreTrainedModel:
+    """What transformers makes of the directory, in float32."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    )
+
+
+def check_logits(directory: Path) -> None:
+    """Compare logits of a sequence fed in uneven steps."""
+    model = oracle(directory)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, model.config.vocab_size, (TOKENS,), generator=generator)
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    steps = [0, 1, 2, 60, 65, 130, TOKENS]
+    table = blocks_of(0, TOKENS)
+    logits = logits_in_steps(runner_of(directory), table, tokens.tolist(), steps)
+    assert (logits - expected).abs().max() < 1e-4
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    """Logits of random models agree with transformers to 1e-4, the argmax exactly."""
+    random_model(variant).save_pretrained(tmp_path)
+    check_logits(tmp_path)
+
+
+def test_logits_of_the_shipped_model_are_those_of_transformers() -> None:
+    """The shipped checkpoint computes what transformers computes from it."""
+    check_logits(SHIPPED_MODEL)
+
+
+GREEDY = [
+    "llama-llama3",
+    "llama-attention-bias",
+    "mistral-windows",
+    "qwen2-some-layers-slide",
+    "qwen2-yarn",
+    "qwen3",
+]
+NEW_TOKENS = 60
+MARGIN = 1e-3
+"""Ten times the error allowed in a logit: no two that far apart change places."""
+
+
+@pytest.mark.parametrize("variant", GREEDY)
+def test_greedy_tokens_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    """Greedy decoding past window and original context gives the same ids, one at a time."""
+    random_model(variant).save_pretrained(tmp_path)
+    prompt = torch.randint(0, 300, (1, 30), generator=torch.Generator().manual_seed(2))
+    told = oracle(tmp_path).generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(told.logits).topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > MARGIN
+    runner, table = runner_of(tmp_path), blocks_of(0, 30 + NEW_TOKENS)
+    tokens = prompt[0].tolist()
+    edges = [0, 30]
+    while len(tokens) < 30 + NEW_TOKENS:
+        logits = logits_in_steps(runner, table, tokens, edges[-2:])
+        tokens.append(int(logits[-1].argmax()))
+        edges.append(len(tokens))
+    assert tokens == told.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", ["llama-tied", "qwen2", "qwen3-bias"])
+def test_half_precision_checkpoints_convert(
+    variant: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Weights saved in bfloat16 or float16 give the logits transformers computes in float32."""
+    random_model(variant).to(dtype).save_pretrained(tmp_path)
+    check_logits(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "mistral-windows", "qwen2", "qwen3-bias"])
+def test_shards_load_like_one_file(variant: str, tmp_path: Path) -> None:
+    """A checkpoint in many shards, layers torn between them, computes the same."""
+    random_model(variant).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    check_logits(tmp_path)
+
+
+def rewrite_config(directory: Path, change: Callable[[dict[str, object]], None]) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("variant", ["llama-linear", "llama-llama3", "qwen2-yarn", "qwen3"])
+def test_older_names_of_the_rope_settings(variant: str, key: str, tmp_path: Path) -> None:
+    """`rope_scaling` beside `rope_theta`, as older checkpoints have them, means the same."""
+
+    def age(config: dict[str, object]) -> None:
+        settings = config.pop("rope_parameters")
+        config["rope_theta"] = settings.pop("rope_theta")
+        kind = settings.pop("rope_type")
+        config["rope_scaling"] = None if kind == "default" else {key: kind, **settings}
+
+    random_model(variant).save_pretrained(tmp_path)
+    rewrite_config(tmp_path, age)
+    check_logits(tmp_path)
+
+
+SILENT = {
+    "llama": ["num_key_value_heads", "attention_bias", "mlp_bias", "head_dim", "rope_parameters"],
+    "mistral-windows": ["sliding_window", "rope_parameters", "rms_norm_eps"],
+    "mistral-without-windows": ["tie_word_embeddings"],
+    "qwen2": ["use_sliding_window", "sliding_window", "max_window_layers", "layer_types"],
+    "qwen2-some-layers-slide": ["layer_types"],
+    "qwen3-bias": ["layer_types", "tie_word_embeddings", "max_position_embeddings"],
+}
+
+
+@pytest.mark.parametrize("variant", SILENT)
+def test_fields_that_are_left_out_mean_what_transformers_means(
+    variant: str, tmp_path: Path
+) -> None:
+    """A config without optional fields is the model that transformers takes it for."""
+    model = random_model("llama-multi-head" if variant == "llama" else variant)
+    model.save_pretrained(tmp_path)
+    rewrite_config(tmp_path, lambda config: [config.pop(name, None) for name in SILENT[variant]])
+    check_logits(tmp_path)
+
+
+def rewrite_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def head_as_well(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def another_head(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+
+
+def head_alone(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+def rotary_buffers(tensors: dict[str, torch.Tensor]) -> None:
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+
+@pytest.mark.parametrize("change", [head_as_well, another_head, head_alone, rotary_buffers])
+def test_what_tied_checkpoints_store_is_read_as_transformers_reads_it(
+    change: Callable[[dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
+    """A tied head stored as well, otherwise or alone, and forgotten buffers: the same logits."""
+    random_model("llama-tied").save_pretrained(tmp_path)
+    rewrite_weights(tmp_path, change)
+    check_logits(tmp_path)
+
+
+def test_the_context_of_yarn_is_the_stretched_one(tmp_path: Path) -> None:
+    """A YaRN checkpoint that names its first context serves the longer one."""
+    random_model("qwen2-yarn").save_pretrained(tmp_path)
+    rewrite_config(tmp_path, lambda config: config.update(max_position_embeddings=64))
+    assert read_model_config(tmp_path).max_position_embeddings == 256
+    check_logits(tmp_path)

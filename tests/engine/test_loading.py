@@ -1,0 +1,182 @@
+"""Loading: how much memory it takes, what it tells meanwhile, and what it reads."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.engine import checkpoint, weights
+from backends.engine.bench.loading import load_apart, random_checkpoint
+from backends.engine.checkpoint import HASH_PIECE_BYTES, Checkpoint, checkpoint_hash
+from backends.engine.config import read_model_config
+from backends.engine.weights import load_weights
+from backends.errors import CheckpointError
+from backends.shipped import SHIPPED_MODEL
+from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
+
+LARGE = {
+    "hidden_size": 512,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+READS_PROC = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads what Linux tells of a process"
+)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """155 MB in bfloat16."""
+    return random_checkpoint(tmp_path_factory.mktemp("untied"), vocab_size=16000, **LARGE)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """164 MB in bfloat16, a quarter of it the embedding."""
+    directory = tmp_path_factory.mktemp("tied")
+    return random_checkpoint(directory, vocab_size=40000, tie_word_embeddings=True, **LARGE)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return random_checkpoint(tmp_path, **SMALL)
+
+
+@READS_PROC
+@pytest.mark.parametrize(("kind", "dtype"), [("untied", "float32"), ("tied", "bfloat16")])
+def test_loading_needs_little_more_memory_than_the_weights(
+    kind: str, dtype: str, request: pytest.FixtureRequest
+) -> None:
+    """At its peak a process that loads holds at most 1.15 times the weights."""
+    figures = load_apart(request.getfixturevalue(kind), dtype)
+    assert figures["weight_bytes"] > 150e6
+    assert figures["weight_bytes"] <= figures["peak_bytes"] <= 1.15 * figures["weight_bytes"]
+
+
+def test_progress_goes_from_nothing_to_all(small: Path) -> None:
+    """The share of bytes loaded rises with every tensor and ends at exactly 1."""
+    shares: list[float] = []
+    config = read_model_config(small)
+    load_weights(small, config, torch.float32, progress=shares.append)
+    assert len(shares) == 3 + config.num_layers * 9
+    assert shares[0] > 0
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 1.0
+
+
+@READS_PROC
+def test_each_file_is_opened_at_most_once_per_layer(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's tensors are read with each shard opened once, and nothing stays open."""
+    opened: list[Path] = []
+    open_file = checkpoint._open
+
+    def counting(path: Path):
+        opened.append(path)
+        return open_file(path)
+
+    monkeypatch.setattr(checkpoint, "_open", counting)
+    config = read_model_config(small)
+    load_weights(small, config, torch.float32)
+    shards = len(list(small.glob("*.safetensors")))
+    matrices_and_norm = 3
+    assert len(opened) <= shards * (1 + config.num_layers) + matrices_and_norm
+    held = {name.split(" ")[-1] for name in Path("/proc/self/maps").read_text().splitlines()}
+    assert not {str(path) for path in small.glob("*.safetensors")} & held
+
+
+def test_faults_are_found_before_anything_is_read(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor missing from the last layer is named without loading the others."""
+    config = read_model_config(small)
+
+    def read(*_: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(checkpoint.TensorReader, "read", read)
+    stored = checkpoint._stored_tensors
+    monkeypatch.setattr(
+        checkpoint,
+        "_stored_tensors",
+        lambda directory: {
+            name: tensor
+            for name, tensor in stored(directory).items()
+            if name != "model.layers.2.mlp.down_proj.weight"
+        },
+    )
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.down_proj\.weight"):
+        load_weights(small, config, torch.float32)
+
+
+def test_a_file_cut_after_its_header_was_read_is_an_error(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file replaced while the checkpoint loads is named, and does not end the process."""
+    config = read_model_config(small)
+    require = checkpoint.Checkpoint.require
+
+    def cut_then_require(self: checkpoint.Checkpoint, shapes: dict[str, tuple[int, ...]]) -> int:
+        num_bytes = require(self, shapes)
+        for path in small.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-1000])
+        return num_bytes
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "require", cut_then_require)
+    with pytest.raises(CheckpointError, match=r"damaged or missing weights .*model-0000\d-of"):
+        load_weights(small, config, torch.float32)
+
+
+def test_a_tied_embedding_computes_the_same_held_once_or_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The head that shares the embedding's memory gives the bits of the packed copy."""
+    tokens = torch.randint(0, 4096, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+    read = []
+    for most_bytes in (0, 1 << 30):
+        monkeypatch.setattr(weights, "TIED_COPY_BYTES", most_bytes)
+        runner = runner_of(SHIPPED_MODEL)
+        read.append(logits_in_steps(runner, blocks_of(0, 40), tokens, [0, 7, 40]))
+    assert torch.equal(*read)
+
+
+def test_the_hash_is_that_of_the_pieces_of_the_files(small: Path) -> None:
+    """The hash can be recomputed from its definition, and loading reports the same one."""
+    large = small / "model-00001-of-00002.safetensors"
+    with large.open("r+b") as file:
+        file.truncate(HASH_PIECE_BYTES + 5)
+    digest = hashlib.sha256()
+    for path in [small / "config.json", *sorted(small.glob("*.safetensors"))]:
+        content = path.read_bytes()
+        for begin in range(0, len(content), HASH_PIECE_BYTES):
+            digest.update(hashlib.sha256(content[begin : begin + HASH_PIECE_BYTES]).digest())
+    assert checkpoint_hash(small) == digest.hexdigest()[:12]
+
+
+def test_loading_reports_the_hash(small: Path) -> None:
+    """The weights carry the hash of the files they came from."""
+    loaded = load_weights(small, read_model_config(small), torch.float32)
+    assert loaded.checkpoint_hash == checkpoint_hash(small)
+
+
+def test_parameters_are_counted_from_the_headers(untied: Path, tied: Path) -> None:
+    """The number of weights is that of the stored tensors, tied ones once."""
+    layer = 512 * (2 * 512 + 2 * 128 + 3 * 1792 + 2)
+    assert Checkpoint(untied).num_parameters == 18 * layer + 512 + 2 * 16000 * 512
+    assert Checkpoint(tied).num_parameters == 18 * layer + 512 + 40000 * 512

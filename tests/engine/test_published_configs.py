@@ -1,0 +1,255 @@
+"""The configs of published models mean the models that were published."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.rope import Llama3Scaling, Rope, YarnScaling
+from backends.engine.weights import layer_shapes
+
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+LLAMA3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 8.0, **LLAMA3_ROPE},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model as its card and its config describe it."""
+
+    raw: dict[str, object]
+    parameters: int
+    head_dim: int
+    kv_bytes_per_token: int
+    """In bfloat16."""
+    context: int
+    rope: Rope
+    window: int | None = None
+
+
+MODELS = {
+    "Llama-2-7B": Published(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "eos_token_id": 2,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 32,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 32000,
+        },
+        6_738_415_616,
+        128,
+        524_288,
+        4096,
+        Rope(10000.0),
+    ),
+    "Llama-3.1-8B": Published(
+        LLAMA3_8B,
+        8_030_261_248,
+        128,
+        131_072,
+        131072,
+        Rope(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+    ),
+    "Llama-3.2-1B": Published(
+        LLAMA3_8B
+        | {
+            "head_dim": 64,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "rope_scaling": {"factor": 32.0, **LLAMA3_ROPE},
+            "tie_word_embeddings": True,
+        },
+        1_235_814_400,
+        64,
+        32_768,
+        131072,
+        Rope(500000.0, Llama3Scaling(32.0, 1.0, 4.0, 8192)),
+    ),
+    "Mistral-7B-v0.1": Published(
+        MISTRAL_7B, 7_241_732_096, 128, 131_072, 32768, Rope(10000.0), window=4096
+    ),
+    "Mistral-7B-v0.3": Published(
+        MISTRAL_7B | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+        7_248_023_552,
+        128,
+        131_072,
+        32768,
+        Rope(1000000.0),
+    ),
+    "Qwen2.5-0.5B": Published(
+        QWEN25_7B
+        | {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_mrope": False,
+            "vocab_size": 151936,
+        },
+        494_032_768,
+        64,
+        12_288,
+        32768,
+        Rope(1000000.0),
+    ),
+    "Qwen2.5-7B": Published(QWEN25_7B, 7_615_616_512, 128, 57_344, 32768, Rope(1000000.0)),
+    "Qwen2.5-7B with YaRN": Published(
+        QWEN25_7B
+        | {
+            "rope_scaling": {
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+                "type": "yarn",
+            }
+        },
+        7_615_616_512,
+        128,
+        57_344,
+        131072,
+        Rope(1000000.0, YarnScaling(4.0, 32.0, 1.0, 0.1 * math.log(4.0) + 1.0, True, 32768)),
+    ),
+    "Qwen3-0.6B": Published(
+        QWEN3_8B
+        | {
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "max_window_layers": 28,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 28,
+            "tie_word_embeddings": True,
+        },
+        596_049_920,
+        128,
+        114_688,
+        40960,
+        Rope(1000000.0),
+    ),
+    "Qwen3-8B": Published(QWEN3_8B, 8_190_735_360, 128, 147_456, 40960, Rope(1000000.0)),
+}
+
+
+def parameters_of(config: ModelConfig) -> int:
+    """The weights of a checkpoint of this shape; a tied matrix counts once."""
+    matrices = 1 if config.tied_embeddings else 2
+    outside = config.hidden_size * (config.vocab_size * matrices + 1)
+    return outside + sum(map(math.prod, layer_shapes(config).values()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_config_is_the_published_model(name: str, tmp_path: Path) -> None:
+    """Parameters, KV size, context, window and rotation are those of the model's card."""
+    model = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(model.raw))
+    config = read_model_config(tmp_path)
+    assert parameters_of(config) == model.parameters
+    assert config.head_dim == model.head_dim
+    assert config.kv_bytes_per_token(2) == model.kv_bytes_per_token
+    assert config.max_position_embeddings == model.context
+    assert config.rope == model.rope
+    assert config.windows == (model.window,) * config.num_layers
+    assert config.rms_norm_eps == model.raw["rms_norm_eps"]
+    architecture = model.raw["architectures"][0]
+    assert config.qkv_bias == (architecture == "Qwen2ForCausalLM")
+    assert config.qk_norm == (architecture == "Qwen3ForCausalLM")
+    assert not config.output_bias
+    assert not config.mlp_bias
+    assert config.eos_ids
