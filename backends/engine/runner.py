@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backends.core.steps import StepPlan, StepResult
+from backends.engine import logprobs
 from backends.engine.inputs import build_inputs
 from backends.engine.kv_pool import KvPool
+from backends.engine.logits import adjust
+from backends.engine.logprobs import RowLogprobs
 from backends.engine.model import Decoder
-from backends.engine.sampler import emit, read_logprobs
+from backends.engine.sampler import Verify, draw, walk
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose results are, or will be, on the device.
+
+    Attributes:
+        tokens: int64 [sampling rows], the token of each row.
+        logprobs: one entry for each part of the plan; None where it does not ask.
+        started_s: `time.perf_counter` when it was launched.
+    """
+
+    plan: StepPlan
+    tokens: Tensor
+    logprobs: tuple[RowLogprobs | None, ...]
+    started_s: float
 
 
 class Runner:
     """Runs steps of one model over one KV pool. Use in one thread only."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
-        """Keep both."""
+    def __init__(self, decoder: Decoder, pool: KvPool, verify: Verify = "coupled") -> None:
+        """Keep them."""
         self._decoder = decoder
         self._pool = pool
+        self._verify = verify
+        vocab_size = decoder.config.vocab_size
+        # Some checkpoints name ends that their vocabulary does not have.
+        self._eos_ids = frozenset(i for i in decoder.config.eos_ids if 0 <= i < vocab_size)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end."""
+        return self.fetch(self.launch(plan))
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step: forward, sample, walk the drafts."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Enqueue one step: forward, sample, look log probabilities up. Reads nothing back."""
         started_s = time.perf_counter()
         logits = self.logits(plan)
-        emitted = emit(plan, logits)
-        logprobs = read_logprobs(plan, logits, emitted)
-        step_s = time.perf_counter() - started_s
-        return StepResult(tuple(emitted), tuple(logprobs), step_s)
+        wanted = logprobs.model_logprobs(plan, logits)
+        adjust(plan, logits, self._eos_ids)
+        tokens = draw(plan, logits, self._verify)
+        return LaunchedStep(plan, tokens, logprobs.look_up(plan, wanted, tokens), started_s)
+
+    def fetch(self, step: LaunchedStep) -> StepResult:
+        """Wait for a launched step and walk its drafts. The one place that waits for the device."""
+        emitted = walk(step.plan, step.tokens.tolist())
+        found = logprobs.read(step.logprobs, emitted)
+        return StepResult(emitted, found, time.perf_counter() - step.started_s)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

@@ -11,54 +11,11 @@ from scipy import stats
 
 from backends.engine.kernels.sample_verify_ref import NO_DRAFT, accept_walk_batch, sample
 from tests.kernels import cases
+from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram
 
-# The tests are deterministic; a correct sampler fails a newly chosen seed once in a thousand times.
-_ALPHA = 1e-3
 _DRAWS = 20_000
 _VOCAB = 12
 _LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.1, 2.0, 0.0, -2.0, 1.7, 0.9, 2.6, -0.5, 1.1])
-
-
-def _exact_law(
-    temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> list[float]:
-    """Temperature, top-k, top-p and min-p on the test's logits, renormalised after each."""
-    logits = [value / temperature for value in _LOGITS.tolist()]
-    law = {token: math.exp(value) for token, value in enumerate(logits)}
-
-    def normalise(kept: list[int]) -> dict[int, float]:
-        total = math.fsum(law[token] for token in kept)
-        return {token: law[token] / total for token in kept}
-
-    order = sorted(law, key=lambda token: (-law[token], token))
-    law = normalise(order)
-    law = normalise(order[: top_k or len(order)])
-    if top_p < 1:
-        length, reached = 0, 0.0
-        while reached < top_p:
-            reached += law[order[length]]
-            length += 1
-        law = normalise(order[:length])
-    best = max(law.values())
-    law = normalise([token for token in law if law[token] >= min_p * best])
-    return [law.get(token, 0.0) for token in range(_VOCAB)]
-
-
-def _assert_follows(counts: list[int], law: list[float]) -> None:
-    """Fails if the counts are unlikely under the law, or hit what has probability zero."""
-    support = [index for index, probability in enumerate(law) if probability > 0]
-    assert sum(counts[index] for index in support) == sum(counts), "sampled a removed token"
-    if len(support) == 1:
-        return
-    total = sum(counts)
-    expected = [law[index] * total for index in support]
-    assert min(expected) >= 5, "the chi-square approximation needs larger cells"
-    _, p_value = stats.chisquare([counts[index] for index in support], expected)
-    assert p_value > _ALPHA
-
-
-def _histogram(tokens: torch.Tensor, cells: int) -> list[int]:
-    return [int(count) for count in torch.bincount(tokens, minlength=cells)]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
@@ -83,7 +40,9 @@ def test_tokens_follow_the_filtered_law(temperature: float, filters: dict[str, f
     """For every combination of filters, tokens over positions have the exact filtered law."""
     rows = cases.row_sampling(_DRAWS, temperature=temperature, seed=1234, **filters)  # type: ignore[arg-type]
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
-    _assert_follows(_histogram(tokens, _VOCAB), _exact_law(temperature, **filters))  # type: ignore[arg-type]
+    assert_follows(
+        histogram(tokens, _VOCAB), filtered_law(_LOGITS.tolist(), temperature, **filters)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("varied", ["seed", "choice", "position"])
@@ -95,7 +54,7 @@ def test_noise_is_fresh_in_every_coordinate(varied: str) -> None:
     for name, tensor in coordinates.items():
         tensor.copy_(index if name == varied else torch.full_like(index, 7))
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
-    law = _exact_law(1.0)
+    law = filtered_law(_LOGITS.tolist(), 1.0)
     # Pairs with the rarest tokens merged, so that all cells are large enough.
     common = [token for token in range(_VOCAB) if law[token] > 0.04]
     cell = torch.full((_VOCAB,), len(common))
@@ -105,7 +64,7 @@ def test_noise_is_fresh_in_every_coordinate(varied: str) -> None:
     side = len(marginal)
     pairs = cell[tokens[0::2]] * side + cell[tokens[1::2]]
     joint = [first * second for first in marginal for second in marginal]
-    _assert_follows(_histogram(pairs, side * side), joint)
+    assert_follows(histogram(pairs, side * side), joint)
 
 
 _STATES = 4
@@ -198,7 +157,7 @@ def test_speculation_keeps_the_joint_law(drafter: Drafter) -> None:
     seeds = torch.arange(_DRAWS) * 0x1E3779B97F4A7C15
     text = _generate(seeds, 3, drafter)
     cells = (text[:, 0] * _STATES + text[:, 1]) * _STATES + text[:, 2]
-    _assert_follows(_histogram(cells, _STATES**3), _joint_law())
+    assert_follows(histogram(cells, _STATES**3), _joint_law())
 
 
 def test_text_does_not_depend_on_the_drafter() -> None:
@@ -218,4 +177,4 @@ def test_one_hot_drafts_are_accepted_with_their_probability() -> None:
     law = (_MARKOV[_START].to(torch.float64) / _TEMPERATURE).softmax(dim=0)
     for draft in range(_STATES):
         hits = int((sampled == draft).sum())
-        assert stats.binomtest(hits, _DRAWS, float(law[draft])).pvalue > _ALPHA
+        assert stats.binomtest(hits, _DRAWS, float(law[draft])).pvalue > ALPHA

@@ -1,0 +1,37 @@
+"""Slow readings of what happens to logits, in plain Python, for tests to compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from backends.types import SamplingParams
+
+
+def adjusted(
+    logits: Sequence[float],
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: SamplingParams,
+    eos_ids: Collection[int] = (),
+) -> list[float]:
+    """Bias, penalties and min_tokens in one row: token by token, in double precision."""
+    bias = dict(sampling.logit_bias)
+    found = []
+    for token, logit in enumerate(logits):
+        value = logit + bias.get(token, 0.0)
+        if token in prompt or token in output:
+            factor = sampling.repetition_penalty
+            value = value / factor if value > 0 else value * factor
+        value -= sampling.frequency_penalty * output.count(token)
+        value -= sampling.presence_penalty if token in output else 0.0
+        too_early = len(output) < sampling.min_tokens and not sampling.ignore_eos
+        found.append(-math.inf if token in eos_ids and too_early else value)
+    return found
+
+
+def logprobs(logits: Sequence[float]) -> list[float]:
+    """The log-softmax of one row, in double precision."""
+    best = max(logits)
+    log_sum = best + math.log(math.fsum(math.exp(value - best) for value in logits))
+    return [value - log_sum for value in logits]

@@ -1,0 +1,274 @@
+"""The joint law of several tokens under the production scheduler, against exact enumeration.
+
+A random model of five tokens writes four; every text has a known probability. Thousands of
+requests with seeds of their own share batches in which slots are given at random, and the counts
+of the texts are compared with the law by chi-square tests of fixed seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import save_file
+
+from backends.core.sequence import Sequence
+from backends.core.steps import Draft, SequenceWork, StepPlan
+from backends.engine.kernels import noise, rejection_ref
+from backends.engine.kernels.sample_verify_ref import RowSampling
+from backends.engine.sampler import Verify
+from backends.types import GenerationRequest, SamplingParams
+from policies.protocols import SpeculationPolicy
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from tests.engine.harness import Model, RandomSlots, Setup, request, run
+from tests.engine.oracles import adjusted
+from tests.kernels.laws import ALPHA, filtered_law, p_value
+
+VOCAB = 5
+NEW_TOKENS = 4
+PROMPT = (3,)
+REQUESTS = 4000
+MANY_REQUESTS = 40_000
+BLOCKS = 400
+MOST_TOKENS = 16
+
+LAWS = {
+    "top-k, top-p": {"temperature": 0.9, "top_k": 4, "top_p": 0.9},
+    "min-p": {"temperature": 1.4, "min_p": 0.25},
+    "penalties": {
+        "temperature": 1.1,
+        "repetition_penalty": 1.6,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.4,
+        "logit_bias": ((1, 0.7), (4, -0.5)),
+        "top_p": 0.95,
+    },
+}
+
+
+def write_checkpoint(directory: Path) -> Path:
+    """Save a random Llama of five tokens whose next token depends on all before it."""
+    hidden, heads, inner = 16, 2, 24
+    generator = torch.Generator().manual_seed(7)
+
+    def weight(rows: int, columns: int, scale: float) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * scale
+
+    layer = {
+        "input_layernorm": torch.ones(hidden),
+        "self_attn.q_proj": weight(hidden, hidden, 0.4),
+        "self_attn.k_proj": weight(hidden // heads, hidden, 0.4),
+        "self_attn.v_proj": weight(hidden // heads, hidden, 0.5),
+        "self_attn.o_proj": weight(hidden, hidden, 0.5),
+        "post_attention_layernorm": torch.ones(hidden),
+        "mlp.gate_proj": weight(inner, hidden, 0.4),
+        "mlp.up_proj": weight(inner, hidden, 0.4),
+        "mlp.down_proj": weight(hidden, inner, 0.4),
+    }
+    tensors = {f"model.layers.0.{name}.weight": tensor for name, tensor in layer.items()}
+    tensors["model.embed_tokens.weight"] = weight(VOCAB, hidden, 0.7)
+    tensors["model.norm.weight"] = torch.ones(hidden)
+    tensors["lm_head.weight"] = weight(VOCAB, hidden, 0.25)
+    save_file(tensors, directory / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = {f"<{token}>": token for token in range(VOCAB)}
+    words_model = tokenizers.models.WordLevel(words, unk_token="<0>")
+    tokenizers.Tokenizer(words_model).save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("five_tokens"))
+
+
+class DrawnDrafts:
+    """Draws drafts from laws of its own, with the noise a draft model uses: that of the output."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(11)
+        logits = torch.randn(VOCAB, VOCAB, generator=generator)
+        logits[1, 2] = -torch.inf  # what p holds likely may be impossible in q
+        self._laws = logits.softmax(dim=1)
+        self._scores = self._laws.log().tolist()
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
+        drafts, law = [], []
+        last = sequence.token_ids[-1]
+        for position in range(len(sequence.token_ids), len(sequence.token_ids) + max_tokens):
+            law.append(self._laws[last])
+            gumbel = output_noise(sequence.request.sampling.seed)[position]
+            scores = [s + g for s, g in zip(self._scores[last], gumbel, strict=True)]
+            last = scores.index(max(scores))
+            drafts.append(last)
+        return Draft(tuple(drafts), law=torch.stack(law))
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+class CertainDrafts:
+    """Drafts a function of the last token: likely ones, and unlikely ones behind 1 and 4."""
+
+    FOLLOWS = (3, 0, 3, 0, 1)
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
+        last, drafts = sequence.token_ids[-1], []
+        for _ in range(max_tokens):
+            last = self.FOLLOWS[last]
+            drafts.append(last)
+        return Draft(tuple(drafts))
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+@cache
+def output_noise(seed: int) -> list[list[float]]:
+    """The noise of a seed's output tokens, by position."""
+    positions = torch.arange(MOST_TOKENS)
+    seeds = torch.full_like(positions, seed)
+    zeros = torch.zeros_like(positions)
+    return noise.gumbel(seeds, zeros, positions, noise.PURPOSE_OUTPUT, VOCAB).tolist()
+
+
+class Table:
+    """As much of a sequence as a forward pass looks at."""
+
+    block_table = (0,)
+
+
+@cache
+def logits_behind(directory: Path) -> dict[tuple[int, ...], list[float]]:
+    """The model's logits behind every beginning of a text."""
+    runner = Model(directory).runner(BLOCKS)
+    found = {}
+    for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
+        fed = (*PROMPT, *text)
+        plan = StepPlan((SequenceWork(Table(), 0, fed, len(text), samples=True),))
+        for length, row in enumerate(runner.logits(plan).tolist()):
+            found[text[:length]] = row
+    return found
+
+
+def exact_law(directory: Path, sampling: SamplingParams) -> list[float]:
+    """The probability of every text, in the order of its tokens."""
+    logits = logits_behind(directory)
+    law = {(): 1.0}
+    for _ in range(NEW_TOKENS):
+        longer = {}
+        for text, probability in law.items():
+            row = adjusted(logits[text], PROMPT, text, sampling)
+            following = filtered_law(
+                row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+            )
+            for token, share in enumerate(following):
+                longer[(*text, token)] = probability * share
+        law = longer
+    return list(law.values())
+
+
+def p_value_of_texts(
+    directory: Path, verify: Verify, proposer: type, law: str, num_requests: int = REQUESTS
+) -> float:
+    """Generate with slots at random and test the texts against their law."""
+    policy = RandomSlots(random.Random(3))
+    setup = Setup(policy, lambda: {"ngram": proposer()}, max_num_seqs=128, num_blocks=BLOCKS)
+    settings = {"max_tokens": NEW_TOKENS, **LAWS[law]}
+    requests = [request(str(i), PROMPT, policy, seed=i, **settings) for i in range(num_requests)]
+    outcome = run(Model(directory, verify=verify), requests, setup)
+    assert min(outcome.accepted, outcome.rejected) > num_requests // 5
+    counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=NEW_TOKENS), 0)
+    for tokens in outcome.tokens.values():
+        counts[tuple(tokens)] += 1
+    return p_value(list(counts.values()), exact_law(directory, requests[0].sampling))
+
+
+@pytest.mark.parametrize(
+    ("verify", "proposer", "law"),
+    [
+        *(("rejection", DrawnDrafts, law) for law in LAWS),
+        ("rejection", CertainDrafts, "top-k, top-p"),
+        ("rejection", CertainDrafts, "penalties"),
+        ("coupled", DrawnDrafts, "penalties"),
+    ],
+)
+def test_texts_have_the_law_of_the_model(
+    checkpoint: Path, verify: Verify, proposer: type, law: str
+) -> None:
+    """Four tokens drafted, verified and batched in any way have the exact joint probabilities."""
+    assert p_value_of_texts(checkpoint, verify, proposer, law) > ALPHA
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("proposer", [DrawnDrafts, CertainDrafts])
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_many_texts_have_the_law_of_the_model(
+    checkpoint: Path, verify: Verify, proposer: type, law: str
+) -> None:
+    """40 000 texts of every kind have the exact joint probabilities."""
+    assert p_value_of_texts(checkpoint, verify, proposer, law, MANY_REQUESTS) > ALPHA
+
+
+def test_without_noise_or_drafts_rejection_gives_the_coupled_text(checkpoint: Path) -> None:
+    """In one batch with drawn drafts, greedy texts are the same either way; undrafted ones too."""
+
+    def asked(policy: SpeculationPolicy) -> list[GenerationRequest]:
+        settings = [{"temperature": i % 2, "seed": i, "max_tokens": 12} for i in range(12)]
+        return [request(str(i), PROMPT, policy, **s) for i, s in enumerate(settings)]
+
+    policy, rejecting = speculation_policy("fixed:4"), Model(checkpoint, verify="rejection")
+    coupled = run(Model(checkpoint), asked(Off()), Setup()).tokens
+    assert run(rejecting, asked(Off()), Setup()).tokens == coupled
+    drafted = run(rejecting, asked(policy), Setup(policy, lambda: {"ngram": DrawnDrafts()}))
+    assert drafted.accepted > 0
+    greedy = {(one.request_id, 0) for one in asked(policy) if one.sampling.temperature == 0}
+    assert greedy <= {key for key, tokens in drafted.tokens.items() if tokens == coupled[key]}
+
+
+def residual_from_p(p: torch.Tensor, rows: RowSampling, q: torch.Tensor) -> torch.Tensor:
+    """Wrong: the token behind a refusal is drawn from p, not from the residual."""
+    return DRAW_RESIDUAL(p, rows, torch.zeros_like(q))
+
+
+def accept_at_p(
+    p: torch.Tensor, rows: RowSampling, drafts: torch.Tensor, q: torch.Tensor
+) -> torch.Tensor:
+    """Wrong: drawn drafts are accepted as if they had not been drawn."""
+    return ACCEPTS(p, rows, drafts, torch.ones_like(q))
+
+
+DRAW_RESIDUAL, ACCEPTS = rejection_ref._draw_residual, rejection_ref._accepts
+
+
+@pytest.mark.parametrize(
+    ("rule", "wrong"), [("_draw_residual", residual_from_p), ("_accepts", accept_at_p)]
+)
+def test_a_wrong_rule_changes_the_law_of_texts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rule: str, wrong: object
+) -> None:
+    """The test above fails, by far, when a rule of rejection is broken."""
+    monkeypatch.setattr(rejection_ref, rule, wrong)
+    law = "top-k, top-p"
+    assert p_value_of_texts(checkpoint, "rejection", DrawnDrafts, law) < ALPHA / 1000

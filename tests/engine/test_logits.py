@@ -1,0 +1,137 @@
+"""Bias, penalties and min_tokens against a slow reading of their definition."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from backends.core.sequence import Sequence
+from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.logits import adjust
+from backends.types import GenerationRequest, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
+from tests.engine.oracles import adjusted
+
+VOCAB = 40
+EOS_IDS = frozenset({3, 17})
+
+
+def random_sampling(rng: random.Random) -> SamplingParams:
+    """Each feature in about every second request, in both directions."""
+
+    def sometimes(values: list[float], neutral: float) -> float:
+        return rng.choice(values) if rng.random() < 0.5 else neutral
+
+    biased = sorted(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 5])))
+    return SamplingParams(
+        max_tokens=100,
+        seed=0,
+        logit_bias=tuple((token, rng.uniform(-100, 100)) for token in biased),
+        repetition_penalty=sometimes([0.5, 1.1, 2.0], 1.0),
+        frequency_penalty=sometimes([-2.0, 0.3, 1.9], 0.0),
+        presence_penalty=sometimes([-1.1, 0.7, 2.0], 0.0),
+        min_tokens=rng.choice([0, 0, 3, 6, 50]),
+        ignore_eos=rng.random() < 0.2,
+    )
+
+
+def random_sequence(rng: random.Random, key: int) -> Sequence:
+    def tokens(most: int) -> list[int]:
+        # Few different ones, so that counts grow.
+        return [rng.randrange(VOCAB // 2) for _ in range(rng.randint(0, most))]
+
+    prompt = [rng.randrange(VOCAB), *tokens(12)]
+    plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 8, "a test")
+    request = GenerationRequest(str(key), tuple(prompt), random_sampling(rng), plan)
+    return Sequence(key, request, 0, prompt + tokens(9))
+
+
+def verifying(sequence: Sequence, drafts: list[int]) -> SequenceWork:
+    start = len(sequence.token_ids) - 1
+    fed = (sequence.token_ids[-1], *drafts)
+    return SequenceWork(sequence, start, fed, len(drafts), samples=True)
+
+
+def random_plan(rng: random.Random, sequences: int) -> StepPlan:
+    """Verify steps and decodes, with a prefill chunk that samples nothing among them."""
+    work = []
+    for key in range(sequences):
+        sequence = random_sequence(rng, key)
+        if rng.random() < 0.15:
+            chunk = tuple(sequence.token_ids[:1])
+            work.append(SequenceWork(sequence, 0, chunk, 0, samples=False))
+        else:
+            drafts = [rng.randrange(VOCAB // 2) for _ in range(rng.randint(0, 6))]
+            work.append(verifying(sequence, drafts))
+    return StepPlan(tuple(work))
+
+
+def random_logits(rng: random.Random, plan: StepPlan) -> torch.Tensor:
+    rows = sum(work.num_samples for work in plan.work)
+    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    logits = torch.randn(rows, VOCAB, generator=generator) * 4
+    logits[torch.rand(rows, VOCAB, generator=generator) < 0.05] = -torch.inf
+    return logits
+
+
+def expected(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+    rows, row = [], 0
+    for work in plan.work:
+        prompt = list(work.sequence.request.prompt_ids)
+        output = work.sequence.token_ids[len(prompt) :]
+        for drafts in range(work.num_samples):
+            before = output + list(work.draft_ids[:drafts])
+            sampling = work.sequence.request.sampling
+            rows.append(adjusted(logits[row].tolist(), prompt, before, sampling, EOS_IDS))
+            row += 1
+    return torch.tensor(rows).reshape(-1, VOCAB)
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_rows_are_what_the_definition_says(case: int) -> None:
+    """Every row of a mixed step, behind drafts too, is that of a token-by-token reading."""
+    rng = random.Random(case)
+    plan = random_plan(rng, 8)
+    logits = random_logits(rng, plan)
+    wanted = expected(plan, logits)
+    adjust(plan, logits, EOS_IDS)
+    torch.testing.assert_close(logits, wanted, rtol=1e-6, atol=3e-5)
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_a_row_behind_drafts_has_the_bits_of_a_sequence_that_drew_them(case: int) -> None:
+    """Bits of a row depend neither on the batch nor on whether tokens were drafts or drawn."""
+    rng = random.Random(100 + case)
+    plan = random_plan(rng, 6)
+    logits = random_logits(rng, plan)
+    rows = iter(logits.clone())
+    adjust(plan, logits, EOS_IDS)
+    together = iter(logits)
+    for work in plan.work:
+        known = work.sequence
+        for drafts in range(work.num_samples):
+            drawn = [*known.token_ids, *work.draft_ids[:drafts]]
+            alone = next(rows)[None].clone()
+            sequence = Sequence(0, known.request, 0, drawn)
+            adjust(StepPlan((verifying(sequence, []),)), alone, EOS_IDS)
+            assert torch.equal(alone[0], next(together))
+
+
+def test_tokens_without_bias_or_count_keep_their_bits() -> None:
+    """Penalties touch tokens of prompt, output and drafts alone; neutral ones touch nothing."""
+    plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 8, "a test")
+    for penalty in (1.0, 1.7):
+        sampling = SamplingParams(
+            100, 0, repetition_penalty=penalty, frequency_penalty=penalty - 1, min_tokens=0
+        )
+        sequence = Sequence(0, GenerationRequest("a", (1, 2), sampling, plan), 0, [1, 2, 5])
+        step = StepPlan((verifying(sequence, [8, 9]),))
+        logits = random_logits(random.Random(1), step)
+        before = logits.clone()
+        adjust(step, logits, EOS_IDS)
+        changed = (logits != before).nonzero().tolist()
+        touched = [{1, 2, 5}, {1, 2, 5, 8}, {1, 2, 5, 8, 9}]
+        assert all(token in touched[row] for row, token in changed)
+        assert bool(changed) == (penalty != 1.0)

@@ -1,0 +1,192 @@
+"""Every sampling parameter on the shipped model: what it does, and that drafts change nothing."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from backends.core.sequence import Sequence
+from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.bench.prompts import held_out_prompts
+from backends.types import GenerationRequest
+from policies.protocols import SpeculationPolicy
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from tests.engine import oracles
+from tests.engine.harness import (
+    HostileProposer,
+    Model,
+    Outcome,
+    RandomSlots,
+    Setup,
+    request,
+    run,
+)
+
+PROMPTS = 6
+NEW_TOKENS = 40
+
+SAMPLINGS: dict[str, dict[str, object]] = {
+    "repetition, greedy": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "frequency and presence": {
+        "temperature": 0.8,
+        "frequency_penalty": 0.7,
+        "presence_penalty": 0.5,
+    },
+    # Negative penalties make text repeat, so that long drafts are accepted.
+    "repetition wanted": {"temperature": 0.6, "frequency_penalty": -0.5, "logprobs": 2},
+    "bias and min_tokens": {
+        "temperature": 0.7,
+        "min_tokens": 17,
+        "ignore_eos": False,
+        "logit_bias": ((0, 6.0), (11, 2.5), (300, -100.0)),
+    },
+    "everything": {
+        "temperature": 1.1,
+        "top_k": 60,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": -0.3,
+        "logit_bias": ((5, 1.5),),
+        "min_tokens": 20,
+        "logprobs": 4,
+    },
+}
+
+# Memory so short that sequences are preempted (one needs up to 15 blocks), prompts cut anywhere.
+BATCHINGS = {
+    "fixed:8": {"max_num_seqs": 4, "max_step_tokens": 40},
+    "auto": {"max_num_seqs": 6, "max_step_tokens": 200, "num_blocks": 34},
+    "random": {"max_num_seqs": 6, "max_step_tokens": 60, "num_blocks": 30},
+}
+
+
+def requests(
+    model: Model, policy: SpeculationPolicy, sampling: dict[str, object]
+) -> list[GenerationRequest]:
+    prompts = held_out_prompts(model.tokenizer, PROMPTS, seed=8)
+    settings = {"max_tokens": NEW_TOKENS, **sampling}
+    return [request(str(i), p, policy, seed=50 + i, **settings) for i, p in enumerate(prompts)]
+
+
+def speculating(model: Model, name: str, sampling: dict[str, object]) -> Outcome:
+    if name != "random":
+        policy = speculation_policy(name)
+        setup = Setup(policy, **BATCHINGS[name])
+    else:
+        policy = RandomSlots(random.Random(1))
+        hostile = HostileProposer(model.config.vocab_size, random.Random(2))
+        setup = Setup(policy, lambda: {"ngram": hostile}, **BATCHINGS[name])
+    return run(model, requests(model, policy, sampling), setup)
+
+
+@cache
+def undisturbed(model: Model, name: str) -> Outcome:
+    """Each request by itself, without drafts: what everything else must equal."""
+    return run(model, requests(model, Off(), SAMPLINGS[name]), Setup(max_num_seqs=1))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_drafts_change_nothing(shipped: Model, sampling: str) -> None:
+    """Tokens, text and logprobs equal those without drafts, whatever is drafted and preempted."""
+    alone = undisturbed(shipped, sampling)
+    accepted = rejected = preemptions = 0
+    for name in BATCHINGS:
+        outcome = speculating(shipped, name, SAMPLINGS[sampling])
+        assert outcome.tokens == alone.tokens, name
+        assert outcome.text == alone.text, name
+        assert outcome.logprobs == alone.logprobs, name
+        assert outcome.leaked_blocks == 0
+        accepted += outcome.accepted
+        rejected += outcome.rejected
+        preemptions += outcome.preemptions
+    assert min(accepted, rejected) >= 10
+    assert preemptions > 0
+
+
+@pytest.mark.parametrize("sampling", ["repetition, greedy", "frequency and presence"])
+def test_penalties_make_texts_repeat_less(shipped: Model, sampling: str) -> None:
+    """With a penalty there are more different tokens than with the same noise and none."""
+    plain = {"temperature": SAMPLINGS[sampling]["temperature"]}
+    without = run(shipped, requests(shipped, Off(), plain), Setup())
+    penalised = undisturbed(shipped, sampling)
+
+    def different(outcome: Outcome) -> int:
+        return sum(len(set(tokens)) for tokens in outcome.tokens.values())
+
+    assert different(penalised) > different(without)
+
+
+def test_a_large_bias_forces_a_token_and_a_small_one_bans_it(shipped: Model) -> None:
+    """At +100 a token is all there is; at -100 the greedy token gives way to another."""
+
+    def tokens_with(**sampling: object) -> list[list[int]]:
+        outcome = run(shipped, requests(shipped, Off(), sampling), Setup())
+        return list(outcome.tokens.values())
+
+    assert tokens_with(logit_bias=((77, 100.0),)) == [[77] * NEW_TOKENS] * PROMPTS
+    likeliest = {tokens[0] for tokens in tokens_with(temperature=0.0, max_tokens=1)}
+    banned = tuple((token, -100.0) for token in sorted(likeliest))
+    others = tokens_with(temperature=0.0, max_tokens=1, logit_bias=banned)
+    assert not likeliest & {tokens[0] for tokens in others}
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed:8"])
+def test_no_end_is_drawn_before_min_tokens(shipped: Model, policy: str) -> None:
+    """Where the end is by far the likeliest token, texts have exactly `min_tokens` tokens."""
+    ends = tuple((token, 100.0) for token in sorted(shipped.config.eos_ids))
+    for wanted in (0, 1, 13):
+        chosen = speculation_policy(policy)
+        sampling = {"ignore_eos": False, "logit_bias": ends, "min_tokens": wanted}
+        outcome = run(shipped, requests(shipped, chosen, sampling), Setup(chosen))
+        for tokens in outcome.tokens.values():
+            assert len(tokens) == wanted + 1
+            assert tokens[-1] in shipped.config.eos_ids
+            assert not set(tokens[:-1]) & shipped.config.eos_ids
+
+
+def test_logprobs_are_of_the_model_before_anything_changes_them(shipped: Model) -> None:
+    """Values and ranks are those of the raw logits, whatever bias and penalties do to the draw."""
+    asked = requests(shipped, Off(), {**SAMPLINGS["everything"], "max_tokens": 12})
+    outcome = run(shipped, asked, Setup())
+    runner = shipped.runner(64)
+    for one in asked:
+        tokens = outcome.tokens[one.request_id, 0]
+        fed = (*one.prompt_ids, *tokens[:-1])
+        table = Sequence(0, one, 0, list(fed), block_table=list(range(-(-len(fed) // 16))))
+        work = SequenceWork(table, 0, fed, len(tokens) - 1, samples=True)
+        rows = runner.logits(StepPlan((work,))).tolist()
+        for token, row, entry in zip(
+            tokens, rows, outcome.logprobs[one.request_id, 0], strict=True
+        ):
+            exact = oracles.logprobs(row)
+            assert entry.token_id == token
+            assert entry.logprob == pytest.approx(exact[token], abs=1e-5)
+            likeliest = sorted(range(len(exact)), key=lambda t: -exact[t])[:4]
+            assert [t for t, _ in entry.top] == likeliest
+            assert [value for _, value in entry.top] == pytest.approx(
+                [exact[t] for t in likeliest], abs=1e-5
+            )
+
+
+def test_a_launched_step_can_be_fetched_after_the_next_was_launched(shipped: Model) -> None:
+    """Results belong to the step that was launched, however late they are fetched."""
+    runner = shipped.runner(8)
+
+    def plan(key: int, token: int) -> StepPlan:
+        one = request(str(key), (1, token), Off(), temperature=0.0, logprobs=2)
+        sequence = Sequence(key, one, 0, [1, token], block_table=[key])
+        return StepPlan((SequenceWork(sequence, 0, (1, token), 0, samples=True),))
+
+    plans = [plan(0, 40), plan(1, 90)]
+    at_once = [runner.execute(p) for p in plans]
+    launched = [runner.launch(p) for p in plans]
+    late = [runner.fetch(step) for step in launched]
+    assert [r.emitted for r in late] == [r.emitted for r in at_once]
+    assert [r.logprobs for r in late] == [r.logprobs for r in at_once]
+    assert not torch.equal(launched[0].logprobs[0].top, launched[1].logprobs[0].top)

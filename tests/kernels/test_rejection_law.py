@@ -1,0 +1,176 @@
+"""Verification by rejection: exact law, acceptance, supports; and that wrong rules are caught."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from backends.engine.kernels import noise, rejection_ref
+from backends.engine.kernels.rejection_ref import settle
+from backends.engine.kernels.sample_verify_ref import RowSampling, sample
+from tests.kernels import cases
+from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram, p_value
+
+_DRAWS = 30_000
+_VOCAB = 8
+_TARGET = [0.3, 2.0, -1.0, 1.1, 2.0, 0.0, -0.4, 1.7]
+_DRAFT = [1.4, 0.9, 0.2, 1.8, 0.1, -0.3, 1.2, 0.6]
+_FILTERS = [
+    {},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"min_p": 0.3},
+    {"temperature": 1.1, "top_k": 6, "top_p": 0.9, "min_p": 0.2},
+    {"top_k": 1},
+]
+
+
+def _exact(logits: list[float], filters: dict[str, float]) -> list[float]:
+    return filtered_law(logits, **{"temperature": 1.0, **filters})  # type: ignore[arg-type]
+
+
+def _draw_drafts(law: list[float], rows: RowSampling) -> torch.Tensor:
+    """Draws as a draft model does: with the noise that coupled verification would use here."""
+    logits = torch.tensor(law).log().expand(_DRAWS, -1).contiguous()
+    plain = cases.row_sampling(_DRAWS)
+    return sample(logits, plain._replace(seed=rows.seed, position=rows.position))
+
+
+def _settled(
+    draft_law: list[float], filters: dict[str, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The drafts and the tokens of many positions."""
+    rows = cases.row_sampling(_DRAWS, seed=4321, **filters)  # type: ignore[arg-type]
+    drafts = _draw_drafts(draft_law, rows)
+    logits = torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous()
+    law = torch.tensor(draft_law).expand(_DRAWS, -1)
+    return drafts, settle(logits, rows, drafts, law)
+
+
+def _joint_law(target: list[float], draft: list[float]) -> list[float]:
+    """The exact law of (draft, token), flat: accepted on the diagonal, residual off it."""
+    residual = [max(p - q, 0.0) for p, q in zip(target, draft, strict=True)]
+    mass = sum(residual)
+    joint = []
+    for proposed, (p, q) in enumerate(zip(target, draft, strict=True)):
+        rejected = max(q - p, 0.0)
+        for token in range(_VOCAB):
+            drawn = rejected * residual[token] / mass if rejected else 0.0
+            joint.append(min(p, q) + drawn if token == proposed else drawn)
+    return joint
+
+
+def _pairs(drafts: torch.Tensor, tokens: torch.Tensor) -> list[int]:
+    return histogram(drafts * _VOCAB + tokens, _VOCAB * _VOCAB)
+
+
+@pytest.mark.parametrize("filters", _FILTERS, ids=str)
+@pytest.mark.parametrize("draft_filters", [{}, {"top_k": 4}, {"temperature": 0.5}], ids=str)
+def test_drawn_drafts_and_tokens_have_their_joint_law(
+    filters: dict[str, float], draft_filters: dict[str, float]
+) -> None:
+    """Tokens have the target's filtered law, and each draft is kept with min(1, p/q)."""
+    target, draft = _exact(_TARGET, filters), _exact(_DRAFT, draft_filters)
+    drafts, tokens = _settled(draft, filters)
+    assert_follows(histogram(tokens, _VOCAB), target)
+    assert_follows(_pairs(drafts, tokens), _joint_law(target, draft))
+
+
+@pytest.mark.parametrize("filters", _FILTERS, ids=str)
+def test_as_many_drafts_are_accepted_as_any_rule_could(filters: dict[str, float]) -> None:
+    """The share of accepted drafts is sum min(p, q), the most there can be."""
+    target, draft = _exact(_TARGET, filters), _exact(_DRAFT, {"temperature": 0.8})
+    drafts, tokens = _settled(draft, filters)
+    best = sum(min(p, q) for p, q in zip(target, draft, strict=True))
+    accepted = int((drafts == tokens).sum())
+    assert stats.binomtest(accepted, _DRAWS, best).pvalue > ALPHA
+
+
+@pytest.mark.parametrize("filters", _FILTERS[:-1], ids=str)
+@pytest.mark.parametrize("draft", [1, 2, 3])
+def test_a_token_that_was_not_drawn_is_accepted_with_its_probability(
+    filters: dict[str, float], draft: int
+) -> None:
+    """One-hot drafts: accepted with p(d), and the token has the target's law all the same."""
+    target = _exact(_TARGET, filters)
+    one_hot = [float(token == draft) for token in range(_VOCAB)]
+    drafts, tokens = _settled(one_hot, filters)
+    assert bool((drafts == draft).all())
+    assert_follows(histogram(tokens, _VOCAB), target)
+
+
+def test_equal_laws_accept_everything() -> None:
+    """A draft model that equals the target is never refused but for rounding."""
+    drafts, tokens = _settled(_exact(_TARGET, {}), {})
+    assert int((drafts != tokens).sum()) <= 2
+
+
+@pytest.mark.parametrize("broken", [0.0, torch.nan, torch.inf, 1e-45])
+def test_no_draft_law_leads_outside_the_support(broken: float) -> None:
+    """Whatever a draft law holds, also where it denies its own draft, tokens are possible ones."""
+    filters = {"temperature": 0.9, "top_k": 3}
+    target = _exact(_TARGET, filters)
+    rows = cases.row_sampling(_DRAWS, seed=5, **filters)  # type: ignore[arg-type]
+    drafts = torch.arange(_DRAWS) % _VOCAB
+    law = torch.full((_DRAWS, _VOCAB), broken)
+    tokens = settle(torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous(), rows, drafts, law)
+    assert all(target[token] > 0 for token in set(tokens.tolist()))
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Rows give the same tokens alone and in any batch, and inputs stay as they were."""
+    rows = cases.mixed_row_sampling(64, seed=3)
+    rows = rows._replace(temperature=rows.temperature.clamp(min=0.5))
+    logits = cases.random_logits(64, 500, seed=4)
+    law = cases.random_logits(64, 500, seed=5).softmax(dim=1)
+    drafts = law.argmax(dim=1)
+    before = logits.clone(), law.clone()
+    together = settle(logits, rows, drafts, law)
+    assert torch.equal(logits, before[0])
+    assert torch.equal(law, before[1])
+    for row in range(64):
+        index = torch.tensor([row])
+        alone = settle(logits[index], rows.select(index), drafts[index], law[index])
+        assert torch.equal(alone, together[index])
+
+
+def _residual_ignored(
+    target_law: torch.Tensor, rows: RowSampling, draft_law: torch.Tensor
+) -> torch.Tensor:
+    """Wrong: the token behind a refusal is drawn from p, not from the residual."""
+    return _RESIDUAL(target_law, rows, torch.zeros_like(draft_law))
+
+
+def _every_draft_at_p(
+    target_law: torch.Tensor,
+    rows: RowSampling,
+    draft_tokens: torch.Tensor,
+    draft_law: torch.Tensor,
+) -> torch.Tensor:
+    """Wrong: drawn drafts are accepted as if they had not been drawn."""
+    return _ACCEPTS(target_law, rows, draft_tokens, torch.ones_like(draft_law))
+
+
+_RESIDUAL = rejection_ref._draw_residual
+_ACCEPTS = rejection_ref._accepts
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (rejection_ref, "_draw_residual", _residual_ignored),
+        (rejection_ref, "_accepts", _every_draft_at_p),
+        (noise, "PURPOSE_RESIDUAL", noise.PURPOSE_OUTPUT),
+        (noise, "PURPOSE_ACCEPT", noise.PURPOSE_OUTPUT),
+    ],
+    ids=["residual from p", "accept at p", "residual reuses noise", "coin reuses noise"],
+)
+def test_a_wrong_rule_is_caught(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, wrong: object
+) -> None:
+    """The test above fails, by far, for rules and noise that look nearly right."""
+    target, draft = _exact(_TARGET, {}), _exact(_DRAFT, {})
+    monkeypatch.setattr(owner, name, wrong)
+    _, tokens = _settled(draft, {})
+    assert p_value(histogram(tokens, _VOCAB), target) < 1e-12
