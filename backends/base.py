@@ -25,6 +25,7 @@ class WorkerConfig:
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         device: `auto`, `cpu` or `cuda`.
         device_index: which of the machine's devices this worker uses.
+        num_workers: workers of this process, itself included: on a CPU they share the memory.
         max_model_len: bound on prompt plus output; None is the model's own.
         max_num_seqs: most sequences in a batch.
         max_step_tokens: token budget of a step: decodes, draft slots and prefill chunks.
@@ -45,6 +46,7 @@ class WorkerConfig:
     dtype: str = "auto"
     device: str = "auto"
     device_index: int = 0
+    num_workers: int = 1
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_step_tokens: int = 512

@@ -58,7 +58,7 @@ def _meta(
     return Meta(description=text, extra=extra, ge=ge, le=le)
 
 
-_OF_ONE_WORKER: Final = frozenset({"device_index", "threads"})
+_OF_ONE_WORKER: Final = frozenset({"device_index", "num_workers", "threads"})
 """Fields of a worker's configuration that depend on how many workers there are."""
 
 
@@ -168,7 +168,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if field.name not in _OF_ONE_WORKER
         }
         return tuple(
-            WorkerConfig(**shared, device_index=device, threads=self._threads())
+            WorkerConfig(
+                **shared,
+                device_index=device,
+                num_workers=len(self.devices),
+                threads=self._threads(),
+            )
             for device in self.devices
         )
 

@@ -60,6 +60,10 @@ class Worker:
         vocab = self.tokenizer.vocab_size
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
             raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
+        if any(not 0 <= token < vocab for token, _ in request.sampling.logit_bias):
+            raise RequestRejected(
+                f"token ids must be between 0 and {vocab - 1}", param="logit_bias"
+            )
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue every choice of a request that `check` accepted."""

@@ -1,9 +1,17 @@
-"""The memory of keys and values."""
+"""The memory of keys and values: one allocation, read as the target's layers and as a draft's.
+
+Memory is [strips, slots, head_dim]: for each layer and KV head one strip of all slots for its keys
+and one for its values. A block is the same `BLOCK_TOKENS` slots in every strip, so a run of blocks
+is a view of any layer, and a borrowed block holds pages of a draft model in the same strips
+(`core/draft_pages.py`): as many groups of pages as the draft's strips go into the target's.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,25 +23,66 @@ BLOCK_TOKENS: Final = 16
 KV_TILE: Final = 256
 """KV tokens that attention multiplies at once (`attention.py`)."""
 
+Layers = tuple[Tensor, ...]
+"""Keys and values by layer: [2 * num_kv_heads, slots, head_dim] each, keys first."""
 
-class KvPool:
-    """Keys and values of `num_blocks` blocks, one tensor per layer.
 
-    Layout: [2 * num_kv_heads, slots, head_dim], keys first. A run of slots of one sequence is a
-    view. Behind the blocks lie a tile of slack, which views of the last run may read (masked),
-    and which padding rows write.
+@dataclass(frozen=True, slots=True)
+class DraftLayers:
+    """A draft model's view of the pool.
+
+    Attributes:
+        groups: its layers in each group; page p is page `p % num_blocks` of group
+            `p // num_blocks`, and its slots are `page_tokens` behind each other.
+        page_tokens: tokens of the draft model that a page holds.
     """
 
-    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype) -> None:
+    groups: tuple[Layers, ...]
+    page_tokens: int
+
+
+class KvPool:
+    """Keys and values of `num_blocks` blocks.
+
+    Behind the blocks lies a tile of slack, which views of the last run may read (masked), and which
+    padding rows write.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Allocate; zeros, because masked reads must be finite."""
         self.num_blocks = num_blocks
-        self.query_group = config.query_group
         slots = num_blocks * BLOCK_TOKENS + KV_TILE
-        shape = (2 * config.num_kv_heads, slots, config.head_dim)
-        self.layers: list[Tensor] = [
-            torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)
-        ]
+        self._memory = _zeros((_strips(config), slots, config.head_dim), dtype, device)
+        self.layers: Layers = self._memory.split(2 * config.num_kv_heads)
         self.dump_slot = slots - 1
+
+    def draft_layers(self, draft: ModelConfig) -> DraftLayers:
+        """Return the view of a draft model, in the target's dtype.
+
+        Raises:
+            ValueError: the draft model's keys and values do not go into the target's blocks.
+        """
+        strips, _, head_dim = self._memory.shape
+        block_elements = BLOCK_TOKENS * head_dim
+        # Wider heads would have fewer tokens of slack behind the blocks than a tile reads.
+        fits = _strips(draft) <= strips and draft.head_dim <= head_dim
+        if not fits or block_elements % draft.head_dim:
+            raise ValueError(
+                f"keys and values of the draft model ({_strips(draft)} strips of heads of "
+                f"{draft.head_dim}) do not fit the target's ({strips} of {head_dim})"
+            )
+        shaped = self._memory.view(strips, -1, draft.head_dim)
+        groups = shaped.split(_strips(draft))[: strips // _strips(draft)]
+        return DraftLayers(
+            tuple(group.split(2 * draft.num_kv_heads) for group in groups),
+            block_elements // draft.head_dim,
+        )
 
 
 def num_blocks_for(config: ModelConfig, kv_bytes: int, itemsize: int) -> int:
@@ -46,3 +95,15 @@ def num_blocks_for(config: ModelConfig, kv_bytes: int, itemsize: int) -> int:
     if kv_bytes < block_bytes:
         raise ValueError(f"kv_bytes must be at least {block_bytes}, one block, not {kv_bytes}")
     return kv_bytes // block_bytes
+
+
+def _strips(config: ModelConfig) -> int:
+    return config.num_layers * 2 * config.num_kv_heads
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch writes its zeros; the system hands them out page by page when they are first used.
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)

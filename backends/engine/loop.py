@@ -10,25 +10,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
-from backends.core.steps import Executor
 from backends.core.worker import Worker
+from backends.engine.load import LoadedEngine
 from backends.errors import BackendError
-from backends.types import Delta, GenerationRequest, ModelCard
+from backends.types import Delta, GenerationRequest
 from policies.types import WorkerLoad
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """What loading gives: the sans-I/O worker, the device behind it, and what it serves."""
-
-    worker: Worker
-    executor: Executor
-    card: ModelCard
 
 
 class LoopEvents(Protocol):
@@ -50,8 +40,10 @@ class LoopEvents(Protocol):
 class EngineLoop(threading.Thread):
     """Loads an engine and runs its steps until stopped."""
 
-    def __init__(self, load: Callable[[], LoadedEngine], events: LoopEvents) -> None:
-        """Prepare; `start` starts. `load` runs in the thread."""
+    def __init__(
+        self, load: Callable[[Callable[[float], None]], LoadedEngine], events: LoopEvents
+    ) -> None:
+        """Prepare; `start` starts. `load` runs in the thread and is told how to report progress."""
         super().__init__(name="draftgate-engine", daemon=True)
         self._load = load
         self._events = events
@@ -79,9 +71,9 @@ class EngineLoop(threading.Thread):
         """Load, then run steps until stopped. Errors are reported, never raised."""
         engine = None
         try:
-            engine = self._load()
+            engine = self._load(self._set_progress)
             self.load_snapshot = engine.worker.load()
-            self.progress = 1.0
+            self._set_progress(1.0)
             self._events.ready(engine)
             self._run_steps(engine)
         except BaseException as error:
@@ -89,6 +81,9 @@ class EngineLoop(threading.Thread):
             if engine is not None or not isinstance(error, BackendError | ValueError):
                 logger.exception("the engine failed")
             self._events.failed(error)
+
+    def _set_progress(self, share: float) -> None:
+        self.progress = share
 
     def _command(self, command: GenerationRequest | str) -> None:
         """Queue a request to run, or the id of one to cancel."""

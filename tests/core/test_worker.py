@@ -176,8 +176,9 @@ def test_cancel_between_plan_and_result_drops_the_result() -> None:
         (request(prompt=(4096,)), "prompt", "between 0 and 4095"),
         (request(prompt=(-1,)), "prompt", "between 0 and 4095"),
         (request(prompt=()), "prompt", "no tokens"),
+        (request(logit_bias=((4096, 1.0),)), "logit_bias", "between 0 and 4095"),
     ],
-    ids=["output", "prompt", "pool", "unknown", "negative", "empty"],
+    ids=["output", "prompt", "pool", "unknown", "negative", "empty", "bias"],
 )
 def test_what_can_never_run_is_refused(one, param, words) -> None:
     """The refusal names the parameter and both numbers; the limits themselves are accepted."""

@@ -20,9 +20,16 @@ from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.model import Decoder
 from backends.engine.proposers.ngram import NgramProposer
 from backends.engine.runner import Runner
+from backends.engine.sampler import Verify
 from backends.engine.weights import load_weights
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, SamplingParams, TokenLogprob
+from backends.types import (
+    Delta,
+    GenerationRequest,
+    ResumedChoice,
+    SamplingParams,
+    TokenLogprob,
+)
 from policies.protocols import SpeculationPolicy
 from policies.speculation import Off
 from policies.step_cost import StepCost
@@ -38,22 +45,25 @@ IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, ("ngram",))
 
 @dataclass(eq=False)
 class Model:
-    """A loaded checkpoint in float32."""
+    """A loaded checkpoint; in bfloat16 with the promise of exact bits."""
 
     directory: Path
+    dtype: torch.dtype = torch.float32
+    verify: Verify = "coupled"
     config: ModelConfig = field(init=False)
     decoder: Decoder = field(init=False)
     tokenizer: Tokenizer = field(init=False)
 
     def __post_init__(self) -> None:
         self.config = read_model_config(self.directory)
-        weights = load_weights(self.directory, self.config, torch.float32)
+        exact = self.dtype is not torch.float32
+        weights = load_weights(self.directory, self.config, self.dtype, exact=exact)
         self.decoder = Decoder(self.config, weights, MAX_MODEL_LEN)
         self.tokenizer = Tokenizer(self.directory)
 
     def runner(self, num_blocks: int) -> Runner:
         """A runner with a KV pool of its own."""
-        return Runner(self.decoder, KvPool(self.config, num_blocks, torch.float32))
+        return Runner(self.decoder, KvPool(self.config, num_blocks, self.dtype), self.verify)
 
 
 @dataclass(frozen=True)
@@ -78,32 +88,42 @@ class Outcome:
     rejected: int = 0
     preemptions: int = 0
     leaked_blocks: int = 0
+    cached_tokens: int = 0
+
+
+class Engine:
+    """A worker with its device, driven in the caller's thread."""
+
+    def __init__(self, model: Model, setup: Setup) -> None:
+        self.blocks = KvBlocks(setup.num_blocks, BLOCK_TOKENS)
+        self.scheduler = Scheduler(
+            SchedulerConfig(setup.max_num_seqs, setup.max_step_tokens, model.config.eos_ids),
+            self.blocks,
+            setup.policy,
+            setup.proposers(),
+            COST,
+        )
+        self.worker = Worker(self.scheduler, model.tokenizer, MAX_MODEL_LEN)
+        self.runner = model.runner(setup.num_blocks)
+
+    def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
+        """Run the requests to their end."""
+        outcome = Outcome()
+        for request in requests:
+            self.worker.check(request)
+            self.worker.submit(request)
+        sequences = self.scheduler.waiting
+        for step in drive(self.worker, self.runner):
+            for request_id, delta in step.deltas:
+                _note(outcome, request_id, delta)
+        outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
+        outcome.leaked_blocks = self.blocks.num_blocks - self.blocks.num_free
+        return outcome
 
 
 def run(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> Outcome:
-    """Run all requests to their end."""
-    blocks = KvBlocks(setup.num_blocks, BLOCK_TOKENS)
-    scheduler = Scheduler(
-        SchedulerConfig(setup.max_num_seqs, setup.max_step_tokens, model.config.eos_ids),
-        blocks,
-        setup.policy,
-        setup.proposers(),
-        COST,
-    )
-    worker = Worker(scheduler, model.tokenizer, MAX_MODEL_LEN)
-    runner = model.runner(setup.num_blocks)
-    outcome = Outcome()
-    seen: dict[int, Sequence] = {}
-    for request in requests:
-        worker.check(request)
-        worker.submit(request)
-    seen.update((sequence.key, sequence) for sequence in scheduler.waiting)
-    for step in drive(worker, runner):
-        for request_id, delta in step.deltas:
-            _note(outcome, request_id, delta)
-    outcome.preemptions = sum(sequence.preemptions for sequence in seen.values())
-    outcome.leaked_blocks = blocks.num_blocks - blocks.num_free
-    return outcome
+    """Run all requests to their end on a fresh worker."""
+    return Engine(model, setup).run(requests)
 
 
 def _note(outcome: Outcome, request_id: str, delta: Delta) -> None:
@@ -111,6 +131,7 @@ def _note(outcome: Outcome, request_id: str, delta: Delta) -> None:
     outcome.tokens.setdefault(key, []).extend(delta.token_ids)
     outcome.text[key] = outcome.text.get(key, "") + delta.text
     outcome.logprobs.setdefault(key, []).extend(delta.logprobs)
+    outcome.cached_tokens += delta.cached_tokens
     if delta.outcome is not None:
         outcome.accepted += delta.outcome.num_accepted_tokens
         outcome.rejected += delta.outcome.num_drafted_tokens - delta.outcome.num_accepted_tokens
@@ -122,6 +143,7 @@ def request(
     policy: SpeculationPolicy,
     *,
     n: int = 1,
+    resumed: tuple[ResumedChoice, ...] = (),
     **sampling: object,
 ) -> GenerationRequest:
     """A request that speculates as the policy says."""
@@ -129,7 +151,7 @@ def request(
     prompt = tuple(prompt_ids)
     view = RequestView(len(prompt), params.max_tokens, params.temperature)
     plan = policy.decide(view, IDLE)
-    return GenerationRequest(request_id, prompt, params, plan, n)
+    return GenerationRequest(request_id, prompt, params, plan, n, resumed=resumed)
 
 
 @dataclass(frozen=True)

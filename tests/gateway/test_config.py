@@ -135,7 +135,7 @@ def test_the_worker_gets_its_share() -> None:
     (worker,) = config.worker_configs()
     assert worker.model == "~/m"
     assert (worker.threads, worker.kv_bytes) == (2, 5 << 20)
-    own = set(WorkerConfig.__dataclass_fields__) - {"device_index"}
+    own = set(WorkerConfig.__dataclass_fields__) - {"device_index", "num_workers"}
     assert own <= set(ServeConfig.__struct_fields__)
     assert ServeConfig().worker_configs() == (WorkerConfig(),)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from backends.base import WorkerConfig
-from backends.engine.backend import load_engine
 from backends.engine.bench.record import provenance
 from backends.engine.config import read_model_config
+from backends.engine.load import load_engine
 from backends.engine.runner import Runner
 from backends.engine.warmup import measure_kv_token_s, measure_step_cost
 from backends.shipped import SHIPPED_MODEL

@@ -21,10 +21,9 @@ from typing import Any
 
 from backends.base import WorkerConfig
 from backends.core.drive import drive
-from backends.engine.backend import load_engine
 from backends.engine.bench.prompts import held_out_prompts
 from backends.engine.bench.record import provenance
-from backends.engine.loop import LoadedEngine
+from backends.engine.load import LoadedEngine, load_engine
 from backends.types import GenerationRequest, SamplingParams
 from policies.registry import speculation_policy
 from policies.types import RequestView

@@ -32,10 +32,10 @@ from backends.engine.inputs import build_inputs
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.model import Decoder
 from backends.engine.runner import Runner
-from backends.engine.sampler import emit
+from backends.engine.sampler import draw, walk
 from backends.engine.weights import load_weights
 from backends.shipped import SHIPPED_MODEL
-from backends.types import ResumedChoice, GenerationRequest, SamplingParams
+from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.speculation import Off
 from policies.types import RequestView, WorkerLoad
 
@@ -109,7 +109,7 @@ def phases_ms(bench: Bench, batch: int) -> dict[str, float]:
             times.append(time.perf_counter())
             logits = bench.decoder.forward(inputs, bench.pool)
             times.append(time.perf_counter())
-            emit(plan, logits)
+            walk(plan, draw(plan, logits, "coupled").tolist())
             times.append(time.perf_counter())
             for name, (a, b) in zip(taken, pairwise(times), strict=True):
                 taken[name].append(b - a)

@@ -1,0 +1,160 @@
+"""From a configuration to a warm worker: files, memory, the promise of exact bits, step costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from backends.base import WorkerConfig
+from backends.checkpoints import checkpoint_id, find_checkpoint
+from backends.core.kv_blocks import KvBlocks
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.steps import Executor, Proposer
+from backends.core.worker import Worker
+from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
+from backends.engine.memory import measured_kv_bytes
+from backends.engine.model import Decoder
+from backends.engine.numerics import choose_device, choose_dtype, numerics_class
+from backends.engine.proposers.ngram import NgramProposer
+from backends.engine.runner import Runner
+from backends.engine.sampler import Verify
+from backends.engine.warmup import exactness, measure_step_cost
+from backends.engine.weights import Weights, load_weights
+from backends.errors import CheckpointError
+from backends.shipped import SHIPPED_MODEL_ID
+from backends.tokenizer import Tokenizer
+from backends.types import ModelCard
+from policies.registry import speculation_policy
+
+PROPOSERS: Final[dict[str, Callable[[], Proposer]]] = {"ngram": NgramProposer}
+
+VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
+
+LOADED_SHARE, PROBED_SHARE = 0.7, 0.85
+"""Of the progress: what is done once the weights are read, and once exactness is probed. The rest
+is timing steps. Rough: with a small model timing dominates, with a large one reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What loading gives: the sans-I/O worker, the device behind it, and what it serves."""
+
+    worker: Worker
+    executor: Executor
+    card: ModelCard
+
+
+def load_engine(
+    config: WorkerConfig, progress: Callable[[float], None] = lambda _share: None
+) -> LoadedEngine:
+    """Load, warm up and measure a worker. Runs in the thread that will use it.
+
+    Args:
+        config: what to load.
+        progress: hears the share that is done, 0 to 1.
+
+    Raises:
+        CheckpointError: the model cannot be loaded.
+        ValueError: a setting does not fit, e.g. `kv_bytes` holds not even one block.
+    """
+    if config.verify not in VERIFICATIONS:
+        known = ", ".join(VERIFICATIONS)
+        raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
+    proposers = _proposers(config.proposer)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device, config.device_index)
+    directory = find_checkpoint(config.model)
+    model = read_model_config(directory)
+    tokenizer = _tokenizer(directory, model)
+    dtype = choose_dtype(config.dtype, directory, device.type)
+    weights = load_weights(
+        directory,
+        model,
+        dtype,
+        exact=config.exact,
+        progress=lambda share: progress(LOADED_SHARE * share),
+    )
+    max_model_len = min(
+        config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
+    )
+    num_blocks = _num_blocks(config, model, max_model_len, dtype, device)
+    pool = KvPool(model, num_blocks, dtype, device)
+    runner = Runner(Decoder(model, weights, max_model_len), pool, VERIFICATIONS[config.verify])
+
+    most_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
+    exact = exactness(runner, model, dtype, most_tokens, asked=config.exact)
+    progress(PROBED_SHARE)
+    scheduler = Scheduler(
+        SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
+        KvBlocks(num_blocks, BLOCK_TOKENS),
+        speculation_policy(config.speculation),
+        proposers,
+        measure_step_cost(runner, most_tokens, num_blocks),
+    )
+    card = _card(config, weights, dtype, max_model_len, exact=exact)
+    return LoadedEngine(Worker(scheduler, tokenizer, max_model_len), runner, card)
+
+
+def _num_blocks(
+    config: WorkerConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Return how many KV blocks to allocate.
+
+    Raises:
+        ValueError: the memory holds not even one.
+    """
+    kv_bytes = config.kv_bytes
+    if kv_bytes is None:
+        kv_bytes = measured_kv_bytes(device, config.gpu_memory_utilization, config.num_workers)
+    # More memory than every sequence at full length is of no use.
+    most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
+    return min(num_blocks_for(model, kv_bytes, dtype.itemsize), most)
+
+
+def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
+    """Return the tokenizer, all of whose tokens the model knows.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or that of another model.
+    """
+    tokenizer = Tokenizer(directory)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise CheckpointError(
+            f"{directory / 'tokenizer.json'}: the tokenizer's largest id is "
+            f"{tokenizer.vocab_size - 1}, but config.json says vocab_size {model.vocab_size}"
+        )
+    return tokenizer
+
+
+def _proposers(name: str | None) -> dict[str, Proposer]:
+    """Return the proposers to offer: all, or the one named.
+
+    Raises:
+        ValueError: no such proposer.
+    """
+    if name is not None and name not in PROPOSERS:
+        raise ValueError(f"unknown proposer {name!r}; known: {', '.join(PROPOSERS)}")
+    return {key: build() for key, build in PROPOSERS.items() if name in {None, key}}
+
+
+def _card(
+    config: WorkerConfig, weights: Weights, dtype: torch.dtype, max_model_len: int, *, exact: bool
+) -> ModelCard:
+    return ModelCard(
+        checkpoint_id(config.model),
+        config.model or SHIPPED_MODEL_ID,
+        max_model_len,
+        numerics_class(weights.checkpoint_hash, dtype, exact=exact),
+        int(time.time()),
+    )

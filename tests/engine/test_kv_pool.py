@@ -1,0 +1,90 @@
+"""The memory of keys and values, as the target and as a draft model see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.core.draft_pages import DraftPages, DraftTable
+from backends.core.kv_blocks import KvBlocks
+from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
+from backends.engine.memory import available_bytes, measured_kv_bytes
+from backends.shipped import SHIPPED_MODEL
+
+TARGET = read_model_config(SHIPPED_MODEL)
+
+
+def draft_config(layers: int = 2, kv_heads: int = 2, head_dim: int = 32) -> ModelConfig:
+    return replace(TARGET, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 32])
+def test_draft_pages_and_target_blocks_share_bytes_without_overlap(head_dim: int) -> None:
+    """Each page written with its own number, and each block: all are read back unchanged."""
+    draft = draft_config(head_dim=head_dim)
+    pool = KvPool(TARGET, 12, torch.float32)
+    view = pool.draft_layers(draft)
+    blocks = KvBlocks(12, BLOCK_TOKENS)
+    pages = DraftPages(blocks, len(view.groups), view.page_tokens)
+    table, drafts = [], [DraftTable() for _ in range(3)]
+    blocks.extend(table, 7 * BLOCK_TOKENS)
+    for index, draft_table in enumerate(drafts):
+        pages.extend(draft_table, (index + 1) * 5 * view.page_tokens)
+
+    def places():
+        for block in table:
+            for layer in pool.layers:
+                yield 1 + block, layer[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+        for page in (page for each in drafts for page in each.pages):
+            group, block = divmod(page, blocks.num_blocks)
+            slots = slice(block * view.page_tokens, (block + 1) * view.page_tokens)
+            for layer in view.groups[group]:
+                yield 1000 + page, layer[:, slots]
+
+    for number, part in places():
+        part.fill_(number)
+    assert all(bool((part == number).all()) for number, part in places())
+    assert sum(len(each.pages) for each in drafts) == 30
+
+
+def test_a_draft_uses_its_block_well() -> None:
+    """A block holds as many groups of pages as the draft's keys and values fit into it."""
+    view = KvPool(TARGET, 4, torch.float32).draft_layers(draft_config())
+    per_page = draft_config().kv_bytes_per_token(4) * view.page_tokens
+    per_block = TARGET.kv_bytes_per_token(4) * BLOCK_TOKENS
+    assert len(view.groups) * per_page == per_block
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [draft_config(layers=7, kv_heads=8), draft_config(head_dim=64), draft_config(head_dim=24)],
+)
+def test_a_draft_that_does_not_fit_is_refused(draft: ModelConfig) -> None:
+    """A draft model larger than its target, or with heads that straddle blocks, is named."""
+    with pytest.raises(ValueError, match=r"draft model .* do not fit"):
+        KvPool(TARGET, 4, torch.float32).draft_layers(draft)
+
+
+def test_a_pool_takes_memory_when_it_is_used() -> None:
+    """A pool far larger than what is used costs address space, not memory."""
+    before = resident_bytes()
+    num_blocks = num_blocks_for(TARGET, 2 << 30, 4)
+    pool = KvPool(TARGET, num_blocks, torch.float32)
+    pool.layers[0][:, :BLOCK_TOKENS] = 1.0
+    assert resident_bytes() - before < 64 << 20
+    assert not pool.layers[-1][:, -1].any()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_measured_memory_is_a_share_of_what_is_available() -> None:
+    """On a CPU the cache may take a part of the available memory, at least something."""
+    cpu = torch.device("cpu")
+    assert 0 < measured_kv_bytes(cpu, 0.9, 1) < available_bytes()
+    assert 0 < measured_kv_bytes(cpu, 0.9, 4) < available_bytes() / 4
