@@ -1,0 +1,317 @@
+"""Bits of a row do not depend on what else is computed, in float32 and in bfloat16 with `exact`.
+
+Products cancel here, so that only rounding errors are left of them: another order of additions
+shows in every number. Outputs rounded to bfloat16 would hide most of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.engine.attention import attend
+from backends.engine.config import read_model_config
+from backends.engine.inputs import AttentionSpan, KvPiece, kv_pieces
+from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
+from backends.engine.linear import EXACT_ROWS, Linear, padded_rows
+from backends.engine.model import Decoder
+from backends.engine.numerics import choose_device, choose_dtype, numerics_class
+from backends.engine.runner import Runner
+from backends.engine.warmup import exactness, windows_are_exact
+from backends.engine.weights import load_weights
+from backends.shipped import SHIPPED_MODEL
+from tests.engine.feeding import Table, blocks_of, logits_in_steps
+
+DTYPES = [torch.float32, torch.bfloat16]
+WIDTHS = [5, 16, 33, 40, 160, 512]
+CONTEXT = 600
+
+
+def cancelling(rows: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return x and a weight whose product is zero but for rounding."""
+    random = torch.Generator().manual_seed(width)
+    half = torch.randperm(width // 2, generator=random)
+    x = torch.randn(rows, width // 2, generator=random).to(dtype)
+    weight = torch.randn(outputs, width // 2, generator=random).to(dtype)
+    return torch.cat([x, x[:, half]], 1), torch.cat([weight, -weight[:, half]], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("shape", [(64, 192), (256, 4096), (882, 301), (1728, 420), (14336, 64)])
+def test_rows_of_a_product_do_not_depend_on_their_number(
+    shape: tuple[int, int], dtype: torch.dtype, *, pack: bool
+) -> None:
+    """A row of a product is the same in products of any number of tiles, at any place in them."""
+    x, weight = cancelling(512, *shape, dtype)
+    bias = torch.zeros(shape[1], dtype=dtype)
+    linear = Linear(weight, bias, exact=True, pack=pack)
+    alone = torch.cat([linear(tile) for tile in x.split(16)])
+    assert alone.any()
+    for rows in (16, 32, 48, 80, 160, 512):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+        assert torch.equal(linear(x[-rows:]), alone[-rows:])
+    assert torch.equal(linear(x[3:19]), alone[3:19])
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> None:
+    """`Linear.float32` has 2^-17 of an output's size as error, and rows free of each other."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(160, 256, generator=random).bfloat16()
+    weight = torch.randn(999, 256, generator=random).bfloat16()
+    bias = torch.randn(999, generator=random).bfloat16()
+    linear = Linear(weight, bias, exact=True, pack=pack)
+    expected = x.double() @ weight.double().T + bias.double()
+    error = (linear.float32(x) - expected).abs()
+    assert (error <= expected.abs() * 2**-16 + 1e-4).all()
+    assert (linear(x) - expected).abs().max() > 0.1
+    assert linear.float32(x).dtype is torch.float32
+    alone = torch.cat([linear.float32(tile) for tile in x.split(16)])
+    assert torch.equal(linear.float32(x), alone)
+
+
+class Recording(Linear):
+    """Notes the rows of each product."""
+
+    rows: list[int]
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        return super()._multiply(x)
+
+
+def test_only_exact_bfloat16_products_are_cut() -> None:
+    """With `exact`, bfloat16 rows are multiplied `EXACT_ROWS` at a time; all others in one go."""
+    for dtype, exact, most in (
+        (torch.bfloat16, True, EXACT_ROWS),
+        (torch.bfloat16, False, 80),
+        (torch.float32, True, 80),
+    ):
+        x, weight = cancelling(80, 256, 64, dtype)
+        linear = Recording(weight, exact=exact)
+        linear.rows = []
+        linear(x)
+        assert max(linear.rows) == most
+        assert sum(linear.rows) == 80
+
+
+def tables() -> Iterator[tuple[str, list[int]]]:
+    """Block tables of a sequence of `CONTEXT` tokens: 38 blocks of a pool of 128."""
+    count = -(-CONTEXT // BLOCK_TOKENS)
+    yield "one_run", list(range(5, 5 + count))
+    yield "at_the_end", list(range(128 - count, 128))
+    yield "border_at_a_tile", [*range(60, 76), *range(10, 10 + count - 16)]
+    yield "border_in_a_tile", [*range(60, 81), *range(10, 10 + count - 21)]
+    yield "three_runs", [*range(60, 76), *range(100, 116), *range(3, 3 + count - 32)]
+    yield "scattered", [(7 * index) % 127 for index in range(count)]
+
+
+TABLES = dict(tables())
+
+
+class Attention:
+    """Random queries, keys and values of one sequence, which may lie anywhere in a pool."""
+
+    def __init__(self, group: int, dtype: torch.dtype, head_dim: int = 32) -> None:
+        random = torch.Generator().manual_seed(group)
+        kv_heads = 2
+        self.kv = torch.randn(2 * kv_heads, CONTEXT, head_dim, generator=random).to(dtype)
+        shape = (CONTEXT + 16, kv_heads * group, head_dim)
+        self.queries = (torch.randn(shape, generator=random) * 0.3).to(dtype)
+
+    def layer_kv(self, table: list[int]) -> Tensor:
+        """Return a layer of a pool of other sequences' numbers with this one's in its blocks."""
+        slots = torch.tensor(table)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
+        pool = torch.full((4, 128 * BLOCK_TOKENS + KV_TILE, self.kv.shape[2]), 9.0)
+        pool = pool.to(self.kv.dtype)
+        pool[:, slots.flatten()[:CONTEXT]] = self.kv
+        return pool
+
+    def attended(self, width: int, window: int | None, table: list[int], begin: int = 0) -> Tensor:
+        """Return the outputs of all rows from `begin` on, computed `width` rows at a time."""
+        layer_kv = self.layer_kv(table)
+        rows = []
+        for start in range(begin, CONTEXT, width):
+            tokens = min(width, CONTEXT - start)
+            pieces = kv_pieces(table, start + tokens, 128 * BLOCK_TOKENS + KV_TILE - 1)
+            step = self.queries[start : start + padded_rows(tokens)]
+            span = AttentionSpan((0, tokens), start, pieces)
+            rows.append(attend(step, layer_kv, (span,), window)[:tokens])
+        return torch.cat(rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
+    window: int | None, group: int, dtype: torch.dtype
+) -> None:
+    """A row's attention does not depend on the step, whatever heads share keys and windows hide."""
+    attention = Attention(group, dtype)
+    table = TABLES["one_run"]
+    alone = attention.attended(1, window, table, CONTEXT - 176)
+    for width in WIDTHS:
+        found = attention.attended(width, window, table, CONTEXT - max(width, 176))
+        assert torch.equal(found[-176:], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize("table", TABLES)
+def test_attention_does_not_depend_on_where_keys_lie(
+    table: str, window: int | None, dtype: torch.dtype
+) -> None:
+    """One run, runs with borders at or within tiles, and scattered blocks give equal bits."""
+    attention = Attention(2, dtype)
+    expected = attention.attended(33, window, TABLES["one_run"])
+    assert torch.equal(attention.attended(33, window, TABLES[table]), expected)
+    assert torch.equal(attention.attended(1, window, TABLES[table], 512), expected[512:])
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 256, 300])
+@pytest.mark.parametrize("width", [1, 5, 160, 600])
+def test_attention_is_that_of_the_textbook(width: int, window: int | None) -> None:
+    """Softmax over what a row may see and nothing else, against the formula in float64."""
+    attention = Attention(4, torch.float32)
+    keys, values = attention.kv.double().chunk(2)
+    queries = attention.queries[:CONTEXT].double().view(CONTEXT, 2, 4, -1)
+    scores = torch.einsum("rhgd,hkd->rhgk", queries, keys)
+    behind = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)
+    hidden = (behind < 0) | (behind >= (window or CONTEXT))
+    scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    expected = torch.einsum("rhgk,hkd->rhgd", scores.softmax(-1), values).flatten(1)
+    found = attention.attended(width, window, TABLES["border_in_a_tile"])
+    assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 24, 48])
+def test_pieces_are_where_the_table_says(page_tokens: int) -> None:
+    """Any table, with pages of any size: the slot of a position is that of its page."""
+    random = Random(page_tokens)
+    for context in (1, 200, 256, 257, 600, 1100):
+        pages = -(-context // page_tokens)
+        cut = random.randrange(pages + 1)
+        run = [*range(500, 500 + cut), *range(3, 3 + pages - cut)]
+        for table in (run, random.sample(range(pages * 3), pages), [*run, 7, 8]):
+            pieces = kv_pieces(table, context, -1, page_tokens)
+            slots = [int(slot) for piece in pieces for slot in piece.slots]
+            expected = [
+                table[place // page_tokens] * page_tokens + place % page_tokens
+                for place in range(context)
+            ]
+            assert slots[:context] == expected
+            assert all(len(piece.slots) % KV_TILE == 0 for piece in pieces)
+            assert sum(len(piece.slots) for piece in pieces) == -(-context // KV_TILE) * KV_TILE
+            starts = accumulate((len(piece.slots) for piece in pieces[:-1]), initial=0)
+            assert [piece.start for piece in pieces] == list(starts)
+
+
+def test_tables_are_read_in_as_few_pieces_as_they_allow() -> None:
+    """A run is one view; runs that meet in a tile have that tile gathered; neighbours merge."""
+
+    def shape(table: str) -> list[tuple[int, int, bool]]:
+        pieces: tuple[KvPiece, ...] = kv_pieces(TABLES[table], CONTEXT, 0)
+        return [(piece.start, len(piece.slots), isinstance(piece.slots, range)) for piece in pieces]
+
+    assert shape("one_run") == [(0, 768, True)]
+    assert shape("border_at_a_tile") == [(0, 256, True), (256, 512, True)]
+    assert shape("border_in_a_tile") == [(0, 256, True), (256, 256, False), (512, 256, True)]
+    assert shape("three_runs") == [(0, 256, True), (256, 256, True), (512, 256, True)]
+    assert shape("scattered") == [(0, 768, False)]
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """The shipped model with exact rows."""
+    dtype: torch.dtype = request.param
+    config = read_model_config(SHIPPED_MODEL)
+    weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
+    return Runner(Decoder(config, weights, 1024), KvPool(config, 128, dtype))
+
+
+TOKENS = torch.randint(0, 4096, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def one_by_one(runner: Runner) -> Tensor:
+    """Logits of `TOKENS`; those that follow a long prompt one by one."""
+    return logits_in_steps(runner, blocks_of(0, 300), TOKENS, [0, *range(230, 301)])
+
+
+@pytest.mark.parametrize("table", [None, "border_in_a_tile", "scattered"])
+@pytest.mark.parametrize("width", [5, 33, 40, 160, 300])
+def test_logits_of_the_shipped_model_have_the_same_bits_in_any_step(
+    width: int, table: str | None, runner: Runner, one_by_one: Tensor
+) -> None:
+    """In float32, and in bfloat16 with `exact`: steps of any size, from blocks lying anywhere."""
+    where = blocks_of(1, 300) if table is None else Table(TABLES[table])
+    logits = logits_in_steps(runner, where, TOKENS, [*range(0, 300, width), 300])
+    assert logits.dtype is torch.float32
+    assert torch.equal(logits, one_by_one)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_probe_confirms_what_it_is_asked_to_promise(dtype: torch.dtype) -> None:
+    """The probe at start finds float32, and bfloat16 with `exact`, exact; windows as well."""
+    config = read_model_config(SHIPPED_MODEL)
+    weights = load_weights(SHIPPED_MODEL, config, dtype, exact=True)
+    runner = Runner(Decoder(config, weights, 512), KvPool(config, 32, dtype))
+    assert exactness(runner, config, dtype, 512, asked=True)
+    sliding = replace(config, windows=(None, 4096) * (config.num_layers // 2))
+    assert windows_are_exact(sliding, dtype)
+
+
+def test_bfloat16_promises_nothing_unasked() -> None:
+    """Without `--exact` a bfloat16 worker makes no promise, and does not spend time on a probe."""
+    config = read_model_config(SHIPPED_MODEL)
+    weights = load_weights(SHIPPED_MODEL, config, torch.bfloat16)
+    runner = Runner(Decoder(config, weights, 16), KvPool(config, 1, torch.bfloat16))
+    assert not exactness(runner, config, torch.bfloat16, 16, asked=False)
+
+
+class RowsThatSeeEachOther(Runner):
+    """A runner in which a row's bits depend on the number of rows, as in other engines."""
+
+    def logits(self, plan: object) -> Tensor:
+        """Return the logits, the last bits changed by their number."""
+        logits = super().logits(plan)  # type: ignore[arg-type]
+        return logits * (1 + 1e-6 * (len(logits) > 4))
+
+
+def test_a_promise_that_would_not_hold_is_refused() -> None:
+    """`--exact` where the probe fails ends the start with a message."""
+    config = read_model_config(SHIPPED_MODEL)
+    weights = load_weights(SHIPPED_MODEL, config, torch.float32)
+    runner = RowsThatSeeEachOther(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
+    with pytest.raises(ValueError, match="--exact cannot be kept in float32 on this machine"):
+        exactness(runner, config, torch.float32, 512, asked=True)
+
+
+def test_dtypes_fit_their_device() -> None:
+    """float16 needs a GPU, and `auto` there is what the checkpoint holds."""
+    with pytest.raises(ValueError, match="float16 needs a GPU"):
+        choose_dtype("float16", SHIPPED_MODEL)
+    assert choose_dtype("float16", SHIPPED_MODEL, "cuda") is torch.float16
+    assert choose_dtype("auto", SHIPPED_MODEL, "cuda") is torch.bfloat16
+    assert choose_device("cpu", 3) == torch.device("cpu")
+    with pytest.raises(ValueError, match="unknown device 'tpu'; known: auto, cpu, cuda"):
+        choose_device("tpu")
+    with pytest.raises(ValueError, match="cuda:99 was asked for, but torch sees"):
+        choose_device("cuda", 99)
+
+
+def test_the_numerics_class_names_all_that_bits_depend_on() -> None:
+    """Checkpoint, dtype, processor, library, threads and exactness are parts of the class."""
+    parts = numerics_class("0123456789ab", torch.bfloat16, exact=False).split("/")
+    assert len(parts) == 6
+    assert parts[:2] == ["0123456789ab", "bfloat16"]
+    assert parts[2].startswith("cpu-")
+    assert parts[3] == f"torch-{torch.__version__}"
+    assert parts[4:] == [f"threads-{torch.get_num_threads()}", "inexact"]
