@@ -15,7 +15,13 @@ from typing import Final
 
 from backends.base import Backend
 from backends.errors import BackendFailed, RequestRejected
-from backends.types import Delta, FinishReason, GenerationRequest, SamplingParams
+from backends.types import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    ResumedChoice,
+    SamplingParams,
+)
 from policies.types import SpeculationMode, SpeculationPlan
 
 PATIENCE_S: Final = 60.0
@@ -47,6 +53,7 @@ async def check_backend(backend: Backend) -> None:
         await check_replay(backend)
         await check_streams_are_not_crossed(backend)
         await check_speculation_changes_nothing(backend)
+        await check_resume(backend)
         await check_closing_frees(backend)
         await check_stop(backend)
     finally:
@@ -69,21 +76,21 @@ def make_request(
 
 
 async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]:
-    """Run a request to its end and return its choices, checking the form of the deltas.
+    """Run a request to its end and return its `choices`, checking the form of the deltas.
 
     Raises:
         AssertionError: a choice ended twice or never, or went on after its end.
     """
-    deltas: list[list[Delta]] = [[] for _ in range(request.n)]
+    deltas: dict[int, list[Delta]] = {choice.choice: [] for choice in request.choices}
     async with _patience(), aclosing(backend.generate(request)) as stream:
         async for delta in stream:
-            assert 0 <= delta.choice < request.n, "a delta of a choice nobody asked for"
+            assert delta.choice in deltas, "a delta of a choice nobody asked for"
             mine = deltas[delta.choice]
             assert not mine or mine[-1].finish_reason is None, "a delta after the choice's end"
             ended = delta.finish_reason is not None
             assert ended == (delta.outcome is not None), "the outcome comes with the end"
             mine.append(delta)
-    return [_outcome(of_choice) for of_choice in deltas]
+    return [_outcome(of_choice) for of_choice in deltas.values()]
 
 
 def check_rejections(backend: Backend) -> None:
@@ -143,6 +150,21 @@ async def check_speculation_changes_nothing(backend: Backend) -> None:
         plan = SpeculationPlan("check", SpeculationMode.AUTO, proposer, 4, "a conformance check")
         drafted = await collect(backend, make_request(backend, max_tokens=24, speculation=plan))
         assert drafted == plain, f"drafts of {proposer} change the output"
+
+
+async def check_resume(backend: Backend) -> None:
+    """Check that choices which another worker began go on as they would have there."""
+    request = make_request(backend, n=2, max_tokens=16)
+    first, second = await collect(backend, request)
+    for done in (1, 8, 15):
+        begun = (ResumedChoice(1, second.token_ids[:done]), ResumedChoice(0, first.token_ids[:1]))
+        again = replace(request, request_id=f"conformance-{next(_ids)}", resumed=begun)
+        rest, other = await collect(backend, again)
+        assert rest.token_ids == second.token_ids[done:], "a resumed choice says something else"
+        assert other.token_ids == first.token_ids[1:], "choices keep their numbers"
+        assert second.text.endswith(rest.text), "text that was sent comes again"
+    done_already = replace(request, resumed=(ResumedChoice(0, first.token_ids),))
+    assert _rejected_param(backend, done_already) == "max_tokens", "nothing is left to generate"
 
 
 async def check_closing_frees(backend: Backend) -> None:

@@ -9,8 +9,10 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from backends.engine.bench.prompts import held_out_prompts
+from backends.shipped import SHIPPED_MODEL
 from backends.types import GenerationRequest, ResumedChoice
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
@@ -46,6 +48,12 @@ def prompts(shipped: Model) -> list[list[int]]:
     """Prompts that share beginnings: a long one, parts of it, and others."""
     first, *others = held_out_prompts(shipped.tokenizer, 4, seed=11)
     return [first, first[:90], first[:90], *others]
+
+
+@pytest.fixture(scope="module")
+def shipped_bfloat16() -> Model:
+    """The shipped model in bfloat16, exact."""
+    return Model(SHIPPED_MODEL, torch.bfloat16)
 
 
 def requests(
@@ -90,6 +98,26 @@ def test_a_crowd_with_hostile_drafts_changes_nothing(
     assert outcome.preemptions > 0
     assert outcome.cached_tokens > 0
     assert outcome.leaked_blocks == 0
+
+
+@pytest.mark.parametrize("wish", ["plain", "penalties"])
+def test_bfloat16_is_exact_when_asked(
+    wish: str, shipped_bfloat16: Model, prompts: list[list[int]]
+) -> None:
+    """With `--exact`, neither a crowd, nor a cache, nor a move changes a bit in bfloat16."""
+    model, wishes = shipped_bfloat16, WISHES[wish]
+    expected = undisturbed(model, prompts, wishes)
+    setup = crowded(model)
+    engine = Engine(model, setup)
+    for _ in range(2):
+        outcome = engine.run(requests(prompts, wishes, setup.policy))
+        assert (outcome.tokens, outcome.logprobs) == expected
+    assert outcome.cached_tokens > 0
+    one = requests(prompts, wishes, setup.policy)[0]
+    whole = expected[0]["0", 0]
+    for cut in (1, 9, 23):
+        again = replace(one, resumed=(ResumedChoice(0, tuple(whole[:cut])),))
+        assert run(model, [again], setup).tokens["0", 0] == whole[cut:]
 
 
 @pytest.mark.parametrize("wish", ["plain", "penalties", "late stop"])
