@@ -1,6 +1,7 @@
 """Whatever a request asks for, caches, batches, preemptions and moves change none of its tokens.
 
-The suite of `test_lossless` varies speculation on plain requests; this one varies the request.
+The suite of `test_lossless` varies speculation on plain requests, `test_sampling` what is sampled;
+here several choices, shared and cached prefixes, moves and dtypes come together.
 """
 
 from __future__ import annotations
@@ -30,8 +31,6 @@ WISHES = {
         "frequency_penalty": 0.4,
         "presence_penalty": 0.3,
     },
-    "greedy penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
-    "bias": {"temperature": 0.7, "logit_bias": ((10, 3.0), (11, -100.0), (300, 2.5))},
     "filters": {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
     "late stop": {
         "temperature": 0.8,
