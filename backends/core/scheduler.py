@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
@@ -252,7 +253,8 @@ class Scheduler:
 
     def _admit(self, step: _StepDraft) -> None:
         """Admit waiting sequences in order while budget, batch and memory have room."""
-        for sequence in tuple(self._waiting):
+        # No more than a batch is looked at: a burst with one prefix may be long.
+        for sequence in tuple(islice(self._waiting, self.config.max_num_seqs)):
             if step.budget <= 0 or len(self._running) >= self.config.max_num_seqs:
                 return
             hashes = sequence.sharable_hashes(self.blocks.block_size)
