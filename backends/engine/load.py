@@ -69,7 +69,7 @@ def load_engine(
     proposers = _proposers(config.proposer)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = choose_device(config.device, config.device_index)
+    device = choose_device(config.device)
     directory = find_checkpoint(config.model)
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)

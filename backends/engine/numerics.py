@@ -25,20 +25,17 @@ STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 """Dtypes by the name that safetensors gives them."""
 
 
-def choose_device(name: str, index: int = 0) -> torch.device:
-    """Return the device that `--device` means: `cpu`, `cuda`, or `auto`, a GPU if there is one.
+def choose_device(name: str) -> torch.device:
+    """Return the device that `--device` means. The engine runs on CPUs so far: `auto` is one, too.
 
     Raises:
-        ValueError: no such kind, or the machine has no GPU of that index.
+        ValueError: no such device, or a GPU was asked for.
     """
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
-    count = torch.cuda.device_count()
-    if name == "cpu" or (name == "auto" and not count):
-        return torch.device("cpu")
-    if index >= count:
-        raise ValueError(f"device cuda:{index} was asked for, but torch sees {count} GPUs here")
-    return torch.device("cuda", index)
+    if name == "cuda":
+        raise ValueError("device cuda: the engine runs on CPUs so far; use --device cpu or auto")
+    return torch.device("cpu")
 
 
 def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype:
