@@ -2,91 +2,54 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import aiohttp
+from msgspec.json import encode
 
 from loadgen.audit import StreamAudit, Verdict
+from loadgen.clock import Clock
 from loadgen.sse import SseParser
+from loadgen.types import Arrived, Planned, Question, Record
+
+KEEPALIVE_S: Final = 4.0
+"""Idle connections are kept this long: less than servers keep theirs (uvicorn: 5 s), for a request
+sent into a connection that the server is closing would fail by nobody's fault."""
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What to ask. `prompt` is sent as a text, or as a chat's only message.
+class Patience:
+    """How long a client waits.
 
     Attributes:
-        extra: further fields of the request's body, as they are.
+        total_s: for the whole answer, from the instant it turns to the request.
+        stall_s: for more text, once some has come.
     """
 
-    prompt: str
-    max_tokens: int
-    seed: int
-    chat: bool = False
-    n: int = 1
-    extra: tuple[tuple[str, Any], ...] = ()
-
-    def body(self, model: str) -> dict[str, Any]:
-        """Return the request's body."""
-        message = {"role": "user", "content": self.prompt}
-        return {
-            "model": model,
-            **({"messages": [message]} if self.chat else {"prompt": self.prompt}),
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "n": self.n,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **dict(self.extra),
-        }
+    total_s: float = 300.0
+    stall_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What became of one request. Instants are of the monotonic clock.
+def open_session(api_key: str = "") -> aiohttp.ClientSession:
+    """Return a session which limits nothing by itself and notes when requests are sent.
 
-    Attributes:
-        scheduled_s: when it was meant to be sent: latencies count from here.
-        first_s, last_s: arrival of the first and the last delta with text; None if there was none.
-        end_s: when it was over.
-        texts: text by choice.
-        usage, metrics: what the server reported, if it did.
+    Connections are as many as there are open requests; answers come uncompressed, since compression
+    holds chunks back. Time limits are `ask`'s business.
     """
-
-    scheduled_s: float
-    first_s: float | None
-    last_s: float | None
-    end_s: float
-    verdict: Verdict
-    detail: str
-    texts: tuple[str, ...] = ()
-    usage: dict[str, Any] | None = None
-    metrics: dict[str, Any] | None = None
-
-    @property
-    def completion_tokens(self) -> int | None:
-        """Tokens generated, as the server counts them."""
-        tokens = (self.usage or {}).get("completion_tokens")
-        return tokens if isinstance(tokens, int) else None
-
-    @property
-    def latency_s(self) -> float:
-        """From the scheduled instant to the end."""
-        return self.end_s - self.scheduled_s
-
-    @property
-    def ttft_s(self) -> float | None:
-        """From the scheduled instant to the first text."""
-        return None if self.first_s is None else self.first_s - self.scheduled_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """`(last - first) / (n - 1)` over the n tokens; None below two tokens."""
-        tokens = self.completion_tokens
-        if self.first_s is None or self.last_s is None or tokens is None or tokens < 2:
-            return None
-        return (self.last_s - self.first_s) / (tokens - 1)
+    notes = aiohttp.TraceConfig()
+    notes.on_connection_create_start.append(_connecting)
+    notes.on_connection_create_end.append(_connected)
+    notes.on_request_chunk_sent.append(_sending)
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+        headers=headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+        trace_configs=[notes],
+    )
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
@@ -104,37 +67,100 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     return str(listed[0]["id"])
 
 
-async def ask(
-    session: aiohttp.ClientSession,
-    url: str,
-    model: str,
-    question: Question,
-    scheduled_s: float | None = None,
-) -> Record:
-    """Ask, read the stream to its end, and judge it. Never raises for what a server does."""
-    stream = _Stream(question, time.monotonic() if scheduled_s is None else scheduled_s)
-    path = "/v1/chat/completions" if question.chat else "/v1/completions"
-    try:
-        async with session.post(url + path, json=question.body(model)) as response:
-            await stream.read(response)
-    except TimeoutError:
-        stream.audit.fault(Verdict.TIMEOUT, "no answer within the time allowed")
-    except aiohttp.ClientError as error:
-        stream.audit.fault(Verdict.NO_CONNECTION, f"{type(error).__name__}: {error}")
-    return stream.record()
+class Exchange:
+    """One request and its answer. `record` tells what became of it, whenever it is asked.
 
+    Args:
+        clock: of the run; all instants are its.
+        scheduled_s: when the request was meant to be sent.
+        patience: how long to wait.
+        ids: of all streams of the run, by which crossed ones are found.
+    """
 
-class _Stream:
-    """A response under way: its bytes through the parser to the audit, with the instants."""
-
-    def __init__(self, question: Question, scheduled_s: float) -> None:
-        self.audit = StreamAudit(question.n)
+    def __init__(
+        self, planned: Planned, clock: Clock, scheduled_s: float, patience: Patience, ids: set[str]
+    ) -> None:
+        question = planned.question
+        self.audit = StreamAudit(question.n, question.max_tokens, ids=ids)
+        self._planned = planned
+        self._clock = clock
+        self._patience = patience
         self._scheduled_s = scheduled_s
-        self._first_s: float | None = None
-        self._last_s: float | None = None
+        self._started_s = clock()
+        self._connecting_s: float | None = None
+        self._connect_s = 0.0
+        self._sent_s: float | None = None
+        self._status: int | None = None
+        self._chunks: list[Arrived] = []
+        self._end_s: float | None = None
 
-    async def read(self, response: aiohttp.ClientResponse) -> None:
-        """Read a response to its end."""
+    async def run(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        """Ask, read the stream to its end, and judge it. Never raises for what a server does.
+
+        Raises:
+            asyncio.CancelledError: the task was cancelled; the verdict is `INTERRUPTED`.
+        """
+        question = self._planned.question
+        path = "/v1/completions" if question.prompt is not None else "/v1/chat/completions"
+        body = encode(question.body(model))
+        loop = asyncio.get_running_loop()
+        latest = loop.time() + self._patience.total_s
+        try:
+            async with (
+                asyncio.timeout_at(latest) as limit,
+                session.post(
+                    url + path, data=body, headers=_headers(question), trace_request_ctx=self
+                ) as response,
+            ):
+                await self._read(response, limit, latest)
+        except TimeoutError:
+            self._fault_timeout()
+        except (aiohttp.ClientError, OSError) as error:
+            broken = Verdict.NO_CONNECTION if self._status is None else Verdict.CUT
+            self.audit.fault(broken, _words(error))
+        except asyncio.CancelledError:
+            self.audit.fault(Verdict.INTERRUPTED, "the run was stopped")
+            raise
+        finally:
+            self._end_s = self._clock()
+
+    def record(self) -> Record:
+        """Return what became of it."""
+        audit = self.audit
+        return Record(
+            self._planned,
+            self._scheduled_s,
+            self._started_s if self._sent_s is None else self._sent_s,
+            self._clock() if self._end_s is None else self._end_s,
+            audit.verdict.value,
+            audit.detail,
+            tuple(self._chunks),
+            audit.texts,
+            tuple(audit.finish_reasons),
+            audit.usage,
+            audit.metrics,
+            self._status,
+            self._connect_s,
+        )
+
+    def connecting(self) -> None:
+        """Note that setting up a connection began."""
+        self._connecting_s = self._clock()
+
+    def connected(self) -> None:
+        """Note that the connection stands."""
+        if self._connecting_s is not None:
+            self._connect_s = self._clock() - self._connecting_s
+
+    def sending(self) -> None:
+        """Note that bytes are handed to the network; the first time counts."""
+        if self._sent_s is None:
+            self._sent_s = self._clock()
+
+    async def _read(
+        self, response: aiohttp.ClientResponse, limit: asyncio.Timeout, latest: float
+    ) -> None:
+        self._status = response.status
         if response.status != 200:
             detail = f"{response.status}: {(await response.text(errors='replace'))[:200]}"
             self.audit.fault(Verdict.HTTP_STATUS, detail)
@@ -142,33 +168,72 @@ class _Stream:
             detail = f"not text/event-stream but {response.content_type}"
             self.audit.fault(Verdict.NO_STREAM, detail)
         else:
-            await self._read_events(response)
+            await self._read_events(response, limit, latest)
 
-    def record(self) -> Record:
-        """Return what became of it."""
-        audit = self.audit
-        return Record(
-            self._scheduled_s,
-            self._first_s,
-            self._last_s,
-            time.monotonic(),
-            audit.verdict,
-            audit.detail,
-            tuple(audit.texts[index] for index in sorted(audit.texts)),
-            audit.usage,
-            audit.metrics,
-        )
-
-    async def _read_events(self, response: aiohttp.ClientResponse) -> None:
-        parser = SseParser()
+    async def _read_events(
+        self, response: aiohttp.ClientResponse, limit: asyncio.Timeout, latest: float
+    ) -> None:
+        """Read a stream: every event's content, with the instant at which its bytes were read."""
+        parser, audit, chunks = SseParser(), self.audit, self._chunks
+        now, patience_s = asyncio.get_running_loop().time, self._patience.stall_s
         try:
-            async for chunk in response.content.iter_any():
-                now_s = time.monotonic()
-                brought_text = [self.audit.add(event.data) for event in parser.feed(chunk)]
-                if any(brought_text):
-                    self._first_s = now_s if self._first_s is None else self._first_s
-                    self._last_s = now_s
-        except (aiohttp.ClientPayloadError, aiohttp.ClientConnectionError) as error:
-            self.audit.end(cut=f"{type(error).__name__}: {error}")
+            async for data in response.content.iter_any():
+                now_s, before = self._clock(), len(chunks)
+                for event in parser.feed(data):
+                    brought = audit.add(event.data, event.event)
+                    if brought is not None:
+                        chunks.append(Arrived(now_s, brought.tokens, brought.characters))
+                if len(chunks) > before:
+                    limit.reschedule(min(latest, now() + patience_s))
+        except (aiohttp.ClientError, ConnectionError) as error:
+            audit.end(cut=_words(error))
         else:
-            self.audit.end()
+            audit.end()
+
+    def _fault_timeout(self) -> None:
+        patience, now_s = self._patience, self._clock()
+        if now_s - self._started_s >= patience.total_s or not self._chunks:
+            self.audit.fault(Verdict.TIMEOUT, f"not complete within {patience.total_s:g} s")
+        else:
+            quiet_s = now_s - self._chunks[-1].at_s
+            self.audit.fault(Verdict.STALLED, f"no more text for {quiet_s:.1f} s")
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    planned: Planned,
+    *,
+    clock: Clock,
+    patience: Patience,
+) -> Record:
+    """Ask now, outside of any schedule, and return what became of it."""
+    exchange = Exchange(planned, clock, clock(), patience, set())
+    await exchange.run(session, url, model)
+    return exchange.record()
+
+
+def _headers(question: Question) -> dict[str, str]:
+    """Return what was promised, in the headers by which draftgate and inference-perf name it."""
+    limits = {"x-slo-ttft-ms": question.slo.ttft_s, "x-slo-tpot-ms": question.slo.tpot_s}
+    return {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+async def _connecting(_: aiohttp.ClientSession, trace: SimpleNamespace, __: Any) -> None:
+    if isinstance(trace.trace_request_ctx, Exchange):
+        trace.trace_request_ctx.connecting()
+
+
+async def _connected(_: aiohttp.ClientSession, trace: SimpleNamespace, __: Any) -> None:
+    if isinstance(trace.trace_request_ctx, Exchange):
+        trace.trace_request_ctx.connected()
+
+
+async def _sending(_: aiohttp.ClientSession, trace: SimpleNamespace, __: Any) -> None:
+    if isinstance(trace.trace_request_ctx, Exchange):
+        trace.trace_request_ctx.sending()

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Final
 
 _LINE_END: Final = re.compile(rb"\r\n|\r|\n")
-_BYTE_ORDER_MARK: Final = "\ufeff"
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event: its data lines joined, and its type."""
+    """One event: its data lines joined, and its type. Whoever decodes the data sees bad UTF-8."""
 
-    data: str
+    data: bytes
     event: str = "message"
 
 
@@ -29,7 +29,7 @@ class SseParser:
         self._rest = b""  # the line under way
         self._after_cr = False  # a line feed that comes now belongs to the last line's end
         self._first_line = True
-        self._data: list[str] = []
+        self._data: list[bytes] = []
         self._event = ""
 
     def feed(self, chunk: bytes) -> list[SseEvent]:
@@ -42,22 +42,21 @@ class SseParser:
         *lines, self._rest = _LINE_END.split(self._rest + chunk)
         return [event for line in lines if (event := self._line(line)) is not None]
 
-    def _line(self, raw: bytes) -> SseEvent | None:
-        line = raw.decode("utf-8", errors="replace")
+    def _line(self, line: bytes) -> SseEvent | None:
         if self._first_line:
             self._first_line = False
             line = line.removeprefix(_BYTE_ORDER_MARK)
         if not line:
             return self._dispatch()
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if field == "data":
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
             self._data.append(value)
-        elif field == "event":
-            self._event = value
+        elif field == b"event":
+            self._event = value.decode("utf-8", errors="replace")
         return None  # a comment, an id, a retry time, or a field nobody knows
 
     def _dispatch(self) -> SseEvent | None:
         data, event = self._data, self._event
         self._data, self._event = [], ""
-        return SseEvent("\n".join(data), event or "message") if data else None
+        return SseEvent(b"\n".join(data), event or "message") if data else None

@@ -1,59 +1,104 @@
-"""Figures of a run, in the form `summary/1`."""
+"""A run in figures: `summary/1`, and what stands beside it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from math import ceil, floor
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from loadgen.audit import Verdict
-from loadgen.client import Record
+from loadgen.decisions import decisions
+from loadgen.figures import (
+    FIGURE,
+    FIGURES,
+    PERCENTILE_FORMULA,
+    completion_tokens,
+    distribution,
+    errors,
+    intact,
+    values_of,
+)
+from loadgen.health import judge_health
+from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from loadgen.types import Record, Run
+from loadgen.verify import LosslessCheck
+
+FORMULAS = {
+    "goodput_rps": "intact requests that met TTFT and TPOT limits / seconds of the schedule (of the"
+    " run in a closed loop); failed and late ones are scheduled, too",
+    "attainment": "intact requests that met both limits / all scheduled; 95 % Wilson interval",
+    "accepted_tokens_per_s": "tokens of intact answers by the server's usage / seconds of the run",
+    "percentiles": PERCENTILE_FORMULA,
+}
 
 
-def summarize(records: Sequence[Record], elapsed_s: float) -> dict[str, Any]:
-    """Return the `summary/1` of a closed loop.
+def summarize(run: Run, lossless: LosslessCheck | None = None) -> dict[str, Any]:
+    """Return the `summary/1` of a run; what the contract does not name is in `details`.
 
-    `valid`, `goodput_rps` and `attainment` are null: a closed loop has no schedule to fall behind
-    and no SLO was given. Latencies are of intact streams; `errors` counts all others by cause.
+    Latencies are of intact answers, from the scheduled instants; `errors` counts the others by
+    cause. `valid` tells whether the generator kept up: of a run that is not, believe nothing.
     """
-    intact = [record for record in records if record.verdict is Verdict.OK]
-    tokens = sum(record.completion_tokens or 0 for record in intact)
-    failed = Counter(r.verdict.value for r in records if r.verdict is not Verdict.OK)
+    reasons, overall = invalid_reasons(run), attainment(run.records)
     return {
-        "requests": len(records),
-        "valid": None,
-        "goodput_rps": None,
-        "attainment": None,
-        "errors": dict(sorted(failed.items())),
-        "accepted_tokens_per_s": tokens / elapsed_s if elapsed_s > 0 else None,
-        "ttft_s": distribution(record.ttft_s for record in intact),
-        "tpot_s": distribution(record.tpot_s for record in intact),
-        "latency_s": distribution(record.latency_s for record in intact),
+        "requests": len(run.records),
+        "valid": not reasons,
+        "goodput_rps": goodput_rps(overall.met, schedule_s(run)),
+        "attainment": overall.share,
+        "errors": errors(run.records),
+        "accepted_tokens_per_s": accepted_tokens_per_s(run),
+        **{key: _distribution(run.records, key) for key in ("ttft_s", "tpot_s", "latency_s")},
+        "details": {
+            "invalid_reasons": reasons,
+            "attainment_interval": list(overall.interval),
+            "classes": {a.class_name: _class(a, run) for a in attainment_by_class(run.records)},
+            "figures": {figure.key: _distribution(run.records, figure.key) for figure in FIGURES},
+            "formulas": FORMULAS | {figure.key: figure.formula for figure in FIGURES},
+            "decisions": None if (told := decisions(run.records)) is None else told.as_dict(),
+            "lossless": None if lossless is None else _lossless(lossless),
+            "health": None if run.health is None else asdict(run.health),
+            "duration_s": run.duration_s,
+            "scheduled_duration_s": run.scheduled_duration_s,
+            "settings": run.settings,
+        },
     }
 
 
-def drafted_and_accepted(records: Iterable[Record]) -> tuple[int, int] | None:
-    """Return the draft tokens verified and accepted; None if the server reported none."""
-    reports = [(r.metrics or {}).get("speculative_decoding") for r in records]
-    known = [report for report in reports if isinstance(report, dict)]
-    if not known:
-        return None
-    drafted = sum(report.get("num_drafted_tokens") or 0 for report in known)
-    return drafted, sum(report.get("num_accepted_tokens") or 0 for report in known)
+def invalid_reasons(run: Run) -> list[str]:
+    """Return why nothing can be concluded from a run; empty if it is valid."""
+    if run.health is None:
+        return ["the record of the run ends early: how well the generator kept up is not known"]
+    return judge_health(run)
 
 
-def distribution(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Return mean and percentiles of the known values; None if there are none."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return None
-    percentiles = {f"p{p}": percentile(known, p / 100) for p in (50, 90, 99)}
-    return {"mean": sum(known) / len(known), **percentiles}
+def schedule_s(run: Run) -> float:
+    """Return the seconds over which goodput is taken: the schedule's, else the run's."""
+    return run.duration_s if run.scheduled_duration_s is None else run.scheduled_duration_s
 
 
-def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the value below which that share lies, interpolated between its neighbours."""
-    place = share * (len(ascending) - 1)
-    below, above = ascending[floor(place)], ascending[ceil(place)]
-    return below + (above - below) * (place - floor(place))
+def accepted_tokens_per_s(run: Run) -> float | None:
+    """Return the tokens of intact answers per second of the run; None if it had no length."""
+    tokens = sum(completion_tokens(record) or 0 for record in intact(run.records))
+    return tokens / run.duration_s if run.duration_s > 0 else None
+
+
+def _class(counted: Attainment, run: Run) -> dict[str, Any]:
+    records = [r for r in run.records if r.planned.question.class_name == counted.class_name]
+    return {
+        "requests": counted.requests,
+        "goodput_rps": goodput_rps(counted.met, schedule_s(run)),
+        "attainment": counted.share,
+        "attainment_interval": list(counted.interval),
+        "intact": counted.intact,
+        "met_ttft": counted.ttft_met,
+        "met_tpot": counted.tpot_met,
+        "errors": errors(records),
+        **{key: _distribution(records, key) for key in ("ttft_s", "tpot_s", "latency_s")},
+    }
+
+
+def _distribution(records: Sequence[Record], key: str) -> dict[str, float] | None:
+    found = distribution(values_of(FIGURE[key], records))
+    return None if found is None else found.as_dict()
+
+
+def _lossless(check: LosslessCheck) -> dict[str, Any]:
+    return {"passed": check.passed, **asdict(check), "rate_bound": check.rate_bound}

@@ -105,7 +105,7 @@ class Record:
 
     Attributes:
         scheduled_s: when it was meant to be sent: latencies count from here. In a closed loop, when
-            it was sent.
+            its client turned to it.
         sent_s: when its first byte was handed to the network.
         chunks: the chunks with content, in order.
         end_s: when it was over.
@@ -115,6 +115,7 @@ class Record:
         finish_reasons: by choice.
         usage, metrics: what the server reported, if it did.
         status: HTTP status, if there was an answer.
+        connect_s: time spent on setting up a connection before sending; 0 if one stood.
     """
 
     planned: Planned
@@ -129,6 +130,7 @@ class Record:
     usage: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
     status: int | None = None
+    connect_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class Run:
         records: in order of their end.
         duration_s: from the start to the end of the last request.
         scheduled_duration_s: length of the schedule; None in a closed loop.
+        interrupted: whether it was stopped before its plan was done.
     """
 
     settings: dict[str, Any]
@@ -163,3 +166,4 @@ class Run:
     duration_s: float = 0.0
     scheduled_duration_s: float | None = None
     health: ClientHealth | None = None
+    interrupted: bool = False

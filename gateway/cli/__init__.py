@@ -50,6 +50,17 @@ def generate(
     run_generate(config_from(settings).config, sample)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def load(context: typer.Context) -> None:
+    """Send load to a server and check every stream (also: calibrate, report)."""
+    from loadgen.cli import app as loadgen
+
+    loadgen(context.args, prog_name="draftgate load")
+
+
 @app.command("collect-env")
 def collect_env(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,

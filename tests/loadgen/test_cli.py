@@ -1,92 +1,238 @@
-"""`python -m loadgen` against a small server in its own process' thread."""
+"""`python -m loadgen` and `draftgate load` against a server of known truth."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from contextlib import contextmanager
+import subprocess
+import sys
 
 import pytest
-from aiohttp import web
 from typer.testing import CliRunner
 
-from loadgen.cli import app
-from loadgen.summary import distribution, percentile
-from tests.loadgen.test_integrity import GOOD, application, streaming
+import gateway.cli
+from loadgen import cli
+from loadgen.calibrate import CalibrationResult
+from loadgen.client import open_session
+from loadgen.corpus import open_corpus
+from loadgen.events import EventWriter, read_events
+from loadgen.server import look_at
+from loadgen.types import ClientHealth
+from loadgen.workloads import ApproximateCounter
+from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
+from tests.loadgen.test_calibrate import a_probe
+from tests.loadgen.truth import a_run
+
+BEHIND = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
 
 
-@contextmanager
-def serving(handler):
-    """Serve in another thread, since the command runs its own event loop."""
-    ready, stop = threading.Event(), asyncio.Event()
-    address: list[tuple[str, asyncio.AbstractEventLoop]] = []
-
-    async def main() -> None:
-        runner = web.AppRunner(application(handler))
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        address.append((url, asyncio.get_running_loop()))
-        ready.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    ready.wait(10)
-    url, loop = address[0]
-    try:
-        yield url
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+def command(*arguments: object, app=cli.app):
+    """Run the command line in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_a_clean_run_prints_its_figures_and_writes_the_summary(tmp_path) -> None:
-    """Exit code 0, a table with the drafts, and `summary/1` with null for what is unknown."""
-    out = tmp_path / "summary.json"
-    with serving(streaming(GOOD)) as url:
-        options = ["--requests", "6", "--concurrency", "3", "--json", str(out)]
-        result = CliRunner().invoke(app, [url, *options])
-    assert result.exit_code == 0, result.output
-    assert "6 of 6" in result.output
-    assert "24 / 18 (75%)" in result.output
+def ended_well(result, summary: dict) -> bool:
+    """Every stream intact; the machine may have been too busy for a valid run, and says so."""
+    return result.exit_code == (0 if summary["valid"] else 3)
+
+
+def of_script(monkeypatch, **fields) -> None:
+    """Let the server answer by a script."""
+    script = Script(**fields)
+    original = Mock._stream
+
+    async def stream(self, request, _, body):
+        return await original(self, request, script, body)
+
+    monkeypatch.setattr(Mock, "_stream", stream)
+
+
+def test_a_closed_loop_prints_its_figures_and_writes_the_summary(tmp_path) -> None:
+    """The flags of the README: a table with the drafts, and `summary/1` in a file."""
+    out, mock = tmp_path / "summary.json", Mock()
+    with serving_in_a_thread(mock) as url:
+        flags = ["--requests", 6, "--concurrency", 3, "--max-tokens", 8, "--json", out]
+        result = command(url, *flags)
     summary = json.loads(out.read_text())
-    assert (summary["requests"], summary["errors"]) == (6, {})
-    assert summary["valid"] is summary["goodput_rps"] is summary["attainment"] is None
-    assert summary["accepted_tokens_per_s"] > 0
+    assert ended_well(result, summary), result.output
+    assert "6 of 6" in result.output
+    assert "48 / 36 (75.0%)" in result.output
+    assert (summary["requests"], summary["errors"], summary["attainment"]) == (6, {}, 1.0)
+    assert summary["goodput_rps"] > 0
     for name in ("ttft_s", "tpot_s", "latency_s"):
         assert set(summary[name]) == {"mean", "p50", "p90", "p99"}
+    assert {body["max_tokens"] for body in mock.bodies} == {8}
+    assert {body["prompt"] for body in mock.bodies} == {"def fibonacci(n):"}
+    assert sorted(body["seed"] for body in mock.bodies) == list(range(6))
 
 
-def test_a_broken_stream_fails_the_run(tmp_path) -> None:
-    """One stream without its end gives exit code 1, its cause, and no place among the completed."""
-    seen = []
+def test_an_open_loop_writes_all_its_reports(tmp_path) -> None:
+    """Workload, rate, SLO and key reach the server; three files tell the same; no key in them."""
+    out, html, events = (tmp_path / name for name in ("s.json", "p.html", "e.jsonl"))
+    mock = Mock()
+    with serving_in_a_thread(mock) as url:
+        flags = ["--workload", "code", "--rate", 100, "--requests", 10, "--max-tokens", 4]
+        flags += ["--slo-ttft-ms", 5000, "--slo-tpot-ms", 1000, "--api-key", "sk-secret"]
+        flags += ["--speculation", "ngram:2", "--temperature", 0, "--seed", 3]
+        result = command(url, *flags, "--json", out, "--html", html, "--events", events)
+    summary = json.loads(out.read_text())
+    assert ended_well(result, summary), result.output
+    settings = summary["details"]["settings"]
+    assert (settings["rate_rps"], settings["workload"], settings["url"]) == (100.0, "code", url)
+    assert settings["prompt_lengths"] == "measured on 8 texts"
+    assert settings["max_model_len"] == 8192
+    again, _ = read_events(events)
+    assert len(again.records) == 10
+    assert "<title>Load of mock at" in html.read_text()
+    for path in (out, html, events):
+        assert "sk-secret" not in path.read_text()
+    assert {h["x-slo-ttft-ms"] for h in mock.headers} == {"5000"}
+    assert {h["Authorization"] for h in mock.headers} == {"Bearer sk-secret"}
+    wanted = {"mode": "ngram", "max_draft_tokens": 2}
+    assert all(body["speculation"] == wanted for body in mock.bodies)
+    reported = tmp_path / "again.json"
+    repeated = command("report", events, "--json", reported)
+    assert reported.read_text() == out.read_text()
+    assert repeated.exit_code == result.exit_code
+    assert repeated.output == result.stdout
 
-    async def handler(request):
-        seen.append(1)
-        return await streaming(GOOD[:-1] if len(seen) == 2 else GOOD)(request)
 
+@pytest.mark.parametrize("fault", ["no_done", "reset"])
+def test_a_broken_stream_fails_the_run(tmp_path, monkeypatch, fault: str) -> None:
+    """Exit status 1, with the cause, an example, and no place among the completed."""
+    of_script(monkeypatch, fault=fault)
     out = tmp_path / "summary.json"
-    with serving(handler) as url:
-        result = CliRunner().invoke(app, [url, "--requests", "4", "--json", str(out)])
+    with serving_in_a_thread(Mock()) as url:
+        result = command(url, "--requests", 2, "--json", out)
     assert result.exit_code == 1
-    assert "3 of 4" in result.output
-    assert "failed: no_done" in result.output
-    assert json.loads(out.read_text())["errors"] == {"no_done": 1}
+    assert "0 of 2" in result.output
+    (cause,) = json.loads(out.read_text())["errors"]
+    assert cause in {"no_done", "cut"}
+    assert cause in result.output
 
 
-def test_no_server_is_explained() -> None:
-    """Without a server the command says so in one line and exits with 2."""
-    result = CliRunner().invoke(app, ["http://127.0.0.1:9"])
+def test_a_lossy_speculation_fails_the_run(tmp_path, monkeypatch) -> None:
+    """Exit status 1 where drafting changed a text; the summary and the events tell so."""
+    of_script(monkeypatch, lossy=True)
+    out, events = tmp_path / "s.json", tmp_path / "e.jsonl"
+    with serving_in_a_thread(Mock()) as url:
+        flags = ["--requests", 3, "--verify-lossless", 2, "--json", out, "--events", events]
+        result = command(url, *flags)
+    assert result.exit_code == 1
+    lossless = json.loads(out.read_text())["details"]["lossless"]
+    assert (lossless["compared"], len(lossless["differences"])) == (2, 2)
+    assert command("report", events).exit_code == 1
+
+
+def test_an_equal_text_passes(tmp_path) -> None:
+    """Without a difference the check is part of a good end."""
+    out = tmp_path / "s.json"
+    with serving_in_a_thread(Mock()) as url:
+        result = command(url, "--requests", 3, "--verify-lossless", 2, "--json", out)
+    summary = json.loads(out.read_text())
+    assert ended_well(result, summary)
+    assert summary["details"]["lossless"]["passed"]
+    assert "lossless: 2 answers compared" in result.output
+
+
+@pytest.mark.parametrize(("health", "status"), [(BEHIND, 3), (a_run().health, 0)])
+def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -> None:
+    """3 if the generator did not keep up, though every stream was intact."""
+    run = a_run([r for r in a_run().records if r.verdict == "ok"], health=health)
+    path = tmp_path / "e.jsonl"
+    with EventWriter(path, run.settings) as events:
+        for record in run.records:
+            events.record(record)
+        events.end(run)
+    result = command("report", path)
+    assert result.exit_code == status
+    assert ("INVALID" in result.output) is (status == 3)
+
+
+def test_a_broken_stream_weighs_more_than_an_invalid_run() -> None:
+    """It is broken whatever the generator did; an interruption alone is nobody's fault."""
+    broken = a_run(health=BEHIND)
+    assert cli.exit_status(broken, None) == 1
+    stopped = a_run([r for r in broken.records if r.verdict == "ok"], interrupted=True)
+    assert cli.exit_status(stopped, None) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["http://127.0.0.1:9"],
+        ["http://127.0.0.1:9", "--model", "m"],
+        ["http://127.0.0.1:9", "--arrival", "poisson"],
+        ["http://127.0.0.1:9", "--trace", "/nowhere.csv"],
+        ["http://127.0.0.1:9", "--requests", "0"],
+        ["report", "/nowhere.jsonl"],
+        ["http://127.0.0.1:9", "--no-such-flag"],
+    ],
+)
+def test_what_cannot_be_done_is_explained(arguments: list[str]) -> None:
+    """Exit status 2 and the reason, without a traceback."""
+    result = command(*arguments)
     assert result.exit_code == 2
-    assert "cannot load" in result.output
+    assert "Traceback" not in result.output
+    assert result.output.strip()
 
 
-@pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.75, 2.5), (1.0, 3.0)])
-def test_percentiles_interpolate(share: float, value: float) -> None:
-    """A percentile lies between its neighbours; unknown values do not count."""
-    assert percentile([1.0, 2.0, 3.0], share) == pytest.approx(value)
-    assert distribution([None, 2.0])["p99"] == 2.0
-    assert distribution([None]) is None
+def test_chat_has_its_own_endpoint() -> None:
+    """`--chat` asks as a user's message."""
+    mock = Mock()
+    with serving_in_a_thread(mock) as url:
+        command(url, "--chat", "--requests", 1, "--prompt", "hello")
+    assert mock.bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
+
+
+def test_the_gateway_has_the_same_command() -> None:
+    """`draftgate load` takes the same flags and gives the same exit status."""
+    with serving_in_a_thread(Mock()) as url:
+        result = command("load", url, "--requests", 2, app=gateway.cli.app)
+    assert result.exit_code in {0, 3}
+    assert "2 of 2" in result.output
+    shown = command("load", "--help", app=gateway.cli.app)
+    assert "calibrate" in shown.output
+    assert command("load", "report", "/nowhere", app=gateway.cli.app).exit_code == 2
+
+
+def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
+    """Probes as they are made, held or not and why; then the ceilings."""
+    held, beyond = a_probe(100), a_probe(200, "CPU of the generator")
+
+    async def ceilings(*, probe_s, on_probe):
+        assert probe_s == 0.5
+        for probe in (held, beyond):
+            on_probe(probe)
+        return CalibrationResult((held, beyond), (held,))
+
+    monkeypatch.setattr(cli, "find_ceilings", ceilings)
+    result = command("calibrate", "--probe-s", 0.5)
+    assert result.exit_code == 0
+    assert "200/s, 400 open: not held: CPU of the generator" in result.output
+    assert "Ceiling of this generator" in result.output
+
+
+async def test_a_server_without_tokenize_gets_an_estimate() -> None:
+    """Then prompt lengths say that they are estimates, and the context's length is unknown."""
+    async with serving(Mock()) as url, open_session() as session:
+        found = await look_at(session, url, "", open_corpus())
+        assert (found.model, found.max_model_len) == ("mock", 8192)
+        assert found.counter.characters_per_token == pytest.approx(4.0, rel=0.01)
+        assert (await look_at(session, url, "given")).model == "given"
+        elsewhere = await look_at(session, f"{url}/deeper", "given", open_corpus())
+    assert elsewhere.counter == ApproximateCounter()
+    assert elsewhere.max_model_len is None
+
+
+def test_neither_torch_nor_a_tokenizer_nor_a_hub() -> None:
+    """The generator loads nothing of ours, and the gateway's command line no generator."""
+    heavy = {"torch", "tokenizers", "transformers", "huggingface_hub", "gateway", "backends"}
+    for module, never in (
+        ("loadgen.cli", {*heavy, "policies", "plotly"}),
+        ("gateway.cli", {"loadgen"}),
+    ):
+        program = (
+            f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+        assert not never & set(done.stdout.decode().split())

@@ -1,197 +1,293 @@
-"""Verdicts on streams, against a small server that misbehaves on demand."""
+"""Verdicts on streams: each fault of the mock server has its own, an intact stream has none."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from loadgen.audit import StreamAudit, Verdict
-from loadgen.client import Question, ask, first_model
+from loadgen.audit import ABORTS, StreamAudit, Verdict
+from loadgen.client import Exchange, Patience, ask, first_model, open_session
+from loadgen.clock import start_clock
+from loadgen.types import Arrived, Message, Planned, Slo
+from tests.loadgen.mock import (
+    EVENT_FAULTS,
+    TRANSPORT_FAULTS,
+    Mock,
+    Script,
+    events_of,
+    question,
+    serving,
+    text_of,
+)
 
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-METRICS = {"seed": 1, "speculative_decoding": {"num_drafted_tokens": 4, "num_accepted_tokens": 3}}
-
-
-def chunk(text: str = "", reason: str | None = None, index: int = 0, **more: object) -> str:
-    return json.dumps(
-        {"choices": [{"index": index, "text": text, "finish_reason": reason}], **more}
-    )
-
-
-def chat_chunk(delta: dict, reason: str | None = None) -> str:
-    return json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
-
-
-USAGE_CHUNK = json.dumps({"choices": [], "usage": USAGE, "metrics": METRICS})
-GOOD = [chunk("a"), chunk("b", "length"), USAGE_CHUNK, "[DONE]"]
-STREAMS = {
-    Verdict.OK: GOOD,
-    Verdict.NO_DONE: GOOD[:-1],
-    Verdict.NO_USAGE: [*GOOD[:2], "[DONE]"],
-    Verdict.NO_FINISH_REASON: [chunk("a"), USAGE_CHUNK, "[DONE]"],
-    Verdict.AFTER_FINISH: [chunk("a", "stop"), chunk("b"), USAGE_CHUNK, "[DONE]"],
-    Verdict.AFTER_DONE: [*GOOD, chunk("c")],
-    Verdict.ERROR_EVENT: [chunk("a"), json.dumps({"error": {"message": "the worker failed"}})],
-    Verdict.MALFORMED: [chunk("a"), "{", *GOOD[1:]],
+EVENT_VERDICTS = {
+    "truncated": Verdict.NO_FINISH_REASON,
+    "no_finish_reason": Verdict.NO_FINISH_REASON,
+    "no_usage": Verdict.NO_USAGE,
+    "no_done": Verdict.NO_DONE,
+    "done_twice": Verdict.AFTER_DONE,
+    "text_after_done": Verdict.AFTER_DONE,
+    "finish_twice": Verdict.AFTER_FINISH,
+    "text_after_finish": Verdict.AFTER_FINISH,
+    "chunk_twice": Verdict.DUPLICATED,
+    "usage_twice": Verdict.DUPLICATED,
+    "usage_shrinks": Verdict.BAD_USAGE,
+    "usage_negative": Verdict.BAD_USAGE,
+    "usage_no_sum": Verdict.BAD_USAGE,
+    "too_long": Verdict.TOO_LONG,
+    "foreign_id": Verdict.CROSSED,
+    "foreign_choice": Verdict.CROSSED,
+    "error_event": Verdict.ERROR_EVENT,
+    "abort": Verdict.ERROR_EVENT,
+    "not_json": Verdict.MALFORMED,
+    "no_choices": Verdict.MALFORMED,
+    "wrong_type": Verdict.MALFORMED,
+}
+TRANSPORT_VERDICTS = {
+    "status": Verdict.HTTP_STATUS,
+    "no_stream": Verdict.NO_STREAM,
+    "hang_up": Verdict.NO_CONNECTION,
+    "reset": Verdict.CUT,
+    "cut": Verdict.CUT,
+    "silent": Verdict.TIMEOUT,
+    "stall": Verdict.STALLED,
 }
 
 
-def application(handler) -> web.Application:
-    async def models(request):
-        return web.json_response({"data": [{"id": "tiny"}]})
-
-    app = web.Application()
-    app.router.add_post("/v1/completions", handler)
-    app.router.add_post("/v1/chat/completions", handler)
-    app.router.add_get("/v1/models", models)
-    return app
+def judged(events: list[str], **expected: object) -> StreamAudit:
+    audit = StreamAudit(**{"max_tokens": 8} | expected)
+    for event in events:
+        audit.add(event.encode())
+    audit.end()
+    return audit
 
 
-@asynccontextmanager
-async def server(handler):
-    """Serve `handler` at both paths, and yield a session and the address."""
-    runner = web.AppRunner(application(handler), shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    timeout = aiohttp.ClientTimeout(5)
-    try:
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            yield session, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+def of_script(script: Script, *, chat: bool = False) -> StreamAudit:
+    body = question(script, prompt=None, messages=(Message("user", "x"),)).body("mock")
+    if not chat:
+        body = question(script).body("mock")
+    return judged(events_of(script, body, "answer"))
 
 
-def streaming(events, *, cut: bool = False, delay_s: float = 0.0):
-    async def handler(request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events:
-            await asyncio.sleep(delay_s)
-            await response.write(f": ping\n\ndata: {event}\n\n".encode())
-        if cut:
-            request.transport.abort()
-        return response
-
-    return handler
+async def asked(script: Script, patience: Patience | None = None, mock: Mock | None = None):
+    async with serving(mock or Mock()) as url, open_session() as session:
+        planned = Planned(0, None, question(script))
+        patience = patience or Patience(5.0, 5.0)
+        return await ask(session, url, "mock", planned, clock=start_clock(), patience=patience)
 
 
-async def verdict_of(handler, question: Question | None = None):
-    async with server(handler) as (session, url):
-        return await ask(session, url, "tiny", question or Question("x", 2, 1))
+def test_the_tables_are_complete() -> None:
+    """Each fault the mock can play is tested here, and each verdict a server can earn is earned."""
+    assert set(EVENT_VERDICTS) == set(EVENT_FAULTS)
+    assert {*TRANSPORT_VERDICTS, "same_id"} == set(TRANSPORT_FAULTS)
+    earned = {*EVENT_VERDICTS.values(), *TRANSPORT_VERDICTS.values()}
+    assert earned == set(Verdict) - {Verdict.OK, Verdict.INTERRUPTED}
 
 
-@pytest.mark.parametrize("verdict", STREAMS)
-async def test_every_fault_has_its_verdict(verdict: Verdict) -> None:
-    """A stream that misses or adds something fails with that cause, and an intact one is ok."""
-    record = await verdict_of(streaming(STREAMS[verdict]))
-    assert record.verdict is verdict, record.detail
-    assert bool(record.detail) == (verdict is not Verdict.OK)
+@pytest.mark.parametrize("fault", EVENT_VERDICTS)
+def test_every_fault_of_content_has_its_verdict(fault: str) -> None:
+    """Events that miss, repeat, add or contradict something fail with that cause, in words too."""
+    audit = of_script(Script(fault=fault))
+    assert audit.verdict is EVENT_VERDICTS[fault], audit.detail
+    assert audit.detail
 
 
-async def test_an_intact_stream_is_recorded_with_its_times_and_figures() -> None:
-    """Text, usage, metrics and ordered instants; latency counts from the scheduled instant."""
-    record = await verdict_of(streaming(GOOD, delay_s=0.01))
-    assert record.texts == ("ab",)
-    assert (record.usage, record.metrics) == (USAGE, METRICS)
-    assert record.scheduled_s < record.first_s < record.last_s < record.end_s
-    assert record.ttft_s >= 0.01
-    assert record.tpot_s == pytest.approx(record.last_s - record.first_s)
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("per_chunk", [1, 3, 8])
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("role", [False, True])
+def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, role: bool) -> None:
+    """Chats, roles, many tokens per chunk, counts or none: no intact stream is at fault."""
+    script = Script(per_chunk=per_chunk, continuous=continuous, role=role)
+    audit = of_script(script, chat=chat)
+    assert audit.verdict is Verdict.OK, audit.detail
+    assert audit.texts == ("".join(text_of(1, 8)),)
+    assert audit.finish_reasons == ["length"]
 
 
-async def test_the_first_token_is_the_first_text() -> None:
-    """A role, an empty delta or a comment is not the first token."""
-    events = [
-        chat_chunk({"role": "assistant", "content": ""}),
-        chat_chunk({"content": "hi"}),
-        chat_chunk({}, "stop"),
-        USAGE_CHUNK,
-        "[DONE]",
-    ]
-    handler = streaming(events, delay_s=0.02)
-    record = await verdict_of(handler, Question("x", 2, 1, chat=True))
-    assert record.verdict is Verdict.OK
-    assert record.texts == ("hi",)
-    assert record.ttft_s >= 0.04
+@pytest.mark.parametrize("fault", TRANSPORT_VERDICTS)
+async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
+    """Refusals, other answers, cut and reset connections, silence and stalls are told apart."""
+    impatience = {"silent": Patience(total_s=0.2), "stall": Patience(5.0, stall_s=0.1)}
+    record = await asked(Script(fault=fault), impatience.get(fault))
+    assert record.verdict == TRANSPORT_VERDICTS[fault].value, record.detail
+    assert record.detail
 
 
-async def test_a_cut_connection_is_no_success() -> None:
-    """A connection that dies before the end is cut, although all of its text came."""
-    record = await verdict_of(streaming(GOOD, cut=True))
-    assert record.verdict is Verdict.CUT
+async def test_faults_of_content_are_found_over_the_network() -> None:
+    """A truncated answer that ended in good order is no success: its half a text does not count."""
+    record = await asked(Script(fault="truncated"))
+    assert (record.verdict, record.status) == ("no_finish_reason", 200)
+    assert len(record.chunks) == 5
 
 
-async def test_refusals_are_not_streams() -> None:
-    """An error status, an answer which is no stream, and no server at all are told apart."""
-
-    async def busy(request):
-        return web.json_response({"error": {"message": "busy"}}, status=429)
-
-    async def plain(request):
-        return web.json_response({"choices": []})
-
-    refused = await verdict_of(busy)
-    assert refused.verdict is Verdict.HTTP_STATUS
-    assert "429" in refused.detail
-    assert (await verdict_of(plain)).verdict is Verdict.NO_STREAM
-    async with server(plain) as (session, url):
+async def test_no_server_is_no_connection() -> None:
+    """Where nobody listens, the verdict says so."""
+    async with serving(Mock()) as url:
         pass
-    async with aiohttp.ClientSession() as session:
-        record = await ask(session, url, "tiny", Question("x", 2, 1))
-    assert record.verdict is Verdict.NO_CONNECTION
+    async with open_session() as session:
+        planned = Planned(0, None, question())
+        record = await ask(
+            session, url, "mock", planned, clock=start_clock(), patience=Patience(5.0)
+        )
+    assert (record.verdict, record.status) == ("no_connection", None)
 
 
-async def test_a_silent_server_times_out() -> None:
-    """A stream that stops without ending is a timeout, not a success."""
-
-    async def silent(request):
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(f"data: {chunk('a')}\n\n".encode())
-        await asyncio.sleep(5)
-        return response
-
-    async with (
-        server(silent) as (_, url),
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(0.2)) as hasty,
-    ):
-        record = await ask(hasty, url, "tiny", Question("x", 2, 1))
-    assert record.verdict is Verdict.TIMEOUT
-    assert record.texts == ("a",)
+def test_an_id_belongs_to_one_stream() -> None:
+    """A stream with the id of another one of the run is crossed; an empty id is none."""
+    events = events_of(Script(), question().body("mock"), "answer")
+    ids: set[str] = set()
+    assert judged(events, ids=ids).verdict is Verdict.OK
+    assert judged(events, ids=ids).verdict is Verdict.CROSSED
+    anonymous = events_of(Script(), question().body("mock"), "")
+    assert [judged(anonymous, ids=ids).verdict for _ in range(2)] == [Verdict.OK] * 2
 
 
-async def test_what_is_sent_is_what_was_asked() -> None:
-    """The body streams, asks for usage, and carries the question and its extra fields."""
-    bodies = []
-
-    async def handler(request):
-        bodies.append(await request.json())
-        return await streaming(GOOD)(request)
-
-    extra = (("speculation", {"mode": "off"}),)
-    async with server(handler) as (session, url):
-        assert await first_model(session, url) == "tiny"
-        await ask(session, url, "tiny", Question("x", 2, 7, extra=extra))
-        await ask(session, url, "tiny", Question("x", 2, 7, chat=True))
-    completion, chat = bodies
-    assert completion["prompt"] == "x"
-    assert chat["messages"] == [{"role": "user", "content": "x"}]
-    assert completion["stream_options"] == {"include_usage": True}
-    assert (completion["seed"], completion["speculation"]) == (7, {"mode": "off"})
+def test_repetition_is_not_duplication() -> None:
+    """An answer of one word again and again is intact as long as its tokens are counted."""
+    body = question().body("mock")
+    first, *rest = events_of(Script(), body, "answer")
+    assert judged([first] * 7 + rest[-3:]).verdict is Verdict.OK
+    assert judged([first] * 8 + rest[-3:]).verdict is Verdict.DUPLICATED
 
 
 def test_every_choice_must_end() -> None:
-    """With n choices each needs its own finish_reason; a choice nobody asked for is malformed."""
-    audit = StreamAudit(choices=2, wants_usage=False)
-    audit.add(chunk("a", "stop", index=1))
-    audit.add("[DONE]")
-    audit.end()
+    """With n choices each needs its own finish_reason, and each has its own text."""
+
+    def chunk(index: int, text: str, reason: str | None) -> str:
+        return json.dumps({"choices": [{"index": index, "text": text, "finish_reason": reason}]})
+
+    events = [chunk(1, "b", "stop"), chunk(0, "a", None)]
+    audit = judged([*events, "[DONE]"], choices=2, wants_usage=False)
     assert audit.verdict is Verdict.NO_FINISH_REASON
     assert "[0]" in audit.detail
-    stranger = StreamAudit()
-    stranger.add(chunk("a", index=1))
-    assert stranger.verdict is Verdict.MALFORMED
+    audit = judged([*events, chunk(0, "", "stop"), "[DONE]"], choices=2, wants_usage=False)
+    assert (audit.verdict, audit.texts) == (Verdict.OK, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"content": "hi"},
+        {"reasoning_content": "hi"},
+        {"reasoning": "hi"},
+        {"tool_calls": [{"index": 0, "function": {"name": "h", "arguments": "i"}}]},
+    ],
+)
+def test_content_reasoning_and_tool_calls_are_text(delta: dict) -> None:
+    """All that a model says counts as its text and as its first token; a role does not."""
+    audit = StreamAudit()
+    choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    assert audit.add(json.dumps({"choices": [choice]}).encode()) is None
+    brought = audit.add(json.dumps({"choices": [choice | {"delta": delta}]}).encode())
+    assert brought is not None
+    assert brought.characters == 2
+    assert audit.texts == ("hi",)
+
+
+def test_errors_hide_in_events_and_reasons() -> None:
+    """An event of type error, and a finish reason by which a server gave up, are errors."""
+    audit = StreamAudit()
+    audit.add(b'{"message": "the worker failed"}', "error")
+    assert audit.verdict is Verdict.ERROR_EVENT
+    assert "the worker failed" in audit.detail
+    for reason in ABORTS:
+        audit = StreamAudit()
+        choice = {"index": 0, "text": "a", "finish_reason": reason}
+        audit.add(json.dumps({"choices": [choice]}).encode())
+        assert audit.verdict is Verdict.ERROR_EVENT
+
+
+def test_bad_utf8_is_malformed() -> None:
+    """Bytes that are no text are a fault, not a replacement character in the answer."""
+    audit = StreamAudit()
+    audit.add(b'{"choices": [{"index": 0, "text": "\xff\xfe"}]}')
+    assert audit.verdict is Verdict.MALFORMED
+
+
+async def test_instants_are_those_of_the_reads() -> None:
+    """Each chunk with text has the instant at which it was read, exactly; roles have none."""
+    now = [10.0]
+    body = question(prompt=None, messages=(Message("user", "x"),)).body("mock")
+    events = events_of(Script(role=True, per_chunk=2, continuous=True), body, "answer")
+
+    async def reads():
+        for event in events:
+            now[0] += 0.25
+            yield f"data: {event}\n\n".encode()
+
+    content = SimpleNamespace(iter_any=reads)
+    response = SimpleNamespace(status=200, content_type="text/event-stream", content=content)
+    exchange = Exchange(Planned(0, 9.0, question()), lambda: now[0], 9.0, Patience(), set())
+    async with asyncio.timeout(5) as limit:
+        await exchange._read(response, limit, asyncio.get_running_loop().time() + 5)
+    record = exchange.record()
+    lengths = [len("".join(text_of(1, 8)[i : i + 2])) for i in range(0, 8, 2)]
+    expected = [Arrived(10.5 + 0.25 * i, 2, length) for i, length in enumerate(lengths)]
+    assert list(record.chunks) == expected
+    assert (record.verdict, record.scheduled_s) == ("ok", 9.0)
+
+
+async def test_the_client_reads_no_chunk_before_it_was_sent() -> None:
+    """Live, each chunk arrives after the mock sent it and before the end; nothing comes early."""
+    mock = Mock()
+    async with serving(mock) as url, open_session() as session:
+        clock = start_clock()
+        planned = Planned(0, None, question(Script(ttft_s=0.01, gap_s=0.005)))
+        start_s = time.monotonic() - clock()
+        record = await ask(session, url, "mock", planned, clock=clock, patience=Patience(5.0))
+    sent_s = [at_s - start_s for at_s in mock.sent_s[1]]
+    assert record.verdict == "ok"
+    pairs = list(zip(sent_s, record.chunks, strict=False))
+    assert len(pairs) == 8
+    assert all(arrived.at_s > sent - 1e-4 for sent, arrived in pairs)
+    assert record.scheduled_s < record.sent_s < record.chunks[0].at_s
+    assert record.chunks[-1].at_s <= record.end_s
+    assert 0 < record.connect_s < record.sent_s - record.scheduled_s
+
+
+async def test_what_is_sent_is_what_was_asked() -> None:
+    """Path, body and headers carry the question, its extra fields, its SLO and the key."""
+    mock = Mock()
+    extra = (("speculation", {"mode": "off"}),)
+    completion = question(seed=7, extra=extra, slo=Slo(0.5, 0.0205))
+    chat = question(prompt=None, messages=(Message("system", "a"), Message("user", "b")))
+    async with serving(mock) as url, open_session("secret") as session:
+        assert await first_model(session, url) == "mock"
+        for asking in (completion, chat):
+            planned = Planned(0, None, asking)
+            await ask(session, url, "mock", planned, clock=start_clock(), patience=Patience(5.0))
+    first, second = mock.bodies
+    assert (first["prompt"], first["seed"], first["speculation"]) == ("x", 7, {"mode": "off"})
+    assert first["stream_options"] == {"include_usage": True}
+    roles = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert (second["messages"], "prompt" in second) == (roles, False)
+    headers = mock.headers[0]
+    assert (headers["x-slo-ttft-ms"], headers["x-slo-tpot-ms"]) == ("500", "20.5")
+    assert headers["Authorization"] == "Bearer secret"
+    assert "x-slo-ttft-ms" not in mock.headers[1]
+
+
+async def test_a_server_without_models_is_named() -> None:
+    """Without a model to ask for there is an error, not a run of failures."""
+    mock = Mock()
+
+    async def no_models(request):
+        return web.json_response({"data": []})
+
+    mock._models = no_models
+    async with serving(mock) as url, open_session() as session:
+        with pytest.raises(ValueError, match="lists no models"):
+            await first_model(session, url)
+
+
+def test_scripts_differ_in_what_they_say() -> None:
+    """The mock's answers depend on the seed, so that crossed texts would differ."""
+    one, two = (events_of(Script(), replace(question(), seed=s).body("mock"), "a") for s in (1, 2))
+    assert one != two

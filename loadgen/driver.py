@@ -1,0 +1,128 @@
+"""Sends a plan: on its schedule whatever the server does, or in a closed loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Final, TypeAlias
+
+import aiohttp
+
+from loadgen.client import Exchange, Patience
+from loadgen.clock import Clock, start_clock
+from loadgen.health import HealthMonitor
+from loadgen.types import Planned, Record, Run
+
+TIMER_S: Final = 0.001
+"""Resolution of the event loops' timers (epoll's and libuv's milliseconds): shorter sleeps would
+only spin."""
+
+Send: TypeAlias = Callable[[Planned, float], object]
+"""Starts a request, given its instant, and returns at once."""
+
+
+async def run_plan(  # noqa: PLR0913 - the keywords have defaults
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    plan: Iterable[Planned],
+    *,
+    concurrency: int | None = None,
+    patience: Patience | None = None,
+    on_start: Callable[[Planned], None] = lambda _: None,
+    on_record: Callable[[Record], None] = lambda _: None,
+    start_clock: Callable[[], Clock] = start_clock,
+) -> Run:
+    """Send all requests of the plan, wait for their answers, and return the run.
+
+    Without `concurrency` the loop is open: each request starts at its instant `at_s`, however many
+    are still open, since waiting for answers would hide what a user who comes then would suffer
+    (coordinated omission). The schedule is absolute: a late start makes no later one late, and late
+    requests start at once. With `concurrency` so many clients ask one request after the other.
+
+    The plan is read as it is needed, the next request while the last ones are answered: make it
+    beforehand (`list`) if making a question takes more than a millisecond.
+
+    Cancelling (Ctrl-C under `asyncio.run`) stops the run: open requests are closed and recorded as
+    `interrupted`, and the run so far is returned.
+
+    Args:
+        session: from `open_session`.
+        url: the server's, without a path.
+        patience: how long to wait for an answer.
+        on_start: told of each request as it starts.
+        on_record: told of each request when it is over.
+
+    Raises:
+        ExceptionGroup: of a ValueError: a request has an instant in a closed loop, or none in an
+            open one.
+    """
+    clock = start_clock()
+    run, ids, waits = Run({}), set[str](), patience or Patience()
+
+    async def exchange(planned: Planned, scheduled_s: float) -> None:
+        current = Exchange(planned, clock, scheduled_s, waits, ids)
+        on_start(planned)
+        try:
+            await current.run(session, url, model)
+        finally:
+            run.records.append(current.record())
+            on_record(run.records[-1])
+
+    with HealthMonitor(clock) as monitor:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if concurrency is None:
+                    run.scheduled_duration_s = await send_on_schedule(
+                        plan, lambda p, at_s: tasks.create_task(exchange(p, at_s)), clock
+                    )
+                else:
+                    requests = iter(plan)
+                    for _ in range(concurrency):
+                        tasks.create_task(_client(requests, exchange, clock))
+        except asyncio.CancelledError:
+            run.interrupted = True
+            if concurrency is None and run.scheduled_duration_s is None:
+                run.scheduled_duration_s = clock()
+            if (this := asyncio.current_task()) is not None:
+                this.uncancel()
+        run.duration_s = clock()
+        run.health = monitor.health(run.records)
+    return run
+
+
+async def send_on_schedule(
+    plan: Iterable[Planned],
+    send: Send,
+    clock: Clock,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> float:
+    """Call `send` for each request at its instant, never before; return the last one's instant.
+
+    Other tasks get their turn between any two requests, however late they are.
+
+    Raises:
+        ValueError: a request has no instant.
+    """
+    at_s = 0.0
+    for planned in plan:
+        if planned.at_s is None:
+            raise ValueError(f"request {planned.index} of an open loop has no instant")
+        at_s = planned.at_s
+        while (wait_s := at_s - clock()) > 0:
+            await sleep(max(wait_s, TIMER_S))
+        send(planned, at_s)
+        await sleep(0)
+    return at_s
+
+
+async def _client(
+    requests: Iterator[Planned],
+    exchange: Callable[[Planned, float], Awaitable[None]],
+    clock: Clock,
+) -> None:
+    """One client of a closed loop; all of them take their requests from the same plan."""
+    for planned in requests:
+        if planned.at_s is not None:
+            raise ValueError(f"request {planned.index} of a closed loop has an instant")
+        await exchange(planned, clock())

@@ -1,0 +1,218 @@
+"""The figures of a request, each with the formula that reports print beside it.
+
+Instants are from the start of the run. `n` is the number of tokens of the answer by the server's
+usage; with several choices, which stream at the same time, `n` is their mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, floor
+from typing import Final
+
+from loadgen.audit import Verdict
+from loadgen.types import Record
+
+PERCENTILES: Final = (50, 90, 99)
+
+
+def ttft_s(record: Record) -> float | None:
+    """Return the time to the first text, from the scheduled instant; None if there was no text."""
+    return record.chunks[0].at_s - record.scheduled_s if record.chunks else None
+
+
+def ttft_sent_s(record: Record) -> float | None:
+    """Return the time to the first text, from sending: what most tools call TTFT."""
+    return record.chunks[0].at_s - record.sent_s if record.chunks else None
+
+
+def tpot_s(record: Record) -> float | None:
+    """Return the mean time per token after the first; None if there was no second.
+
+    Tokens that came with the first chunk count as after it: where servers send several at a time
+    this is up to `(k - 1)/(n - 1)` lower than per-token timing inside the server.
+    """
+    tokens = tokens_of(record)
+    if tokens is None or tokens <= 1 or not record.chunks:
+        return None
+    return (record.chunks[-1].at_s - record.chunks[0].at_s) / (tokens - 1)
+
+
+def latency_s(record: Record) -> float:
+    """Return the time to the end of the answer, from the scheduled instant."""
+    return record.end_s - record.scheduled_s
+
+
+def latency_sent_s(record: Record) -> float:
+    """Return the time to the end of the answer, from sending."""
+    return record.end_s - record.sent_s
+
+
+def normalized_latency_s(record: Record) -> float | None:
+    """Return the latency per token (Orca, OSDI 2022); None if there were none."""
+    tokens = tokens_of(record)
+    return latency_s(record) / tokens if tokens else None
+
+
+def fluidity(record: Record) -> float | None:
+    """Return the share of tokens that came by their deadlines; None without a TPOT limit.
+
+    The first token is due at `scheduled + TTFT limit` (when it comes, without that limit), each
+    next one a TPOT limit later. Time ahead is kept. Where a chunk comes late, those of its tokens
+    whose deadlines have passed are late, and the next token is due a TPOT limit after the chunk
+    (after the fluidity-index of Etalon, arXiv 2407.07000).
+    """
+    slo, chunks = record.planned.question.slo, record.chunks
+    if slo.tpot_s is None or not chunks:
+        return None
+    due_s = chunks[0].at_s if slo.ttft_s is None else record.scheduled_s + slo.ttft_s
+    in_time = total = 0.0
+    for at_s, tokens in zip((c.at_s for c in chunks), tokens_per_chunk(record), strict=True):
+        if at_s <= due_s:
+            in_time += tokens
+            due_s += tokens * slo.tpot_s
+        else:
+            late = min(tokens, ceil((at_s - due_s) / slo.tpot_s))
+            in_time += tokens - late
+            due_s = at_s + (tokens - late + 1) * slo.tpot_s
+        total += tokens
+    return in_time / total if total else None
+
+
+def chunk_gaps_s(record: Record) -> list[float]:
+    """Return the times between chunks with text: what a reader sees."""
+    return [after.at_s - before.at_s for before, after in pairwise(record.chunks)]
+
+
+def tokens_per_chunk(record: Record) -> list[float]:
+    """Return how many tokens each chunk brought: as told, else the answer's mean."""
+    told = [chunk.tokens for chunk in record.chunks]
+    if all(tokens is not None for tokens in told):
+        return [float(tokens or 0) for tokens in told]
+    total = completion_tokens(record)
+    return [total / len(told)] * len(told) if total is not None else []
+
+
+def itls_s(record: Record) -> list[float]:
+    """Return the inter-token latencies: each gap over the tokens that ended it, once per token.
+
+    A chunk of k tokens counts k times (where k is only a mean, rounded), as one of k chunks would.
+    """
+    itls: list[float] = []
+    for gap_s, tokens in zip(chunk_gaps_s(record), tokens_per_chunk(record)[1:], strict=False):
+        if tokens > 0:
+            itls.extend([gap_s / tokens] * max(1, round(tokens)))
+    return itls
+
+
+def completion_tokens(record: Record) -> int | None:
+    """Return the tokens of all choices, by the server's usage; None if it reported none."""
+    told = (record.usage or {}).get("completion_tokens")
+    return told if isinstance(told, int) and told >= 0 else None
+
+
+def tokens_of(record: Record) -> float | None:
+    """Return `n`: the tokens of a choice, on average."""
+    total = completion_tokens(record)
+    return None if total is None else total / record.planned.question.n
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A column of the reports.
+
+    Attributes:
+        key: its name in the summary; the unit is its end.
+        title: its name for readers.
+        formula: in words and signs.
+        of: its values in one record: none, one, or one for each chunk or token.
+    """
+
+    key: str
+    title: str
+    formula: str
+    of: Callable[[Record], Sequence[float]]
+
+    @property
+    def in_seconds(self) -> bool:
+        """Whether it is a time, else a plain number."""
+        return self.key.endswith("_s")
+
+
+def _one(value: Callable[[Record], float | None]) -> Callable[[Record], Sequence[float]]:
+    def values(record: Record) -> Sequence[float]:
+        known = value(record)
+        return () if known is None else (known,)
+
+    return values
+
+
+FIGURES: Final = (
+    Figure("ttft_s", "TTFT", "first text - scheduled", _one(ttft_s)),
+    Figure("ttft_sent_s", "TTFT (sent)", "first text - sent", _one(ttft_sent_s)),
+    Figure("tpot_s", "TPOT", "(last text - first text) / (n - 1)", _one(tpot_s)),
+    Figure("latency_s", "latency", "end of stream - scheduled", _one(latency_s)),
+    Figure("latency_sent_s", "latency (sent)", "end of stream - sent", _one(latency_sent_s)),
+    Figure("normalized_latency_s", "latency / token", "latency / n", _one(normalized_latency_s)),
+    Figure("chunk_gap_s", "chunk gap", "text(i) - text(i - 1), all chunks", chunk_gaps_s),
+    Figure("tokens_per_chunk", "tokens per chunk", "told, else n / chunks", tokens_per_chunk),
+    Figure("itl_s", "ITL", "chunk gap / tokens of the chunk, once per token", itls_s),
+    Figure("fluidity", "fluidity", "share of tokens by their deadlines", _one(fluidity)),
+)
+"""Over intact answers; those of chunks and tokens are pooled over all requests."""
+
+FIGURE: Final[Mapping[str, Figure]] = {figure.key: figure for figure in FIGURES}
+
+PERCENTILE_FORMULA: Final = (
+    "pP: of N ascending values the one at place (N - 1) P/100, counted from 0, interpolated"
+    " linearly between neighbours (type 7 of Hyndman and Fan, numpy's default)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of some values; `percentiles` has those of `PERCENTILES`."""
+
+    count: int
+    mean: float
+    percentiles: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, float]:
+        """Return mean and percentiles in the contract's form."""
+        named = zip(PERCENTILES, self.percentiles, strict=True)
+        return {"mean": self.mean, **{f"p{p}": value for p, value in named}}
+
+
+def distribution(values: Iterable[float]) -> Distribution | None:
+    """Return the distribution of values; None if there are none."""
+    known = sorted(values)
+    if not known:
+        return None
+    shares = (p / 100 for p in PERCENTILES)
+    percentiles = tuple(percentile(known, share) for share in shares)
+    return Distribution(len(known), sum(known) / len(known), percentiles)
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """Return the value below which that share lies, interpolated between its neighbours."""
+    place = share * (len(ascending) - 1)
+    below, above = ascending[floor(place)], ascending[ceil(place)]
+    return below + (above - below) * (place - floor(place))
+
+
+def values_of(figure: Figure, records: Iterable[Record]) -> list[float]:
+    """Return a figure's values over all intact answers."""
+    return [value for r in records if r.verdict == Verdict.OK for value in figure.of(r)]
+
+
+def intact(records: Iterable[Record]) -> list[Record]:
+    """Return the records of intact answers."""
+    return [record for record in records if record.verdict == Verdict.OK]
+
+
+def errors(records: Iterable[Record]) -> dict[str, int]:
+    """Return how many requests failed, by cause, in the order of the causes' names."""
+    return dict(sorted(Counter(r.verdict for r in records if r.verdict != Verdict.OK).items()))

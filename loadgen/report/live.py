@@ -1,0 +1,154 @@
+"""The run as it goes on: a table that renews itself twice a second, on terminals only."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from math import ceil, exp, log
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from loadgen.audit import Verdict
+from loadgen.figures import tpot_s, ttft_s
+from loadgen.health import lag_s
+from loadgen.report.words import milliseconds, percent
+from loadgen.slo import met
+from loadgen.types import Planned, Record
+
+RENEWALS_PER_S: Final = 2.0
+"""Drawing takes some milliseconds from the loop that is to be on time: seldom is enough."""
+
+STEP: Final = 0.02
+"""Width of a histogram's buckets, as a share of their value."""
+
+
+class Histogram:
+    """Percentiles of a stream of positive values, within 1 %, in constant time and memory."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[int] = Counter()
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        """Count a value; those below a microsecond count as one."""
+        self._buckets[round(log(max(value, 1e-6)) / STEP)] += 1
+        self._count += 1
+
+    def percentile(self, percent: float) -> float | None:
+        """Return the smallest bucket's middle that has so many values at or below it."""
+        wanted, seen = ceil(self._count * percent / 100), 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= wanted:
+                return exp(bucket * STEP)
+        return None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known so far.
+
+    Attributes:
+        total: requests of the plan; None if it has no number.
+        schedule_s: length of the schedule, or the most a closed loop lasts; None if neither.
+    """
+
+    total: int | None
+    schedule_s: float | None
+    sent: int = 0
+    done: int = 0
+    met: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    ttft_s: Histogram = field(default_factory=Histogram)
+    tpot_s: Histogram = field(default_factory=Histogram)
+    lag_s: Histogram = field(default_factory=Histogram)
+
+    def start(self, _: Planned) -> None:
+        """Note a request that is being sent."""
+        self.sent += 1
+
+    def record(self, record: Record) -> None:
+        """Note a request that is over."""
+        self.done += 1
+        self.lag_s.add(lag_s(record))
+        if record.verdict != Verdict.OK:
+            self.failed[record.verdict] += 1
+            return
+        self.met += met(record)
+        for histogram, value_s in ((self.ttft_s, ttft_s(record)), (self.tpot_s, tpot_s(record))):
+            if value_s is not None:
+                histogram.add(value_s)
+
+    def share(self, elapsed_s: float) -> float | None:
+        """Return how much of the run is over, by requests or else by time; None if unknown."""
+        if self.total:
+            return self.done / self.total
+        return min(1.0, elapsed_s / self.schedule_s) if self.schedule_s else None
+
+
+def render(progress: Progress, elapsed_s: float) -> RenderableType:
+    """Return what is shown."""
+    share = progress.share(elapsed_s)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    total = "" if progress.total is None else f" of {progress.total}"
+    open_now = progress.sent - progress.done
+    table.add_row("sent", f"{progress.sent}{total}", "open", str(open_now))
+    met_share = progress.met / progress.done if progress.done else None
+    table.add_row("done", str(progress.done), "as promised", percent(met_share))
+    shown = (("TTFT", progress.ttft_s), ("TPOT", progress.tpot_s), ("lag", progress.lag_s))
+    for name, histogram in shown:
+        middle, high = (milliseconds(histogram.percentile(p)) for p in (50, 99))
+        table.add_row(name, f"p50 {middle}", "", f"p99 {high}")
+    for cause, number in sorted(progress.failed.items()):
+        table.add_row("failed", cause, "", str(number), style="red")
+    bar = ProgressBar(total=1.0, completed=share or 0.0, width=60, pulse=share is None)
+    return Group(bar, f"{elapsed_s:.0f} s", table)
+
+
+class LiveView:
+    """Shows a run's progress while it is entered; nothing where there is no terminal.
+
+    Drawn by a task of the run's own event loop: a thread would hold the interpreter as long, at
+    instants of its own choice, and read counters while they change.
+    """
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._progress = progress
+        self._started_s = 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._shown = console.is_terminal
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._started_s = time.monotonic()
+        if self._shown:
+            self._live.start()
+            self._renewing = asyncio.create_task(self._renew())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._live.stop()
+
+    def draw(self) -> None:
+        """Show what is known now."""
+        elapsed_s = time.monotonic() - self._started_s
+        self._live.update(render(self._progress, elapsed_s), refresh=True)
+
+    async def _renew(self) -> None:
+        while True:
+            self.draw()
+            await asyncio.sleep(1 / RENEWALS_PER_S)

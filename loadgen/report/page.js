@@ -1,0 +1,38 @@
+// Draws each figure's plot in the colours of the page, and again when those change.
+"use strict";
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function theme() {
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+  const axis = {
+    gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line"),
+    automargin: true,
+  };
+  return { layout: {
+    font: { color: colour("--quiet"), family: "system-ui, sans-serif", size: 12 },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    xaxis: axis, yaxis: axis,
+    hoverlabel: { font: { family: "system-ui, sans-serif" } },
+  } };
+}
+
+const common = {
+  margin: { l: 56, r: 16, t: 30, b: 44 },
+  legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
+  hovermode: "closest",
+};
+const options = { displayModeBar: false, responsive: true };
+
+const plots = [];
+for (const figure of document.querySelectorAll("figure")) {
+  const { data, layout } = JSON.parse(figure.querySelector("script").textContent);
+  const plot = figure.querySelector(".plot");
+  const showlegend = data.length > 1;
+  Plotly.newPlot(plot, data, { ...common, showlegend, template: theme(), ...layout }, options);
+  plots.push(plot);
+}
+dark.addEventListener("change", () => {
+  for (const plot of plots) Plotly.relayout(plot, { template: theme() });
+});

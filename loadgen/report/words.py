@@ -1,0 +1,48 @@
+"""Figures in words, the same in every report."""
+
+from __future__ import annotations
+
+from loadgen.figures import Figure
+from loadgen.slo import Attainment
+from loadgen.types import Slo
+
+NOTHING = "-"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return a time in milliseconds: three digits, or all before the point."""
+    if seconds is None:
+        return NOTHING
+    value = seconds * 1e3
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{digits}f} ms"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return a number with so many digits after the point."""
+    return NOTHING if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share with one digit after the point."""
+    return NOTHING if share is None else f"{share:.1%}"
+
+
+def value_of(figure: Figure, value: float | None) -> str:
+    """Return a figure's value in its unit."""
+    return milliseconds(value) if figure.in_seconds else number(value)
+
+
+def share_of(counted: Attainment) -> str:
+    """Return an attainment with its interval."""
+    if counted.share is None:
+        return NOTHING
+    low, high = counted.interval
+    return f"{counted.share:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def promise(slo: Slo) -> str:
+    """Return an SLO."""
+    limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
+    told = [f"{name} <= {limit * 1e3:g} ms" for name, limit in limits if limit is not None]
+    return ", ".join(told) or "nothing promised"

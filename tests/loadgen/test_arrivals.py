@@ -1,0 +1,117 @@
+"""Arrival processes: their statistics, and that a seed fixes them."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+from scipy import stats
+
+from loadgen.arrivals import parse_arrival
+
+RATE = 8.0
+SPECS = ["constant", "poisson", "gamma:0.5", "gamma:3", "onoff", "onoff:1,4", "ramp:0.5,2,30"]
+
+
+def instants(spec: str, count: int, seed: int = 1, rate: float = RATE) -> np.ndarray:
+    return np.array(list(islice(parse_arrival(spec).instants(rate, seed), count)))
+
+
+@given(st.sampled_from(SPECS), st.integers(0, 2**32), st.floats(0.1, 1000.0))
+def test_instants_ascend_and_asking_for_more_changes_none(spec, seed, rate) -> None:
+    """Instants never go back, and the first hundred are the same however many are taken."""
+    long = instants(spec, 200, seed, rate)
+    assert (np.diff(long) >= 0).all()
+    assert long[0] >= 0
+    assert (instants(spec, 100, seed, rate) == long[:100]).all()
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec != "constant"])
+def test_another_seed_gives_other_instants(spec: str) -> None:
+    """Random processes depend on the seed and on nothing else."""
+    assert (instants(spec, 50, 1) == instants(spec, 50, 1)).all()
+    assert (instants(spec, 50, 1) != instants(spec, 50, 2)).any()
+
+
+def test_constant_instants_do_not_drift() -> None:
+    """The millionth request is due exactly a million gaps after the first."""
+    last = next(islice(parse_arrival("constant").instants(3.0, 0), 10**6, None))
+    assert last == 10**6 / 3.0
+
+
+@pytest.mark.parametrize(("spec", "cv"), [("poisson", 1.0), ("gamma:0.5", 0.5), ("gamma:3", 3.0)])
+def test_gaps_have_the_stated_mean_variation_and_law(spec: str, cv: float) -> None:
+    """Mean 1/rate, coefficient of variation as asked, and the gamma law by Kolmogorov-Smirnov."""
+    gaps = np.diff(instants(spec, 20_001), prepend=0.0)[1:]
+    standard_error = cv / len(gaps) ** 0.5
+    assert abs(gaps.mean() * RATE - 1) < 4 * standard_error
+    assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.06)
+    shape = 1 / cv**2
+    if cv > 2:
+        return  # many gaps are so small that the sums of which they are differences lose them
+    assert stats.kstest(gaps, "gamma", args=(shape, 0, 1 / (shape * RATE))).pvalue > 1e-3
+
+
+def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
+    """The index of dispersion of counts per second is 1; bursts of on-off have far more."""
+
+    def dispersion(spec: str) -> float:
+        counts = np.bincount(instants(spec, 40_000).astype(int))[:-1]
+        return counts.var() / counts.mean()
+
+    assert dispersion("poisson") == pytest.approx(1.0, abs=0.08)
+    assert dispersion("onoff:2,6") > 10
+    assert dispersion("gamma:3") > 3
+
+
+def test_on_off_is_silent_when_off_and_keeps_its_mean() -> None:
+    """No request comes in an off phase, and over whole cycles the mean rate is the one asked."""
+    found = instants("onoff:1,4", 20_000)
+    assert (found % 5 <= 1).all()
+    assert len(found) / found[-1] == pytest.approx(RATE, rel=0.04)
+    gaps = np.diff(instants("onoff:1,4", 20_000) // 5 + (found % 5))
+    assert stats.kstest(gaps, "expon", args=(0, 1 / (5 * RATE))).pvalue > 1e-3
+
+
+def test_a_ramp_grows_linearly_and_then_stays() -> None:
+    """Counts in equal parts of the ramp, and behind it, are those of the growing rate."""
+    edges = np.linspace(0, 60, 7)
+    counts = np.zeros(6)
+    for seed in range(100):
+        found = instants("ramp:0.5,2,30", 1100, seed)
+        assert found[-1] > 60
+        counts += np.histogram(found, edges)[0]
+
+    def mass(at: float) -> float:
+        on = min(at, 30.0)
+        return RATE * (0.5 * on + 1.5 / 60 * on**2 + 2 * (at - on))
+
+    expected = 100 * np.diff([mass(edge) for edge in edges])
+    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
+    assert counts.sum() == pytest.approx(expected.sum(), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "poison",
+        "gamma",
+        "gamma:0",
+        "gamma:-1",
+        "gamma:x",
+        "gamma:nan",
+        "gamma:1,2",
+        "poisson:1",
+        "onoff:1",
+        "onoff:1,inf",
+        "ramp:1",
+    ],
+)
+def test_a_process_that_is_none_is_refused(spec: str) -> None:
+    """What cannot be read is refused with the word that was wrong."""
+    with pytest.raises(ValueError, match="arrival"):
+        parse_arrival(spec)

@@ -1,0 +1,94 @@
+"""The null server streams on time, and the search finds the ceiling."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from loadgen.calibrate import (
+    PACE,
+    CalibrationResult,
+    Probe,
+    highest,
+    null_server,
+    probe,
+    render,
+)
+from loadgen.client import Patience, ask, first_model, open_session
+from loadgen.clock import start_clock
+from loadgen.null_server import Pace
+from loadgen.types import ClientHealth, Message, Planned
+from tests.loadgen.mock import question
+
+WELL = ClientHealth(max_lag_s=0.004, p99_lag_s=0.0012, cpu_share=0.85, loop_stall_s=0.003)
+
+
+def a_probe(rate_rps: float, *reasons: str) -> Probe:
+    return Probe(rate_rps, rate_rps * 2, rate_rps * 100, WELL, (0.001, 0.0105), 0.97, reasons)
+
+
+@pytest.mark.parametrize("ceiling", [0, 1, 7, 99, 100, 101, 1000, 12345])
+async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
+    """Within the precision below the true ceiling, never above it, in few probes."""
+    probed = []
+
+    async def holds(load: int) -> bool:
+        probed.append(load)
+        return load <= ceiling
+
+    found = await highest(holds, 100)
+    assert found <= ceiling
+    assert ceiling - found <= max(1, 0.1 * found)
+    assert len(probed) <= 16
+
+
+async def test_the_null_server_streams_what_it_says() -> None:
+    """Its streams are intact, of as many tokens as were asked for, and never ahead of its pace."""
+    pace = Pace(ttft_s=0.02, itl_s=0.005)
+    patience = Patience(10.0, 10.0)
+    async with null_server(pace) as url, open_session() as session:
+        assert await first_model(session, url) == "null"
+        clock = start_clock()
+        asking = Planned(0, None, question(max_tokens=5))
+        record = await ask(session, url, "null", asking, clock=clock, patience=patience)
+        chat = question(prompt=None, messages=(Message("user", "é" * 70_000),), max_tokens=1)
+        other = await ask(
+            session, url, "null", Planned(1, None, chat), clock=clock, patience=patience
+        )
+        async with session.get(f"{url}/elsewhere") as response:
+            assert response.status == 404
+        async with session.post(f"{url}/v1/completions", data=b"{}") as response:
+            assert response.status == 400
+    assert (record.verdict, len(record.chunks)) == ("ok", 5), record.detail
+    assert (other.verdict, len(other.chunks)) == ("ok", 1), other.detail
+    for place, arrived in enumerate(record.chunks):
+        # Timers of libuv count whole milliseconds: up to one early.
+        assert arrived.at_s - record.sent_s > pace.ttft_s + place * pace.itl_s - 0.0015
+
+
+async def test_a_probe_offers_its_load() -> None:
+    """Evenly spaced requests of the given rate, answered intact, with the server's CPU beside."""
+    async with null_server(PACE) as url, open_session() as session:
+        probed = await probe(session, url, rate_rps=40, tokens=3, probe_s=0.25)
+    assert probed.chunks_per_s == 120
+    assert probed.open_streams == pytest.approx(40 * 0.09)
+    assert not [reason for reason in probed.reasons if "failed" in reason]
+    assert 0 < probed.server_cpu_share < 1.5
+    assert -0.0015 < probed.ttft_excess_s[0] <= probed.ttft_excess_s[1]
+
+
+def test_the_result_is_the_best_that_held() -> None:
+    """The highest load without a reason, though a lower one may have failed by chance."""
+    rates = (a_probe(100), a_probe(400, "lag"), a_probe(200, "hiccup"), a_probe(300))
+    result = CalibrationResult(rates, (a_probe(100, "2 of 9 streams failed"),))
+    assert result.rate == rates[-1]
+    assert result.stream is None
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render(result))
+    text = console.export_text()
+    for shown in ("300", "600", "30000", "1.2 ms", "1.0 ms, p99 10.5 ms", "85%", "97%", "lag"):
+        assert shown in text
+    assert "2 of 9 streams failed" in text
+    assert "hiccup" not in text

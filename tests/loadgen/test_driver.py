@@ -1,0 +1,230 @@
+"""The driver: open loops on schedule, closed loops, interruptions, and its judgement of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from loadgen.client import open_session
+from loadgen.clock import start_clock
+from loadgen.driver import TIMER_S, run_plan, send_on_schedule
+from loadgen.health import Budget, HealthMonitor, judge_health, lag_s
+from loadgen.types import ClientHealth, Planned, Record, Run
+from tests.loadgen.mock import Mock, Script, planned, question, serving
+
+WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
+
+
+class ManualClock:
+    """Time that passes when somebody sleeps, or when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+async def starts(instants, clock: ManualClock, busy_s=()):
+    """When each request started, if starting the i-th takes busy_s[i]."""
+    started, busy = [], iter(busy_s)
+
+    def send(planned: Planned, at_s: float) -> None:
+        started.append((planned.index, at_s, clock()))
+        clock.now_s += next(busy, 0.0)
+
+    plan = (planned(i, at_s) for i, at_s in enumerate(instants))
+    last_s = await send_on_schedule(plan, send, clock, clock.sleep)
+    return started, last_s
+
+
+async def test_requests_start_at_their_instants() -> None:
+    """Each starts at its instant, never before and at most a timer's tick after."""
+    instants = [0.0, 0.1, 0.1, 0.10004, 3.0]
+    started, last_s = await starts(instants, ManualClock())
+    assert [index for index, _, _ in started] == [0, 1, 2, 3, 4]
+    for (_, scheduled_s, at_s), instant in zip(started, instants, strict=True):
+        assert scheduled_s == instant
+        assert 0 <= at_s - instant <= TIMER_S
+    assert last_s == 3.0
+
+
+async def test_a_late_start_makes_no_other_late() -> None:
+    """After a stall the late ones start at once, and the first that is not late is on time."""
+    started, _ = await starts([0.0, 0.1, 0.2, 0.3, 1.0], ManualClock(), busy_s=[0.25])
+    late = [at_s - scheduled_s for _, scheduled_s, at_s in started]
+    assert late == pytest.approx([0.0, 0.15, 0.05, 0.0, 0.0])
+
+
+async def test_an_open_loop_waits_for_no_answer() -> None:
+    """Requests start on schedule while all before them are still open: no coordinated omission."""
+    started, over, all_started = [], [], asyncio.Event()
+
+    def start(p: Planned) -> None:
+        started.append((p.index, len(over)))
+        if len(started) == 20:
+            all_started.set()
+
+    plan = [planned(i, 0.001 * i, Script(fault="silent")) for i in range(20)]
+    async with serving(Mock()) as url, open_session() as session:
+        running = asyncio.create_task(
+            run_plan(session, url, "mock", plan, on_start=start, on_record=over.append)
+        )
+        async with asyncio.timeout(10):
+            await all_started.wait()
+        running.cancel()
+        run = await running
+    assert started == [(i, 0) for i in range(20)]
+    assert run.records == over
+    assert {r.planned.index: r.scheduled_s for r in over} == {p.index: p.at_s for p in plan}
+    assert run.duration_s >= max(r.end_s for r in over)
+
+
+async def test_a_closed_loop_keeps_so_many_open() -> None:
+    """Never more than `concurrency` are open; each client asks again when it has its answer."""
+    open_now, most = set(), []
+
+    def start(p: Planned) -> None:
+        open_now.add(p.index)
+        most.append(len(open_now))
+
+    plan = (planned(i, None) for i in range(12))
+    async with serving(Mock()) as url, open_session() as session:
+        run = await run_plan(
+            session,
+            url,
+            "mock",
+            plan,
+            concurrency=3,
+            on_start=start,
+            on_record=lambda r: open_now.discard(r.planned.index),
+        )
+    assert max(most) == 3
+    assert sorted(r.planned.index for r in run.records) == list(range(12))
+    assert {r.verdict for r in run.records} == {"ok"}
+    assert run.scheduled_duration_s is None
+    assert all(0 <= r.scheduled_s <= r.sent_s <= r.chunks[0].at_s for r in run.records)
+
+
+async def test_crossed_streams_of_a_run_are_found() -> None:
+    """Two streams with one id are not both intact, though each is so by itself."""
+    plan = [planned(i, None, Script(fault="same_id")) for i in range(2)]
+    async with serving(Mock()) as url, open_session() as session:
+        run = await run_plan(session, url, "mock", plan, concurrency=1)
+    assert [r.verdict for r in run.records] == ["ok", "crossed"]
+
+
+@pytest.mark.parametrize("concurrency", [None, 2])
+async def test_an_interrupted_run_keeps_what_there_is(concurrency: int | None) -> None:
+    """Cancelled, a run ends: complete answers are kept, open ones recorded as interrupted."""
+    scripts = [Script(), Script(fault="stall"), Script(fault="stall"), Script()]
+    instants = [None] * 4 if concurrency else [0.0, 0.0, 0.0, 60.0]
+    plan = [planned(i, at_s, s) for i, (at_s, s) in enumerate(zip(instants, scripts, strict=True))]
+    mock, complete = Mock(), asyncio.Event()
+    async with serving(mock) as url, open_session() as session:
+        running = asyncio.create_task(
+            run_plan(
+                session,
+                url,
+                "mock",
+                plan,
+                concurrency=concurrency,
+                on_record=lambda _: complete.set(),
+            )
+        )
+        async with asyncio.timeout(10):
+            await complete.wait()
+            while len(mock.sent_s) < 3:  # noqa: ASYNC110 (the mock's own count)
+                await asyncio.sleep(0)
+        running.cancel()
+        run = await running
+    verdicts = {r.planned.index: r.verdict for r in run.records}
+    assert verdicts == {0: "ok", 1: "interrupted", 2: "interrupted"}
+    assert run.interrupted
+    assert "interrupted" in judge_health(run)[0]
+    if concurrency is None:
+        assert 0 < run.scheduled_duration_s < 60.0
+
+
+@pytest.mark.parametrize(("at_s", "concurrency"), [(None, None), (0.0, 1)])
+async def test_a_plan_fits_its_loop(at_s: float | None, concurrency: int | None) -> None:
+    """An open loop without an instant, and a closed one with one, are refused."""
+    async with open_session() as session:
+        with pytest.raises(ExceptionGroup) as refused:
+            await run_plan(session, "", "mock", [planned(0, at_s)], concurrency=concurrency)
+    assert refused.group_contains(ValueError, match="instant")
+
+
+async def test_a_stalled_loop_makes_the_run_invalid() -> None:
+    """A generator whose event loop is blocked says so: lag and stall beyond the budget, INVALID."""
+
+    def block(p: Planned) -> None:
+        if p.index == 1:
+            time.sleep(2 * Budget().max_lag_s)
+
+    plan = [planned(i, 0.02 * i) for i in range(10)]
+    async with serving(Mock()) as url, open_session() as session:
+        run = await run_plan(session, url, "mock", plan, on_start=block)
+    assert {r.verdict for r in run.records} == {"ok"}
+    assert run.scheduled_duration_s == pytest.approx(0.18)
+    assert run.health.max_lag_s > Budget().max_lag_s
+    assert run.health.loop_stall_s > Budget().loop_stall_s
+    reasons = " ".join(judge_health(run))
+    assert "largest lag behind schedule" in reasons
+    assert "stall of the event loop" in reasons
+
+
+async def test_cpu_time_of_the_process_is_counted() -> None:
+    """The share of a core is CPU seconds over seconds of the run's clock."""
+    clock = ManualClock()
+    with HealthMonitor(clock) as monitor:
+        used_s = time.process_time()
+        while time.process_time() - used_s < 0.02:
+            pass
+        clock.now_s = 0.1
+        assert 0.2 <= monitor.health([]).cpu_share <= 1.0
+
+
+def test_lag_is_the_generators_own() -> None:
+    """Setting up a connection is not the generator's lag; waiting before it is."""
+    record = Record(planned(0, 1.0), 1.0, sent_s=1.5, end_s=2.0, verdict="ok", connect_s=0.3)
+    assert lag_s(record) == pytest.approx(0.2)
+    assert lag_s(replace(record, connect_s=0.0)) == pytest.approx(0.5)
+
+
+async def test_lags_are_of_all_requests() -> None:
+    """The largest and the 99th percentile are over all that were sent, failed ones too."""
+    records = [
+        Record(Planned(i, 0.0, question()), 0.0, sent_s=i / 1000, end_s=1.0, verdict="cut")
+        for i in range(201)
+    ]
+    with HealthMonitor(start_clock()) as monitor:
+        health = monitor.health(records)
+    assert (health.max_lag_s, health.p99_lag_s) == (0.2, 0.198)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"p99_lag_s": 0.011}, "p99 of the lag behind schedule: 11.0 ms, allowed are 10 ms"),
+        ({"max_lag_s": 0.101}, "largest lag behind schedule: 101.0 ms, allowed are 100 ms"),
+        ({"loop_stall_s": 0.2}, "longest stall of the event loop: 200.0 ms, allowed are 100 ms"),
+        ({"cpu_share": 0.95}, "CPU of the generator: 95% of a core, allowed are 90%"),
+    ],
+)
+def test_each_budget_has_its_reason(change: dict, reason: str) -> None:
+    """A run within all budgets is valid; beyond one it is INVALID for that reason alone."""
+    assert judge_health(Run({}, health=WELL)) == []
+    assert judge_health(Run({}, health=replace(WELL, **change))) == [reason]
+
+
+def test_a_run_without_health_cannot_be_judged() -> None:
+    """Not measured is not valid."""
+    with pytest.raises(ValueError, match="cannot be judged"):
+        judge_health(Run({}))

@@ -1,0 +1,114 @@
+"""The events of a run: written while it goes on, and enough to compute every figure again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from hashlib import sha256
+
+import pytest
+
+from loadgen.events import EventWriter, read_events
+from loadgen.summary import summarize
+from loadgen.types import Message, Planned, Question, Slo
+from loadgen.verify import Difference, LosslessCheck
+from tests.loadgen.truth import a_run, record
+
+CHECK = LosslessCheck(3, 2, (Difference(1, 0, 5, "a", "b"),), ((2, "cut: gone"),), 1)
+
+
+def written(path, run, check=None, *, ended=True):
+    """Write a run as the command does."""
+    with EventWriter(path, run.settings) as events:
+        for one in run.records:
+            events.record(one)
+        if ended:
+            events.end(run)
+        if check is not None:
+            events.lossless(check)
+    return path
+
+
+def test_the_summary_can_be_computed_again(tmp_path) -> None:
+    """To the last bit, from the file alone; the lossless check comes back, too."""
+    run = a_run()
+    again, check = read_events(written(tmp_path / "e.jsonl", run, CHECK))
+    assert summarize(again, check) == summarize(run, CHECK)
+    assert read_events(written(tmp_path / "f.jsonl", run))[1] is None
+
+
+def test_everything_but_the_texts_comes_back(tmp_path) -> None:
+    """A record with every field set is read as it was, except what was asked and answered."""
+    question = Question(
+        None,
+        (Message("user", "hällo"),),
+        32,
+        2**63,
+        "batch",
+        "tenant-a",
+        "session-1",
+        Slo(0.5, None),
+        2,
+        (("speculation", {"mode": "off"}), ("temperature", 0.5)),
+    )
+    one = record(told=[1, None, 2, 3], detail="a\nb", connect_s=0.003, metrics={"seed": 1})
+    one = replace(one, planned=Planned(7, 1.0, question))
+    again, _ = read_events(written(tmp_path / "e.jsonl", a_run([one])))
+    without = replace(question, prompt="", messages=())
+    assert again.records == [replace(one, planned=Planned(7, 1.0, without), texts=())]
+
+
+def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:
+    """Neither prompt nor answer stands in the file; equal ones have equal digests."""
+    run = a_run([record(0), replace(record(1), texts=("secret",))])
+    text = written(tmp_path / "e.jsonl", run).read_text()
+    lines = [json.loads(line)["record"] for line in text.splitlines()[1:3]]
+    assert "x = 1" not in text
+    assert "secret" not in text
+    assert lines[0]["asked_sha256"] == lines[1]["asked_sha256"]
+    assert lines[1]["answers_sha256"] == [sha256(b'"secret"').hexdigest()]
+    assert lines[0]["asked_characters"] == len("x = 1")
+
+
+def test_a_crash_leaves_what_was_known(tmp_path) -> None:
+    """Each record is on disk when it is over; a half-written line is left out; such a run is not
+    valid."""
+    run, path = a_run(), tmp_path / "e.jsonl"
+    with EventWriter(path, run.settings) as events:
+        events.record(run.records[0])
+        events.record(run.records[1])
+        assert len(read_events(path)[0].records) == 2
+    path.write_bytes(path.read_bytes() + b'{"record": {"ind')
+    again, _ = read_events(path)
+    assert [r.planned.index for r in again.records] == [0, 1]
+    assert (again.interrupted, again.health) == (True, None)
+    assert again.duration_s == max(r.end_s for r in run.records[:2])
+    assert again.scheduled_duration_s == 0.5
+    assert not summarize(again)["valid"]
+
+
+def test_an_interrupted_run_stays_one(tmp_path) -> None:
+    """Interruption and the state of the generator are part of the file."""
+    again, _ = read_events(written(tmp_path / "e.jsonl", a_run(interrupted=True)))
+    assert again.interrupted
+    assert not summarize(again)["valid"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "line 1"),
+        ("{}\n", "not of the form loadgen-events/1"),
+        ('{"format": "loadgen-events/2", "settings": {}}\n', "loadgen-events/2"),
+        ('{"format": "loadgen-events/1"}\n', "line 1"),
+        ('{"format": "loadgen-events/1", "settings": {}}\n?\n', "line 2"),
+        ('{"format": "loadgen-events/1", "settings": {}}\n{"record": {}}\n', "line 2.*index"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content: str, complaint: str) -> None:
+    """File and line are named."""
+    path = tmp_path / "other.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=complaint) as refused:
+        read_events(path)
+    assert str(path) in str(refused.value)

@@ -1,0 +1,215 @@
+"""Every figure against what can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from loadgen.decisions import decisions
+from loadgen.figures import (
+    FIGURE,
+    FIGURES,
+    chunk_gaps_s,
+    distribution,
+    errors,
+    fluidity,
+    itls_s,
+    latency_s,
+    latency_sent_s,
+    normalized_latency_s,
+    percentile,
+    tokens_per_chunk,
+    tpot_s,
+    ttft_s,
+    ttft_sent_s,
+    values_of,
+)
+from loadgen.slo import wilson
+from loadgen.summary import accepted_tokens_per_s, invalid_reasons, summarize
+from loadgen.types import ClientHealth, Slo
+from loadgen.verify import LosslessCheck
+from tests.loadgen.truth import WELL, a_run, failed, record, speculation
+
+
+def test_a_requests_figures() -> None:
+    """Scheduled 1.0, sent 1.01, text at 1.5, 1.6, 1.7, 1.9, end 1.92, nine tokens."""
+    one = record()
+    assert ttft_s(one) == pytest.approx(0.5)
+    assert ttft_sent_s(one) == pytest.approx(0.49)
+    assert tpot_s(one) == pytest.approx(0.4 / 8)
+    assert latency_s(one) == pytest.approx(0.92)
+    assert latency_sent_s(one) == pytest.approx(0.91)
+    assert normalized_latency_s(one) == pytest.approx(0.92 / 9)
+    assert chunk_gaps_s(one) == pytest.approx([0.1, 0.1, 0.2])
+    assert tokens_per_chunk(one) == pytest.approx([2.25] * 4)
+    assert itls_s(one) == pytest.approx([0.1 / 2.25] * 4 + [0.2 / 2.25] * 2)
+
+
+def test_told_tokens_of_chunks_are_used() -> None:
+    """Where the server counts each chunk, gaps are divided by its count, once per token."""
+    one = record(told=[1, 2, 1, 5])
+    assert tokens_per_chunk(one) == [1, 2, 1, 5]
+    assert itls_s(one) == pytest.approx([0.05] * 2 + [0.1] + [0.04] * 5)
+    assert tokens_per_chunk(record(told=[1, None, 1, 5])) == pytest.approx([2.25] * 4)
+    assert itls_s(record(told=[1, 0, 1, 5])) == pytest.approx([0.1] + [0.04] * 5)
+
+
+def test_choices_share_the_tokens() -> None:
+    """With three choices at the same time, n is a choice's mean."""
+    one = record(tokens=27, n=3)
+    assert tpot_s(one) == pytest.approx(0.4 / 8)
+    assert normalized_latency_s(one) == pytest.approx(0.92 / 9)
+    assert tokens_per_chunk(one) == pytest.approx([6.75] * 4)
+
+
+def test_what_is_not_known_is_none() -> None:
+    """No text, no usage or one token alone: no figure, rather than a zero."""
+    silent, uncounted, single = record(chunks=()), record(tokens=None), record(tokens=1)
+    assert [ttft_s(silent), ttft_sent_s(silent), tpot_s(silent)] == [None] * 3
+    assert chunk_gaps_s(silent) == tokens_per_chunk(silent) == itls_s(silent) == []
+    assert [tpot_s(uncounted), normalized_latency_s(uncounted)] == [None] * 2
+    assert tokens_per_chunk(uncounted) == itls_s(uncounted) == []
+    assert tpot_s(single) is None
+    assert fluidity(record()) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "gaps_s", "told", "expected"),
+    [
+        # Due at 0.6, 0.7, 0.8, 0.9; came at 0.5, 0.6, 0.7, 0.9.
+        ((0.6, 0.1), (0.1, 0.1, 0.2), [1, 1, 1, 1], 1.0),
+        # Due at 0.5, 0.6; the second came at 0.7, so the next are due at 0.8 and 0.9: in time.
+        ((0.5, 0.1), (0.2, 0.1, 0.1), [1, 1, 1, 1], 0.75),
+        # Due with the first, at 0.5; the next at 0.6, 0.7, 0.8, 0.9, and four came at 0.75.
+        ((None, 0.1), (0.25,), [1, 4], 3 / 5),
+        # After them the next is due at 0.75 + (4 - 2 + 1) 0.1 = 1.05.
+        ((None, 0.1), (0.25, 0.29), [1, 4, 1], 4 / 6),
+        ((None, 0.1), (0.25, 0.31), [1, 4, 1], 3 / 6),
+        # Never fast enough: the first text and every chunk are late.
+        ((0.1, 0.001), (0.1, 0.1), [1, 1, 1], 0.0),
+    ],
+)
+def test_fluidity_follows_deadlines(limits, gaps_s, told, expected: float) -> None:
+    """Time ahead is kept, a late chunk starts anew, and only its overdue tokens are late."""
+    one = record(at_s=0.0, gaps_s=gaps_s, tokens=sum(told), told=told, slo=Slo(*limits))
+    assert fluidity(one) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.75, 2.5), (1.0, 3.0)])
+def test_percentiles_interpolate(share: float, value: float) -> None:
+    """A percentile lies between its neighbours."""
+    assert percentile([1.0, 2.0, 3.0], share) == pytest.approx(value)
+
+
+def test_percentiles_are_numpys() -> None:
+    """The stated definition is numpy's default, for any values; of none there is none."""
+    values = np.random.default_rng(0).exponential(size=237)
+    found = distribution(values)
+    assert found.percentiles == pytest.approx(np.percentile(values, [50, 90, 99]))
+    assert (found.count, found.mean) == (237, pytest.approx(values.mean()))
+    assert distribution([]) is None
+
+
+def test_only_intact_answers_have_figures() -> None:
+    """A cut stream gives no TTFT and no tokens, however well it began; its cause is counted."""
+    records = [record(0), failed(1), failed(2, "stalled"), failed(3)]
+    assert values_of(FIGURE["ttft_s"], records) == pytest.approx([0.5])
+    assert len(values_of(FIGURE["chunk_gap_s"], records)) == 3
+    assert errors(records) == {"cut": 2, "stalled": 1}
+
+
+def test_decisions_are_counted() -> None:
+    """Choices by how often, sums of tokens, and the histogram added up by places."""
+    longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3])
+    told = decisions([record(metrics=speculation()), record(metrics=longer), record()])
+    assert told.prompts == 2
+    assert told.max_draft_tokens == {4: 1, 2: 1}
+    assert (told.modes, told.proposers, told.workers) == ({"auto": 2}, {"ngram": 2}, {"w0": 2})
+    assert (told.steps, told.drafted, told.accepted) == (4, 12, 7)
+    assert told.histogram == (1, 0, 1, 0, 1, 3)
+    assert told.acceptance == pytest.approx(7 / 12)
+    assert told.accepted_per_step == pytest.approx(7 / 4)
+
+
+def test_each_prompt_has_its_decision() -> None:
+    """With several prompts each one is read, and the sum over them is not counted again."""
+    several = speculation(4, 16, 12)
+    several["prompts"] = [speculation(4), speculation(2) | {"worker_id": "w1"}]
+    told = decisions([record(metrics=several)])
+    assert (told.prompts, told.drafted, told.workers) == (2, 16, {"w0": 1, "w1": 1})
+
+
+def test_servers_may_tell_less_or_nonsense() -> None:
+    """vLLM's shape has counts alone; what is no report, or of a wrong type, is left out."""
+    report = {"num_drafted_tokens": 8, "num_accepted_tokens": 3, "mode": 7, "num_spec_steps": "2"}
+    told = decisions([record(metrics={"speculative_decoding": report})])
+    assert (told.drafted, told.accepted, told.steps, told.modes) == (8, 3, 0, {})
+    assert told.accepted_per_step is None
+    for metrics in (None, {}, {"speculative_decoding": None}, {"prompts": ["?"]}):
+        assert decisions([record(metrics=metrics)]) is None
+
+
+def test_the_summary_has_the_contracts_form() -> None:
+    """The keys of summary/1 and no others but `details`; figures over intact, shares over all."""
+    summary = summarize(a_run())
+    assert list(summary) == [
+        "requests",
+        "valid",
+        "goodput_rps",
+        "attainment",
+        "errors",
+        "accepted_tokens_per_s",
+        "ttft_s",
+        "tpot_s",
+        "latency_s",
+        "details",
+    ]
+    assert (summary["requests"], summary["valid"]) == (4, True)
+    assert (summary["goodput_rps"], summary["attainment"]) == (1.0, 0.5)
+    assert summary["errors"] == {"cut": 1}
+    assert summary["accepted_tokens_per_s"] == pytest.approx(27 / 4.0)
+    assert set(summary["ttft_s"]) == {"mean", "p50", "p90", "p99"}
+    assert summary["ttft_s"]["mean"] == pytest.approx((0.5 + 0.7 + 0.5) / 3)
+    details = summary["details"]
+    assert details["attainment_interval"] == list(wilson(2, 4))
+    assert details["classes"]["batch"]["errors"] == {"cut": 1}
+    assert details["classes"]["interactive"]["goodput_rps"] == 0.5
+    assert details["classes"]["interactive"]["met_ttft"] == 1
+    assert details["decisions"]["max_draft_tokens"] == {"0": 1, "2": 1, "4": 1}
+    assert {figure.key for figure in FIGURES} <= set(details["formulas"])
+
+
+def test_a_closed_loop_has_goodput_over_its_run() -> None:
+    """Without a schedule the run's own length counts."""
+    run = a_run(scheduled_duration_s=None)
+    assert summarize(run)["goodput_rps"] == pytest.approx(2 / 4.0)
+    assert accepted_tokens_per_s(a_run([], duration_s=0.0)) is None
+
+
+def test_a_run_that_fell_behind_is_invalid() -> None:
+    """Its reasons stand in the summary; so does a file that ends before the health was known."""
+    behind = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.2, loop_stall_s=0.4)
+    summary = summarize(a_run(health=behind))
+    assert summary["valid"] is False
+    assert len(summary["details"]["invalid_reasons"]) == 3
+    assert "ends early" in invalid_reasons(a_run(health=None))[0]
+    assert invalid_reasons(a_run(health=WELL)) == []
+
+
+def test_the_lossless_check_is_in_the_summary() -> None:
+    """Passed or not, how much was compared, and how sure that is."""
+    told = summarize(a_run(), LosslessCheck(59, 59, (), (), 0))["details"]["lossless"]
+    assert told["passed"]
+    assert told["rate_bound"] == pytest.approx(0.0495, abs=1e-4)
+    none = summarize(a_run(), LosslessCheck(0, 0, (), ((3, "cut: x"),), 0))["details"]["lossless"]
+    assert not none["passed"]
+
+
+def test_times_survive_the_change_of_clock() -> None:
+    """Figures are differences: the whole run shifted in time has the same ones."""
+    one, later = record(at_s=0.0), record(at_s=1000.0)
+    for figure in FIGURES:
+        assert list(figure.of(one)) == pytest.approx(list(figure.of(later)))
+    assert replace(one, planned=later.planned) != later

@@ -1,0 +1,159 @@
+"""From the words of a command to the requests of a run."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from loadgen.arrivals import parse_arrival
+from loadgen.plan import PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load, make_plan
+from loadgen.run import until
+from loadgen.traces import read_trace
+from loadgen.types import Slo
+
+ROWS = [
+    {"at_s": 5.0, "prompt_tokens": 40, "output_tokens": 7},
+    {"at_s": 6.0, "prompt_tokens": 80, "output_tokens": 8},
+    {"at_s": 9.0, "prompt_tokens": 20, "output_tokens": 9},
+]
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """A trace of three requests within four seconds."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def test_without_a_rate_the_loop_is_closed() -> None:
+    """Today's flags: so many requests of one prompt by so many clients, seeds counting on."""
+    plan = make_plan(Load(requests=3, concurrency=2, seed=5))
+    assert (plan.concurrency, plan.schedule_s, plan.total) == (2, None, 3)
+    planned = list(plan.requests)
+    assert [(p.index, p.at_s) for p in planned] == [(0, None), (1, None), (2, None)]
+    assert [p.question.seed for p in planned] == [5, 6, 7]
+    question = planned[0].question
+    assert (question.prompt, question.max_tokens) == (PROMPT, PROMPT_MAX_TOKENS)
+    plain = make_plan(Load())
+    assert (plain.concurrency, len(list(plain.requests))) == (4, REQUESTS)
+
+
+def test_a_duration_ends_a_closed_loop() -> None:
+    """Its plan has no end of its own; it ends when the time is over, whatever is left."""
+    plan = make_plan(Load(duration_s=60.0))
+    assert plan.total is None
+    assert len(list(islice(plan.requests, 1000))) == 1000
+    assert len(list(until(iter(range(5)), 60.0))) == 5
+    assert list(until(iter(range(5)), 0.0)) == []
+    both = make_plan(Load(duration_s=60.0, requests=3))
+    assert both.total == 3
+
+
+def test_a_rate_opens_the_loop() -> None:
+    """Instants are the arrival process', of the load's seed; Poisson unless another is named."""
+    plan = make_plan(Load(rate_rps=10.0, requests=20, seed=3))
+    instants = list(islice(parse_arrival("poisson").instants(10.0, 3), 21))
+    assert [p.at_s for p in plan.requests] == instants[:20]
+    assert (plan.concurrency, plan.schedule_s, plan.total) == (None, instants[20], 20)
+    even = make_plan(Load(rate_rps=10.0, requests=20, arrival="constant"))
+    assert 20 / even.schedule_s == pytest.approx(10.0, rel=0.06)
+
+
+def test_a_duration_is_the_schedule() -> None:
+    """Every instant below it and none beyond; the schedule is as long as was asked for."""
+    plan = make_plan(Load(rate_rps=50.0, duration_s=2.0))
+    instants = list(islice(parse_arrival("poisson").instants(50.0, 0), plan.total + 1))
+    assert [p.at_s for p in plan.requests] == instants[:-1]
+    assert instants[-2] < 2.0 <= instants[-1]
+    assert plan.schedule_s == 2.0
+    first = make_plan(Load(rate_rps=50.0, duration_s=2.0, requests=5))
+    assert first.total == 5
+
+
+def test_a_trace_is_replayed(trace: Path) -> None:
+    """At its own instants from its first, faster, or at a mean rate; or by clients, without."""
+    rows = read_trace(trace)
+
+    def instants(**flags):
+        return [p.at_s for p in make_plan(Load(trace=trace, **flags), rows=rows).requests]
+
+    assert instants() == [0.0, 1.0, 4.0]
+    assert instants(time_scale=2.0) == [0.0, 0.5, 2.0]
+    assert instants(duration_s=3.0) == [0.0, 1.0]
+    assert instants(requests=1) == [0.0]
+    faster = instants(rate_rps=30.0)
+    assert faster[2] / faster[1] == pytest.approx(4.0)
+    assert faster[2] < 0.2
+    assert instants(concurrency=2) == [None] * 3
+    plan = make_plan(Load(trace=trace), rows=rows)
+    assert plan.schedule_s == 4.0
+    assert [p.question.max_tokens for p in plan.requests] == [7, 8, 9]
+    with pytest.raises(ValueError, match="no requests"):
+        make_plan(Load(trace=trace))
+
+
+def test_flags_reach_the_questions() -> None:
+    """Temperature, speculation, endpoint, limits and SLO are of every request."""
+    slo = Slo(0.5, 0.02)
+    load = Load(
+        workload="code",
+        requests=2,
+        temperature=0.0,
+        speculation="ngram:4",
+        endpoint="chat",
+        max_tokens=9,
+        slo=slo,
+    )
+    for planned in make_plan(load).requests:
+        body = planned.question.body("m")
+        assert (body["temperature"], body["max_tokens"]) == (0.0, 9)
+        assert body["speculation"] == {"mode": "ngram", "max_draft_tokens": 4}
+        assert body["messages"][0]["role"] == "user"
+        assert planned.question.slo == slo
+    (planned,) = make_plan(Load(requests=1, speculation="off")).requests
+    assert planned.question.body("m")["speculation"] == {"mode": "off"}
+    (planned,) = make_plan(Load(requests=1)).requests
+    assert not {"speculation", "temperature"} & set(planned.question.body("m"))
+
+
+def test_a_plan_can_be_rebuilt() -> None:
+    """The same load gives the same requests; another seed gives others."""
+    load = Load(workload="mixed", rate_rps=5.0, requests=12)
+    plans = [list(make_plan(one).requests) for one in (load, load)]
+    assert plans[0] == plans[1]
+    other = Load(workload="mixed", rate_rps=5.0, requests=12, seed=1)
+    assert list(make_plan(other).requests) != plans[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"workload": "code", "prompt": "x"}, "said twice: prompt, workload"),
+        ({"concurrency": 2, "rate_rps": 1.0}, "closed loop .* has no rate"),
+        ({"concurrency": 2, "arrival": "poisson"}, "has no arrival"),
+        ({"arrival": "poisson"}, "arrival needs a rate"),
+        ({"arrival": "poisson", "rate_rps": 1.0, "trace": Path("t")}, "its own arrivals"),
+        ({"time_scale": 2.0}, "time-scale is for a trace"),
+        ({"time_scale": 2.0, "trace": Path("t"), "rate_rps": 1.0}, "time-scale"),
+        ({"rate_rps": 0.0}, "rate must be positive"),
+        ({"rate_rps": float("inf")}, "rate must be positive"),
+        ({"duration_s": -1.0}, "duration must be positive"),
+        ({"rate_rps": 1.0, "arrival": "sometimes"}, "sometimes"),
+        ({"speculation": "ngram:many"}, "MODE or MODE:K"),
+        ({"speculation": ":4"}, "MODE or MODE:K"),
+    ],
+)
+def test_contradictions_are_refused(flags: dict, complaint: str) -> None:
+    """Before anything is sent, and in words."""
+    with pytest.raises(ValueError, match=complaint):
+        Load(**flags)
+
+
+def test_an_unknown_workload_is_refused() -> None:
+    """With the names of those there are."""
+    with pytest.raises(ValueError, match="long_document"):
+        make_plan(Load(workload="poetry"))

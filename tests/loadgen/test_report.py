@@ -1,0 +1,260 @@
+"""What a person gets to see: the page, the tables, the live view."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from itertools import pairwise
+
+import plotly.graph_objects as go
+import pytest
+from plotly.offline import get_plotlyjs
+from rich.console import Console
+
+from loadgen.figures import FIGURES
+from loadgen.report.charts import charts, open_requests, thinned
+from loadgen.report.html import page
+from loadgen.report.live import Histogram, LiveView, Progress
+from loadgen.report.live import render as render_live
+from loadgen.report.table import render
+from loadgen.report.words import milliseconds
+from loadgen.types import ClientHealth
+from loadgen.verify import Difference, LosslessCheck
+from tests.conftest import CHROMIUM
+from tests.loadgen.truth import a_run, failed, record, speculation
+
+BEHIND = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
+LOSSY = LosslessCheck(2, 1, (Difference(1, 0, 5, "<a>", "<b>"),), ((2, "cut: gone"),), 1)
+
+
+def in_words(renderable, width: int = 160) -> str:
+    """The text of something rich renders."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def own_part(text: str) -> str:
+    """The page without plotly's own bundle."""
+    return text.replace(get_plotlyjs(), "")
+
+
+def test_the_page_needs_nothing_else() -> None:
+    """No address outside it in anything that loads or links, plotly once, and a policy that
+    forbids the browser every request."""
+    text = page(a_run())
+    assert text.count(get_plotlyjs()) == 1
+    own = own_part(text)
+    assert not re.search(r"(src|href|action)\s*=|@import|url\(|fetch\(|<link|<iframe", own)
+    assert "default-src 'none'" in own
+    assert set(re.findall(r"https?://[\w.:]+", own)) == {"http://server:8000"}
+
+
+def test_the_page_has_every_figure_with_its_formula() -> None:
+    """Figures, classes with intervals, errors with examples, decisions, settings."""
+    own = own_part(page(a_run()))
+    for figure in FIGURES:
+        assert figure.title in own
+        assert figure.formula.replace(">", "&gt;") in own
+    for shown in ("interactive", "batch", "50.0% [15.0%, 85.0%]", "&lt;cut&gt;", "slo.ttft_s"):
+        assert shown in own
+    for shown in ("ngram x 3", "16 drafted, 12 accepted (75.0%)", "TTFT p99 (p50: 500 ms)"):
+        assert shown in own
+    assert "INVALID" not in own
+
+
+def test_what_a_server_says_cannot_break_the_page() -> None:
+    """Names and details of the server are text, never markup, also inside the plots' data."""
+    evil = "</script><b onload=x>"
+    run = a_run([record(class_name=evil), failed(1, verdict="cut", detail=evil)])
+    run.settings["model"] = evil
+    assert evil not in own_part(page(run))
+    assert page(run).count("</script>") == page(a_run()).count("</script>") - 3
+
+
+def test_an_invalid_run_says_so_first() -> None:
+    """The banner with every reason stands before any figure."""
+    own = own_part(page(a_run(health=BEHIND)))
+    assert own.index("INVALID") < own.index("goodput")
+    assert "largest lag behind schedule: 500.0 ms, allowed are 100 ms" in own
+    text = in_words(render(a_run(health=BEHIND)))
+    assert text.index("INVALID") < text.index("goodput")
+    assert "CPU of the generator: 99% of a core" in text
+
+
+def test_plots_are_plotlys() -> None:
+    """Plotly's own schema knows every name and accepts every value."""
+    drawn = charts(a_run())
+    assert [chart.title for chart in drawn] == [
+        "TTFT",
+        "TPOT",
+        "latency",
+        "chunk gap",
+        "Requests",
+        "Load",
+        "TTFT over time",
+        "Most draft tokens",
+        "Accepted draft tokens",
+        "Decisions over time",
+    ]
+    for chart in drawn:
+        go.Figure({"data": chart.data, "layout": chart.layout})
+        json.dumps(chart.data, allow_nan=False)
+
+
+def test_curves_are_distributions() -> None:
+    """A class's curve rises by one over its count at each value, in milliseconds; limits show."""
+    ttft = charts(a_run())[0]
+    curves = {trace["name"]: trace for trace in ttft.data}
+    assert curves["interactive"]["x"] == pytest.approx([500, 700])
+    assert curves["interactive"]["y"] == pytest.approx([0.5, 1.0])
+    assert curves["batch"]["x"] == pytest.approx([500])
+    assert curves["all, from sending"]["x"] == pytest.approx([490, 490, 690])
+    assert [shape["x0"] for shape in ttft.layout["shapes"]] == pytest.approx([600])
+
+
+def test_a_long_tail_gets_a_logarithmic_axis() -> None:
+    """Values over a wide range are shown on a logarithmic axis, and the limit stays in place."""
+    slo = a_run().records[0].planned.question.slo
+    wide = [record(i, first_s=first, slo=slo) for i, first in enumerate((0.1, 0.1, 0.1, 9.0))]
+    ttft = charts(a_run(wide))[0]
+    assert ttft.layout["xaxis"]["type"] == "log"
+    assert ttft.layout["annotations"][0]["x"] == pytest.approx(math.log10(600))
+
+
+def test_requests_are_bars_by_what_became_of_them() -> None:
+    """From the schedule to the first text and on to the end; late and failed ones apart."""
+    bars = {trace["name"]: trace for trace in charts(a_run())[4].data}
+    assert bars["as promised: waiting"]["x"][:3] == pytest.approx([0.0, 0.5, None])
+    assert bars["as promised: answering"]["x"][:3] == pytest.approx([0.5, 0.92, None])
+    assert bars["late: waiting"]["y"] == [1, 1, None]
+    assert bars["failed: answering"]["y"] == [3, 3, None]
+
+
+def test_open_requests_are_counted_in_time() -> None:
+    """One more when one is sent, one fewer when one is over; nothing is open in the end."""
+    first = record(0, 0.0, 0.5, (), 1)
+    second = replace(record(1, 0.2, 0.5, (), 1), sent_s=0.2)
+    instants, open_then = open_requests([first, second])
+    assert instants == pytest.approx([0.01, 0.2, 0.52, 0.72])
+    assert open_then == [1, 2, 1, 0]
+
+
+def test_rates_and_lags_are_over_intervals() -> None:
+    """Rates over the run add up to its requests; failed ones do not count as completed."""
+    run = a_run()
+    scheduled, completed, _, lag = charts(run)[5].data
+    width_s = run.duration_s / len(scheduled["x"])
+    assert sum(scheduled["y"]) * width_s == pytest.approx(4)
+    assert sum(completed["y"]) * width_s == pytest.approx(3)
+    assert max(lag["y"]) == pytest.approx(10.0)
+
+
+def test_large_runs_are_thinned_evenly() -> None:
+    """At most so many, the first and the last among them; small runs are left alone."""
+    assert thinned(range(5), 5) == [0, 1, 2, 3, 4]
+    some = thinned(range(1000), 10)
+    assert (len(some), some[0], some[-1]) == (10, 0, 999)
+    assert max(b - a for a, b in pairwise(some)) == 111
+    many = [record(i, i / 100, metrics=speculation()) for i in range(3000)]
+    size = len(json.dumps([chart.data for chart in charts(a_run(many))]))
+    assert size < 400_000
+
+
+def test_a_run_of_nothing_has_a_page() -> None:
+    """Interrupted before the first request: no plots, and no figure that is not known."""
+    run = a_run([], interrupted=True)
+    assert charts(run) == []
+    assert "0 of 0" in own_part(page(run))
+    assert "completed" in in_words(render(run))
+
+
+def test_the_table_says_it_all() -> None:
+    """Completed, promised, figures with formulas, failures with an example, decisions."""
+    text = in_words(render(a_run()))
+    for shown in ("3 of 4 in 4.00 s", "1.00 requests/s", "50.0% [15.0%, 85.0%]", "6.8 tokens/s"):
+        assert shown in text
+    for shown in ("(last text - first text) / (n - 1)", "<cut>", "16 / 12 (75.0%)", "1.00"):
+        assert shown in text
+
+
+def test_a_lossy_run_shows_where() -> None:
+    """Both texts at their first difference, and replays that failed, in table and page."""
+    text, own = in_words(render(a_run(), LOSSY)), own_part(page(a_run(), LOSSY))
+    assert "'<a>'" in text
+    assert "1 replays were of another numerics class" in text
+    assert "FAILED" in own
+    assert "&lt;a&gt;" in own
+    fine = LosslessCheck(59, 59, (), (), 0)
+    assert "at most 5.0% differ" in in_words(render(a_run(), fine))
+    assert "passed: 59" in own_part(page(a_run(), fine))
+
+
+def test_progress_is_counted() -> None:
+    """Sent, open, done, failed by cause, percentiles so far; shares by requests or by time."""
+    run, progress = a_run(), Progress(8, None)
+    for one in run.records:
+        progress.start(one.planned)
+    for one in run.records[:2] + run.records[3:]:
+        progress.record(one)
+    text = in_words(render_live(progress, 3.0), 80)
+    for shown in ("4 of 8", "open", "33.3%", "cut", "p99"):
+        assert shown in text
+    assert (progress.sent, progress.done, progress.met) == (4, 3, 1)
+    assert progress.share(3.0) == 3 / 8
+    assert Progress(None, 10.0).share(4.0) == 0.4
+    assert Progress(None, None).share(4.0) is None
+
+
+def test_percentiles_so_far_are_within_a_percent() -> None:
+    """Over five decades, whatever the order; of nothing there is none."""
+    histogram, values = Histogram(), [10 ** (-5 + 5 * i / 999) for i in range(1000)]
+    assert histogram.percentile(50) is None
+    for value in reversed(values):
+        histogram.add(value)
+    for percent in (1, 50, 99, 100):
+        truth = values[math.ceil(1000 * percent / 100) - 1]
+        assert histogram.percentile(percent) == pytest.approx(truth, rel=0.0102)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_the_live_view_is_for_terminals(terminal: bool) -> None:
+    """On a terminal the progress is drawn; elsewhere nothing is written."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    progress = Progress(None, 1.0, sent=1234)
+    async with LiveView(console, progress):
+        await asyncio.sleep(0)
+    assert ("1234" in console.file.getvalue()) is terminal
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (None, "-"),
+        (0.00123, "1.23 ms"),
+        (0.0123, "12.3 ms"),
+        (0.123, "123 ms"),
+        (12.3, "12,300 ms"),
+    ],
+)
+def test_times_have_three_digits(seconds: float | None, words: str) -> None:
+    """Milliseconds, to three digits or all before the point."""
+    assert milliseconds(seconds) == words
+
+
+@pytest.mark.browser
+def test_a_browser_draws_every_plot(tmp_path) -> None:
+    """Chromium, with no network of its own, draws as many plots as there are charts."""
+    run, path = a_run(), tmp_path / "page.html"
+    path.write_text(page(run))
+    chromium = next(found for name in CHROMIUM if (found := shutil.which(name)))
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
+    command = [chromium, *options, f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert own_part(drawn.stdout).count('class="plot-container') == len(charts(run))

@@ -1,0 +1,98 @@
+"""What was promised: who got it, and how sure the share is."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+from scipy.stats import binomtest
+
+from loadgen.slo import (
+    Z_95,
+    attainment,
+    attainment_by_class,
+    goodput_rps,
+    met,
+    met_tpot,
+    met_ttft,
+    wilson,
+)
+from loadgen.types import Slo
+from tests.loadgen.truth import a_run, failed, record
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 10), (10, 10), (1, 2), (81, 263), (7, 8)])
+def test_the_interval_is_wilsons(successes: int, trials: int) -> None:
+    """As scipy computes it, and by its definition: both ends are z standard errors away."""
+    low, high = wilson(successes, trials)
+    told = binomtest(successes, trials).proportion_ci(0.95, method="wilson")
+    assert (low, high) == pytest.approx((told.low, told.high), abs=1e-9)
+    for end in {low, high} - {0.0, 1.0}:
+        error = Z_95 * sqrt(end * (1 - end) / trials)
+        assert abs(successes / trials - end) == pytest.approx(error, abs=1e-7)
+
+
+def test_an_interval_of_nothing_says_nothing() -> None:
+    """Nothing tried leaves everything possible; a share above one is refused."""
+    assert wilson(0, 0) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="3 of 2"):
+        wilson(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("slo", "in_time", "fast"),
+    [
+        (Slo(), True, True),
+        (Slo(0.5, 0.05), True, True),
+        (Slo(0.499, 0.05), False, True),
+        (Slo(0.5, 0.0499), True, False),
+        (Slo(ttft_s=0.499), False, True),
+        (Slo(tpot_s=0.0499), True, False),
+    ],
+)
+def test_both_limits_must_be_met(slo: Slo, in_time: bool, fast: bool) -> None:
+    """A record of TTFT 0.5 s and TPOT 0.05 s meets limits down to these, and no lower ones."""
+    one = record(at_s=0.0, gaps_s=(0.25, 0.25), tokens=11, slo=slo)
+    assert (met_ttft(one), met_tpot(one), met(one)) == (in_time, fast, in_time and fast)
+
+
+def test_a_stream_that_is_not_intact_meets_nothing() -> None:
+    """However fast its beginning was; and an answer without text is not in time."""
+    assert not met(failed(0, slo=Slo(10.0, 10.0)))
+    assert not met(failed(0))
+    silent = record(chunks=(), tokens=0, slo=Slo(ttft_s=100.0))
+    assert not met_ttft(silent)
+    assert met(record(chunks=(), tokens=0))
+
+
+def test_an_answer_of_one_token_has_no_tpot() -> None:
+    """It cannot miss a limit on the tokens after the first."""
+    assert met(record(gaps_s=(), tokens=1, slo=Slo(tpot_s=1e-9)))
+
+
+def test_the_limit_counts_from_the_schedule() -> None:
+    """Sent late is answered late: a generator's or a queue's delay excuses nothing."""
+    late = record(at_s=1.0, first_s=0.5, slo=Slo(ttft_s=0.495))
+    assert late.chunks[0].at_s - late.sent_s < 0.495
+    assert not met(late)
+
+
+def test_attainment_counts_every_scheduled_request() -> None:
+    """Failed requests are in the denominator, by class and over all; classes come by name."""
+    run = a_run()
+    overall = attainment(run.records)
+    assert (overall.requests, overall.intact, overall.met) == (4, 3, 2)
+    assert (overall.ttft_met, overall.tpot_met) == (2, 3)
+    assert overall.share == 0.5
+    assert overall.interval == wilson(2, 4)
+    batch, interactive = attainment_by_class(run.records)
+    assert (batch.class_name, batch.requests, batch.met) == ("batch", 2, 1)
+    assert (interactive.class_name, interactive.requests, interactive.met) == ("interactive", 2, 1)
+    assert attainment([]).share is None
+
+
+def test_goodput_is_over_the_schedule() -> None:
+    """Requests served as promised per second; without a length there is none."""
+    assert goodput_rps(30, 20.0) == 1.5
+    assert goodput_rps(0, 20.0) == 0.0
+    assert goodput_rps(1, 0.0) is None

@@ -1,0 +1,114 @@
+"""The lossless check: replays without speculation, compared with what the run gave."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from loadgen.client import open_session
+from loadgen.driver import run_plan
+from loadgen.verify import (
+    CONTEXT,
+    LosslessCheck,
+    choose,
+    first_difference,
+    replay_of,
+    verify_lossless,
+)
+from tests.loadgen.mock import Mock, Script, planned, serving
+
+
+async def checked(scripts: list[Script], count: int, mock: Mock | None = None, **fields):
+    """Run the scripts, then verify `count` of the answers."""
+    plan = [planned(i, None, script, **fields) for i, script in enumerate(scripts)]
+    async with serving(mock or Mock()) as url, open_session() as session:
+        run = await run_plan(session, url, "mock", plan, concurrency=2)
+        check = await verify_lossless(session, url, "mock", run.records, count)
+        again = await verify_lossless(session, url, "mock", run.records, count)
+    assert check == again
+    return check, run
+
+
+async def test_equal_texts_pass() -> None:
+    """Answers that speculation did not change pass, with a bound on what may have been missed."""
+    check, _ = await checked([Script()] * 6, 4)
+    assert check == LosslessCheck(4, 4, (), (), 0)
+    assert check.passed
+    assert check.rate_bound == pytest.approx(1 - 0.05**0.25)
+
+
+async def test_a_changed_text_fails_and_is_shown() -> None:
+    """Where drafting changed the text, the check fails and shows where both first differ."""
+    check, run = await checked([Script(lossy=True)], 1)
+    (difference,) = check.differences
+    assert not check.passed
+    assert check.rate_bound is None
+    text = run.records[0].texts[0]
+    assert (difference.index, difference.choice, difference.at) == (0, 0, len(text) - 1)
+    assert difference.run.endswith("? [length]")
+    assert difference.replay == difference.run.replace("?", "")
+
+
+async def test_the_replay_is_the_request_without_speculation() -> None:
+    """The same body but for the speculation, which is off, and the seed, which the server used."""
+    mock = Mock()
+    asked = (("temperature", 0.5), ("speculation", {"mode": "ngram", "max_draft_tokens": 4}))
+    _, run = await checked([Script()], 1, mock, seed=5)
+    first, replay, _ = mock.bodies
+    assert replay == first | {"speculation": {"mode": "off"}}
+    record = run.records[0]
+    record = replace(record, planned=planned(0, None, extra=asked), metrics={"seed": 99})
+    body = replay_of(record).question.body("mock")
+    assert (body["speculation"], body["temperature"]) == ({"mode": "off"}, 0.5)
+    assert body["seed"] == 99
+
+
+async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
+    """A broken answer proves nothing; a replay that breaks leaves the check undecided: failed."""
+    check, run = await checked([Script(fault="no_done"), Script()], 5)
+    assert (check.compared, check.passed) == (1, True)
+    broken = planned(1, None, Script(fault="no_done"))
+    records = [replace(r, planned=broken) for r in run.records if r.verdict == "ok"]
+    async with serving(Mock()) as url, open_session() as session:
+        check = await verify_lossless(session, url, "mock", records, 1)
+        nothing = await verify_lossless(session, url, "mock", [], 1)
+    assert not check.passed
+    assert re.match("no_done: ", check.failed[0][1])
+    assert not nothing.passed
+
+
+async def test_numerics_classes_are_not_mixed() -> None:
+    """An answer computed in another class may differ rightly: it is counted, not compared."""
+    _, run = await checked([Script()], 1)
+    metrics = run.records[0].metrics | {"numerics_class": "another"}
+    async with serving(Mock()) as url, open_session() as session:
+        records = [replace(run.records[0], metrics=metrics)]
+        check = await verify_lossless(session, url, "mock", records, 1)
+    assert check == LosslessCheck(0, 0, (), (), 1)
+    assert not check.passed
+
+
+async def test_the_choice_is_seeded_and_prefers_drafts() -> None:
+    """The same seed chooses the same answers, in whatever order they ended; drafts come first."""
+    _, run = await checked([Script()] * 8, 1)
+    records = run.records
+    plain = [replace(r, metrics=None) if r.planned.index < 5 else r for r in records]
+    assert {r.planned.index for r in choose(plain, 3, 0)} == {5, 6, 7}
+    assert choose(records, 4, 1) == choose(records[::-1], 4, 1)
+    assert len({tuple(r.planned.index for r in choose(records, 4, s)) for s in range(9)}) > 1
+
+
+async def test_the_first_difference_is_found() -> None:
+    """In the text, behind the shorter one, or in the finish reason alone; equal ones have none."""
+    _, run = await checked([Script()], 1)
+    record = replace(run.records[0], texts=("a" * 100,), finish_reasons=("stop",))
+    assert first_difference(record, record) is None
+    changed = first_difference(record, replace(record, texts=("a" * 40 + "b" * 60,)))
+    assert changed.at == 40
+    assert changed.replay == "a" * CONTEXT + "b" * CONTEXT
+    shorter = first_difference(record, replace(record, texts=("a" * 50,)))
+    assert (shorter.at, shorter.replay) == (50, "a" * CONTEXT + " [stop]")
+    ended = first_difference(record, replace(record, finish_reasons=("length",)))
+    assert (ended.at, ended.replay) == (100, "a" * CONTEXT + " [length]")

@@ -1,0 +1,425 @@
+"""Workloads: the same questions every time, as long and as alike as they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import pytest
+from scipy.stats import chisquare
+
+from loadgen import corpus
+from loadgen.corpus import Place, open_corpus
+from loadgen.types import Message, Question, Slo
+from loadgen.workloads import (
+    WORKLOADS,
+    ApproximateCounter,
+    fit_counter,
+    make_workload,
+    replay,
+    text_of,
+    through,
+)
+from loadgen.workloads.base import Lengths, zipf
+from loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
+from loadgen.workloads.documents import INSTRUCTION, PASSAGES, LongDocument
+from loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
+from loadgen.workloads.shared_prefix import POPULARITY, PREFIX_TOKENS, PREFIXES
+from loadgen.workloads.tokens import cut
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNTER = ApproximateCounter(4.0)
+SLO = Slo(ttft_s=0.25, tpot_s=0.06)
+LEAST_P = 1e-3
+"""Seeds are fixed: a test of a right distribution passes always, of a wrong one fails always."""
+
+by_name = pytest.mark.parametrize("name", WORKLOADS)
+
+
+class WordCounter:
+    """A token is a word: an exact counter with no fixed ratio to characters."""
+
+    def count(self, text: str) -> int:
+        return len(text.split())
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("".join(f"{n} mine\n" for n in range(9999)))
+    return path
+
+
+def asked(name: str, count: int, **more):
+    workload = make_workload(name, seed=7, counter=COUNTER, **more)
+    return [workload.question(index) for index in range(count)]
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """A row as `loadgen.workloads.Row` asks for it."""
+
+    prompt_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+    output_tokens: int = 9
+    block_tokens: int = 64
+    class_name: str = ""
+    tenant: str = ""
+
+
+def common_length(first: Sequence, second: Sequence) -> int:
+    """Return how many leading items are equal."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+# --- all workloads --------------------------------------------------------------------------------
+
+
+@by_name
+def test_a_question_depends_on_seed_and_index_alone(name: str) -> None:
+    """Asked backwards of a fresh workload, every question is the same; another seed changes all."""
+    forwards = asked(name, 100)
+    again = make_workload(name, seed=7, counter=COUNTER)
+    assert [again.question(index) for index in reversed(range(100))] == forwards[::-1]
+    other = make_workload(name, seed=8, counter=COUNTER)
+    assert all(text_of(other.question(i)) != text_of(forwards[i]) for i in range(100))
+
+
+@by_name
+def test_questions_are_well_formed(name: str) -> None:
+    """Each has a prompt or messages that end with the user's, an answer, and its own seed."""
+    questions = asked(name, 100)
+    for question in questions:
+        assert (question.prompt is None) != (not question.messages)
+        assert question.prompt is not None or question.messages[-1].role == "user"
+        assert question.max_tokens >= 1
+        assert text_of(question).strip()
+    assert [question.seed for question in questions] == list(range(7, 107))
+
+
+@by_name
+@pytest.mark.parametrize("max_model_len", [256, 2048, 8192])
+def test_prompt_and_answer_fit_the_server(name: str, max_model_len: int) -> None:
+    """With a context given, prompt and answer stay inside it by the counter."""
+    for question in asked(name, 100, max_model_len=max_model_len):
+        assert COUNTER.count(text_of(question)) + question.max_tokens <= max_model_len
+
+
+@by_name
+def test_max_tokens_sets_every_answer(name: str) -> None:
+    """A limit given holds for every answer; else answers of most workloads differ in length."""
+    assert {question.max_tokens for question in asked(name, 50, max_tokens=33)} == {33}
+    drawn = {question.max_tokens for question in asked(name, 50)}
+    assert len(drawn) > 10 or name == "shared_prefix"
+
+
+@by_name
+def test_a_file_of_the_user_is_the_only_text(name: str, text_file, monkeypatch) -> None:
+    """With a text file, every question holds some of it, and nothing else is opened."""
+    monkeypatch.setattr(corpus, "_installed", lambda: pytest.fail("opened the installed texts"))
+    workload = make_workload(name, seed=0, counter=COUNTER, text_file=text_file)
+    assert all(" mine\n" in text_of(workload.question(index)) for index in range(20))
+
+
+@by_name
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_every_workload_can_be_asked_at_either_endpoint(name: str, endpoint: str) -> None:
+    """Through one endpoint all questions have its form and still hold every message's text."""
+    for question in asked(name, 40):
+        sent = through(question, endpoint)
+        assert (sent.prompt is None) == (endpoint == "chat")
+        assert (sent.messages == ()) == (endpoint == "completions")
+        said = [question.prompt] if question.messages == () else question.messages
+        texts = [part.content if isinstance(part, Message) else part for part in said]
+        assert all(text in text_of(sent) for text in texts)
+
+
+def test_what_cannot_be_made_is_refused(tmp_path) -> None:
+    """An unknown name, an empty file and a missing one each raise what says so."""
+    with pytest.raises(ValueError, match=r"no workload 'poetry'.*shared_prefix"):
+        make_workload("poetry", seed=0)
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(ValueError, match="holds no text"):
+        make_workload("code", seed=0, text_file=tmp_path / "empty")
+    with pytest.raises(FileNotFoundError):
+        make_workload("code", seed=0, text_file=tmp_path / "missing")
+
+
+def test_workloads_need_neither_network_nor_torch_nor_tokenizer() -> None:
+    """All of them make questions in a process that has no sockets, and import no such library."""
+    script = (
+        "import sys, socket\n"
+        "def refuse(*a, **k): raise OSError('no network')\n"
+        "socket.socket = socket.create_connection = socket.getaddrinfo = refuse\n"
+        "from loadgen.workloads import WORKLOADS, make_workload\n"
+        "[make_workload(name, seed=0).question(0) for name in WORKLOADS]\n"
+        "print(sorted({'torch', 'tokenizers', 'transformers', 'huggingface_hub'} & {*sys.modules}))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (ran.stdout, ran.stderr) == ("[]\n", "")
+
+
+# --- each workload --------------------------------------------------------------------------------
+
+
+def test_code_is_python_that_stops_where_a_block_opens() -> None:
+    """Prompts are pieces of sources of the standard library; most end with an opened block."""
+    library = open_corpus().code
+    questions = asked("code", 200)
+    assert sum(q.prompt.endswith(":\n") for q in questions) > 150
+    assert all(q.prompt.count("\n") >= 1 for q in questions if len(q.prompt) > 400)
+    first = questions[0].prompt.split("\n")[0]
+    texts = (library.read(Place(i, 0), library._documents[i].size) for i in range(len(library)))
+    assert any(first in text for text in texts)
+
+
+def test_code_is_as_long_as_the_trace_it_is_modelled_on() -> None:
+    """Median prompt and answer are Azure's 1,469 and 13 tokens, less what is cut off at the end."""
+    questions = asked("code", 1000)
+    assert median(COUNTER.count(q.prompt) for q in questions) == pytest.approx(1469, rel=0.15)
+    assert median(q.max_tokens for q in questions) == pytest.approx(13, abs=1)
+
+
+def test_turns_of_a_conversation_follow_each_other_and_grow() -> None:
+    """Each turn holds the one before it, an answer and a new question, 32 requests later."""
+    sessions: dict[str, list[tuple[int, Question]]] = {}
+    for index, question in enumerate(asked("chat", 20 * OPEN_SESSIONS)):
+        sessions.setdefault(question.session, []).append((index, question))
+    for turns in sessions.values():
+        for (before, earlier), (after, later) in pairwise(turns):
+            assert after - before == OPEN_SESSIONS
+            assert later.messages[: len(earlier.messages)] == earlier.messages
+            new = later.messages[len(earlier.messages) :]
+            assert [message.role for message in new] == ["assistant", "user"]
+            prompts = [through(turn, "completions").prompt for turn in (earlier, later)]
+            assert prompts[1].startswith(prompts[0])
+        assert [m.role for m in turns[0][1].messages] == ["system", "user"]
+    lengths = Counter(len(turns) for turns in sessions.values())
+    assert len(lengths) > 4
+    mean = sum(k * n for k, n in lengths.items()) / lengths.total()
+    assert mean == pytest.approx(MEAN_TURNS, rel=0.15)
+
+
+def test_a_conversation_ends_before_it_overflows() -> None:
+    """In a small context conversations are shorter, never cut."""
+    small = asked("chat", 500, max_model_len=512)
+    most_turns = max((len(q.messages) for q in small), default=0)
+    assert most_turns < max(len(q.messages) for q in asked("chat", 500))
+    assert all(q.messages[0].content == small[0].messages[0].content for q in small)
+
+
+@pytest.mark.parametrize("max_model_len", [None, 1024])
+def test_what_is_to_be_quoted_stands_in_the_document(max_model_len: int | None) -> None:
+    """The right answer follows, in the document, exactly the words that end the prompt."""
+    workload = make_workload("long_document", seed=3, counter=COUNTER, max_model_len=max_model_len)
+    assert isinstance(workload, LongDocument)
+    for index in range(60):
+        question, answer = workload.question(index), workload.answer(index)
+        document, begun = question.prompt.split("\n\nQuote from the text above")
+        begun = begun.split(":\n\n", 1)[1]
+        assert begun + answer in document
+        assert answer.strip()
+        assert COUNTER.count(answer) <= question.max_tokens + 1
+
+
+def test_requests_of_a_session_share_its_prefix_and_nothing_more() -> None:
+    """One session, one system message; two sessions differ from its first characters on."""
+    by_session: dict[str, list[Question]] = {}
+    for index, question in enumerate(asked("shared_prefix", 300)):
+        assert question.messages[1].content.startswith(f"{index}. ")
+        by_session.setdefault(question.session, []).append(question)
+    for session, questions in by_session.items():
+        system = questions[0].messages[0].content
+        assert COUNTER.count(system) == pytest.approx(PREFIX_TOKENS, rel=0.02)
+        assert {q.messages[0].content for q in questions} == {system}
+        assert system.startswith(session.removeprefix("prefix-") + ".")
+    assert len({q[0].messages[0].content for q in by_session.values()}) == len(by_session)
+
+
+def test_prefixes_are_as_popular_as_zipf_says() -> None:
+    """Over 64 prefixes, a rank's share is in proportion to 1 / rank (chi-square)."""
+    seen = Counter(q.session for q in asked("shared_prefix", 2000))
+    weights = [(rank + 1) ** -POPULARITY for rank in range(PREFIXES)]
+    expected = [2000 * weight / sum(weights) for weight in weights]
+    observed = [seen[f"prefix-{rank}"] for rank in range(PREFIXES)]
+    assert chisquare(observed, expected).pvalue > LEAST_P
+
+
+def test_retrieved_passages_are_distinct_and_the_popular_ones_return() -> None:
+    """Each question has five passages and asks for words of one; few passages recur often."""
+    seen: Counter[str] = Counter()
+    for question in asked("rag", 200):
+        content = question.messages[0].content
+        assert content.startswith(INSTRUCTION)
+        body, _, subject = content.removeprefix(INSTRUCTION).rpartition("\n\nQuestion: ")
+        starts = [body.index(f"[{n}] ") for n in range(1, PASSAGES + 1)]
+        passages = [body[i + 4 : j] for i, j in zip(starts, [*starts[1:], None], strict=True)]
+        assert len({*passages}) == PASSAGES
+        assert subject.split('"', 1)[1].rsplit('"', 1)[0] in " ".join(body.split())
+        seen.update(passage.strip() for passage in passages)
+    assert seen.total() == 200 * PASSAGES
+    assert seen.most_common(1)[0][1] > 10
+
+
+def test_classes_and_tenants_have_their_shares() -> None:
+    """Classes are drawn per request, tenants per session or lone request (chi-square)."""
+    questions = asked("mixed", 3000)
+    classes = Counter(q.class_name for q in questions)
+    tenants = Counter({q.session or q.seed: q.tenant for q in questions}.values())
+    for seen, shares in ((classes, CLASSES), (tenants, TENANTS)):
+        observed = [seen[name] for name in shares]
+        expected = [seen.total() * share for share in shares.values()]
+        assert chisquare(observed, expected).pvalue > LEAST_P
+
+
+def test_classes_are_promised_different_things() -> None:
+    """Interactive has the SLO asked for, standard MLPerf's multiple, batch none; sessions stay."""
+    questions = asked("mixed", 400, slo=SLO)
+    slos = {q.class_name: q.slo for q in questions}
+    assert slos["interactive"] == SLO
+    assert slos["standard"] == Slo(ttft_s=pytest.approx(1.0), tpot_s=pytest.approx(0.2))
+    assert slos["batch"] == Slo()
+    tenants: dict[str, set[str]] = {}
+    for question in questions:
+        if question.session:
+            tenants.setdefault(question.session, set()).add(question.tenant)
+    assert tenants
+    assert all(len(of_session) == 1 for of_session in tenants.values())
+    assert {q.slo for q in asked("mixed", 50) if q.class_name == "interactive"} == {INTERACTIVE}
+
+
+def test_a_mix_skips_no_turn_of_a_conversation() -> None:
+    """Within mixed, the standard class asks what chat alone asks, in its order."""
+    mixed = [q for q in asked("mixed", 400) if q.class_name == "standard"]
+    alone = asked("chat", len(mixed))
+    assert [q.messages for q in mixed] == [q.messages for q in alone]
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+def test_a_replay_has_the_trace_s_lengths() -> None:
+    """Prompts and answers are as long as the rows', with blocks, without, and beyond them."""
+    rows = [
+        TraceRow(10),
+        TraceRow(500, output_tokens=77, class_name="batch", tenant="acme"),
+        TraceRow(64 * 3, (1, 2, 3)),
+        TraceRow(64 * 2 + 5, (1, 2, 9)),
+        TraceRow(64 * 2 + 100, (1, 2)),
+        TraceRow(40, (1, 2)),
+    ]
+    replayed = replay(rows, seed=0, counter=COUNTER)
+    for index, one in enumerate(rows):
+        question = replayed.question(index)
+        assert COUNTER.count(question.prompt) == one.prompt_tokens
+        assert question.max_tokens == one.output_tokens
+    assert (replayed.question(1).class_name, replayed.question(1).tenant) == ("batch", "acme")
+    with pytest.raises(IndexError):
+        replayed.question(len(rows))
+
+
+def test_replayed_prompts_share_exactly_the_blocks_of_equal_ids() -> None:
+    """Two prompts agree through their equal leading ids, and by less than 4 tokens further."""
+    ids = [(0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 5, 3), (6, 1, 2, 3), (0, 1), (), ()]
+    rows = [TraceRow(256, one) for one in ids]
+    replayed = replay(rows, seed=0, counter=COUNTER)
+    prompts = [replayed.question(index).prompt for index in range(len(rows))]
+    for i, first in enumerate(ids):
+        for j, second in enumerate(ids[:i]):
+            shared = common_length(first, second) * 64 * 4
+            common = common_length(prompts[i], prompts[j])
+            assert shared <= common < shared + 16
+
+
+def test_a_replay_is_the_same_every_time() -> None:
+    """Another replay of the same rows, asked backwards, has the same prompts."""
+    rows = [TraceRow(100 + k, (k % 3, k)) for k in range(20)]
+    first, again = (replay(rows, seed=0, counter=COUNTER) for _ in range(2))
+    forwards = [first.question(index) for index in range(20)]
+    assert [again.question(index) for index in reversed(range(20))] == forwards[::-1]
+    assert replay(rows, seed=1, counter=COUNTER).question(0) != forwards[0]
+
+
+def test_rows_without_blocks_share_nothing(tmp_path) -> None:
+    """Even over a text of one line, prompts part within their first words."""
+    (tmp_path / "line").write_text("the same again ")
+    rows = [TraceRow(200)] * 10
+    replayed = replay(rows, seed=0, counter=COUNTER, text_file=tmp_path / "line")
+    prompts = [replayed.question(index).prompt for index in range(10)]
+    assert max(common_length(a, b) for a, b in pairwise(prompts)) < 16
+
+
+def test_a_replay_fits_the_server_and_keeps_what_is_shared() -> None:
+    """Too long for the context, prompts lose their ends: the shared beginning stays."""
+    rows = [TraceRow(5000, (*range(70), k), output_tokens=4000) for k in (100, 200)]
+    replayed = replay(rows, seed=0, counter=COUNTER, max_model_len=1024)
+    questions = [replayed.question(index) for index in range(2)]
+    assert all(COUNTER.count(q.prompt) + q.max_tokens <= 1024 for q in questions)
+    assert questions[0].prompt == questions[1].prompt
+
+
+# --- lengths and counting -------------------------------------------------------------------------
+
+
+def test_lengths_are_lognormal_and_clamped() -> None:
+    """Half of the lengths lie below the median, and none outside the limits."""
+    lengths, rng = Lengths(median=100, sigma=1.0, least=20, most=400), Random(1)
+    drawn = [lengths.draw(rng) for _ in range(4000)]
+    assert min(drawn) == 20
+    assert max(drawn) == 400
+    assert sum(length <= 100 for length in drawn) / 4000 == pytest.approx(0.5, abs=0.03)
+    within = sum(100 / 2.718 < length < 100 * 2.718 for length in drawn) / 4000
+    assert within == pytest.approx(0.683, abs=0.03)
+
+
+def test_zipf_ranks_fall_as_the_power_says() -> None:
+    """Ranks are drawn in proportion to rank^-s (chi-square)."""
+    shares, rng = zipf(8, 0.8), Random(2)
+    seen = Counter(shares.draw(rng) for _ in range(4000))
+    weights = [rank**-0.8 for rank in range(1, 9)]
+    expected = [4000 * weight / sum(weights) for weight in weights]
+    assert chisquare([seen[rank] for rank in range(8)], expected).pvalue > LEAST_P
+
+
+def test_a_fitted_counter_is_right_for_the_sum_of_its_samples() -> None:
+    """The ratio is characters over tokens of all samples together, and the source says how many."""
+    counter = fit_counter([("a" * 300, 100), ("b" * 100, 60)])
+    assert counter.characters_per_token == pytest.approx(2.5)
+    assert counter.count("c" * 400) == 160
+    assert counter.source == "measured on 2 texts"
+    assert ApproximateCounter().source == "estimated, not measured"
+    for nothing in ([], [("", 3)], [("abc", 0)]):
+        with pytest.raises(ValueError, match="nothing to measure"):
+            fit_counter(nothing)
+    with pytest.raises(ValueError, match="positive"):
+        ApproximateCounter(0.0)
+
+
+@pytest.mark.parametrize("counter", [COUNTER, WordCounter()], ids=["ratio", "words"])
+def test_a_cut_is_the_longest_beginning_that_fits(counter) -> None:
+    """A cut has at most the tokens wanted, and one character more has more, or was not there."""
+    text = "one two  three four\nfive six seven " * 3
+    for tokens in range(40):
+        kept = cut(text, tokens, counter)
+        assert text.startswith(kept)
+        assert counter.count(kept) <= tokens
+        assert kept == text or counter.count(text[: len(kept) + 1]) > tokens
+
+
+def test_an_exact_counter_is_obeyed() -> None:
+    """Whatever the counter counts, passages have the lengths wanted."""
+    replayed = replay(
+        [TraceRow(700), TraceRow(64 * 4, (1, 2, 3, 4))], seed=0, counter=WordCounter()
+    )
+    assert WordCounter().count(replayed.question(0).prompt) == 700
+    assert WordCounter().count(replayed.question(1).prompt) == pytest.approx(256, abs=4)

@@ -1,0 +1,79 @@
+"""Records whose figures can be worked out by hand."""
+
+from __future__ import annotations
+
+from loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+
+WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
+
+
+def record(
+    index: int = 0,
+    at_s: float = 1.0,
+    first_s: float = 0.5,
+    gaps_s=(0.1, 0.1, 0.2),
+    tokens: int | None = 9,
+    told=None,
+    verdict: str = "ok",
+    slo: Slo = Slo(),  # noqa: B008
+    class_name: str = "code",
+    n: int = 1,
+    **fields,
+) -> Record:
+    """Scheduled at `at_s`, sent 10 ms later; text `first_s` after the schedule, then at `gaps_s`.
+
+    The stream ends 20 ms after its last text. `told` has the tokens of each chunk.
+    """
+    instants = [at_s + first_s]
+    for gap_s in gaps_s:
+        instants.append(instants[-1] + gap_s)
+    counts = told or [None] * len(instants)
+    usage = {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": 3 + (tokens or 0)}
+    question = Question("x = 1", (), 64, index, class_name, slo=slo, n=n)
+    values = {
+        "chunks": tuple(Arrived(t, k, 4) for t, k in zip(instants, counts, strict=True)),
+        "texts": (" tok" * len(instants),),
+        "finish_reasons": ("length",),
+        "usage": None if tokens is None else usage,
+        "status": 200,
+    }
+    values |= {"end_s": instants[-1] + 0.02} | fields
+    return Record(Planned(index, at_s, question), at_s, at_s + 0.01, verdict=verdict, **values)
+
+
+def failed(index: int, verdict: str = "cut", at_s: float = 1.0, **fields) -> Record:
+    """A request that got two chunks, and then nothing more."""
+    values = {"gaps_s": (0.1,), "tokens": None, "detail": f"<{verdict}>"} | fields
+    return record(index, at_s, verdict=verdict, **values)
+
+
+def speculation(k: int = 4, drafted: int = 8, accepted: int = 6, **fields) -> dict:
+    """What the gateway reports."""
+    told = {
+        "policy": "auto",
+        "mode": "auto",
+        "proposer": "ngram",
+        "max_draft_tokens": k,
+        "reason": "it pays",
+        "price": 0.1,
+        "num_spec_steps": 2,
+        "num_drafted_tokens": drafted,
+        "num_accepted_tokens": accepted,
+        "acceptance_histogram": [0, 0, 1, 0, 1],
+    }
+    return {"seed": 1, "worker_id": "w0", "speculative_decoding": told | fields}
+
+
+def a_run(records=None, **fields) -> Run:
+    """A valid run of two classes, one failed request and decisions, unless told otherwise."""
+    interactive = Slo(ttft_s=0.6, tpot_s=0.055)
+    if records is None:
+        records = [
+            record(0, 0.0, slo=interactive, class_name="interactive", metrics=speculation()),
+            record(1, 0.5, 0.7, slo=interactive, class_name="interactive", metrics=speculation(2)),
+            record(2, 1.0, class_name="batch", metrics=speculation(0, 0, 0, mode="off")),
+            failed(3, at_s=1.5, class_name="batch"),
+        ]
+    values = {"duration_s": 4.0, "scheduled_duration_s": 2.0, "health": WELL} | fields
+    settings = {"url": "http://server:8000", "model": "<demo>", "slo": {"ttft_s": 0.6}}
+    return Run(settings, records, **values)
