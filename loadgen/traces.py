@@ -16,7 +16,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,8 +51,11 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
         OSError: it cannot be read.
         ValueError: it is of no known form, or a line is damaged; file, line and field are named.
     """
-    with path.open(encoding="utf-8", newline="") as file:
-        return parse_trace(file, str(path))
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            return parse_trace(file, str(path))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8: {error}") from None
 
 
 def parse_trace(lines: Iterable[str], name: str) -> tuple[TraceRow, ...]:
@@ -63,11 +66,11 @@ def parse_trace(lines: Iterable[str], name: str) -> tuple[TraceRow, ...]:
     if numbered[0][1].lstrip().startswith("{"):
         records = [(number, _object(line, name, number)) for number, line in numbered]
     else:
-        header, *rest = csv.reader(line for _, line in numbered)
-        names = [field.strip() for field in header]
+        (first, header), *rest = numbered
+        names = [field.strip() for field in _fields(header, name, first)]
         records = [
-            (number, dict(zip(names, row, strict=False)))
-            for (number, _), row in zip(numbered[1:], rest, strict=True)
+            (number, dict(zip(names, _fields(line, name, number), strict=False)))
+            for number, line in rest
         ]
         if not records:
             return ()
@@ -110,6 +113,14 @@ def _object(line: str, name: str, number: int) -> Mapping[str, Any]:
     return value
 
 
+def _fields(line: str, name: str, number: int) -> list[str]:
+    # A line by itself: no known trace has a field that goes over several.
+    try:
+        return next(csv.reader([line], strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{name}, line {number}: not CSV: {error}") from None
+
+
 def _reader(record: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any]], TraceRow]:
     for key, read in _FORMS.items():
         if key in record:
@@ -119,13 +130,18 @@ def _reader(record: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any]
 
 
 def _azure(record: Mapping[str, Any]) -> TraceRow:
-    # Seven decimals are more than fromisoformat of Python 3.11 takes.
-    stamp = record["TIMESTAMP"][:26]
-    at_s = (datetime.fromisoformat(stamp).replace(tzinfo=None) - _EPOCH).total_seconds()
-    return TraceRow(at_s, _tokens(record, "ContextTokens"), _tokens(record, "GeneratedTokens"))
+    # The trace of 2023 tells no zone; the one of 2024 does.
+    moment = datetime.fromisoformat(record["TIMESTAMP"])
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return TraceRow(
+        (moment - _EPOCH).total_seconds(),
+        _tokens(record, "ContextTokens"),
+        _tokens(record, "GeneratedTokens"),
+    )
 
 
-_EPOCH: Final = datetime(2000, 1, 1)  # noqa: DTZ001 - traces tell no zone; differences count
+_EPOCH: Final = datetime(2020, 1, 1, tzinfo=UTC)
+"""Near the traces: counted from here, instants as floats are right to 0.1 microseconds."""
 
 
 def _burstgpt(record: Mapping[str, Any]) -> TraceRow:
@@ -142,20 +158,29 @@ def _mooncake(record: Mapping[str, Any]) -> TraceRow:
         _seconds(record, "timestamp") / 1e3,
         _tokens(record, "input_length"),
         _tokens(record, "output_length"),
-        tuple(int(block) for block in record["hash_ids"]),
+        _blocks(record),
     )
 
 
 def _own(record: Mapping[str, Any]) -> TraceRow:
+    record = {**_UNSAID, **{key: value for key, value in record.items() if value is not None}}
     return TraceRow(
         _seconds(record, "at_s"),
         _tokens(record, "prompt_tokens"),
         _tokens(record, "output_tokens"),
-        tuple(int(block) for block in record.get("hash_ids") or ()),
-        int(record.get("block_tokens") or MOONCAKE_BLOCK_TOKENS),
-        str(record.get("class") or ""),
-        str(record.get("tenant") or ""),
+        _blocks(record),
+        _tokens(record, "block_tokens", least=1),
+        str(record["class"]),
+        str(record["tenant"]),
     )
+
+
+_UNSAID: Final[Mapping[str, Any]] = {
+    "hash_ids": [],
+    "block_tokens": MOONCAKE_BLOCK_TOKENS,
+    "class": "",
+    "tenant": "",
+}
 
 
 _FORMS: Final[dict[str, Callable[[Mapping[str, Any]], TraceRow]]] = {
@@ -166,15 +191,24 @@ _FORMS: Final[dict[str, Callable[[Mapping[str, Any]], TraceRow]]] = {
 }
 
 
-def _tokens(record: Mapping[str, Any], field: str) -> int:
+def _tokens(record: Mapping[str, Any], field: str, least: int = 0) -> int:
     value = record[field]
     try:
+        if isinstance(value, float) and not value.is_integer():
+            raise ValueError
         tokens = int(value)
     except (TypeError, ValueError):
         raise ValueError(f"{field} must be a number of tokens, not {value!r}") from None
-    if tokens < 0:
-        raise ValueError(f"{field} must not be negative, but is {tokens}")
+    if tokens < least:
+        raise ValueError(f"{field} must be at least {least}, but is {tokens}")
     return tokens
+
+
+def _blocks(record: Mapping[str, Any]) -> tuple[int, ...]:
+    value = record["hash_ids"]
+    if not isinstance(value, list) or not all(isinstance(block, int) for block in value):
+        raise ValueError(f"hash_ids must be a list of whole numbers, not {value!r}")
+    return tuple(value)
 
 
 def _seconds(record: Mapping[str, Any], field: str) -> float:

@@ -13,7 +13,16 @@ from scipy import stats
 from loadgen.arrivals import parse_arrival
 
 RATE = 8.0
-SPECS = ["constant", "poisson", "gamma:0.5", "gamma:3", "onoff", "onoff:1,4", "ramp:0.5,2,30"]
+SPECS = [
+    "constant",
+    "poisson",
+    "gamma:0.5",
+    "gamma:3",
+    "onoff",
+    "onoff:1,4",
+    "ramp:0.5,2,30",
+    "ramp:0,2",
+]
 
 
 def instants(spec: str, count: int, seed: int = 1, rate: float = RATE) -> np.ndarray:
@@ -76,18 +85,19 @@ def test_on_off_is_silent_when_off_and_keeps_its_mean() -> None:
     assert stats.kstest(gaps, "expon", args=(0, 1 / (5 * RATE))).pvalue > 1e-3
 
 
-def test_a_ramp_grows_linearly_and_then_stays() -> None:
-    """Counts in equal parts of the ramp, and behind it, are those of the growing rate."""
+@pytest.mark.parametrize(("first", "last"), [(0.5, 2.0), (0.0, 2.0), (2.0, 0.5), (1.0, 1.0)])
+def test_a_ramp_grows_linearly_and_then_stays(first: float, last: float) -> None:
+    """Counts in equal parts of the ramp, and behind it, are those of the changing rate."""
     edges = np.linspace(0, 60, 7)
     counts = np.zeros(6)
     for seed in range(100):
-        found = instants("ramp:0.5,2,30", 1100, seed)
+        found = instants(f"ramp:{first},{last},30", 1100, seed)
         assert found[-1] > 60
         counts += np.histogram(found, edges)[0]
 
     def mass(at: float) -> float:
         on = min(at, 30.0)
-        return RATE * (0.5 * on + 1.5 / 60 * on**2 + 2 * (at - on))
+        return RATE * (first * on + (last - first) / 60 * on**2 + last * (at - on))
 
     expected = 100 * np.diff([mass(edge) for edge in edges])
     assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
@@ -109,6 +119,12 @@ def test_a_ramp_grows_linearly_and_then_stays() -> None:
         "onoff:1",
         "onoff:1,inf",
         "ramp:1",
+        "ramp:2,0",
+        "ramp:0,0",
+        "ramp:1,1e308",
+        "gamma:1e-200",
+        "gamma:1e3",
+        "onoff:0,1",
     ],
 )
 def test_a_process_that_is_none_is_refused(spec: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,10 @@ OWN = """{"at_s": 3, "prompt_tokens": 10, "output_tokens": 2, "class": "batch", 
 
 {"at_s": 3.25, "prompt_tokens": 11, "output_tokens": 3, "hash_ids": [1], "block_tokens": 16}
 """
+
+
+def _own(more: str) -> str:
+    return f'{{"at_s": 4, "prompt_tokens": 1, "output_tokens": 1, {more}}}\n'
 
 
 def parse(text: str) -> tuple[TraceRow, ...]:
@@ -57,7 +64,20 @@ def test_every_known_form_is_told_by_its_fields() -> None:
         (MOONCAKE + '{"timestamp": 1, "input_length": 1}\n', "line 3: 'output_length' is missing"),
         (MOONCAKE + "{\n", "line 3: not JSON"),
         (OWN + '{"at_s": 1e999, "prompt_tokens": 1, "output_tokens": 1}\n', "at_s must be finite"),
-        (OWN + '{"at_s": 1, "prompt_tokens": -1, "output_tokens": 1}\n', "must not be negative"),
+        (
+            OWN + '{"at_s": 1, "prompt_tokens": -1, "output_tokens": 1}\n',
+            "prompt_tokens .* least 0",
+        ),
+        (
+            OWN + '{"at_s": 1, "prompt_tokens": 1e999, "output_tokens": 1}\n',
+            "line 4: prompt_tokens",
+        ),
+        (OWN + '{"at_s": 1, "prompt_tokens": 1.5, "output_tokens": 1}\n', "line 4: prompt_tokens"),
+        (OWN + _own('"hash_ids": "12"'), "line 4: hash_ids must be a list"),
+        (OWN + _own('"hash_ids": [1.5]'), "line 4: hash_ids must be a list"),
+        (OWN + _own('"hash_ids": [1], "block_tokens": 0'), "line 4: block_tokens .* least 1"),
+        (BURSTGPT + '50,"GPT\n-4",1,2,3,API log\n', "line 4: not CSV"),
+        (BURSTGPT + "50,GPT-4,1\n", "line 4: 'Response tokens' is missing"),
         ("a,b\n1,2\n", "no known trace"),
     ],
 )
@@ -65,6 +85,34 @@ def test_a_damaged_trace_names_line_and_field(text: str, words: str) -> None:
     """The message has the file, the line and what was wrong there."""
     with pytest.raises(ValueError, match=f"a trace.*{words}"):
         parse(text)
+
+
+def test_fields_that_are_null_are_as_if_unsaid() -> None:
+    """An exporter's nulls mean the defaults, not the word None."""
+    nulls = '"hash_ids": null, "block_tokens": null, "class": null, "tenant": null'
+    assert parse(_own(nulls)) == (TraceRow(0.0, 1, 1),)
+
+
+def test_instants_with_a_zone_are_one_time() -> None:
+    """A row that tells its zone, as Azure's trace of 2024 does, is placed by it."""
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 02:00:01.009930+02:00,1,2\n"
+        "2024-05-10 00:00:00+00:00,3,4\n"
+    )
+    first, second = parse(text)
+    assert first.prompt_tokens == 3
+    assert second.at_s == pytest.approx(1.00993, abs=1e-7)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark_but_must_be_text(tmp_path: Path) -> None:
+    """Spreadsheets write a mark; another encoding is refused with the file's name."""
+    path = tmp_path / "saved.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + AZURE.replace("\n", "\r\n").encode())
+    assert read_trace(path) == parse(AZURE)
+    path.write_text(AZURE, encoding="utf-16")
+    with pytest.raises(ValueError, match=r"saved\.csv: not UTF-8"):
+        read_trace(path)
 
 
 def test_time_may_be_scaled_to_a_speed_or_a_rate() -> None:
@@ -96,3 +144,35 @@ def test_the_published_traces_are_read_whole(path: str, count: int) -> None:
     assert instants[0] == 0.0
     assert 1000 < instants[-1] < 4000
     assert all(len(row.prefix_ids) * 512 >= row.prompt_tokens for row in rows if row.prefix_ids)
+
+
+@needs_data
+@pytest.mark.parametrize(
+    "path", ["azure_llm_2023/AzureLLMInferenceTrace_code.csv", "mooncake/conversation_trace.jsonl"]
+)
+def test_replays_hit_their_timestamps(path: str) -> None:
+    """Every row is due when its line says, counted in whole units of the file's own clock."""
+    with (DATA / path).open(encoding="utf-8") as file:
+        if path.endswith(".csv"):
+            stamps = [datetime.fromisoformat(row["TIMESTAMP"]) for row in csv.DictReader(file)]
+            due = [(stamp - stamps[0]) // timedelta(microseconds=1) for stamp in stamps]
+            unit_s = 1e-6
+        else:
+            due = [json.loads(line)["timestamp"] for line in file]
+            unit_s = 1e-3
+    found = [row.at_s for row in read_trace(DATA / path)]
+    assert [round(at_s / unit_s) for at_s in found] == due
+    assert max(abs(a - b * unit_s) for a, b in zip(found, due, strict=True)) < 1e-7
+
+
+@needs_data
+def test_shared_prefixes_survive_the_reading() -> None:
+    """Mooncake's conversations share blocks with earlier ones as often as its lines say."""
+    path = DATA / "mooncake/conversation_trace.jsonl"
+    with path.open(encoding="utf-8") as file:
+        said = [tuple(json.loads(line)["hash_ids"]) for line in file]
+    rows = read_trace(path)
+    assert [row.prefix_ids for row in rows] == said
+    assert {row.block_tokens for row in rows} == {512}
+    blocks = [block for row in rows for block in row.prefix_ids]
+    assert len(set(blocks)) < 0.7 * len(blocks)
