@@ -81,7 +81,10 @@ class Gamma:
 
 @dataclass(frozen=True, slots=True)
 class OnOff:
-    """Poisson in phases of `on_s`, silence for `off_s`; the mean over both is the rate."""
+    """Poisson in phases of `on_s`, silence for `off_s`; the mean over both is the rate.
+
+    It starts in a phase of requests: a run of other than whole periods has more than the rate.
+    """
 
     on_s: float = PHASE_S
     off_s: float = PHASE_S

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from loadgen.audit import Verdict
@@ -153,37 +154,46 @@ async def probe(
     )
 
 
-def render(result: CalibrationResult) -> Table:
-    """Return a table of the two ceilings, with what held them back."""
-    table = Table(title="Ceiling of this generator (one core)", title_justify="left")
-    for column in ("load", "requests/s", "open streams", "chunks/s", "p99 lag", "TTFT excess"):
-        table.add_column(column, justify="left" if column == "load" else "right")
-    table.add_column("CPU", justify="right")
-    table.add_column("null server's", justify="right")
-    table.add_column("held back by")
-    searches = (
-        ("1 token", result.rate, result.rates),
-        (f"{STREAM_TOKENS} tokens, every {PACE.itl_s * 1e3:g} ms", result.stream, result.streams),
-    )
-    for name, best, probes in searches:
-        if best is None:
-            table.add_row(name, "none", "", "", "", "", "", "", "; ".join(probes[-1].reasons))
-            continue
-        beyond = [p for p in probes if p.reasons and p.rate_rps > best.rate_rps]
-        cause = min(beyond, key=lambda p: p.rate_rps).reasons[0] if beyond else ""
-        median_s, p99_s = best.ttft_excess_s
-        table.add_row(
-            name,
-            f"{best.rate_rps:.0f}",
-            f"{best.open_streams:.0f}",
-            f"{best.chunks_per_s:.0f}",
-            f"{best.health.p99_lag_s * 1e3:.1f} ms",
-            f"{median_s * 1e3:.1f} ms, p99 {p99_s * 1e3:.1f} ms",
-            f"{best.health.cpu_share:.0%}",
-            f"{best.server_cpu_share:.0%}",
-            cause,
-        )
-    return table
+def render(result: CalibrationResult) -> RenderableType:
+    """Return the two ceilings as text within 80 columns, with what held them back."""
+    streamed = f"{STREAM_TOKENS} tokens, {PACE.itl_s * 1e3:g} ms apart"
+    table = Table(title="Ceilings of this generator (one core)", title_justify="left", box=None)
+    table.add_column("answers of")
+    for name in ("1 token", streamed):
+        table.add_column(name, justify="right")
+    searches = (result.rates, result.rate), (result.streams, result.stream)
+    columns = [_figures(best) for _, best in searches]
+    for title in columns[0] | columns[1]:
+        table.add_row(title, *(column.get(title, "none held") for column in columns))
+    causes = [
+        f"{name}: held back by: {cause}"
+        for name, (probes, best) in zip(("1 token", streamed), searches, strict=True)
+        if (cause := _cause(probes, best))
+    ]
+    return Group(table, "", *causes)
+
+
+def _figures(best: Probe | None) -> dict[str, str]:
+    """Return what a column says of the best probe that was held; nothing if there was none."""
+    if best is None:
+        return {}
+    median_s, p99_s = best.ttft_excess_s
+    return {
+        "requests/s": f"{best.rate_rps:.0f}",
+        "open streams": f"{best.open_streams:.0f}",
+        "chunks/s": f"{best.chunks_per_s:.0f}",
+        "p99 lag": f"{best.health.p99_lag_s * 1e3:.1f} ms",
+        "TTFT excess, median": f"{median_s * 1e3:.1f} ms",
+        "TTFT excess, p99": f"{p99_s * 1e3:.1f} ms",
+        "CPU": f"{best.health.cpu_share:.0%}",
+        "null server's CPU": f"{best.server_cpu_share:.0%}",
+    }
+
+
+def _cause(probes: Sequence[Probe], best: Probe | None) -> str:
+    """Return why the lowest load above the best was not held; empty if none was tried."""
+    above = [p for p in probes if p.reasons and (best is None or p.rate_rps > best.rate_rps)]
+    return "; ".join(min(above, key=lambda p: p.rate_rps).reasons) if above else ""
 
 
 @asynccontextmanager

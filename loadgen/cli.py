@@ -76,7 +76,9 @@ def run(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = None,
     arrival: Annotated[
         str | None,
-        typer.Option(help="constant, poisson, gamma:CV, onoff[:ON_S,OFF_S] or ramp:FIRST,LAST."),
+        typer.Option(
+            help="constant, poisson, gamma:CV, onoff[:ON_S,OFF_S] or ramp:FIRST,LAST[,SECONDS]."
+        ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(help="Requests per second on a schedule: an open loop.")
@@ -112,7 +114,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is a flag
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="Bearer token.")
     ] = "",
-    seed: Annotated[int, typer.Option(help="Of arrivals, workload and requests.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals, workload and requests.")] = 0,
     timeout_s: Annotated[float, typer.Option(help="Most seconds for one request.")] = 300.0,
     json_out: JsonOut = None,
     html_out: HtmlOut = None,

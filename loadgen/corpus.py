@@ -27,6 +27,10 @@ NO_READING: Final = frozenset(
 )
 """Folders left out: tables of numbers, tests, and what is not the standard library."""
 
+TABLES: Final = ("entities.py", "stringprep.py", "_casefix.py", "_sysconfigdata")
+"""Files left out, by how their names begin: tables written as code, of which a token is a character
+or two, so that a prompt made of them is far longer than its estimate."""
+
 LEAST_LETTERS: Final = 0.85
 """Share of ASCII letters and spaces in a paragraph of prose; below, a token has few characters and
 estimates of a prompt's length are far off."""
@@ -165,8 +169,12 @@ def _sources(root: Path) -> Iterator[tuple[str, int]]:
     """Yield the path below `root` and the bytes of each Python source."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in NO_READING]
-        for path in (Path(folder, name) for name in files if name.endswith(".py")):
+        for path in (Path(folder, name) for name in files if _is_read(name)):
             yield path.relative_to(root).as_posix(), path.stat().st_size
+
+
+def _is_read(name: str) -> bool:
+    return name.endswith(".py") and not name.startswith(TABLES)
 
 
 def _reader(path: Path) -> Callable[[], str]:

@@ -70,8 +70,11 @@ def invalid_reasons(run: Run) -> list[str]:
 
 
 def schedule_s(run: Run) -> float:
-    """Return the seconds over which goodput is taken: the schedule's, else the run's."""
-    return run.duration_s if run.scheduled_duration_s is None else run.scheduled_duration_s
+    """Return the seconds over which goodput is taken: the schedule's, else the run's.
+
+    A closed loop has no schedule, and that of a trace whose requests all come at once no length.
+    """
+    return run.scheduled_duration_s or run.duration_s
 
 
 def accepted_tokens_per_s(run: Run) -> float | None:

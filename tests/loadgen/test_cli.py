@@ -209,7 +209,7 @@ def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
     result = command("calibrate", "--probe-s", 0.5)
     assert result.exit_code == 0
     assert "200/s, 400 open: not held: CPU of the generator" in result.output
-    assert "Ceiling of this generator" in result.output
+    assert "Ceilings of this generator" in result.output
 
 
 async def test_a_server_without_tokenize_gets_an_estimate() -> None:

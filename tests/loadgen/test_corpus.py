@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from scipy.stats import chisquare
 
-from loadgen.corpus import Document, Library, Place, docstrings
+from loadgen.corpus import Document, Library, Place, docstrings, open_corpus
 
 
 def test_a_library_reads_only_what_is_asked_for() -> None:
@@ -52,3 +52,13 @@ def test_docstrings_are_taken_from_modules_classes_and_functions() -> None:
     source = "'M.'\nclass C:\n    'K.'\n    def f(self):\n        'F.'\n        x = 'no'\n"
     assert docstrings(source) == "M.\n\nC: K.\n\nf: F.\n\n"
     assert docstrings("def (") == ""
+
+
+def test_tables_written_as_code_are_left_out() -> None:
+    """The names of HTML's entities are no text to ask about; the rest of that package is."""
+    code = open_corpus().code
+    names = {code.name(Place(document, 0)) for document in range(len(code))}
+    assert "html/parser.py" in names
+    assert "html/entities.py" not in names
+    assert "stringprep.py" not in names
+    assert not [name for name in names if name.startswith("_sysconfigdata")]

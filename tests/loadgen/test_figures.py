@@ -181,10 +181,15 @@ def test_the_summary_has_the_contracts_form() -> None:
     assert {figure.key for figure in FIGURES} <= set(details["formulas"])
 
 
-def test_a_closed_loop_has_goodput_over_its_run() -> None:
-    """Without a schedule the run's own length counts."""
-    run = a_run(scheduled_duration_s=None)
+@pytest.mark.parametrize("scheduled_s", [None, 0.0])
+def test_without_a_schedule_goodput_is_over_the_run(scheduled_s: float | None) -> None:
+    """A closed loop has no schedule, a trace of one instant none that lasts: the run's counts."""
+    run = a_run(scheduled_duration_s=scheduled_s)
     assert summarize(run)["goodput_rps"] == pytest.approx(2 / 4.0)
+
+
+def test_a_run_of_no_length_has_no_throughput() -> None:
+    """Nothing per nothing is not a number."""
     assert accepted_tokens_per_s(a_run([], duration_s=0.0)) is None
 
 

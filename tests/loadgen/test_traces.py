@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from datetime import datetime, timedelta
+from itertools import combinations, takewhile
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from loadgen.plan import Load, make_plan
 from loadgen.traces import TraceRow, at_rate, parse_trace, read_trace, scaled
+from loadgen.workloads import ApproximateCounter
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+T = TypeVar("T")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the recorded traces are not here")
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -33,6 +39,11 @@ OWN = """{"at_s": 3, "prompt_tokens": 10, "output_tokens": 2, "class": "batch", 
 
 def _own(more: str) -> str:
     return f'{{"at_s": 4, "prompt_tokens": 1, "output_tokens": 1, {more}}}\n'
+
+
+def common(one: Sequence[T], other: Sequence[T]) -> list[T]:
+    pairs = zip(one, other, strict=False)
+    return [mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def parse(text: str) -> tuple[TraceRow, ...]:
@@ -176,3 +187,22 @@ def test_shared_prefixes_survive_the_reading() -> None:
     assert {row.block_tokens for row in rows} == {512}
     blocks = [block for row in rows for block in row.prefix_ids]
     assert len(set(blocks)) < 0.7 * len(blocks)
+
+
+@needs_data
+def test_a_replayed_trace_shares_what_was_shared_when_it_came() -> None:
+    """Requests keep their instants and lengths; two prompts agree through their common blocks."""
+    path, counter = DATA / "mooncake/synthetic_trace.jsonl", ApproximateCounter()
+    rows = read_trace(path)
+    planned = list(make_plan(Load(trace=path, requests=60), rows=rows, counter=counter).requests)
+    assert [request.at_s for request in planned] == [row.at_s for row in rows[:60]]
+    prompts = [request.question.prompt or "" for request in planned]
+    for row, prompt in zip(rows, prompts, strict=False):
+        assert abs(counter.count(prompt) - row.prompt_tokens) <= len(row.prefix_ids) + 1
+    shared = 0
+    for (row, prompt), (other, text) in combinations(zip(rows, prompts, strict=False), 2):
+        agreed = len(common(row.prefix_ids, other.prefix_ids))
+        same = counter.count("".join(common(prompt, text)))
+        assert abs(same - agreed * row.block_tokens) <= agreed + 4
+        shared += agreed
+    assert shared > 0
