@@ -13,6 +13,8 @@ nobody's text, and still show whether two runs were asked and answered the same.
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -130,14 +132,14 @@ class EventWriter:
 def read_events(path: Path) -> tuple[Run, LosslessCheck | None]:
     """Return the run of a file, and its lossless check if there was one.
 
-    The records hold no texts. A file without its last line gives a run that was interrupted and
-    whose health is not known.
+    The records hold no texts. The file may be compressed (`.gz`). A file without its last line
+    gives a run that was interrupted and whose health is not known.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is not of this form, or damaged; file and line are named.
     """
-    lines = path.read_bytes().split(b"\n")
+    lines = _content(path).split(b"\n")
     run, lossless = Run(_header(path, lines[0]), interrupted=True), None
     last = len(lines) - 1  # empty, or half written
     for number, text in enumerate(lines[1:last], 2):
@@ -157,6 +159,14 @@ def read_events(path: Path) -> tuple[Run, LosslessCheck | None]:
         run.duration_s = max((record.end_s for record in run.records), default=0.0)
         run.scheduled_duration_s = _last_instant(run.records)
     return run, lossless
+
+
+def _content(path: Path) -> bytes:
+    data = path.read_bytes()
+    try:
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def _header(path: Path, line: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Words after the language say what a block needs:
     ```bash docker     needs a Docker daemon: not run
     ```bash gpu        needs a CUDA device: not run
     ```bash hub        downloads a model: not run
+    ```bash load       measures: on a machine too busy for that it may call its run INVALID
 
 All blocks share one working directory, in the order of the page, so one may read what an earlier
 one wrote. The repository's files are visible there, and nothing is written into the repository.
@@ -30,6 +31,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+INVALID = 3  # the exit status of a load whose generator fell behind
 NOT_RUN = {"serve", "install", "docker", "gpu", "hub"}
 BLOCK_TIMEOUT_S = 180
 READY_TIMEOUT_S = 90
@@ -150,4 +152,5 @@ def test_an_example_of_the_readme_runs(
         timeout=BLOCK_TIMEOUT_S,
         check=False,
     )
-    assert result.returncode == 0, f"README.md:{block.line}\n{code}\n{result.stdout[-4000:]}"
+    fine = {0, INVALID} if "load" in block.tags else {0}
+    assert result.returncode in fine, f"README.md:{block.line}\n{code}\n{result.stdout[-4000:]}"

@@ -24,6 +24,9 @@ from policies.types import RequestView, WorkerLoad
 TOKEN_BUCKETS: Final = tuple(ROW_TILE * tiles for tiles in (1, 2, 3, 4, 6, 8, 12, 16))
 """Token counts that are timed: the padded sizes of verify steps."""
 
+TIMED_CONTEXT: Final = 2048
+"""KV tokens that are read to time reading them: eight tiles, enough to stand out of the noise."""
+
 TIMED_RUNS: Final = 5
 """Runs of each shape; their median counts, because other processes disturb single ones."""
 
@@ -41,7 +44,10 @@ PROBE_WINDOW: Final = 50
 
 
 def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> StepCost:
-    """Time verify steps of one sequence by tokens, and what each further sequence adds.
+    """Time verify steps of one sequence by tokens, what each further sequence adds, and KV reads.
+
+    Without what reading the cache costs, a batch of long contexts looks cheap, and the slots that
+    hardly lengthen its steps dear: `auto` then drafts too little where it would pay most.
 
     Args:
         max_tokens: most tokens the KV pool can hold for one sequence.
@@ -59,10 +65,12 @@ def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> St
         sequence_s = max(_time_s(runner, batch) - step_s[0], 0.0) / (many - 1)
     # The timed steps had one sequence each.
     table_s = tuple(max(seconds - sequence_s, 0.0) for seconds in step_s)
-    return StepCost(tuple(buckets), table_s, sequence_s=sequence_s)
+    context_tokens = min(TIMED_CONTEXT, max_tokens - 1)
+    kv_token_s = _kv_token_s(runner, context_tokens) if context_tokens > 0 else 0.0
+    return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s)
 
 
-def measure_kv_token_s(runner: Runner, context_tokens: int) -> float:
+def _kv_token_s(runner: Runner, context_tokens: int) -> float:
     """Return the seconds by which each KV token read makes a decode longer."""
     near, far = (
         _time_s(runner, StepPlan((_verify(1, start=start),))) for start in (0, context_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from hashlib import sha256
@@ -85,6 +86,17 @@ def test_a_crash_leaves_what_was_known(tmp_path) -> None:
     assert again.duration_s == max(r.end_s for r in run.records[:2])
     assert again.scheduled_duration_s == 0.5
     assert not summarize(again)["valid"]
+
+
+def test_a_compressed_file_is_read_as_it_is(tmp_path) -> None:
+    """Recorded runs may lie about as `.gz`."""
+    plain = written(tmp_path / "e.jsonl", a_run())
+    packed = tmp_path / "e.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_events(packed) == read_events(plain)
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="damaged"):
+        read_events(packed)
 
 
 def test_an_interrupted_run_stays_one(tmp_path) -> None:

@@ -15,11 +15,11 @@ from backends.engine.bench.record import provenance
 from backends.engine.config import read_model_config
 from backends.engine.load import load_engine
 from backends.engine.runner import Runner
-from backends.engine.warmup import measure_kv_token_s, measure_step_cost
+from backends.engine.warmup import TIMED_CONTEXT, measure_step_cost
 from backends.shipped import SHIPPED_MODEL
 
-MAX_TOKENS = 256
-CONTEXT_TOKENS = 2048
+MAX_TOKENS = TIMED_CONTEXT + 1
+MAX_SEQUENCES = 256
 
 
 def measure() -> dict[str, Any]:
@@ -28,7 +28,7 @@ def measure() -> dict[str, Any]:
     engine = load_engine(WorkerConfig())
     runner = engine.executor
     assert isinstance(runner, Runner)
-    cost = measure_step_cost(runner, MAX_TOKENS, MAX_TOKENS)
+    cost = measure_step_cost(runner, MAX_TOKENS, MAX_SEQUENCES)
     source = (
         f"measured: {facts['command']}, commit {facts['commit']}, {facts['date']}, "
         f"torch {facts['torch']}, {facts['threads']} threads"
@@ -40,7 +40,7 @@ def measure() -> dict[str, Any]:
         "source": source + (", machine disturbed" if facts["disturbed"] else ""),
         "token_buckets": cost.token_buckets,
         "step_s": [round(seconds, 7) for seconds in cost.step_s],
-        "kv_token_s": round(measure_kv_token_s(runner, CONTEXT_TOKENS), 12),
+        "kv_token_s": round(cost.kv_token_s, 12),
         "sequence_s": round(cost.sequence_s, 9),
         "prefill_attention_s": 0.0,
         "draft": {},
