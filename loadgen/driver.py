@@ -10,7 +10,7 @@ import aiohttp
 
 from loadgen.client import Exchange, Patience
 from loadgen.clock import Clock, start_clock
-from loadgen.health import HealthMonitor
+from loadgen.health import HealthMonitor, without_full_collections
 from loadgen.types import Planned, Record, Run
 
 TIMER_S: Final = 0.001
@@ -69,7 +69,7 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
             run.records.append(current.record())
             on_record(run.records[-1])
 
-    with HealthMonitor(clock) as monitor:
+    with without_full_collections(), HealthMonitor(clock) as monitor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if concurrency is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
@@ -35,6 +37,26 @@ class Budget:
     max_lag_s: float = 0.100
     loop_stall_s: float = 0.100
     cpu_share: float = 0.90
+
+
+NEVER: Final = 1 << 30
+"""Younger generations between two full collections of garbage: more than a run has."""
+
+
+@contextmanager
+def without_full_collections() -> Iterator[None]:
+    """Keep Python from looking through everything there is for garbage, until left.
+
+    Such a look stopped this process for 20 to 86 ms at 400 open streams (AMD EPYC Zen 4, Python
+    3.11, 2026-11-21) and was what limited it. What becomes garbage soon is still collected; what a
+    run keeps, it keeps to its end.
+    """
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
 
 
 class HealthMonitor:

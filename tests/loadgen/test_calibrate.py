@@ -11,6 +11,7 @@ from loadgen.calibrate import (
     PACE,
     CalibrationResult,
     Probe,
+    held_once,
     highest,
     null_server,
     probe,
@@ -42,6 +43,20 @@ async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
     assert found <= ceiling
     assert ceiling - found <= max(1, 0.1 * found)
     assert len(probed) <= 16
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "held"), [([True], True), ([False, True], True), ([False, False], False)]
+)
+async def test_one_hiccup_is_no_ceiling(outcomes: list[bool], held: bool) -> None:
+    """A load is given up when it failed twice, and not tried again when it held."""
+    left = iter(outcomes)
+
+    async def attempt() -> bool:
+        return next(left)
+
+    assert await held_once(attempt) is held
+    assert next(left, None) is None
 
 
 async def test_the_null_server_streams_what_it_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import pytest
 from loadgen.client import open_session
 from loadgen.clock import start_clock
 from loadgen.driver import TIMER_S, run_plan, send_on_schedule
-from loadgen.health import Budget, HealthMonitor, judge_health, lag_s
+from loadgen.health import NEVER, Budget, HealthMonitor, judge_health, lag_s
 from loadgen.types import ClientHealth, Planned, Record, Run
 from tests.loadgen.mock import Mock, Script, planned, question, serving
 
@@ -178,6 +179,21 @@ async def test_a_stalled_loop_makes_the_run_invalid() -> None:
     reasons = " ".join(judge_health(run))
     assert "largest lag behind schedule" in reasons
     assert "stall of the event loop" in reasons
+
+
+async def test_no_full_collection_stops_a_run() -> None:
+    """While requests are sent Python does not look through all memory; afterwards it does again."""
+    before, during = gc.get_threshold(), []
+    async with serving(Mock()) as url, open_session() as session:
+        await run_plan(
+            session,
+            url,
+            "mock",
+            [planned(0, 0.0)],
+            on_start=lambda _: during.append(gc.get_threshold()),
+        )
+    assert during == [(*before[:2], NEVER)]
+    assert gc.get_threshold() == before
 
 
 async def test_cpu_time_of_the_process_is_counted() -> None:
