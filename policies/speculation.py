@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from policies.step_cost import StepCost
-from policies.survival import expected_accepted_tokens
 from policies.types import (
     PROPOSER_MODES,
     RequestView,
@@ -88,9 +87,10 @@ class Auto:
     """Draft as long as it pays: lengths from the running acceptance and the batch.
 
     A first, simple form. All sequences share one cap k per step; each drafts
-    `min(k, what it offers)`, and k maximises expected tokens per second,
-    `sum(1 + a_i + a_i^2 + ...) / T(step)`, so a full batch or a poor acceptance shortens drafts
-    by itself (the goodput of SmartSpec, arXiv 2406.14066, with an acceptance per sequence).
+    `min(k, what it offers)`, and k maximises expected tokens per second, the sum over sequences of
+    1 + survivals by `T(step)` and the time of drafting, so a full batch or a poor acceptance
+    shortens drafts by itself (the goodput of SmartSpec, arXiv 2406.14066, with an acceptance per
+    sequence).
     """
 
     max_draft_tokens: int = MAX_DRAFT_TOKENS
@@ -128,12 +128,15 @@ class Auto:
 
 def _tokens_per_s(step: StepView, cost: StepCost, lengths: Sequence[int]) -> float:
     """Return the expected tokens per second of the step with these drafts."""
-    drafted = sum(
-        expected_accepted_tokens(candidate.acceptance, length)
-        for candidate, length in zip(step.candidates, lengths, strict=True)
-    )
+    chosen = list(zip(step.candidates, lengths, strict=True))
+    drafted = sum(sum(candidate.survivals[:length]) for candidate, length in chosen)
     step_s = cost.seconds(step.tokens + sum(lengths), step.kv_tokens, step.sequences)
-    return (step.sequences + drafted) / max(step_s, 1e-9)
+    # Proposers draft one after the other, each for all its sequences at once.
+    deepest: dict[float, int] = {}
+    for candidate, length in chosen:
+        deepest[candidate.depth_s] = max(length, deepest.get(candidate.depth_s, 0))
+    draft_s = sum(depth_s * depth for depth_s, depth in deepest.items())
+    return (step.sequences + drafted) / max(step_s + draft_s, 1e-9)
 
 
 def _paying_slots(acceptance: float, price: float, most: int) -> int:

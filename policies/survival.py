@@ -40,12 +40,3 @@ class Acceptance:
     def rate(self, prior: float = PRIOR_ACCEPTANCE, weight: float = PRIOR_WEIGHT) -> float:
         """Return the chance of a token, in (0, 1), shrunk toward `prior` by `weight` slots."""
         return (self.agreed + prior * weight) / (self.agreed + self.refuted + weight)
-
-
-def expected_accepted_tokens(acceptance: float, draft_tokens: int) -> float:
-    """Return the expected accepted tokens of a draft: a + a^2 + ... + a^n."""
-    survival, total = 1.0, 0.0
-    for _ in range(draft_tokens):
-        survival *= acceptance
-        total += survival
-    return total

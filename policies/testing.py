@@ -48,6 +48,9 @@ def check_speculation(policy: SpeculationPolicy) -> None:
                 for cap in (None, 0, 1, 100):
                     check_decision(policy, RequestView(10, 20, 0.0, mode, cap), load)
     for count in (0, 1, 5, 40):
-        candidates = tuple(DraftCandidate(i % 9, (i % 10) / 10) for i in range(count))
+        candidates = tuple(
+            DraftCandidate(tuple((i % 10 / 10) ** n for n in range(1, i % 9)), i % 3 * 1e-4)
+            for i in range(count)
+        )
         for budget in (0, 3, 1000):
             check_draft_lengths(policy, StepView(count, 100, count, budget, candidates), cost)

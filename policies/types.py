@@ -92,13 +92,20 @@ class DraftCandidate:
     """A decoding sequence whose next step could verify a draft.
 
     Attributes:
-        max_draft_tokens: longest draft the step may verify for it: the plan's cap, the tokens
-            left to generate, and what the proposer offers.
-        acceptance: estimated chance that a draft token is accepted, given all before it were.
+        survivals: the chance of each slot that it and all before it are accepted; as many as the
+            plan's cap, the tokens left to generate and the proposer allow. The best come first: the
+            first n are the draft of n slots.
+        depth_s: seconds of drafting one token deeper, once for all candidates with this cost; 0 if
+            the draft is there already.
     """
 
-    max_draft_tokens: int
-    acceptance: float
+    survivals: tuple[float, ...]
+    depth_s: float = 0.0
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The longest draft the step may verify for it."""
+        return len(self.survivals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,10 @@ class FreeRuns:
             after = run.stop
         return taken
 
+    def begins_gap(self, block: int) -> bool:
+        """Return whether a block is free and the one before it is not."""
+        return block in self._gaps
+
     def give_back(self, block: int) -> None:
         """Make a taken block free."""
         start, end = block, block + 1

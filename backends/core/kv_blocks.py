@@ -128,6 +128,10 @@ class KvBlocks:
         """Let somebody borrow blocks; `call_in(n)` makes them give back `n` they have, or all."""
         self._call_in = call_in
 
+    def can_lend(self, block: int) -> bool:
+        """Return whether `lend` would lend this very block, without evicting anything."""
+        return self._free.begins_gap(block)
+
     def lend(self, after: int | None) -> int:
         """Lend a block, the one at `after` if it is free.
 

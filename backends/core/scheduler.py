@@ -14,18 +14,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from backends.core.drafting import Drafting, Offer
+from backends.core.drafts import Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
-from backends.core.steps import Draft, Proposer, SequenceWork, StepPlan, StepResult
+from backends.core.steps import SequenceWork, StepPlan, StepResult
 from backends.types import FinishReason, TokenLogprob
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost, slot_price
-from policies.survival import FORGETTING, Acceptance
-from policies.types import DraftCandidate, StepView, WorkerLoad
+from policies.types import StepView, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,10 @@ class Scheduler:
         self.blocks = blocks
         self.cost = cost
         self._policy = policy
-        self._proposers = proposers
+        self._drafting = Drafting(proposers)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._pending = PendingPrefixes()
-        self._offers: dict[int, Draft] = {}  # what proposers offered for the planned step
-        self._acceptance = Acceptance(forgetting=FORGETTING)
         self._price = 0.0
         self._step = 0
 
@@ -105,8 +105,7 @@ class Scheduler:
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = reason
         self._give_back(sequence)
-        for proposer in self._proposers.values():
-            proposer.forget(sequence)
+        self._drafting.forget(sequence)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -126,8 +125,8 @@ class Scheduler:
             kv_blocks_free=self.blocks.num_free,
             kv_blocks_total=self.blocks.num_blocks,
             price=self._price if self._running else 0.0,
-            acceptance=self._acceptance.rate(),
-            proposers=tuple(self._proposers),
+            acceptance=self._drafting.acceptance.rate(),
+            proposers=self._drafting.names,
         )
 
     def plan(self) -> StepPlan | None:
@@ -136,7 +135,6 @@ class Scheduler:
         The blocks it needs are allocated. At most `max_step_tokens` tokens.
         """
         self._step += 1
-        self._offers.clear()
         step = _StepDraft(self.config.max_step_tokens)
         self._plan_decodes(step)
         self._plan_drafts(step)
@@ -173,27 +171,24 @@ class Scheduler:
 
     def _plan_drafts(self, step: _StepDraft) -> None:
         """Add the drafts the policy allows. They preempt nobody, and keep no newcomer out."""
-        offers = [(work, self._offer(work.sequence)) for work in step.work.values()]
-        offers = [(work, draft) for work, draft in offers if draft.token_ids]
+        decodes = list(step.work.values())
+        offers = self._drafting.offers(work.sequence for work in decodes)
         if not offers:
             return
         prefill_tokens = self._prefill_tokens()
         # Half of what is left is for prefills, so that drafts never hold them up.
         slot_budget = step.budget // 2 if prefill_tokens else step.budget
-        decode_tokens = sum(work.num_tokens for work in step.work.values())
         view = StepView(
-            tokens=decode_tokens + min(prefill_tokens, step.budget - slot_budget),
-            kv_tokens=sum(work.context_tokens for work in step.work.values()),
-            sequences=len(step.work),
+            tokens=len(decodes) + min(prefill_tokens, step.budget - slot_budget),
+            kv_tokens=sum(work.context_tokens for work in decodes),
+            sequences=len(decodes),
             slot_budget=slot_budget,
-            candidates=tuple(self._candidate(w.sequence, draft) for w, draft in offers),
+            candidates=tuple(offer.candidate for offer in offers),
         )
         lengths = self._policy.draft_lengths(view, self.cost)
-        spare_blocks = self.blocks.num_free - self._newcomer_blocks()
-        for (work, draft), length in zip(offers, lengths, strict=True):
-            self._offers[work.sequence.key] = draft
-            drafted = draft.token_ids[: min(length, step.budget)]
-            spare_blocks -= self._add_draft(step, work, drafted, spare_blocks)
+        slots = self._reserve(offers, lengths, slot_budget)
+        for key, draft in self._drafting.drafts(offers, slots).items():
+            step.add(replace(step.work[key], draft=draft))
 
     def _prefill_tokens(self) -> int:
         """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
@@ -214,33 +209,19 @@ class Scheduler:
         blocks = self.blocks.needed(hashes, len(newcomer.token_ids))
         return blocks if blocks <= self.blocks.num_free else 0
 
-    def _offer(self, sequence: Sequence) -> Draft:
-        """Ask the sequence's proposer for a draft within the plan and the tokens left."""
-        plan = sequence.request.speculation
-        # The token sampled behind the draft is the last one that may be generated.
-        most = min(plan.max_draft_tokens, sequence.remaining_tokens - 1)
-        proposer = self._proposers.get(plan.proposer or "")
-        if proposer is None or most < 1:
-            return Draft()
-        return proposer.propose(sequence, most)
-
-    def _candidate(self, sequence: Sequence, draft: Draft) -> DraftCandidate:
-        acceptance = sequence.acceptance.rate(prior=self._acceptance.rate())
-        return DraftCandidate(len(draft.token_ids), acceptance)
-
-    def _add_draft(
-        self, step: _StepDraft, work: SequenceWork, draft: tuple[int, ...], spare_blocks: int
-    ) -> int:
-        """Add what fits of a draft, and return how many of the spare blocks it took."""
-        sequence, held = work.sequence, len(work.sequence.block_table)
-        draft = draft[: (held + spare_blocks) * self.blocks.block_size - work.context_tokens]
-        if not draft:
-            return 0
-        self.blocks.extend(sequence.block_table, work.context_tokens + len(draft))
-        law = self._offers[sequence.key].law
-        fed = work.token_ids + draft
-        step.add(SequenceWork(sequence, work.start, fed, len(draft), True, law))
-        return len(sequence.block_table) - held
+    def _reserve(self, offers: Many[Offer], lengths: Many[int], budget: int) -> list[int]:
+        """Take blocks for drafts, but those of the next newcomer; return the slots each gets."""
+        spare_blocks = self.blocks.num_free - self._newcomer_blocks()
+        slots = []
+        for offer, length in zip(offers, lengths, strict=True):
+            table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
+            held = len(table)
+            room = max(0, (held + spare_blocks) * self.blocks.block_size - tokens)
+            slots.append(min(length, budget, room))
+            self.blocks.extend(table, tokens + slots[-1])
+            spare_blocks -= len(table) - held
+            budget -= slots[-1]
+        return slots
 
     def _plan_prefills(self, step: _StepDraft) -> None:
         """Continue prefills with what is left of the budget, oldest first."""
@@ -289,7 +270,7 @@ class Scheduler:
         fed = tuple(sequence.token_ids[start : start + tokens])
         samples = tokens == sequence.pending_tokens
         sequence.last_step = self._step
-        step.add(SequenceWork(sequence, start, fed, 0, samples))
+        step.add(SequenceWork(sequence, start, fed, samples))
 
     def _make_room(self, sequence: Sequence, step: _StepDraft) -> bool:
         """Give the sequence blocks for all its tokens, preempting the youngest if need be.
@@ -336,17 +317,16 @@ class Scheduler:
         logprobs: tuple[TokenLogprob, ...],
     ) -> Emission:
         sequence = work.sequence
-        confirmed = work.num_tokens - work.num_drafts
         if not work.samples:
-            sequence.num_computed = work.start + confirmed
+            sequence.num_computed = work.confirmed_end
             self._confirm_blocks(sequence)
             return Emission(sequence, (), ())
         accepted = len(emitted) - 1
-        self._learn(sequence, emitted)
+        self._drafting.learn(sequence, emitted)
         kept = tuple(self._until_finished(sequence, emitted))
         if work.num_drafts:
             sequence.count_draft(work.num_drafts, min(accepted, len(kept)))
-        sequence.num_computed = work.start + confirmed + accepted
+        sequence.num_computed = work.confirmed_end + accepted
         self._pending.drop(sequence.key)  # the prompt is computed
         self._confirm_blocks(sequence)
         if sequence.finish_reason is None:
@@ -370,23 +350,12 @@ class Scheduler:
         for token in emitted:
             sequence.token_ids.append(token)
             yield token
-            if token in self.config.eos_ids and not sampling.ignore_eos:
+            ends = token in self.config.eos_ids
+            if ends and (sequence.grammar is not None or not sampling.ignore_eos):
                 sequence.finish_reason = FinishReason.STOP
             elif sequence.output_tokens >= sampling.max_tokens:
                 sequence.finish_reason = FinishReason.LENGTH
             if sequence.finish_reason is not None:
                 return
-
-    def _learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
-        """Learn from the draft: from what was verified, and from what was merely offered.
-
-        A draft that was not verified still agrees or not with the token that came, so a policy
-        that stopped drafting notices when drafting would pay again.
-        """
-        offer = self._offers.get(sequence.key)
-        if offer is None:
-            return
-        pairs = list(zip(offer.token_ids, emitted, strict=False))
-        agreed = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        for record in (sequence.acceptance, self._acceptance):
-            record.observe(agreed, refuted=agreed < len(pairs))
+            if sequence.grammar is not None:
+                sequence.grammar.accept(token)

@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Final
 
 from backends.core.draft_pages import DraftTable
+from backends.core.grammar import Grammar
 from backends.core.prefix_cache import extend_chain
 from backends.types import FinishReason, GenerationRequest, ResumedChoice, SpeculationOutcome
 from policies.survival import Acceptance
@@ -48,6 +49,7 @@ class Sequence:
         known_blocks: leading blocks of the table which are known by their hash.
         cached_tokens: prompt tokens that needed no computing when the sequence first ran.
         draft_table: pages of a draft model's keys and values.
+        grammar: what the output may say; None allows everything.
         acceptance: this sequence's own record of agreed and refuted draft tokens.
     """
 
@@ -62,6 +64,7 @@ class Sequence:
     known_blocks: int = 0
     cached_tokens: int = 0
     draft_table: DraftTable = field(default_factory=DraftTable)
+    grammar: Grammar | None = None
     finish_reason: FinishReason | None = None
     preemptions: int = 0
     last_step: int = -1

@@ -2,51 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
+from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceWork:
-    """One sequence's part of a step: confirmed tokens to feed, then draft tokens.
+    """One sequence's part of a step: confirmed tokens to feed, and a draft to verify behind them.
 
     Attributes:
         start: position of the first token fed; all before it are in the cache.
-        token_ids: tokens fed, at positions `start` and on. The last `num_drafts` are drafts.
-        num_drafts: draft tokens to verify.
+        token_ids: confirmed tokens fed, at positions `start` and on.
         samples: whether a token is sampled: true once all confirmed tokens are fed.
-        draft_law: the `Draft.law` of the drafts.
+        draft: laid out depth first; fed behind the confirmed tokens, each token into a slot of its
+            own. Only where `samples`.
     """
 
     sequence: Sequence
     start: int
     token_ids: tuple[int, ...]
-    num_drafts: int
     samples: bool
-    draft_law: object = None
+    draft: Draft = Draft()  # noqa: RUF009 - immutable
+
+    @property
+    def fed_ids(self) -> tuple[int, ...]:
+        """All tokens fed, in the order of their slots."""
+        return self.token_ids + self.draft.token_ids
+
+    @property
+    def confirmed_end(self) -> int:
+        """Position behind the last confirmed token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def positions(self) -> Iterable[int]:
+        """Positions of all tokens fed: those of a draft by depth, siblings share theirs."""
+        if self.draft.is_chain:
+            return range(self.start, self.context_tokens)
+        confirmed = range(self.start, self.confirmed_end)
+        return chain(confirmed, (self.confirmed_end + d - 1 for d in self.draft.depths))
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens to verify."""
+        return len(self.draft)
 
     @property
     def num_tokens(self) -> int:
         """Tokens fed, drafts included."""
-        return len(self.token_ids)
+        return len(self.token_ids) + len(self.draft)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens in the cache once the step has run, drafts included."""
-        return self.start + len(self.token_ids)
-
-    @property
-    def draft_ids(self) -> tuple[int, ...]:
-        """The draft tokens."""
-        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+        """Slots of the cache in use once the step has run, drafts included."""
+        return self.start + self.num_tokens
 
     @property
     def num_samples(self) -> int:
         """Logit rows wanted: one behind the last confirmed token and one behind each draft."""
-        return self.num_drafts + 1 if self.samples else 0
+        return len(self.draft) + 1 if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +112,4 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. The plan has at least one entry."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A chain of proposed tokens with the proposer's evidence for it.
-
-    Attributes:
-        evidence: what the proposer has to show: for n-gram the length of the match.
-        law: the distributions the tokens were drawn from, for `verify: rejection`: probabilities
-            [len(token_ids) or more, vocab_size], in whatever form the executor of this proposer
-            reads. None for tokens that were not drawn: then each had probability 1.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    evidence: int = 0
-    law: object = None
-
-
-class Proposer(Protocol):
-    """Proposes continuations of a sequence. Keeps its own state per sequence."""
-
-    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
-        """Return up to `max_tokens` tokens that may follow the sequence; often none.
-
-        Called with any sequence at any time; must keep up with tokens added since the last call.
-        """
-        ...
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for the sequence; it has finished. Idempotent."""
         ...

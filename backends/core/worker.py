@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from backends.core.detokenize import TextStream
+from backends.core.grammar import Grammar, Grammars
 from backends.core.scheduler import Emission, Scheduler
 from backends.core.sequence import Sequence
 from backends.core.steps import StepPlan, StepResult
@@ -22,21 +23,37 @@ from policies.types import WorkerLoad
 class Worker:
     """Requests and their choices on top of a scheduler. Not thread-safe: one owner."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer, max_model_len: int) -> None:
-        """Start empty. `tokenizer` may be read by anybody: it is immutable."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            scheduler: what it joins with text; nobody else may use it.
+            tokenizer: may be read by anybody: it is immutable.
+            max_model_len: most tokens of prompt and output together.
+            grammars: compiles them; None where there are no logits to mask.
+        """
         self._scheduler = scheduler
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
+        self._grammars = grammars
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
         self._texts: dict[int, TextStream] = {}  # by sequence key
 
     def check(self, request: GenerationRequest) -> None:
-        """Return if the request can run here.
+        """Return if the request can run here. May be called in any thread.
+
+        The first check of a grammar compiles it, which takes long.
 
         Raises:
-            RequestRejected: the prompt is empty, or prompt and output exceed the context or the
-                whole KV pool.
+            RequestRejected: the prompt is empty, prompt and output exceed the context or the whole
+                KV pool, or the grammar cannot be compiled.
         """
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
@@ -64,14 +81,41 @@ class Worker:
             raise RequestRejected(
                 f"token ids must be between 0 and {vocab - 1}", param="logit_bias"
             )
+        self._check_grammar(request)
+
+    def _check_grammar(self, request: GenerationRequest) -> None:
+        if request.grammar is None:
+            return
+        if self._grammars is None:
+            raise RequestRejected(
+                "this worker has no logits to hold to a format", param="response_format"
+            )
+        grammar = self._grammars.start(request.grammar)
+        for choice in request.choices:
+            if grammar.legal(choice.output_ids) < len(choice.output_ids):
+                raise RequestRejected(
+                    f"choice {choice.choice} has tokens already that the format does not allow",
+                    param="response_format",
+                )
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue every choice of a request that `check` accepted."""
         sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         for sequence in sequences:
+            sequence.grammar = self._grammar(sequence)
             self._texts[sequence.key] = self._text_stream(sequence)
             self._scheduler.add(sequence)
+
+    def _grammar(self, sequence: Sequence) -> Grammar | None:
+        """Return the grammar of a sequence, as far as its output has come."""
+        spec = sequence.request.grammar
+        if spec is None or self._grammars is None:
+            return None
+        grammar = self._grammars.start(spec)
+        for token in sequence.token_ids[sequence.prompt_tokens :]:
+            grammar.accept(token)
+        return grammar
 
     def _text_stream(self, sequence: Sequence) -> TextStream:
         """Return the text of a sequence, read up to where the client's side has it."""
@@ -140,6 +184,8 @@ class Worker:
             text += stream.flush()
             if stream.stopped:
                 self._stop(sequence)
+            elif eos and sequence.grammar is not None and not sequence.grammar.is_complete:
+                sequence.finish_reason = FinishReason.LENGTH  # the grammar's own limits ended it
         return text, len(tokens)
 
     def _stop(self, sequence: Sequence) -> None:

@@ -29,16 +29,21 @@ Layers = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class DraftLayers:
-    """A draft model's view of the pool.
+    """A draft model's view of the pool: layers of its own, over the slots of all groups.
 
     Attributes:
-        groups: its layers in each group; page p is page `p % num_blocks` of group
-            `p // num_blocks`, and its slots are `page_tokens` behind each other.
+        layers: page p has the slots from `p * page_tokens` on.
+        groups: pages of a block, one in each group.
+        group_pages: pages of a group: those of all blocks, then slack.
         page_tokens: tokens of the draft model that a page holds.
+        dump_slot: where padding rows write.
     """
 
-    groups: tuple[Layers, ...]
+    layers: Layers
+    groups: int
+    group_pages: int
     page_tokens: int
+    dump_slot: int
 
 
 class KvPool:
@@ -62,6 +67,15 @@ class KvPool:
         self.layers: Layers = self._memory.split(2 * config.num_kv_heads)
         self.dump_slot = slots - 1
 
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the keys and values of some slots to others, in every layer.
+
+        All sources are read before any target is written.
+        """
+        device = self._memory.device
+        moved = self._memory.index_select(1, torch.tensor(sources, device=device))
+        self._memory.index_copy_(1, torch.tensor(targets, device=device), moved)
+
     def draft_layers(self, draft: ModelConfig) -> DraftLayers:
         """Return the view of a draft model, in the target's dtype.
 
@@ -77,11 +91,16 @@ class KvPool:
                 f"keys and values of the draft model ({_strips(draft)} strips of heads of "
                 f"{draft.head_dim}) do not fit the target's ({strips} of {head_dim})"
             )
-        shaped = self._memory.view(strips, -1, draft.head_dim)
-        groups = shaped.split(_strips(draft))[: strips // _strips(draft)]
+        groups = strips // _strips(draft)
+        # The strips of one of the draft's own, group by group, lie behind each other.
+        taken = self._memory[: _strips(draft) * groups]
+        layers = taken.view(_strips(draft), -1, draft.head_dim).split(2 * draft.num_kv_heads)
         return DraftLayers(
-            tuple(group.split(2 * draft.num_kv_heads) for group in groups),
-            block_elements // draft.head_dim,
+            layers,
+            groups,
+            group_pages=self._memory.shape[1] // BLOCK_TOKENS,
+            page_tokens=block_elements // draft.head_dim,
+            dump_slot=layers[0].shape[1] - 1,
         )
 
 

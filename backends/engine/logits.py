@@ -1,13 +1,15 @@
-"""What happens to logits before temperature: bias, penalties, and ends that are not due yet.
+"""What happens to logits before temperature: grammars, bias, penalties, ends not due yet.
 
-    z = l + bias                                 OpenAI's logit_bias
+    z = -inf                                     what a grammar does not allow
+    z = z + bias                                 OpenAI's logit_bias
     z = z / r if z > 0 else z * r                for tokens of the prompt or the output
     z = z - (f * c + p * [c > 0])                c: how often the token stands in the output
     z = -inf                                     for end-of-sequence tokens before min_tokens
 
 r is the repetition penalty (CTRL, arXiv 1909.05858), f and p are OpenAI's frequency and presence
-penalties. Drafts before a row are output to it: the row behind draft i sees the logits that a
-sequence without drafts would see once it had drawn drafts 1 to i, so drafts change no law.
+penalties. Drafts before a row are output to it: the row behind a draft token sees the logits that
+a sequence without drafts would see once it had drawn that token and those it follows, so drafts
+change no law.
 
 All of it is a function of tokens, computed anew in each step: nothing is kept that preemption,
 resume or a rejected draft could leave stale. Only tokens that carry a bias or a count are read and
@@ -17,6 +19,7 @@ written, once for all rows of a step, element by element: bits do not depend on 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -25,6 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from backends.core.drafts import Draft
 from backends.core.steps import SequenceWork, StepPlan
 from backends.types import SamplingParams
 
@@ -82,6 +86,35 @@ def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
     flat[place] = repeated - penalty
 
 
+def forbid(plan: StepPlan, logits: Tensor) -> None:
+    """Set the logits of what a sequence's grammar does not allow to -inf, in place.
+
+    Args:
+        logits: as for `adjust`.
+    """
+    first = 0
+    for work in plan.work:
+        grammar = work.sequence.grammar
+        if grammar is not None and work.samples:
+            rows = logits[first : first + work.num_samples]
+            forbid_rows(rows, grammar.masks(work.draft))
+        first += work.num_samples
+
+
+def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
+    """Set the logits of what the masks do not allow to -inf, in place.
+
+    Args:
+        rows: float32 [rows, vocab_size].
+        masks: one for each row, as `Grammar.masks` returns them. Tokens beyond their length are
+            forbidden.
+    """
+    packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
+    bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : rows.shape[1]]
+    allowed = np.pad(bits, ((0, 0), (0, rows.shape[1] - bits.shape[1])))
+    rows.masked_fill_(torch.from_numpy(allowed == 0).to(rows.device), -torch.inf)
+
+
 def _changes_logits(work: SequenceWork) -> bool:
     sampling = work.sequence.request.sampling
     return bool(sampling.logit_bias) or _counts_tokens(sampling) or _forbids_ends(work)
@@ -97,7 +130,9 @@ def _counts_tokens(sampling: SamplingParams) -> bool:
 
 def _forbids_ends(work: SequenceWork) -> bool:
     sampling = work.sequence.request.sampling
-    return not sampling.ignore_eos and work.sequence.output_tokens < sampling.min_tokens
+    if sampling.ignore_eos or work.sequence.grammar is not None:  # which says itself when it ends
+        return False
+    return work.sequence.output_tokens < sampling.min_tokens
 
 
 def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
@@ -106,33 +141,34 @@ def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
     counts, repeats = _counts_tokens(sampling), sampling.repetition_penalty != 1
     # Slices copy: of what is not used, take nothing.
     output = _ids(sequence.token_ids[sequence.prompt_tokens :] if counts else ())
-    drafts = _ids(work.draft_ids if counts else ())
+    drafts = _ids(work.draft.token_ids if counts else ())
     prompt = _distinct(sequence.request.prompt_ids) if repeats else _ids(())
     biased = _ids(token for token, _ in sampling.logit_bias)
     ends = _ids(eos_ids if _forbids_ends(work) else ())
     tokens = _different(np.concatenate([prompt, output, drafts, biased, ends]))
 
-    count = _counts(tokens, output, drafts, work.num_samples)
+    count = _counts(tokens, output, work.draft if counts else Draft(), work.num_samples)
     seen = count > 0
     if repeats:
         seen[:, np.searchsorted(tokens, prompt)] = True
     bias = np.zeros(count.shape)
     bias[:, np.searchsorted(tokens, biased)] = [value for _, value in sampling.logit_bias]
     penalty = sampling.frequency_penalty * count + sampling.presence_penalty * (count > 0)
-    rows_before_min = max(sampling.min_tokens - sequence.output_tokens, 0)
-    penalty[:rows_before_min, np.searchsorted(tokens, ends)] = np.inf
+    too_short = np.array([0, *work.draft.depths]) + sequence.output_tokens < sampling.min_tokens
+    penalty[np.ix_(too_short, np.searchsorted(tokens, ends))] = np.inf
     return _Changes(tokens, bias, np.where(seen, sampling.repetition_penalty, 1.0), penalty)
 
 
-def _counts(tokens: _Tokens, output: _Tokens, drafts: _Tokens, rows: int) -> _Values:
-    """Return how often each token stands in the output and the drafts before each row: [rows, m].
+def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Values:
+    """Return how often each token stands before each row, prompt excluded: [rows, m].
 
-    Row 0 has no drafts before it, each further row one more.
+    Row 0 comes behind the output, row i + 1 behind token i of the draft and those it follows.
     """
     drawn = np.bincount(np.searchsorted(tokens, output), minlength=len(tokens))
     count = np.repeat(drawn[None].astype(np.float64), rows, axis=0)
-    for before, column in enumerate(np.searchsorted(tokens, drafts)):
-        count[before + 1 :, column] += 1
+    for place, column in enumerate(np.searchsorted(tokens, _ids(draft.token_ids))):
+        count[place + 1] = count[draft.parent(place) + 1]
+        count[place + 1, column] += 1
     return count
 
 

@@ -6,6 +6,7 @@ are looked up on the device, and the host reads what was emitted.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backends.core.steps import StepPlan
+from backends.engine.sampler import Walk
 from backends.types import TokenLogprob
 
 
@@ -71,18 +73,16 @@ def look_up(
 
 
 def read(
-    rows: Many[RowLogprobs | None], emitted: Many[tuple[int, ...]]
+    found: Many[RowLogprobs | None], walks: Many[Walk]
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
     """Fetch the log probabilities of the emitted tokens; waits for the device where any are."""
     return tuple(
-        () if found is None else _entries(found, tokens)
-        for found, tokens in zip(rows, emitted, strict=True)
+        () if rows is None else tuple(_entries(rows, walk))
+        for rows, walk in zip(found, walks, strict=True)
     )
 
 
-def _entries(rows: RowLogprobs, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
-    columns = (column[: len(tokens)].tolist() for column in rows)
-    return tuple(
-        TokenLogprob(token, drawn, tuple(zip(top_ids, top, strict=True)))
-        for token, drawn, top, top_ids in zip(tokens, *columns, strict=True)
-    )
+def _entries(rows: RowLogprobs, walk: Walk) -> Iterator[TokenLogprob]:
+    drawn, top, top_ids = (column.tolist() for column in rows)
+    for row, token in zip(walk.rows, walk.token_ids, strict=True):
+        yield TokenLogprob(token, drawn[row], tuple(zip(top_ids[row], top[row], strict=True)))

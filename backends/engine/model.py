@@ -9,7 +9,7 @@ from torch.nn import functional
 from backends.engine.attention import attend
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import StepInputs
-from backends.engine.kv_pool import KvPool
+from backends.engine.kv_pool import Layers
 from backends.engine.weights import LayerWeights, Weights
 
 
@@ -24,15 +24,15 @@ class Decoder:
             config.head_dim, max_model_len, weights.embedding.dtype
         )
 
-    def forward(self, inputs: StepInputs, pool: KvPool) -> Tensor:
-        """Write the step's keys and values to the pool and return the logits.
+    def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
+        """Write the step's keys and values to the layers of a pool and return the logits.
 
         Returns:
             float32 [num_samples, vocab_size].
         """
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
         turn = self._turn(inputs.positions)
-        layers = zip(self._weights.layers, pool.layers, self.config.windows, strict=True)
+        layers = zip(self._weights.layers, kv, self.config.windows, strict=True)
         for layer, layer_kv, window in layers:
             attended = self._attend(layer, layer_kv, window, hidden, inputs, turn)
             hidden = hidden + layer.output(attended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from backends.core.steps import StepPlan, StepResult
 from backends.engine import logprobs
-from backends.engine.inputs import build_inputs
+from backends.engine.inputs import build_inputs, feed_of, slots_of
 from backends.engine.kv_pool import KvPool
-from backends.engine.logits import adjust
+from backends.engine.logits import adjust, forbid
 from backends.engine.logprobs import RowLogprobs
 from backends.engine.model import Decoder
-from backends.engine.sampler import Verify, draw, walk
+from backends.engine.sampler import Verify, Walk, draw, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +57,37 @@ class Runner:
         started_s = time.perf_counter()
         logits = self.logits(plan)
         wanted = logprobs.model_logprobs(plan, logits)
+        forbid(plan, logits)
         adjust(plan, logits, self._eos_ids)
         tokens = draw(plan, logits, self._verify)
         return LaunchedStep(plan, tokens, logprobs.look_up(plan, wanted, tokens), started_s)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step and walk its drafts. The one place that waits for the device."""
-        emitted = walk(step.plan, step.tokens.tolist())
-        found = logprobs.read(step.logprobs, emitted)
+        walks = walk(step.plan, step.tokens.tolist())
+        self._compact(step.plan, walks)
+        found = logprobs.read(step.logprobs, walks)
+        emitted = tuple(walk.token_ids for walk in walks)
         return StepResult(emitted, found, time.perf_counter() - step.started_s)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
-        return self._decoder.forward(build_inputs(plan, self._pool), self._pool)
+        dump_slot = self._pool.dump_slot
+        inputs = build_inputs((feed_of(work, dump_slot) for work in plan.work), dump_slot)
+        return self._decoder.forward(inputs, self._pool.layers)
+
+    def _compact(self, plan: StepPlan, walks: Many[Walk]) -> None:
+        """Move the keys and values of accepted paths to where their positions belong."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for work, taken in zip(plan.work, walks, strict=True):
+            if not work.sequence.block_table:
+                continue  # cancelled while the step ran: its blocks are not its own any more
+            places = [row - 1 for row in taken.rows[1:]]
+            moved = [(place, depth) for depth, place in enumerate(places) if place != depth]
+            table, end = work.sequence.block_table, work.confirmed_end
+            sources += slots_of(table, (end + place for place, _ in moved))
+            targets += slots_of(table, (end + depth for _, depth in moved))
+        if sources:
+            self._pool.move(sources, targets)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.kernels import rejection_ref
-from backends.engine.kernels.sample_verify_ref import RowSampling, accept_walk, sample
+from backends.engine.kernels.sample_verify_ref import RowSampling, sample
 from backends.types import SamplingParams
 
 Verify = Literal["coupled", "rejection"]
@@ -45,29 +45,42 @@ def draw(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
     return sample(logits, rows)
 
 
-def walk(plan: StepPlan, tokens: Many[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens each part emits: accepted drafts and the token behind them.
+class Walk(NamedTuple):
+    """How far a part of a step came.
+
+    Attributes:
+        rows: the rows of the part whose tokens stand: the first, and those behind accepted drafts.
+        token_ids: the tokens of these rows.
+    """
+
+    rows: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+def walk(plan: StepPlan, tokens: Many[int]) -> list[Walk]:
+    """Return what each part emits: accepted drafts and the token behind them.
 
     Args:
         tokens: the token of every row.
     """
-    emitted: list[tuple[int, ...]] = []
+    walks: list[Walk] = []
     first = 0
     for work in plan.work:
-        rows = tokens[first : first + work.num_samples]
-        accepted = accept_walk(rows, work.draft_ids) if rows else -1
-        emitted.append(tuple(rows[: accepted + 1]))
+        drawn = tokens[first : first + work.num_samples]
+        rows = (0, *(place + 1 for place in work.draft.accepted(drawn))) if drawn else ()
+        walks.append(Walk(rows, tuple(drawn[row] for row in rows)))
         first += work.num_samples
-    return tuple(emitted)
+    return walks
 
 
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
     """Return the sampling parameters of every row, drafts' rows included."""
+    # The token behind position p is drawn with the noise of position p + 1.
     rows = [
-        (work, position)
+        (work, work.confirmed_end + depth)
         for work in plan.work
-        # The token behind position p is drawn with the noise of position p + 1.
-        for position in range(work.context_tokens - work.num_samples + 1, work.context_tokens + 1)
+        if work.samples
+        for depth in (0, *work.draft.depths)
     ]
     params = [work.sequence.request.sampling for work, _ in rows]
 
@@ -86,12 +99,17 @@ def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
 
 
 def _settles_drafts(work: SequenceWork) -> bool:
-    """Return whether rejection has drafts to decide on; without noise both ways are the same."""
-    return work.num_drafts > 0 and _temperature(work.sequence.request.sampling) > 0
+    """Return whether rejection has something to decide on.
+
+    Drafts that were not drawn have all their law's mass: p/q is p, and accepting the token if it
+    equals the one drawn from p, as coupled verification does, is the same law.
+    """
+    drawn = isinstance(work.draft.law, Tensor)
+    return drawn and _temperature(work.sequence.request.sampling) > 0
 
 
 def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Tensor:
-    """Settle the drafts verified with noise; draw all other rows as coupled verification does."""
+    """Settle the drafts that were drawn; draw all other rows as coupled verification does."""
     settling = [work for work in plan.work if _settles_drafts(work)]
     has_draft = [
         _settles_drafts(work) and slot < work.num_drafts
@@ -100,7 +118,8 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
     ]
     drafted = torch.tensor([i for i, has in enumerate(has_draft) if has], device=logits.device)
     plain = torch.tensor([i for i, has in enumerate(has_draft) if not has], device=logits.device)
-    drafts = [token for work in settling for token in work.draft_ids]
+    drafts = [token for work in settling for token in work.draft.token_ids]
+    laws = [work.draft.law[: work.num_drafts] for work in settling]  # type: ignore[index]
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     tokens[plain] = sample(logits[plain], rows.select(plain))
@@ -108,18 +127,9 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
         logits[drafted],
         rows.select(drafted),
         torch.tensor(drafts, device=logits.device),
-        torch.cat([_draft_law(work, logits) for work in settling]),
+        torch.cat(laws),
     )
     return tokens
-
-
-def _draft_law(work: SequenceWork, logits: Tensor) -> Tensor:
-    """Return the laws the drafts were drawn from: float32 [num_drafts, vocab_size]."""
-    law = work.draft_law
-    if isinstance(law, Tensor):
-        return law[: work.num_drafts]
-    drafts = torch.tensor(work.draft_ids, device=logits.device)
-    return logits.new_zeros(work.num_drafts, logits.shape[1]).scatter_(1, drafts[:, None], 1.0)
 
 
 def _temperature(sampling: SamplingParams) -> float:

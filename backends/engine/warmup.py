@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
 import torch
 
+from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.attention import attend
@@ -26,6 +29,9 @@ TOKEN_BUCKETS: Final = tuple(ROW_TILE * tiles for tiles in (1, 2, 3, 4, 6, 8, 12
 
 TIMED_CONTEXT: Final = 2048
 """KV tokens that are read to time reading them: eight tiles, enough to stand out of the noise."""
+
+DEPTH_BUCKETS: Final = (1, 4, 16, 64)
+"""Numbers of sequences for which a depth of drafting is timed."""
 
 TIMED_RUNS: Final = 5
 """Runs of each shape; their median counts, because other processes disturb single ones."""
@@ -68,6 +74,30 @@ def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> St
     context_tokens = min(TIMED_CONTEXT, max_tokens - 1)
     kv_token_s = _kv_token_s(runner, context_tokens) if context_tokens > 0 else 0.0
     return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s)
+
+
+def measure_depths(draft: Callable[[int], object], most: int) -> StepCost:
+    """Time drafting one token deeper for several numbers of sequences, up to `most`.
+
+    Args:
+        draft: runs one depth for that many sequences.
+
+    Returns:
+        A cost whose tokens are sequences.
+    """
+    buckets = [count for count in DEPTH_BUCKETS if count < most] + [most]
+    step_s: list[float] = []
+    for count in buckets:
+        draft(count)  # first runs allocate and choose kernels
+        measured_s = median(_timed_s(draft, count) for _ in range(TIMED_RUNS))
+        step_s.append(max(measured_s, *step_s[-1:]) if step_s else measured_s)
+    return StepCost(tuple(buckets), tuple(step_s))
+
+
+def _timed_s(draft: Callable[[int], object], count: int) -> float:
+    started_s = time.perf_counter()
+    draft(count)
+    return time.perf_counter() - started_s
 
 
 def _kv_token_s(runner: Runner, context_tokens: int) -> float:
@@ -174,4 +204,5 @@ def _verify(
     sequence.block_table = blocks or list(range(-(-(start + tokens) // BLOCK_TOKENS)))
     fed = tuple(position % PROBE_VOCABULARY for position in range(start, start + tokens))
     wanted = tokens if wanted is None else wanted
-    return SequenceWork(sequence, start, fed, max(wanted - 1, 0), samples=wanted > 0)
+    confirmed = tokens - max(wanted - 1, 0)
+    return SequenceWork(sequence, start, fed[:confirmed], wanted > 0, Draft(fed[confirmed:]))

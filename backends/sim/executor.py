@@ -71,24 +71,21 @@ class SimExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the true tokens: drafts as far as they agree, and the one behind them."""
-        emitted = tuple(tuple(self._emit(work)) for work in plan.work)
+        emitted = tuple(self._emit(work) for work in plan.work)
         logprobs = tuple(
             self._logprobs(work.sequence, tokens)
             for work, tokens in zip(plan.work, emitted, strict=True)
         )
         return StepResult(emitted, logprobs, self._cost.step_s(plan, emitted))
 
-    def _emit(self, work: SequenceWork) -> list[int]:
+    def _emit(self, work: SequenceWork) -> tuple[int, ...]:
         if not work.samples:
-            return []
-        first = work.context_tokens - work.num_drafts
-        tokens: list[int] = []
-        for position, draft in enumerate(work.draft_ids, first):
-            tokens.append(self._truth.token(work.sequence, position))
-            if draft != tokens[-1]:
-                return tokens
-        tokens.append(self._truth.token(work.sequence, first + work.num_drafts))
-        return tokens
+            return ()
+        rows = [
+            self._truth.token(work.sequence, work.confirmed_end + depth)
+            for depth in (0, *work.draft.depths)
+        ]
+        return (rows[0], *(rows[place + 1] for place in work.draft.accepted(rows)))
 
     def _logprobs(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
         """Return a certain distribution: the simulated model gives its token all the mass."""
@@ -100,5 +97,5 @@ class SimExecutor:
 
 def _prefill_pairs(work: SequenceWork) -> int:
     """Return how many (fed token, KV token) pairs a chunk of several confirmed tokens attends."""
-    fed = work.num_tokens - work.num_drafts
+    fed = len(work.token_ids)
     return fed * work.start + fed * (fed + 1) // 2 if fed > 1 else 0

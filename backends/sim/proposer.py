@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
+
+from backends.core.drafts import Draft, DraftRequest
 from backends.core.sequence import Sequence
-from backends.core.steps import Draft
 from backends.sim.truth import Truth
 
 
@@ -25,8 +27,15 @@ class SimProposer:
         self._truth = truth
         self._acceptance = acceptance
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
-        """Return exactly `max_tokens` tokens."""
+    def depth_s(self, sequences: int) -> float:
+        """Return 0: the truth is looked up."""
+        return 0.0
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        """Return a chain of exactly `max_tokens` tokens for each."""
+        return [self._draft(request.sequence, request.max_tokens) for request in requests]
+
+    def _draft(self, sequence: Sequence, max_tokens: int) -> Draft:
         first = len(sequence.token_ids)
         tokens = (self._token(sequence, first + ahead) for ahead in range(max_tokens))
         return Draft(tuple(tokens), evidence=1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from itertools import count
 from random import Random
 
+from backends.core.drafts import ROOT, Draft, DraftRequest
 from backends.core.sequence import Sequence
-from backends.core.steps import Draft, StepPlan, StepResult
+from backends.core.steps import SequenceWork, StepPlan, StepResult
 from backends.types import GenerationRequest, SamplingParams, TokenLogprob
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -34,40 +36,64 @@ class FakeExecutor:
         self._true_token = true_token
 
     def execute(self, plan: StepPlan) -> StepResult:
-        emitted = []
-        for work in plan.work:
-            tokens: list[int] = []
-            first = work.context_tokens - work.num_drafts
-            for ahead in range(work.num_samples):
-                tokens.append(self._true_token(work.sequence, first + ahead))
-                if ahead < work.num_drafts and tokens[-1] != work.draft_ids[ahead]:
-                    break
-            emitted.append(tuple(tokens))
+        emitted = [tuple(self._emit(work)) for work in plan.work]
         logprobs = tuple(tuple(TokenLogprob(t, -float(t)) for t in tokens) for tokens in emitted)
         return StepResult(tuple(emitted), logprobs, 1e-3)
 
+    def _emit(self, work: SequenceWork) -> Iterator[int]:
+        """True tokens, as long as the draft has them at their place, and the one behind."""
+        at, position = ROOT, work.start + len(work.token_ids)
+        while work.samples:
+            token = self._true_token(work.sequence, position)
+            yield token
+            places = [i for i in range(work.num_drafts) if work.draft.parent(i) == at]
+            right = [i for i in places if work.draft.token_ids[i] == token]
+            if not right:
+                return
+            at, position = right[0], position + 1
+
 
 class FakeProposer:
-    """Drafts the true stream, wrong where `is_wrong(key, position)` says so."""
+    """Drafts the true stream, wrong where `is_wrong(key, position)` says so.
+
+    `branches` is the chance that a token has a wrong sibling, before or behind it.
+    """
 
     def __init__(
         self,
         true_token: TrueToken = hashed_token,
         is_wrong: Callable[[int, int], bool] = lambda key, position: False,
+        *,
+        depth_s: float = 0.0,
+        branches: float = 0.0,
     ) -> None:
         self._true_token = true_token
         self._is_wrong = is_wrong
+        self._depth_s = depth_s
+        self._branches = branches
         self.forgotten: list[int] = []
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
+    def depth_s(self, sequences: int) -> float:
+        return self._depth_s
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        return [self.draft(request.sequence, request.max_tokens) for request in requests]
+
+    def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
         assert max_tokens >= 1
-        first = len(sequence.token_ids)
-        return Draft(
-            tuple(
-                self._true_token(sequence, p) + self._is_wrong(sequence.key, p)
-                for p in range(first, first + max_tokens)
-            )
-        )
+        random, at = Random(sequence.key + len(sequence.token_ids)), ROOT
+        tokens: list[int] = []
+        parents: list[int] = []
+        for position in range(len(sequence.token_ids), len(sequence.token_ids) + max_tokens):
+            token = self._true_token(sequence, position) + self._is_wrong(sequence.key, position)
+            siblings = [token, token + 2] if random.random() < self._branches else [token]
+            random.shuffle(siblings)
+            parents += [at] * len(siblings)
+            at = len(tokens) + siblings.index(token)
+            tokens += siblings
+        if not self._branches:
+            return Draft(tuple(tokens))
+        return Draft(tuple(tokens), tuple(parents)).first(max_tokens)
 
     def forget(self, sequence: Sequence) -> None:
         self.forgotten.append(sequence.key)
@@ -84,8 +110,10 @@ def request(
     max_tokens: int = 8,
     drafts: int = 0,
     n: int = 1,
+    proposer: str = "ngram",
     **sampling: object,
 ) -> GenerationRequest:
     prompt_ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
     params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
-    return GenerationRequest(f"test-{next(_ids)}", prompt_ids, params, drafting(drafts), n)
+    plan = drafting(drafts, proposer)
+    return GenerationRequest(f"test-{next(_ids)}", prompt_ids, params, plan, n)

@@ -53,14 +53,19 @@ class House:
 
     def __init__(self, num_blocks=16, max_num_seqs=4, max_step_tokens=16, policy=None, wrong=0.3):
         self.blocks = KvBlocks(num_blocks, BLOCK)
-        self.proposer = FakeProposer(
-            is_wrong=lambda key, position: Random(key * 7919 + position).random() < wrong
-        )
+
+        def is_wrong(key: int, position: int) -> bool:
+            return Random(key * 7919 + position).random() < wrong
+
+        self.proposer = FakeProposer(is_wrong=is_wrong, branches=wrong)
         self.scheduler = WatchedScheduler(
             SchedulerConfig(max_num_seqs, max_step_tokens, frozenset({EOS})),
             self.blocks,
             policy or speculation_policy("fixed:4"),
-            {"ngram": self.proposer},
+            {
+                "ngram": self.proposer,
+                "draft_model": FakeProposer(is_wrong=is_wrong, depth_s=1e-5),
+            },
             COST,
         )
         self.sequences: list[Sequence] = []
@@ -94,7 +99,10 @@ class House:
         return plan
 
     def apply(self, plan: StepPlan) -> None:
-        for emission in self.scheduler.apply(plan, FakeExecutor().execute(plan)):
+        result = FakeExecutor().execute(plan)
+        for work, emitted in zip(plan.work, result.emitted, strict=True):
+            self.compact(work, emitted)
+        for emission in self.scheduler.apply(plan, result):
             assert len(emission.token_ids) == len(emission.logprobs)
             self.outputs[emission.sequence.key].extend(emission.token_ids)
 
@@ -137,9 +145,23 @@ class House:
         own = work.sequence.block_table[work.start // BLOCK :]
         others = [s.block_table for s in self.sequences if s is not work.sequence]
         assert not set(own) & {block for table in others for block in table}, "a shared block"
-        written = work.sequence.token_ids[: work.start] + list(work.token_ids)
-        for position, prefix in list(enumerate(prefixes(written)))[work.start :]:
+        end = work.confirmed_end
+        written = prefixes(work.sequence.token_ids[:end])
+        for position, prefix in list(enumerate(written))[work.start :]:
             self.memory[self.place(work.sequence, position)] = prefix
+        for place, token in enumerate(work.draft.token_ids):
+            before = self.place(work.sequence, end + work.draft.parent(place))
+            prefix = hash((self.memory[before], token))
+            self.memory[self.place(work.sequence, end + place)] = prefix
+
+    def compact(self, work: SequenceWork, emitted: tuple[int, ...]) -> None:
+        """Move what the accepted tokens wrote to where their positions belong."""
+        if not work.sequence.block_table:
+            return  # cancelled while the step ran
+        for depth, place in enumerate(work.draft.walk(emitted)):
+            source = self.place(work.sequence, work.confirmed_end + place)
+            target = self.place(work.sequence, work.confirmed_end + depth)
+            self.memory[target] = self.memory[source]
 
     def read(self, work: SequenceWork) -> None:
         """Everything before what is fed must be there, as written for this very prefix."""
@@ -151,12 +173,13 @@ class House:
         return sequence.block_table[position // BLOCK], position % BLOCK
 
     def check_work(self, work: SequenceWork) -> None:
-        sequence, confirmed = work.sequence, work.num_tokens - work.num_drafts
+        sequence, confirmed = work.sequence, len(work.token_ids)
         assert sequence.state is SequenceState.RUNNING
         assert work.start == sequence.num_computed
         assert confirmed >= 1
         fed = tuple(sequence.token_ids[work.start : work.start + confirmed])
-        assert work.token_ids[:confirmed] == fed
+        assert work.token_ids == fed
+        assert work.confirmed_end == work.start + confirmed
         assert work.samples == (work.start + confirmed == len(sequence.token_ids))
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
         most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)

@@ -21,7 +21,7 @@ class SharedMemory(RuleBasedStateMachine):
     )
     def start(self, num_blocks, groups, page_tokens):
         self.blocks = KvBlocks(num_blocks, BLOCK)
-        self.pages = DraftPages(self.blocks, groups, page_tokens)
+        self.pages = DraftPages(self.blocks, groups, page_tokens, num_blocks + 1)
         self.groups, self.page_tokens = groups, page_tokens
         self.targets: list[list[int]] = []
         self.drafts: list[DraftTable] = []
@@ -57,18 +57,20 @@ class SharedMemory(RuleBasedStateMachine):
         self.drafts.append(DraftTable())
 
     @precondition(lambda self: self.drafts)
-    @rule(data=st.data(), tokens=st.integers(0, 90))
-    def grow_draft(self, data, tokens):
+    @rule(data=st.data(), tokens=st.integers(0, 90), unread=st.integers(0, 60))
+    def grow_draft(self, data, tokens, unread):
         table = data.draw(st.sampled_from(self.drafts))
         before = list(table.pages)
         targets = [list(t) for t in self.targets]
         try:
-            self.pages.extend(table, tokens)
+            self.pages.extend(table, tokens, unread)
             assert len(table.pages) * self.page_tokens >= tokens
         except OutOfBlocks:
             used = len({block for other in self.targets for block in other})
             pages = (self.blocks.num_blocks - used) * self.groups
-            assert sum(len(t.pages) for t in self.drafts) == pages, "there was room"
+            nowhere = self.blocks.num_blocks
+            taken = [p for t in self.drafts for p in t.pages if p != nowhere]
+            assert len(taken) == pages, "there was room"
         assert table.pages[: len(before)] == before
         assert self.targets == targets, "drafts take nothing from the target"
 
@@ -100,7 +102,7 @@ TestSharedMemory = SharedMemory.TestCase
 def test_drafts_of_several_sequences_grow_along_groups() -> None:
     """Two drafts growing in turns use the same blocks, each as one run of pages."""
     blocks = KvBlocks(64, BLOCK)
-    pages = DraftPages(blocks, pages_per_block=2, page_tokens=4)
+    pages = DraftPages(blocks, pages_per_block=2, page_tokens=4, group_pages=65)
     tables = [DraftTable(), DraftTable()]
     for tokens in range(1, 33):
         for table in tables:
@@ -114,7 +116,7 @@ def test_drafts_of_several_sequences_grow_along_groups() -> None:
 def test_the_draft_that_grew_longest_ago_goes_first() -> None:
     """A target that needs memory empties the stalest draft, and no more than it must."""
     blocks = KvBlocks(6, BLOCK)
-    pages = DraftPages(blocks, pages_per_block=1, page_tokens=4)
+    pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=65)
     stale, fresh = DraftTable(), DraftTable()
     pages.extend(stale, 8)
     pages.extend(fresh, 8)
@@ -123,3 +125,32 @@ def test_the_draft_that_grew_longest_ago_goes_first() -> None:
     blocks.extend([], 2 * BLOCK)
     assert (len(stale.pages), stale.valid_tokens) == (3, 8)
     assert (len(fresh.pages), fresh.valid_tokens) == (0, 0)
+
+
+def test_what_nobody_reads_takes_no_memory() -> None:
+    """Leading tokens out of reach have one place for all, and only the rest has pages."""
+    blocks = KvBlocks(8, BLOCK)
+    pages = DraftPages(blocks, pages_per_block=1, page_tokens=4, group_pages=9)
+    table = DraftTable()
+    pages.extend(table, 400, unread=389)
+    assert table.pages[:97] == [8] * 97
+    assert len(table.pages) == 100
+    assert blocks.num_blocks - len(blocks._free) == 3
+    pages.release(table)
+    assert len(blocks._free) == 8
+
+
+def test_blocks_are_borrowed_for_runs_not_for_pages_elsewhere() -> None:
+    """Where a run cannot go on, a free page of a borrowed block comes before a new block."""
+    blocks = KvBlocks(16, BLOCK)
+    pages = DraftPages(blocks, pages_per_block=4, page_tokens=4, group_pages=17)
+    draft, target = DraftTable(), list[int]()
+    pages.extend(draft, 8)
+    blocks.extend(target, 12 * BLOCK)
+    blocks.trim(target, 11 * BLOCK)  # two blocks are free, neither behind the run
+    while draft.pages[-1] + 1 not in target:
+        pages.extend(draft, 4 * len(draft.pages) + 4)
+    held = len(blocks._lent)
+    pages.extend(draft, 4 * len(draft.pages) + 4)
+    assert len(blocks._lent) == held
+    assert draft.pages[-1] >= 17

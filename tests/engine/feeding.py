@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from backends.core.drafts import Draft
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.config import read_model_config
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
@@ -37,7 +38,8 @@ def blocks_of(index: int, tokens: int) -> Table:
 
 def work(table: Table, tokens: list[int], start: int, stop: int) -> SequenceWork:
     """Feed tokens[start:stop] and want the logits of all of them."""
-    return SequenceWork(table, start, tuple(tokens[start:stop]), stop - start - 1, samples=True)
+    first, *drafts = tokens[start:stop]
+    return SequenceWork(table, start, (first,), True, Draft(tuple(drafts)))
 
 
 def logits_in_steps(

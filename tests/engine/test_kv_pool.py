@@ -29,7 +29,7 @@ def test_draft_pages_and_target_blocks_share_bytes_without_overlap(head_dim: int
     pool = KvPool(TARGET, 12, torch.float32)
     view = pool.draft_layers(draft)
     blocks = KvBlocks(12, BLOCK_TOKENS)
-    pages = DraftPages(blocks, len(view.groups), view.page_tokens)
+    pages = DraftPages(blocks, view.groups, view.page_tokens, view.group_pages)
     table, drafts = [], [DraftTable() for _ in range(3)]
     blocks.extend(table, 7 * BLOCK_TOKENS)
     for index, draft_table in enumerate(drafts):
@@ -40,9 +40,8 @@ def test_draft_pages_and_target_blocks_share_bytes_without_overlap(head_dim: int
             for layer in pool.layers:
                 yield 1 + block, layer[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
         for page in (page for each in drafts for page in each.pages):
-            group, block = divmod(page, blocks.num_blocks)
-            slots = slice(block * view.page_tokens, (block + 1) * view.page_tokens)
-            for layer in view.groups[group]:
+            slots = slice(page * view.page_tokens, (page + 1) * view.page_tokens)
+            for layer in view.layers:
                 yield 1000 + page, layer[:, slots]
 
     for number, part in places():
@@ -56,7 +55,7 @@ def test_a_draft_uses_its_block_well() -> None:
     view = KvPool(TARGET, 4, torch.float32).draft_layers(draft_config())
     per_page = draft_config().kv_bytes_per_token(4) * view.page_tokens
     per_block = TARGET.kv_bytes_per_token(4) * BLOCK_TOKENS
-    assert len(view.groups) * per_page == per_block
+    assert view.groups * per_page == per_block
 
 
 @pytest.mark.parametrize(

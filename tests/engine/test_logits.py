@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.logits import adjust
@@ -48,10 +49,26 @@ def random_sequence(rng: random.Random, key: int) -> Sequence:
     return Sequence(key, request, 0, prompt + tokens(9))
 
 
-def verifying(sequence: Sequence, drafts: list[int]) -> SequenceWork:
+def verifying(sequence: Sequence, draft: Draft) -> SequenceWork:
     start = len(sequence.token_ids) - 1
-    fed = (sequence.token_ids[-1], *drafts)
-    return SequenceWork(sequence, start, fed, len(drafts), samples=True)
+    return SequenceWork(sequence, start, (sequence.token_ids[-1],), True, draft.laid_out())
+
+
+def random_draft(rng: random.Random, most: int) -> Draft:
+    """Half of them trees, whose siblings may be equal here: penalties do not care."""
+    count = rng.randint(0, most)
+    tokens = tuple(rng.randrange(VOCAB // 2) for _ in range(count))
+    if rng.random() < 0.5:
+        return Draft(tokens)
+    return Draft(tokens, tuple(rng.randrange(-1, place) for place in range(count)))
+
+
+def before_rows(work: SequenceWork) -> list[list[int]]:
+    """The draft tokens that stand before each row of a verify step."""
+    found: list[list[int]] = [[]]
+    for place, token in enumerate(work.draft.token_ids):
+        found.append([*found[work.draft.parent(place) + 1], token])
+    return found
 
 
 def random_plan(rng: random.Random, sequences: int) -> StepPlan:
@@ -61,10 +78,9 @@ def random_plan(rng: random.Random, sequences: int) -> StepPlan:
         sequence = random_sequence(rng, key)
         if rng.random() < 0.15:
             chunk = tuple(sequence.token_ids[:1])
-            work.append(SequenceWork(sequence, 0, chunk, 0, samples=False))
+            work.append(SequenceWork(sequence, 0, chunk, samples=False))
         else:
-            drafts = [rng.randrange(VOCAB // 2) for _ in range(rng.randint(0, 6))]
-            work.append(verifying(sequence, drafts))
+            work.append(verifying(sequence, random_draft(rng, 6)))
     return StepPlan(tuple(work))
 
 
@@ -81,8 +97,8 @@ def expected(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
     for work in plan.work:
         prompt = list(work.sequence.request.prompt_ids)
         output = work.sequence.token_ids[len(prompt) :]
-        for drafts in range(work.num_samples):
-            before = output + list(work.draft_ids[:drafts])
+        for drafts in before_rows(work) if work.samples else ():
+            before = output + drafts
             sampling = work.sequence.request.sampling
             rows.append(adjusted(logits[row].tolist(), prompt, before, sampling, EOS_IDS))
             row += 1
@@ -111,11 +127,11 @@ def test_a_row_behind_drafts_has_the_bits_of_a_sequence_that_drew_them(case: int
     together = iter(logits)
     for work in plan.work:
         known = work.sequence
-        for drafts in range(work.num_samples):
-            drawn = [*known.token_ids, *work.draft_ids[:drafts]]
+        for drafts in before_rows(work) if work.samples else ():
+            drawn = [*known.token_ids, *drafts]
             alone = next(rows)[None].clone()
             sequence = Sequence(0, known.request, 0, drawn)
-            adjust(StepPlan((verifying(sequence, []),)), alone, EOS_IDS)
+            adjust(StepPlan((verifying(sequence, Draft()),)), alone, EOS_IDS)
             assert torch.equal(alone[0], next(together))
 
 
@@ -127,7 +143,7 @@ def test_tokens_without_bias_or_count_keep_their_bits() -> None:
             100, 0, repetition_penalty=penalty, frequency_penalty=penalty - 1, min_tokens=0
         )
         sequence = Sequence(0, GenerationRequest("a", (1, 2), sampling, plan), 0, [1, 2, 5])
-        step = StepPlan((verifying(sequence, [8, 9]),))
+        step = StepPlan((verifying(sequence, Draft((8, 9))),))
         logits = random_logits(random.Random(1), step)
         before = logits.clone()
         adjust(step, logits, EOS_IDS)

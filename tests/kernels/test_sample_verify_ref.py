@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.core.drafts import Draft
 from backends.engine.kernels import noise, sample_verify_ref
 from backends.engine.kernels.sample_verify_ref import NO_DRAFT, filtered_scores, sample
 from tests.kernels import cases
@@ -156,23 +157,6 @@ def test_no_rows_give_no_tokens() -> None:
     assert sample(torch.empty((0, 16)), rows).shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("sampled", "drafts", "accepted"),
-    [
-        ([5], [], 0),
-        ([5, 6], [5], 1),
-        ([5, 6], [4], 0),
-        ([5, 6, 7], [5, 9], 1),
-        ([5, 6, 7], [4, 6], 0),
-        ([5, 6, 7], [5, 6], 2),
-        ([5, 6, 7], [5, 6, 7], 2),
-    ],
-)
-def test_accept_walk(sampled: list[int], drafts: list[int], accepted: int) -> None:
-    """Drafts are accepted up to the first that is not the sampled token; the last row is free."""
-    assert sample_verify_ref.accept_walk(sampled, drafts) == accepted
-
-
 @given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=5), max_size=6))
 def test_batched_walk_equals_the_walk_of_each_sequence(
     chains: list[list[tuple[int, int]]],
@@ -188,7 +172,7 @@ def test_batched_walk_equals_the_walk_of_each_sequence(
         if not chain:
             assert accepted[index] == 0
             continue
-        walked = sample_verify_ref.accept_walk(tokens, [draft for _, draft in chain[:-1]])
+        walked = len(Draft(tuple(draft for _, draft in chain[:-1])).accepted(tokens))
         assert accepted[index] == walked
         emits = walked + 1
         assert own == tokens[:emits] + [NO_DRAFT] * (len(chain) - emits)

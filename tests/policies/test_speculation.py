@@ -10,7 +10,6 @@ from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
 from policies.speculation import Auto, Fixed, Off
 from policies.step_cost import StepCost
-from policies.survival import expected_accepted_tokens
 from policies.testing import check_speculation
 from policies.types import DraftCandidate, RequestView, SpeculationMode, StepView, WorkerLoad
 
@@ -22,8 +21,13 @@ H100_8B = StepCost(
 """The scale of design section 5: Llama-8B in bf16 on an H100, published fit."""
 
 
+def chain(length: int, acceptance: float) -> tuple[float, ...]:
+    """Survivals of a chain whose tokens all have this chance."""
+    return tuple(acceptance**depth for depth in range(1, length + 1))
+
+
 def batch(sequences: int, acceptance: float, context: int = 500, budget: int = 4096) -> StepView:
-    candidates = (DraftCandidate(16, acceptance),) * sequences
+    candidates = (DraftCandidate(chain(16, acceptance)),) * sequences
     return StepView(sequences, sequences * context, sequences, budget, candidates)
 
 
@@ -32,11 +36,11 @@ def load(price: float = 0.1, acceptance: float = 0.7, proposers=("ngram",)) -> W
 
 
 def tokens_per_s(step: StepView, lengths, cost: StepCost) -> float:
-    accepted = sum(
-        expected_accepted_tokens(c.acceptance, n)
-        for c, n in zip(step.candidates, lengths, strict=True)
-    )
+    chosen = list(zip(step.candidates, lengths, strict=True))
+    accepted = sum(sum(c.survivals[:n]) for c, n in chosen)
     seconds = cost.seconds(step.tokens + sum(lengths), step.kv_tokens, step.sequences)
+    costs = {c.depth_s for c, _ in chosen}
+    seconds += sum(s * max(n for c, n in chosen if c.depth_s == s) for s in costs)
     return (step.sequences + accepted) / seconds
 
 
@@ -102,7 +106,11 @@ def test_auto_drafts_longer_where_kv_reads_dominate() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 16), st.floats(0, 1)), min_size=1, max_size=40),
+    st.lists(
+        st.tuples(st.integers(0, 16), st.floats(0, 1), st.sampled_from([0.0, 1e-4, 3e-3])),
+        min_size=1,
+        max_size=40,
+    ),
     st.integers(0, 300),
     st.integers(0, 100_000),
     st.lists(st.floats(0, 1e-2), min_size=4, max_size=4),
@@ -117,7 +125,8 @@ def test_auto_never_expects_less_than_no_speculation(
         steps.append(steps[-1] + rise)
     cost = StepCost((1, 8, 32, 64, 256), tuple(steps), 1e-8, 1e-6)
     many = len(candidates)
-    step = StepView(many, kv_tokens, many, budget, tuple(DraftCandidate(*c) for c in candidates))
+    offered = [DraftCandidate(chain(n, chance), depth_s) for n, chance, depth_s in candidates]
+    step = StepView(many, kv_tokens, many, budget, tuple(offered))
     lengths = Auto().draft_lengths(step, cost)
     assert tokens_per_s(step, lengths, cost) >= tokens_per_s(step, [0] * many, cost)
 
@@ -184,3 +193,16 @@ def test_an_argument_nobody_takes_is_refused(spec: str) -> None:
     """A policy without an argument does not ignore one silently."""
     with pytest.raises(ValueError, match="takes no argument"):
         speculation_policy(spec)
+
+
+def test_auto_drafts_as_deep_as_drafting_pays() -> None:
+    """A depth that costs as much as the step it saves is not drafted; one that is free, is."""
+    step_s = H100_8B.seconds(1, 500, 1)
+    lengths = []
+    for depth_s in (0.0, step_s / 20, step_s / 4, 2 * step_s):
+        step = StepView(1, 500, 1, 64, (DraftCandidate(chain(16, 0.8), depth_s),))
+        lengths += Auto().draft_lengths(step, H100_8B)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 12
+    assert 0 < lengths[2] < lengths[1] < lengths[0]
+    assert lengths[3] == 0

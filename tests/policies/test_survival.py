@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from policies.survival import Acceptance, expected_accepted_tokens
+from policies.survival import Acceptance
 
 drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 
@@ -37,16 +37,3 @@ def test_old_evidence_is_forgotten() -> None:
     for _ in range(1500):
         acceptance.observe(0, refuted=True)
     assert acceptance.rate() < 0.25
-
-
-@given(st.floats(0, 1), st.integers(0, 30))
-def test_expected_tokens_are_bounded_and_grow(acceptance, length) -> None:
-    """A draft of n gives at most n tokens, and one more slot never gives less."""
-    here = expected_accepted_tokens(acceptance, length)
-    assert 0.0 <= here <= length + 1e-9
-    assert expected_accepted_tokens(acceptance, length + 1) >= here
-
-
-def test_expected_tokens_are_the_geometric_sum() -> None:
-    """At 0.5, three slots give 0.5 + 0.25 + 0.125."""
-    assert expected_accepted_tokens(0.5, 3) == pytest.approx(0.875)

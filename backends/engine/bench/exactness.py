@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.bench.prompts import held_out_prompts
@@ -133,8 +134,8 @@ def _work(index: int, tokens: Row[int], start: int, stop: int) -> SequenceWork:
     )
     blocks = -(-(MOST_TOKENS) // BLOCK_TOKENS)
     sequence.block_table = list(range(index * blocks, (index + 1) * blocks))
-    fed = tuple(tokens[start:stop])
-    return SequenceWork(sequence, start, fed, len(fed) - 1, samples=True)
+    first, *drafts = tokens[start:stop]
+    return SequenceWork(sequence, start, (first,), True, Draft(tuple(drafts)))
 
 
 def random_checkpoint(directory: Path) -> Path:

@@ -28,7 +28,7 @@ from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.bench.record import provenance
 from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.inputs import build_inputs
+from backends.engine.inputs import build_inputs, feed_of
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.model import Decoder
 from backends.engine.runner import Runner
@@ -95,7 +95,7 @@ class Bench:
         request = GenerationRequest(str(index), (1,), sampling, plan)
         sequence = Sequence.of(index, request, ResumedChoice(0, ()))
         blocks.extend(sequence.block_table, self.context_tokens + 1)
-        return SequenceWork(sequence, self.context_tokens, (1,), 0, samples=True)
+        return SequenceWork(sequence, self.context_tokens, (1,), samples=True)
 
 
 def phases_ms(bench: Bench, batch: int) -> dict[str, float]:
@@ -105,9 +105,10 @@ def phases_ms(bench: Bench, batch: int) -> dict[str, float]:
     with torch.inference_mode():
         for _ in range(RUNS):
             times = [time.perf_counter()]
-            inputs = build_inputs(plan, bench.pool)
+            dump_slot = bench.pool.dump_slot
+            inputs = build_inputs((feed_of(work, dump_slot) for work in plan.work), dump_slot)
             times.append(time.perf_counter())
-            logits = bench.decoder.forward(inputs, bench.pool)
+            logits = bench.decoder.forward(inputs, bench.pool.layers)
             times.append(time.perf_counter())
             walk(plan, draw(plan, logits, "coupled").tolist())
             times.append(time.perf_counter())

@@ -34,7 +34,6 @@ Decoding" (arXiv 2408.07978).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -116,21 +115,6 @@ def filtered_scores(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
         logit, token = _cutoffs(picked, rows.select(index))
         scores[index] = scores[index].masked_fill_(_is_cut(picked, logit, token), -torch.inf)
     return scores
-
-
-def accept_walk(sampled: Sequence[int], drafts: Sequence[int]) -> int:
-    """Returns how many drafts of one sequence are accepted: the length of the common prefix.
-
-    Args:
-      sampled: tokens of the rows of the sequence, one more than drafts.
-      drafts: draft token of each row; ``sampled[0 .. accepted]`` is what the sequence emits.
-    """
-    accepted = 0
-    for token, draft in zip(sampled, drafts, strict=False):
-        if token != draft:
-            break
-        accepted += 1
-    return min(accepted, len(sampled) - 1)
 
 
 def accept_walk_batch(

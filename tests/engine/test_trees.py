@@ -1,0 +1,124 @@
+"""Trees in the engine: rows, keys and values are those of the chain that was accepted."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from backends.core.drafts import ROOT, Draft
+from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.kv_pool import BLOCK_TOKENS
+from backends.shipped import SHIPPED_MODEL
+from tests.engine.feeding import Table, logits_in_steps, runner_of
+
+BLOCKS = 64
+VOCAB = 4096
+
+TREE = Draft(
+    (11, 12, 13, 14, 15, 16, 17, 18),
+    (ROOT, 0, ROOT, 1, 2, 0, 5, 2),
+)
+"""Three branches below the first token's sibling and its children, best first."""
+
+
+def path_to(draft: Draft, place: int) -> list[int]:
+    path = []
+    while place != ROOT:
+        path.append(draft.token_ids[place])
+        place = draft.parent(place)
+    return path[::-1]
+
+
+def context(tokens: int) -> list[int]:
+    rng = random.Random(tokens)
+    return [rng.randrange(VOCAB) for _ in range(tokens)]
+
+
+def table(*, scattered: bool) -> Table:
+    blocks = list(range(BLOCKS))
+    if scattered:
+        random.Random(1).shuffle(blocks)
+    return Table(blocks)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("tokens", [1, 20, 250, 255, 256, 300])
+def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered: bool) -> None:
+    """Around the border of tiles too, and wherever the blocks lie."""
+    runner, known = runner_of(SHIPPED_MODEL, BLOCKS), context(tokens)
+    draft = TREE.laid_out()
+    blocks = table(scattered=scattered)
+    if tokens > 1:
+        logits_in_steps(runner, blocks, known[:-1], [0, tokens - 1])
+    work = SequenceWork(blocks, tokens - 1, (known[-1],), True, draft)
+    rows = runner.logits(StepPlan((work,)))
+    for place in (ROOT, *range(len(draft))):
+        text = known + path_to(draft, place)
+        alone = runner_of(SHIPPED_MODEL, BLOCKS)
+        edges = [0, *range(tokens, len(text) + 1)]
+        wanted = logits_in_steps(alone, table(scattered=False), text, edges)[-1]
+        assert torch.equal(rows[place + 1], wanted)
+
+
+@pytest.mark.parametrize("tokens", [20, 254])
+def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> None:
+    """Decoding behind an accepted branch gives the bits of decoding without drafts."""
+    known, draft = context(tokens), TREE.laid_out()
+    last = max(range(len(draft)), key=lambda place: (draft.depths[place], place))
+    text = known + path_to(draft, last)
+    runner, blocks = runner_of(SHIPPED_MODEL, BLOCKS), table(scattered=False)
+    logits_in_steps(runner, blocks, known[:-1], [0, tokens - 1])
+    plan = StepPlan((SequenceWork(blocks, tokens - 1, (known[-1],), True, draft),))
+    runner.logits(plan)
+    taken = draft.walk(text[tokens:])
+    assert any(place != depth for depth, place in enumerate(taken)), "nothing has to move"
+    runner._compact(plan, [_walk(taken)])
+
+    follow = [7, 8, 9]
+    edges = [len(text), len(text) + 1, len(text) + 3]
+    behind = logits_in_steps(runner, blocks, text + follow, edges)
+    alone = runner_of(SHIPPED_MODEL, BLOCKS)
+    everything = logits_in_steps(alone, table(scattered=False), text + follow, [0, *edges])
+    assert torch.equal(behind, everything[len(text) :])
+
+
+def _walk(taken: tuple[int, ...]):
+    from backends.engine.sampler import Walk
+
+    return Walk((0, *(place + 1 for place in taken)), (0,) * (len(taken) + 1))
+
+
+def test_a_step_may_hold_trees_beside_everything_else() -> None:
+    """Rows of trees, chains, decodes and prefill chunks in one step are those of each alone."""
+    known, draft = context(40), TREE.laid_out()
+    per_sequence = BLOCKS // 4
+    tables = [
+        Table(list(range(i * per_sequence, (i + 1) * per_sequence)))
+        for i in range(BLOCKS // per_sequence)
+    ]
+    assert len(known) + len(draft) < per_sequence * BLOCK_TOKENS
+
+    def works() -> list[SequenceWork]:
+        last = (known[-1],)
+        return [
+            SequenceWork(tables[0], 39, last, True, draft),
+            SequenceWork(tables[1], 39, last, True, Draft((5, 6))),
+            SequenceWork(tables[2], 39, last, True),
+            SequenceWork(tables[3], 0, tuple(known), False),
+        ]
+
+    def fed():
+        runner = runner_of(SHIPPED_MODEL, BLOCKS)
+        for blocks in tables[:3]:
+            logits_in_steps(runner, blocks, known[:-1], [0, 39])
+        return runner
+
+    together = fed().logits(StepPlan(tuple(works())))
+    alone = [fed().logits(StepPlan((work,))) for work in works() if work.samples]
+    bounds = [0, *torch.tensor([len(rows) for rows in alone]).cumsum(0).tolist()]
+    for rows, (first, end) in zip(alone, pairwise(bounds), strict=True):
+        assert torch.equal(together[first:end], rows)
+    assert bounds[-1] == len(together)
