@@ -20,6 +20,14 @@ class WorkerConfig:
             the shipped model.
         speculation: the policy that decides each step, as `off`, `fixed:K` or `auto`.
         proposer: name of the only proposer to use; None offers whatever is there.
+        draft_model: directory or hub's name of a draft model with the model's vocabulary; None is
+            the shipped one beside the shipped model, else there is none.
+        draft_window_tokens: most tokens back that each layer of the draft model looks; None leaves
+            it to the model, but for the shipped one.
+        ngram_corpus_tokens: tokens of finished requests that n-gram drafts of the same tenant may
+            look in; 0 keeps none.
+        sparse_budget_tokens: tokens of a sequence that sparse self-speculation reads.
+        sparse_sink_tokens: of these, the first ones of the sequence.
         verify: `coupled` ties the text to the seed; `rejection` accepts more of a sampled draft.
         exact: promise equal bits for any batching, also where that costs time (contract).
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
@@ -41,6 +49,11 @@ class WorkerConfig:
     model: str | None = None
     speculation: str = "auto"
     proposer: str | None = None
+    draft_model: str | None = None
+    draft_window_tokens: int | None = None
+    ngram_corpus_tokens: int = 0
+    sparse_budget_tokens: int = 512
+    sparse_sink_tokens: int = 16
     verify: str = "coupled"
     exact: bool = False
     dtype: str = "auto"
@@ -92,7 +105,9 @@ class Backend(Protocol):
         ...
 
     def check(self, request: GenerationRequest) -> None:
-        """Return if the request can run here; changes nothing.
+        """Return if the request can run here; changes nothing. May be called in any thread.
+
+        Of a grammar the first call takes long, and others after it do not.
 
         Raises:
             RequestRejected: it never can, e.g. it is longer than the context or the KV pool.

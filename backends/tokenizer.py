@@ -20,6 +20,7 @@ class Tokenizer:
     Immutable after loading, so every method may be called in any thread.
 
     Attributes:
+        vocabulary: ids by token, added ones too.
         vocab_size: one more than the largest token id; an id below it may name no token, where
             the vocabulary has gaps.
     """
@@ -41,7 +42,8 @@ class Tokenizer:
             self._fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
-        self.vocab_size: int = max(self._fast.get_vocab().values(), default=-1) + 1
+        self.vocabulary: dict[str, int] = self._fast.get_vocab()
+        self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)
         sources = template_sources(directory, settings)
@@ -49,6 +51,11 @@ class Tokenizer:
             self._template = ChatTemplate(sources, self._special_tokens, now)
         except CheckpointError as error:
             raise CheckpointError(f"{directory}: {error}") from error
+
+    def to_json(self) -> str:
+        """Return a `tokenizer.json` that neither truncates nor pads."""
+        settings = json.loads(self._fast.to_str())
+        return json.dumps({**settings, "truncation": None, "padding": None})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""

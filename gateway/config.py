@@ -85,6 +85,30 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     proposer: (
         Annotated[str, _meta("The only proposer to draft with (default: whatever is there)")] | None
     ) = None
+    draft_model: (
+        Annotated[
+            str,
+            _meta("Draft model: a directory or hub name (default: the shipped one's own, or none)"),
+        ]
+        | None
+    ) = None
+    draft_window_tokens: (
+        Annotated[
+            int,
+            _meta(
+                "Tokens back that each layer of the draft model looks (default: the model's)", ge=1
+            ),
+        ]
+        | None
+    ) = None
+    ngram_corpus_tokens: Annotated[
+        int,
+        _meta("Tokens of finished requests that n-gram drafts of a tenant may look in", ge=0),
+    ] = 0
+    sparse_budget_tokens: Annotated[
+        int, _meta("Tokens of a sequence that sparse self-speculation reads", ge=16)
+    ] = 512
+    sparse_sink_tokens: Annotated[int, _meta("Of these, the first ones of the sequence", ge=0)] = 16
     verify: Annotated[
         str,
         _meta(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -12,27 +12,31 @@ import torch
 
 from backends.base import WorkerConfig
 from backends.checkpoints import checkpoint_id, find_checkpoint
+from backends.core.drafts import Proposer
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.steps import Executor, Proposer
+from backends.core.steps import Executor
 from backends.core.worker import Worker
 from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
 from backends.engine.memory import measured_kv_bytes
 from backends.engine.model import Decoder
 from backends.engine.numerics import choose_device, choose_dtype, numerics_class
-from backends.engine.proposers.ngram import NgramProposer
+from backends.engine.proposers.registry import (
+    ProposerSetup,
+    check_proposer_name,
+    make_proposers,
+)
 from backends.engine.runner import Runner
 from backends.engine.sampler import Verify
 from backends.engine.warmup import exactness, measure_step_cost
 from backends.engine.weights import Weights, load_weights
 from backends.errors import CheckpointError
-from backends.shipped import SHIPPED_MODEL_ID
+from backends.grammar import LlGrammars
+from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
 from policies.registry import speculation_policy
-
-PROPOSERS: Final[dict[str, Callable[[], Proposer]]] = {"ngram": NgramProposer}
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
@@ -43,11 +47,16 @@ is timing steps. Rough: with a small model timing dominates, with a large one re
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """What loading gives: the sans-I/O worker, the device behind it, and what it serves."""
+    """What loading gives: the sans-I/O worker, the device behind it, and what it serves.
+
+    Attributes:
+        proposers: those of the worker, by name, cheapest first.
+    """
 
     worker: Worker
     executor: Executor
     card: ModelCard
+    proposers: dict[str, Proposer]
 
 
 def load_engine(
@@ -63,10 +72,11 @@ def load_engine(
         CheckpointError: the model cannot be loaded.
         ValueError: a setting does not fit, e.g. `kv_bytes` holds not even one block.
     """
+    draft_directory = _draft_directory(config)
     if config.verify not in VERIFICATIONS:
         known = ", ".join(VERIFICATIONS)
         raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
-    proposers = _proposers(config.proposer)
+    check_proposer_name(config.proposer, has_draft=draft_directory is not None)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
@@ -84,22 +94,30 @@ def load_engine(
     max_model_len = min(
         config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
     )
+    decoder, draft = Decoder(model, weights, max_model_len), None
+    if draft_directory is not None and config.proposer in {None, "draft_model"}:
+        draft = _load_draft(draft_directory, tokenizer, dtype, max_model_len, _window(config))
     num_blocks = _num_blocks(config, model, max_model_len, dtype, device)
     pool = KvPool(model, num_blocks, dtype, device)
-    runner = Runner(Decoder(model, weights, max_model_len), pool, VERIFICATIONS[config.verify])
+    runner = Runner(decoder, pool, VERIFICATIONS[config.verify])
 
     most_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
     exact = exactness(runner, model, dtype, most_tokens, asked=config.exact)
     progress(PROBED_SHARE)
+    blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
+    cost = measure_step_cost(runner, most_tokens, num_blocks)
+    proposers = make_proposers(ProposerSetup(config, decoder, pool, blocks, cost, draft))
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
-        KvBlocks(num_blocks, BLOCK_TOKENS),
+        blocks,
         speculation_policy(config.speculation),
         proposers,
-        measure_step_cost(runner, most_tokens, num_blocks),
+        cost,
     )
     card = _card(config, weights, dtype, max_model_len, exact=exact)
-    return LoadedEngine(Worker(scheduler, tokenizer, max_model_len), runner, card)
+    grammars = LlGrammars(tokenizer, model.eos_ids)
+    worker = Worker(scheduler, tokenizer, max_model_len, grammars)
+    return LoadedEngine(worker, runner, card, proposers)
 
 
 def _num_blocks(
@@ -137,15 +155,41 @@ def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def _proposers(name: str | None) -> dict[str, Proposer]:
-    """Return the proposers to offer: all, or the one named.
+def _draft_directory(config: WorkerConfig) -> Path | None:
+    """Return where the draft model lies; None if there is none."""
+    if config.draft_model is None:
+        return SHIPPED_DRAFT if config.model is None else None
+    return find_checkpoint(config.draft_model)
+
+
+def _load_draft(
+    directory: Path, target: Tokenizer, dtype: torch.dtype, max_model_len: int, window: int | None
+) -> Decoder:
+    """Return the draft model, whose token ids mean what the target's do.
+
+    Args:
+        window: most tokens back that each layer looks; None leaves it to the model.
 
     Raises:
-        ValueError: no such proposer.
+        CheckpointError: it cannot be loaded, or has another vocabulary.
     """
-    if name is not None and name not in PROPOSERS:
-        raise ValueError(f"unknown proposer {name!r}; known: {', '.join(PROPOSERS)}")
-    return {key: build() for key, build in PROPOSERS.items() if name in {None, key}}
+    model = read_model_config(directory)
+    tokenizer = _tokenizer(directory, model)
+    if tokenizer.vocabulary != target.vocabulary:
+        raise CheckpointError(
+            f"{directory / 'tokenizer.json'}: the draft model's vocabulary is not the model's own: "
+            "its drafts would mean something else"
+        )
+    if window is not None:
+        model = replace(model, windows=tuple(min(w or window, window) for w in model.windows))
+    return Decoder(model, load_weights(directory, model, dtype, exact=False), max_model_len)
+
+
+def _window(config: WorkerConfig) -> int | None:
+    """Return how far back the draft model may look; None is as far as it can."""
+    if config.draft_window_tokens is not None or config.draft_model is not None:
+        return config.draft_window_tokens
+    return SHIPPED_DRAFT_WINDOW
 
 
 def _card(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
 from backends.core.drive import drive
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence
-from backends.core.steps import Draft, Proposer
 from backends.core.worker import Worker
 from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
@@ -22,10 +23,13 @@ from backends.engine.proposers.ngram import NgramProposer
 from backends.engine.runner import Runner
 from backends.engine.sampler import Verify
 from backends.engine.weights import load_weights
+from backends.grammar import LlGrammars
 from backends.tokenizer import Tokenizer
 from backends.types import (
     Delta,
+    FinishReason,
     GenerationRequest,
+    GrammarSpec,
     ResumedChoice,
     SamplingParams,
     TokenLogprob,
@@ -33,14 +37,20 @@ from backends.types import (
 from policies.protocols import SpeculationPolicy
 from policies.speculation import Off
 from policies.step_cost import StepCost
-from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
+from policies.types import (
+    RequestView,
+    SpeculationMode,
+    SpeculationPlan,
+    StepView,
+    WorkerLoad,
+)
 
 MAX_MODEL_LEN = 1024
 
 COST = StepCost((16, 32, 64, 128), (1e-3, 1.4e-3, 2e-3, 3.5e-3), sequence_s=1e-4)
 """Fixed, so that what `auto` decides does not depend on the machine."""
 
-IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, ("ngram",))
+IDLE = WorkerLoad(0, 0, 1, 1, 0.0, 0.5, ("ngram", "draft_model", "sparse_self"))
 
 
 @dataclass(eq=False)
@@ -71,7 +81,7 @@ class Setup:
     """How a run is batched; none of it may change a token."""
 
     policy: SpeculationPolicy = field(default_factory=Off)
-    proposers: Callable[[], dict[str, Proposer]] = lambda: {"ngram": NgramProposer()}
+    proposers: Callable[[Engine], dict[str, Proposer]] = lambda engine: {"ngram": NgramProposer()}
     max_num_seqs: int = 16
     max_step_tokens: int = 512
     num_blocks: int = 1024
@@ -84,6 +94,7 @@ class Outcome:
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     text: dict[tuple[str, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[str, int], list[TokenLogprob]] = field(default_factory=dict)
+    finish_reasons: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
     accepted: int = 0
     rejected: int = 0
     preemptions: int = 0
@@ -95,16 +106,19 @@ class Engine:
     """A worker with its device, driven in the caller's thread."""
 
     def __init__(self, model: Model, setup: Setup) -> None:
+        self.model = model
         self.blocks = KvBlocks(setup.num_blocks, BLOCK_TOKENS)
+        self.pool = KvPool(model.config, setup.num_blocks, model.dtype)
+        self.runner = Runner(model.decoder, self.pool, model.verify)
         self.scheduler = Scheduler(
             SchedulerConfig(setup.max_num_seqs, setup.max_step_tokens, model.config.eos_ids),
             self.blocks,
             setup.policy,
-            setup.proposers(),
+            setup.proposers(self),
             COST,
         )
-        self.worker = Worker(self.scheduler, model.tokenizer, MAX_MODEL_LEN)
-        self.runner = model.runner(setup.num_blocks)
+        grammars = LlGrammars(model.tokenizer, model.config.eos_ids)
+        self.worker = Worker(self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars)
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run the requests to their end."""
@@ -132,6 +146,8 @@ def _note(outcome: Outcome, request_id: str, delta: Delta) -> None:
     outcome.text[key] = outcome.text.get(key, "") + delta.text
     outcome.logprobs.setdefault(key, []).extend(delta.logprobs)
     outcome.cached_tokens += delta.cached_tokens
+    if delta.finish_reason is not None:
+        outcome.finish_reasons[key] = delta.finish_reason
     if delta.outcome is not None:
         outcome.accepted += delta.outcome.num_accepted_tokens
         outcome.rejected += delta.outcome.num_drafted_tokens - delta.outcome.num_accepted_tokens
@@ -144,14 +160,16 @@ def request(
     *,
     n: int = 1,
     resumed: tuple[ResumedChoice, ...] = (),
+    mode: SpeculationMode = SpeculationMode.AUTO,
+    grammar: GrammarSpec | None = None,
     **sampling: object,
 ) -> GenerationRequest:
     """A request that speculates as the policy says."""
     params = SamplingParams(**{"max_tokens": 128, "seed": 0, "ignore_eos": True, **sampling})
     prompt = tuple(prompt_ids)
-    view = RequestView(len(prompt), params.max_tokens, params.temperature)
+    view = RequestView(len(prompt), params.max_tokens, params.temperature, mode)
     plan = policy.decide(view, IDLE)
-    return GenerationRequest(request_id, prompt, params, plan, n, resumed=resumed)
+    return GenerationRequest(request_id, prompt, params, plan, n, resumed=resumed, grammar=grammar)
 
 
 @dataclass(frozen=True)
@@ -162,7 +180,9 @@ class RandomSlots:
     name: str = "random"
 
     def decide(self, request: RequestView, load: object) -> SpeculationPlan:
-        return SpeculationPlan(self.name, request.mode, "ngram", 12, "chaos")
+        named = request.mode is not SpeculationMode.AUTO
+        proposer = request.mode.value if named else "ngram"
+        return SpeculationPlan(self.name, request.mode, proposer, 12, "chaos")
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> list[int]:
         lengths, budget = [0] * len(step.candidates), step.slot_budget
@@ -182,16 +202,35 @@ class HostileProposer:
         self._vocab_size = vocab_size
         self._rng = rng
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
-        rng = self._rng
-        drafted = self._ngram.propose(sequence, max_tokens).token_ids
-        length = len(drafted) or rng.randint(0, max_tokens)
-        noise = (rng.randrange(self._vocab_size) for _ in range(length))
-        mixed = [
-            drafted[i] if i < len(drafted) and rng.random() < 0.8 else token
-            for i, token in enumerate(noise)
-        ]
-        return Draft(tuple(mixed))
+    def depth_s(self, sequences: int) -> float:
+        return 0.0
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        found = self._ngram.propose(requests)
+        return [self._spoil(d, r.max_tokens) for d, r in zip(found, requests, strict=True)]
+
+    def _spoil(self, found: Draft, most: int) -> Draft:
+        """Replace a fifth of the tokens, and grow a random branch here and there."""
+        rng, tokens, parents = self._rng, list(found.token_ids), list(found.parents)
+        parents = parents or list(range(-1, len(tokens) - 1))
+        while len(tokens) < most and rng.random() < (0.5 if tokens else 0.9):
+            parents.append(rng.randrange(-1, len(tokens)))
+            tokens.append(rng.randrange(self._vocab_size))
+        for place in range(len(tokens)):
+            if rng.random() < 0.2:
+                tokens[place] = rng.randrange(self._vocab_size)
+        kept = Draft(tuple(tokens), tuple(parents))
+        return kept.pick([place for place in range(len(kept)) if _is_only(kept, place)])
 
     def forget(self, sequence: Sequence) -> None:
         self._ngram.forget(sequence)
+
+
+def _is_only(draft: Draft, place: int) -> bool:
+    """Whether neither the token nor one it follows stands behind an equal sibling."""
+    while place != ROOT:
+        same = (draft.parent(place), draft.token_ids[place])
+        if same in {(draft.parent(i), draft.token_ids[i]) for i in range(place)}:
+            return False
+        place = draft.parent(place)
+    return True

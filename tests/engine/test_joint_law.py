@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence as Many
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from backends.core.drafts import Draft, DraftRequest
 from backends.core.sequence import Sequence
-from backends.core.steps import Draft, SequenceWork, StepPlan
+from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.kernels import noise, rejection_ref
 from backends.engine.kernels.sample_verify_ref import RowSampling
 from backends.engine.sampler import Verify
@@ -104,7 +106,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("five_tokens"))
 
 
-class DrawnDrafts:
+class LookedUp:
+    """A proposer that has its drafts at hand."""
+
+    def depth_s(self, sequences: int) -> float:
+        return 0.0
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        return [self.draft(request.sequence, request.max_tokens) for request in requests]
+
+    def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
+        raise NotImplementedError
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+class DrawnDrafts(LookedUp):
     """Draws drafts from laws of its own, with the noise a draft model uses: that of the output."""
 
     def __init__(self) -> None:
@@ -114,7 +131,7 @@ class DrawnDrafts:
         self._laws = logits.softmax(dim=1)
         self._scores = self._laws.log().tolist()
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
+    def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
         drafts, law = [], []
         last = sequence.token_ids[-1]
         for position in range(len(sequence.token_ids), len(sequence.token_ids) + max_tokens):
@@ -125,22 +142,18 @@ class DrawnDrafts:
             drafts.append(last)
         return Draft(tuple(drafts), law=torch.stack(law))
 
-    def forget(self, sequence: Sequence) -> None: ...
 
-
-class CertainDrafts:
+class CertainDrafts(LookedUp):
     """Drafts a function of the last token: likely ones, and unlikely ones behind 1 and 4."""
 
     FOLLOWS = (3, 0, 3, 0, 1)
 
-    def propose(self, sequence: Sequence, max_tokens: int) -> Draft:
+    def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
         last, drafts = sequence.token_ids[-1], []
         for _ in range(max_tokens):
             last = self.FOLLOWS[last]
             drafts.append(last)
         return Draft(tuple(drafts))
-
-    def forget(self, sequence: Sequence) -> None: ...
 
 
 @cache
@@ -164,8 +177,7 @@ def logits_behind(directory: Path) -> dict[tuple[int, ...], list[float]]:
     runner = Model(directory).runner(BLOCKS)
     found = {}
     for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
-        fed = (*PROMPT, *text)
-        plan = StepPlan((SequenceWork(Table(), 0, fed, len(text), samples=True),))
+        plan = StepPlan((SequenceWork(Table(), 0, PROMPT, True, Draft(text)),))
         for length, row in enumerate(runner.logits(plan).tolist()):
             found[text[:length]] = row
     return found
@@ -193,7 +205,7 @@ def p_value_of_texts(
 ) -> float:
     """Generate with slots at random and test the texts against their law."""
     policy = RandomSlots(random.Random(3))
-    setup = Setup(policy, lambda: {"ngram": proposer()}, max_num_seqs=128, num_blocks=BLOCKS)
+    setup = Setup(policy, lambda _: {"ngram": proposer()}, max_num_seqs=128, num_blocks=BLOCKS)
     settings = {"max_tokens": NEW_TOKENS, **LAWS[law]}
     requests = [request(str(i), PROMPT, policy, seed=i, **settings) for i in range(num_requests)]
     outcome = run(Model(directory, verify=verify), requests, setup)
@@ -241,7 +253,7 @@ def test_without_noise_or_drafts_rejection_gives_the_coupled_text(checkpoint: Pa
     policy, rejecting = speculation_policy("fixed:4"), Model(checkpoint, verify="rejection")
     coupled = run(Model(checkpoint), asked(Off()), Setup()).tokens
     assert run(rejecting, asked(Off()), Setup()).tokens == coupled
-    drafted = run(rejecting, asked(policy), Setup(policy, lambda: {"ngram": DrawnDrafts()}))
+    drafted = run(rejecting, asked(policy), Setup(policy, lambda _: {"ngram": DrawnDrafts()}))
     assert drafted.accepted > 0
     greedy = {(one.request_id, 0) for one in asked(policy) if one.sampling.temperature == 0}
     assert greedy <= {key for key, tokens in drafted.tokens.items() if tokens == coupled[key]}

@@ -1,4 +1,4 @@
-"""Losslessness: no decision about speculation, batching or memory changes a token."""
+"""Losslessness: no proposer and no decision about drafts, batches or memory changes a token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from backends.engine.bench.prompts import held_out_prompts
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
 from policies.speculation import Off
+from policies.types import SpeculationMode
 from tests.engine.harness import (
-    HostileProposer,
     Model,
     Outcome,
     RandomSlots,
@@ -20,6 +20,7 @@ from tests.engine.harness import (
     request,
     run,
 )
+from tests.engine.proposing import every_proposer, every_proposer_and_a_hostile_one, mixed
 
 PROMPTS = 200
 NEW_TOKENS = 128
@@ -42,31 +43,45 @@ BATCHINGS = {
 }
 
 
+# What is drafted with, one for each run or all of them in one batch.
+PROPOSERS = {
+    "fixed:1": SpeculationMode.NGRAM,
+    "fixed:2": SpeculationMode.DRAFT_MODEL,
+    "fixed:4": SpeculationMode.SPARSE_SELF,
+    "fixed:5": SpeculationMode.DRAFT_MODEL,
+    "fixed:7": SpeculationMode.NGRAM,
+}
+
+
 def policy_named(name: str) -> SpeculationPolicy:
     return RandomSlots(random.Random(5)) if name == "random" else speculation_policy(name)
 
 
-def requests(model: Model, prompts: list[int], policy: SpeculationPolicy, temperature: float):
+def requests(
+    model: Model,
+    prompts: list[int],
+    policy: SpeculationPolicy,
+    temperature: float,
+    proposer: SpeculationMode | None = None,
+):
     everything = held_out_prompts(model.tokenizer, PROMPTS)
     return [
         request(
             str(index),
             everything[index],
             policy,
+            mode=mixed(place) if proposer is None else proposer,
             temperature=temperature,
             seed=1000 + index,
             max_tokens=NEW_TOKENS,
         )
-        for index in prompts
+        for place, index in enumerate(prompts)
     ]
 
 
-def setup_named(model: Model, name: str) -> Setup:
-    policy = policy_named(name)
-    if name != "random":
-        return Setup(policy, **BATCHINGS[name])
-    hostile = HostileProposer(model.config.vocab_size, random.Random(6))
-    return Setup(policy, lambda: {"ngram": hostile}, **BATCHINGS[name])
+def setup_named(name: str) -> Setup:
+    proposers = every_proposer_and_a_hostile_one if name == "random" else every_proposer
+    return Setup(policy_named(name), proposers, **BATCHINGS[name])
 
 
 def check_all(model: Model, prompts: list[int], least_slots: int, record) -> None:
@@ -75,9 +90,8 @@ def check_all(model: Model, prompts: list[int], least_slots: int, record) -> Non
         undisturbed = alone(model, tuple(prompts), temperature).tokens
         for name in BATCHINGS:
             policy = policy_named(name)
-            outcome = run(
-                model, requests(model, prompts, policy, temperature), setup_named(model, name)
-            )
+            asked = requests(model, prompts, policy, temperature, PROPOSERS.get(name))
+            outcome = run(model, asked, setup_named(name))
             different = [key for key in undisturbed if undisturbed[key] != outcome.tokens[key]]
             assert not different, f"{name} at {temperature} changed prompts {different}"
             assert all(len(tokens) == NEW_TOKENS for tokens in outcome.tokens.values())

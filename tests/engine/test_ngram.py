@@ -1,72 +1,196 @@
-"""The n-gram proposer: what it finds, and that it keeps up."""
+"""The n-gram proposer: what it finds, that it keeps up, and that it stays small."""
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import sys
+from collections import Counter
 
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from backends.core.drafts import Draft, DraftRequest
 from backends.core.sequence import Sequence
-from backends.engine.proposers.ngram import LENGTHS, NgramProposer
-from backends.types import ResumedChoice
-from policies.speculation import Off
-from tests.engine.harness import request
+from backends.engine.proposers.corpus import MOST_TENANTS, Corpora
+from backends.engine.proposers.ngram import NgramProposer
+from backends.engine.proposers.ngram_index import MOST_EVIDENCE, MOST_MATCHES, NgramIndex
+from backends.engine.testing import check_draft
+from backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+PLAN = SpeculationPlan("test", SpeculationMode.NGRAM, "ngram", 16, "a test")
 
 
-def sequence_of(token_ids: list[int]) -> Sequence:
-    return Sequence.of(0, request("r", token_ids, Off()), ResumedChoice(0, ()))
+def sequence_of(token_ids: list[int], key: int = 0, tenant: str = "") -> Sequence:
+    request = GenerationRequest(
+        str(key), tuple(token_ids), SamplingParams(9, 0), PLAN, tenant=tenant
+    )
+    return Sequence.of(key, request, ResumedChoice(0, ()))
 
 
-def latest_match(token_ids: list[int]) -> int | None:
-    """Where the longest indexed suffix ended last before the end, by looking at everything."""
-    for length in LENGTHS:
-        suffix = token_ids[-length:]
-        for end in range(len(token_ids) - 1, length - 1, -1):
-            if len(suffix) == length and token_ids[end - length : end] == suffix:
-                return end
-    return None
+def proposed(proposer: NgramProposer, sequence: Sequence, most: int) -> Draft:
+    (draft,) = proposer.propose([DraftRequest(sequence, most)])
+    return draft
+
+
+def places(text: list[int]) -> list[tuple[int, int]]:
+    """(match, end) of the latest places of the last pair, or token, by looking at everything."""
+    for size in (2, 1):
+        ends = [
+            end
+            for end in range(len(text) - 1, size - 1, -1)
+            if len(text) > size and text[end - size : end] == text[-size:]
+        ]
+        if ends:
+            break
+    found = []
+    for end in ends[:MOST_MATCHES]:
+        length = 0
+        while length < min(end, MOST_EVIDENCE) and text[end - 1 - length] == text[-1 - length]:
+            length += 1
+        found.append((length, end))
+    return sorted(found, key=lambda place: -place[0])
+
+
+def continuation(text: list[int], end: int, length: int) -> tuple[int, ...]:
+    repeated = text[end:]
+    while len(repeated) < length:
+        repeated = repeated + text[end:]
+    return tuple(repeated[:length])
+
+
+@given(tokens)
+def test_the_index_finds_every_earlier_place(text: list[int]) -> None:
+    """Latest first among equals, longest first, as many as are compared."""
+    index = NgramIndex()
+    index.catch_up(text)
+    assert [(m.length, m.end) for m in index.matches(text, text)] == places(text)
 
 
 @given(tokens, st.integers(1, 12))
-def test_it_proposes_what_followed_the_latest_longest_match(
-    token_ids: list[int], length: int
-) -> None:
-    """The draft continues the last place where the longest indexed suffix stood before."""
-    draft = NgramProposer().propose(sequence_of(token_ids), length)
-    match = latest_match(token_ids)
-    if match is None:
-        assert not draft.token_ids
-        return
-    repeated = token_ids[match:]
-    while len(repeated) < length:
-        repeated = repeated + token_ids[match:]
-    assert list(draft.token_ids) == repeated[:length]
+def test_without_trees_the_longest_match_is_continued(text: list[int], most: int) -> None:
+    """The draft is what followed the latest of the longest matches, repeated past the end."""
+    draft = proposed(NgramProposer(trees=False), sequence_of(text), most)
+    found = places(text)
+    assert draft.is_chain
+    if found:
+        assert draft.token_ids == continuation(text, found[0][1], most)
+        assert draft.evidence == found[0][0]
+    else:
+        assert not draft
 
 
-@given(tokens, tokens)
-def test_it_keeps_up_with_tokens_added_between_calls(first: list[int], more: list[int]) -> None:
-    """Proposing as tokens arrive gives what proposing at the end gives."""
+@given(tokens, st.integers(1, 12))
+def test_a_tree_is_made_of_what_followed(text: list[int], most: int) -> None:
+    """Each branch begins a place's continuation; shares follow the lengths of matches."""
+    draft = proposed(NgramProposer(), sequence_of(text), most)
+    check_draft(draft, most, 4)
+    found = places(text)
+    ways = [(continuation(text, end, most), 2.0 ** (length - found[0][0])) for length, end in found]
+    assert len(draft) == (most if found else 0)
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    for place, token in enumerate(draft.token_ids):
+        before = paths[draft.parent(place)]
+        paths[place] = (*before, token)
+        through = [w for way, w in ways if way[: len(before)] == before]
+        onward = [w for way, w in ways if way[: len(before) + 1] == paths[place]]
+        assert onward
+        share = draft.shares[place] if draft.shares else 1.0
+        assert share == pytest.approx(sum(onward) / sum(through))
+
+
+def test_places_that_differ_become_branches_best_first() -> None:
+    """After `1 2` came 3 twice and 4 once: both are children, 3 the first."""
+    text = [1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2]
+    draft = proposed(NgramProposer(), sequence_of(text), 4)
+    assert draft.token_ids[:2] == (3, 4)
+    assert draft.parents[:2] == (-1, -1)
+    assert draft.shares[:2] == pytest.approx((2 / 3, 1 / 3))
+
+
+@given(tokens, st.lists(tokens, max_size=5))
+def test_it_keeps_up_with_tokens_added_between_calls(first, more) -> None:
+    """Proposing as tokens come, some at a time, gives what proposing at the end gives."""
     proposer, sequence = NgramProposer(), sequence_of(first)
-    proposer.propose(sequence, 4)
-    for token in more:
-        sequence.token_ids.append(token)
-        drafted = proposer.propose(sequence, 4)
-        assert drafted == NgramProposer().propose(sequence_of(sequence.token_ids), 4)
+    proposed(proposer, sequence, 4)
+    for some in more:
+        sequence.token_ids += some
+        fresh = proposed(NgramProposer(), sequence_of(sequence.token_ids), 4)
+        assert proposed(proposer, sequence, 4) == fresh
 
 
-def test_evidence_is_the_length_of_the_match() -> None:
-    """A longer match before the draft is reported as stronger evidence."""
-    short = NgramProposer().propose(sequence_of([9, 1, 2, 3, 8, 1, 2]), 1)
-    long = NgramProposer().propose(sequence_of([5, 6, 7, 1, 2, 3, 5, 6, 7, 1, 2]), 1)
-    assert (short.token_ids, short.evidence) == ((3,), 2)
-    assert (long.token_ids, long.evidence) == ((3,), 5)
+def test_memory_is_bounded_by_the_text() -> None:
+    """A context of 100,000 tokens of real variety takes at most 150 bytes a token."""
+    text = [(i * i) % 4093 for i in range(100_000)]
+    index = NgramIndex()
+    index.catch_up(text)
+    parts = (index._pairs, index._singles, index._earlier_pairs, index._earlier_singles)
+    held = sum(sys.getsizeof(part) for part in parts)
+    held += sum(sys.getsizeof(n) for d in parts[:2] for pair in d.items() for n in pair)
+    assert held < 150 * len(text)
 
 
 def test_a_finished_sequence_leaves_nothing_behind() -> None:
-    """Forgetting a sequence drops its index."""
+    """Forgetting a sequence drops its index; without a corpus its text is gone, too."""
     proposer, sequence = NgramProposer(), sequence_of([1, 2, 1, 2, 1])
-    proposer.propose(sequence, 2)
+    proposed(proposer, sequence, 2)
     proposer.forget(sequence)
     proposer.forget(sequence)
     assert not proposer._indexes
+    assert not proposed(proposer, sequence_of([7, 1, 2], key=1), 2)
+
+
+# --- the corpus -----------------------------------------------------------------------------------
+
+
+def test_what_a_tenant_said_is_drafted_for_that_tenant_alone() -> None:
+    """A finished request's text is found by the next one of the tenant, and by nobody else."""
+    proposer = NgramProposer(corpus_tokens=100)
+    said = sequence_of([1, 2, 3, 4, 5, 6], tenant="a")
+    proposed(proposer, said, 3)
+    proposer.forget(said)
+    proposer.forget(said)
+    for tenant, draft in (("a", (4, 5, 6)), ("b", ()), ("", ())):
+        asking = sequence_of([9, 2, 3], key=1, tenant=tenant)
+        assert proposed(proposer, asking, 3).token_ids == draft
+        assert proposed(NgramProposer(), asking, 3).token_ids == ()
+    assert len(proposer._corpora._by_tenant["a"]) == 6
+
+
+def test_a_long_match_of_its_own_is_not_looked_for_elsewhere() -> None:
+    """What the sequence itself said comes first."""
+    proposer = NgramProposer(corpus_tokens=100)
+    said = sequence_of([1, 2, 3, 4, 7, 7, 7], tenant="a")
+    proposed(proposer, said, 3)
+    proposer.forget(said)
+    asking = sequence_of([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], key=1, tenant="a")
+    assert proposed(proposer, asking, 2).token_ids == (5, 6)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(2, 60))
+def test_a_corpus_keeps_the_latest_tokens(texts, most) -> None:
+    """Never more than it may; the end of the last text is always there, if it has room for it."""
+    corpora = Corpora(most)
+    for text in texts:
+        corpora.add("a", text)
+    corpus = corpora._by_tenant.get("a")
+    if corpus is None:
+        assert not texts
+        return
+    assert len(corpus) <= most
+    kept = texts[-1][-(most // 2) :]
+    latest = corpus._generations[0][0]
+    assert latest[len(latest) - len(kept) :] == kept
+
+
+def test_tenants_are_bounded_too() -> None:
+    """The tenant that was silent longest is forgotten."""
+    corpora = Corpora(10)
+    for number in range(MOST_TENANTS):
+        corpora.add(str(number), [1, 2, 3])
+    assert list(corpora.matches("0", [1, 2]))
+    corpora.add("new", [1, 2, 3])
+    assert list(corpora.matches("0", [1, 2]))
+    assert not list(corpora.matches("1", [1, 2]))
+    assert Counter(len(c) for c in corpora._by_tenant.values()) == {3: MOST_TENANTS}

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.bench.prompts import held_out_prompts
@@ -17,7 +18,6 @@ from policies.registry import speculation_policy
 from policies.speculation import Off
 from tests.engine import oracles
 from tests.engine.harness import (
-    HostileProposer,
     Model,
     Outcome,
     RandomSlots,
@@ -25,6 +25,7 @@ from tests.engine.harness import (
     request,
     run,
 )
+from tests.engine.proposing import every_proposer, every_proposer_and_a_hostile_one, mixed
 
 PROMPTS = 6
 NEW_TOKENS = 40
@@ -71,17 +72,18 @@ def requests(
 ) -> list[GenerationRequest]:
     prompts = held_out_prompts(model.tokenizer, PROMPTS, seed=8)
     settings = {"max_tokens": NEW_TOKENS, **sampling}
-    return [request(str(i), p, policy, seed=50 + i, **settings) for i, p in enumerate(prompts)]
+    return [
+        request(str(i), p, policy, seed=50 + i, mode=mixed(i), **settings)
+        for i, p in enumerate(prompts)
+    ]
 
 
 def speculating(model: Model, name: str, sampling: dict[str, object]) -> Outcome:
     if name != "random":
-        policy = speculation_policy(name)
-        setup = Setup(policy, **BATCHINGS[name])
+        policy, proposers = speculation_policy(name), every_proposer
     else:
-        policy = RandomSlots(random.Random(1))
-        hostile = HostileProposer(model.config.vocab_size, random.Random(2))
-        setup = Setup(policy, lambda: {"ngram": hostile}, **BATCHINGS[name])
+        policy, proposers = RandomSlots(random.Random(1)), every_proposer_and_a_hostile_one
+    setup = Setup(policy, proposers, **BATCHINGS[name])
     return run(model, requests(model, policy, sampling), setup)
 
 
@@ -159,7 +161,8 @@ def test_logprobs_are_of_the_model_before_anything_changes_them(shipped: Model) 
         tokens = outcome.tokens[one.request_id, 0]
         fed = (*one.prompt_ids, *tokens[:-1])
         table = Sequence(0, one, 0, list(fed), block_table=list(range(-(-len(fed) // 16))))
-        work = SequenceWork(table, 0, fed, len(tokens) - 1, samples=True)
+        prompt, drafts = one.prompt_ids, Draft(tuple(tokens[:-1]))
+        work = SequenceWork(table, 0, prompt, True, drafts)
         rows = runner.logits(StepPlan((work,))).tolist()
         for token, row, entry in zip(
             tokens, rows, outcome.logprobs[one.request_id, 0], strict=True
@@ -181,7 +184,7 @@ def test_a_launched_step_can_be_fetched_after_the_next_was_launched(shipped: Mod
     def plan(key: int, token: int) -> StepPlan:
         one = request(str(key), (1, token), Off(), temperature=0.0, logprobs=2)
         sequence = Sequence(key, one, 0, [1, token], block_table=[key])
-        return StepPlan((SequenceWork(sequence, 0, (1, token), 0, samples=True),))
+        return StepPlan((SequenceWork(sequence, 0, (1, token), samples=True),))
 
     plans = [plan(0, 40), plan(1, 90)]
     at_once = [runner.execute(p) for p in plans]

@@ -18,7 +18,8 @@ from backends.types import GenerationRequest, ResumedChoice
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
 from policies.speculation import Off
-from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request, run
+from tests.engine.harness import Engine, Model, RandomSlots, Setup, request, run
+from tests.engine.proposing import every_proposer_and_a_hostile_one, mixed
 
 NEW_TOKENS = 24
 
@@ -60,7 +61,7 @@ def requests(
 ) -> list[GenerationRequest]:
     wanted = {"max_tokens": NEW_TOKENS, "logprobs": 2, **wishes}
     return [
-        request(str(index), prompt, policy, n=n, seed=500 + index, **wanted)
+        request(str(index), prompt, policy, n=n, seed=500 + index, mode=mixed(index), **wanted)
         for index, prompt in enumerate(prompts)
     ]
 
@@ -76,11 +77,9 @@ def undisturbed(model: Model, prompts: list[list[int]], wishes: dict, n: int = 1
 
 def crowded(model: Model) -> Setup:
     """Random drafts, chunked prompts, and memory for a few sequences only."""
-    hostile = HostileProposer(model.config.vocab_size, random.Random(6))
     policy = RandomSlots(random.Random(5))
-    return Setup(
-        policy, lambda: {"ngram": hostile}, max_num_seqs=6, max_step_tokens=50, num_blocks=32
-    )
+    proposers = every_proposer_and_a_hostile_one
+    return Setup(policy, proposers, max_num_seqs=6, max_step_tokens=50, num_blocks=32)
 
 
 @pytest.mark.parametrize("wish", WISHES)

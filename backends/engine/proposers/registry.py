@@ -1,0 +1,141 @@
+"""Proposers by name, cheapest first, including those of other packages (entry points)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Final
+
+from backends.base import WorkerConfig
+from backends.core.draft_pages import DraftPages
+from backends.core.drafts import Proposer
+from backends.core.kv_blocks import KvBlocks
+from backends.engine.kv_pool import KvPool
+from backends.engine.model import Decoder
+from backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
+from backends.engine.proposers.ngram import NgramProposer
+from backends.engine.proposers.sparse_self import SparseSelfProposer
+from backends.engine.warmup import measure_depths
+from policies.step_cost import StepCost
+
+PROPOSER_GROUP: Final = "draftgate.proposers"
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerSetup:
+    """What a proposer may build on.
+
+    Attributes:
+        config: the worker's settings.
+        decoder, pool, blocks: the target, its memory, and who hands that out.
+        cost: of the target's steps.
+        draft: the draft model; None if there is none.
+    """
+
+    config: WorkerConfig
+    decoder: Decoder
+    pool: KvPool
+    blocks: KvBlocks
+    cost: StepCost
+    draft: Decoder | None = None
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, of those the vocabulary has."""
+        vocab_size = self.decoder.config.vocab_size
+        return frozenset(i for i in self.decoder.config.eos_ids if 0 <= i < vocab_size)
+
+    @property
+    def with_laws(self) -> bool:
+        """Whether drawn drafts carry their laws."""
+        return self.config.verify == "rejection"
+
+
+ProposerFactory = Callable[[ProposerSetup], Proposer]
+
+
+def _ngram(setup: ProposerSetup) -> Proposer:
+    return NgramProposer(corpus_tokens=setup.config.ngram_corpus_tokens)
+
+
+def _sparse_self(setup: ProposerSetup) -> Proposer:
+    return SparseSelfProposer(
+        setup.decoder,
+        setup.pool,
+        budget_tokens=setup.config.sparse_budget_tokens,
+        sink_tokens=setup.config.sparse_sink_tokens,
+        eos_ids=setup.eos_ids,
+        with_laws=setup.with_laws,
+        cost=setup.cost,
+    )
+
+
+def _draft_model(setup: ProposerSetup) -> Proposer:
+    assert setup.draft is not None
+    kv = setup.pool.draft_layers(setup.draft.config)
+    model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size)
+    return DraftModelProposer(
+        model,
+        DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
+        eos_ids=setup.eos_ids,
+        with_laws=setup.with_laws,
+        catch_up_tokens=setup.config.max_step_tokens,
+        cost=measure_depths(
+            lambda count: model.forward([model.feed([0], (0,), 0, samples=True)] * count),
+            setup.config.max_num_seqs,
+        ),
+    )
+
+
+_BUILT_IN: Final[dict[str, ProposerFactory]] = {
+    "ngram": _ngram,
+    "draft_model": _draft_model,
+    "sparse_self": _sparse_self,
+}
+"""Cheapest first: a look-up, a smaller model, the model itself."""
+
+
+def proposer_names(*, has_draft: bool) -> tuple[str, ...]:
+    """Return the names of all proposers there are, cheapest first."""
+    found = sorted(entry.name for entry in entry_points(group=PROPOSER_GROUP))
+    built_in = [name for name in _BUILT_IN if has_draft or name != "draft_model"]
+    return (*built_in, *(name for name in found if name not in _BUILT_IN))
+
+
+def check_proposer_name(name: str | None, *, has_draft: bool) -> None:
+    """Return if a worker can offer the proposer; None, all there are, always can be.
+
+    Raises:
+        ValueError: there is none of that name, or it lacks a draft model.
+    """
+    if name is None or name in proposer_names(has_draft=has_draft):
+        return
+    if name == "draft_model":
+        raise ValueError("the proposer draft_model needs a draft model: --draft-model")
+    raise ValueError(
+        f"unknown proposer {name!r}; known: {', '.join(proposer_names(has_draft=True))}"
+    )
+
+
+def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
+    """Return the proposers a worker offers: all there are, or the one its settings name.
+
+    A name that is not built in is that of an entry point of `draftgate.proposers`: a callable that
+    takes a `ProposerSetup` and returns a `Proposer`.
+
+    Raises:
+        ValueError: as `check_proposer_name`, or a setting does not fit.
+    """
+    wanted, has_draft = setup.config.proposer, setup.draft is not None
+    check_proposer_name(wanted, has_draft=has_draft)
+    names = proposer_names(has_draft=has_draft) if wanted is None else (wanted,)
+    return {name: _factory(name)(setup) for name in names}
+
+
+def _factory(name: str) -> ProposerFactory:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    (entry,) = (e for e in entry_points(group=PROPOSER_GROUP) if e.name == name)
+    factory: ProposerFactory = entry.load()
+    return factory

@@ -1,0 +1,160 @@
+"""Conformance checks for proposers: for our own tests, and for those of third parties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import Final
+
+from backends.base import WorkerConfig
+from backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
+from backends.core.drive import drive
+from backends.core.sequence import Sequence
+from backends.engine.load import load_engine
+from backends.types import GenerationRequest, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
+
+PROMPTS: Final = (
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n",
+    "import os\nimport sys\nimport os\nimport ",
+    "for i in range(10):\n    print(i)\nfor j in range(10):\n    ",
+)
+NEW_TOKENS: Final = 40
+MOST_DRAFTS: Final = 5
+KV_BYTES: Final = 8 << 20
+"""Holds the prompts and little more, so that drafts of a model have to give way."""
+
+
+class Watched:
+    """A proposer whose every draft is looked at."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int) -> None:
+        self._proposer = proposer
+        self._vocab_size = vocab_size
+        self.open: set[int] = set()
+        self.drafts = 0
+
+    def depth_s(self, sequences: int) -> float:
+        depth_s = self._proposer.depth_s(sequences)
+        assert depth_s >= 0.0, "drafting takes no negative time"
+        return depth_s
+
+    def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
+        before = [list(request.sequence.token_ids) for request in requests]
+        drafts = self._proposer.propose(requests)
+        assert len(drafts) == len(requests), "one draft for each request, if only an empty one"
+        for request, draft, tokens in zip(requests, drafts, before, strict=True):
+            assert request.sequence.token_ids == tokens, "tokens are not a proposer's"
+            check_draft(draft, request.max_tokens, self._vocab_size)
+            self.open.add(request.sequence.key)
+            self.drafts += bool(draft)
+        return drafts
+
+    def forget(self, sequence: Sequence) -> None:
+        self._proposer.forget(sequence)
+        self._proposer.forget(sequence)  # idempotent
+        self.open.discard(sequence.key)
+
+
+def check_draft(draft: Draft, max_tokens: int, vocab_size: int) -> None:
+    """Check that a draft is one: a chain or a tree of different siblings, within its bounds.
+
+    Raises:
+        AssertionError: it is not; the message names the promise.
+    """
+    size = len(draft)
+    assert size <= max_tokens, "a draft is no longer than was asked for"
+    assert all(0 <= token < vocab_size for token in draft.token_ids), "tokens of the vocabulary"
+    assert len(draft.parents) in {0, size}, "a parent for each token, or a chain"
+    assert len(draft.shares) in {0, size}, "a share for each token, or none"
+    assert all(ROOT <= parent < i for i, parent in enumerate(draft.parents)), "parents come first"
+    children = [(draft.parent(place), draft.token_ids[place]) for place in range(size)]
+    assert len(set(children)) == size, "siblings differ"
+    for parent in set(draft.parents):
+        below = [draft.shares[i] for i in range(len(draft.shares)) if draft.parents[i] == parent]
+        assert sum(below) <= 1.0 + 1e-9, "shares of siblings are parts of one"
+    assert draft.law is None or draft.is_chain, "what was drawn is a chain"
+
+
+def check_proposer(name: str, model: str | None = None) -> None:
+    """Run a proposer on a model, by the name of its entry point, and check what it promises.
+
+    Texts must be those without drafts, greedy and drawn; requests come and go, and memory is so
+    short that they are preempted; in the end nothing is kept.
+
+    Args:
+        model: directory of a checkpoint; None is the shipped model.
+
+    Raises:
+        AssertionError: the proposer breaks the contract of `backends.core.drafts.Proposer`.
+        ValueError: there is none of that name.
+    """
+    plain = _Run(WorkerConfig(model=model, speculation="off", kv_bytes=KV_BYTES), None)
+    config = WorkerConfig(
+        model=model, speculation=f"fixed:{MOST_DRAFTS}", proposer=name, kv_bytes=KV_BYTES
+    )
+    drafted = _Run(config, name)
+    for temperature in (0.0, 0.8):
+        expected = plain.texts(temperature)
+        assert drafted.texts(temperature) == expected, "drafts must not change a text"
+    drafted.cancel_midway()
+    drafted.check_nothing_is_left()
+
+
+class _Run:
+    """A worker with one proposer, and every draft of it looked at; `off` without a name."""
+
+    def __init__(self, config: WorkerConfig, name: str | None) -> None:
+        self._engine = load_engine(config)
+        self._mode = SpeculationMode.OFF if name is None else SpeculationMode.AUTO
+        self._name = name
+        self._watched: Watched | None = None
+        if name is not None:
+            proposers = self._engine.proposers
+            vocab_size = self._engine.worker.tokenizer.vocab_size
+            self._watched = proposers[name] = Watched(proposers[name], vocab_size)
+
+    def texts(self, temperature: float) -> dict[str, list[int]]:
+        """Return the tokens of two rounds of all prompts, the second with prompts in the cache."""
+        tokens: dict[str, list[int]] = {}
+        for turn in range(2):
+            for request in self._requests(temperature, turn):
+                self._engine.worker.submit(request)
+                tokens[request.request_id] = []
+            for step in drive(self._engine.worker, self._engine.executor):
+                for request_id, delta in step.deltas:
+                    tokens[request_id].extend(delta.token_ids)
+        return tokens
+
+    def cancel_midway(self) -> None:
+        """Leave every request in the middle of its text."""
+        requests = self._requests(0.8, 0)
+        for request in requests:
+            self._engine.worker.submit(request)
+        for steps, _ in enumerate(drive(self._engine.worker, self._engine.executor)):
+            if steps == NEW_TOKENS // 4:
+                for request in requests:
+                    self._engine.worker.cancel(request.request_id)
+
+    def check_nothing_is_left(self) -> None:
+        """Check that memory is free, and that there was something to check."""
+        load = self._engine.worker.load()
+        assert load.kv_blocks_free == load.kv_blocks_total, "memory must be given back"
+        assert self._watched is not None
+        assert not self._watched.open, "the scheduler forgets what has finished"
+        assert self._watched.drafts > 0, "not one draft was proposed"
+
+    def _requests(self, temperature: float, turn: int) -> list[GenerationRequest]:
+        plan = SpeculationPlan(
+            "check", self._mode, self._name, MOST_DRAFTS if self._name else 0, "a check"
+        )
+        tokenizer = self._engine.worker.tokenizer
+        return [
+            GenerationRequest(
+                f"{turn}-{index}",
+                tuple(tokenizer.encode(prompt)),
+                SamplingParams(NEW_TOKENS, seed=index, temperature=temperature, ignore_eos=True),
+                plan,
+            )
+            for index, prompt in enumerate(PROMPTS)
+        ]

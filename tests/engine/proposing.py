@@ -1,0 +1,56 @@
+"""Every proposer of the tree on the shipped model, for the tests' own workers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from backends.base import WorkerConfig
+from backends.core.drafts import Proposer
+from backends.engine.config import read_model_config
+from backends.engine.model import Decoder
+from backends.engine.proposers.registry import ProposerSetup, make_proposers
+from backends.engine.weights import load_weights
+from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW
+from policies.types import SpeculationMode
+from tests.engine.harness import COST, MAX_MODEL_LEN, Engine, HostileProposer
+
+MODES = (
+    SpeculationMode.NGRAM,
+    SpeculationMode.DRAFT_MODEL,
+    SpeculationMode.SPARSE_SELF,
+    SpeculationMode.OFF,
+)
+
+
+def mixed(index: int) -> SpeculationMode:
+    """The proposer of the request in this place, so that a batch has all of them."""
+    return MODES[index % len(MODES)]
+
+
+@cache
+def shipped_draft(dtype: torch.dtype, window: int | None = SHIPPED_DRAFT_WINDOW) -> Decoder:
+    """The shipped draft model, which looks back `window` tokens."""
+    config = read_model_config(SHIPPED_DRAFT)
+    config = replace(config, windows=(window,) * config.num_layers)
+    return Decoder(config, load_weights(SHIPPED_DRAFT, config, dtype), MAX_MODEL_LEN)
+
+
+def every_proposer(engine: Engine, **settings: object) -> dict[str, Proposer]:
+    """All there are; sparse drafts read little, so that they are wrong now and then."""
+    config = WorkerConfig(
+        verify=engine.model.verify,
+        **{"sparse_budget_tokens": 48, "max_step_tokens": 64, "max_num_seqs": 16, **settings},
+    )
+    draft = shipped_draft(engine.model.dtype)
+    decoder, pool, blocks = engine.model.decoder, engine.pool, engine.blocks
+    return make_proposers(ProposerSetup(config, decoder, pool, blocks, COST, draft))
+
+
+def every_proposer_and_a_hostile_one(engine: Engine) -> dict[str, Proposer]:
+    """As above, but n-grams are spoiled and grow random branches."""
+    hostile = HostileProposer(engine.model.config.vocab_size, random.Random(6))
+    return every_proposer(engine) | {"ngram": hostile}

@@ -1,0 +1,146 @@
+"""Runs requests that are held to a grammar, and checks what came of them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import jsonschema
+
+from backends.core.drafts import Draft
+from backends.core.drive import drive
+from backends.core.worker import Worker
+from backends.grammar import LlGrammar, LlGrammars
+from backends.tokenizer import Tokenizer
+from backends.types import (
+    FinishReason,
+    GenerationRequest,
+    GrammarKind,
+    GrammarSpec,
+    TokenLogprob,
+)
+from tests.engine.harness import MAX_MODEL_LEN, Engine, Model, Setup
+
+_CHECK = jsonschema.Draft202012Validator
+
+
+def schema_spec(schema: object) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def regex_spec(pattern: str) -> GrammarSpec:
+    return GrammarSpec(GrammarKind.REGEX, pattern)
+
+
+def satisfies(schema: dict[str, Any], text: str) -> bool:
+    """Whether a text is JSON that the schema allows, formats included."""
+    return _CHECK(schema, format_checker=_CHECK.FORMAT_CHECKER).is_valid(json.loads(text))
+
+
+def tokens_in(mask: bytes) -> list[int]:
+    """The tokens that a mask allows."""
+    return [8 * i + j for i, byte in enumerate(mask) for j in range(8) if byte >> j & 1]
+
+
+def next_mask(grammar: LlGrammar) -> bytes:
+    return grammar.masks(Draft())[0]
+
+
+def completed(grammar: LlGrammar, eos_ids: Iterable[int], rng: random.Random) -> list[int]:
+    """Let a grammar go on at random until it may end; its further tokens."""
+    ends, tokens = set(eos_ids), []
+    while not ends & set(allowed := tokens_in(next_mask(grammar))):
+        tokens.append(rng.choice(allowed))
+        grammar.accept(tokens[-1])
+        assert len(tokens) < 1000
+    return tokens
+
+
+@cache
+def grammars_of(model: Model) -> LlGrammars:
+    return LlGrammars(model.tokenizer, model.config.eos_ids)
+
+
+@dataclass
+class Held:
+    """What one choice said."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+@dataclass
+class Run:
+    """What a run gave, by request and choice, and how it went."""
+
+    held: dict[tuple[str, int], Held] = field(default_factory=dict)
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    preemptions: int = 0
+
+
+def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> Run:
+    """Run the requests to their end on a fresh worker that knows grammars."""
+    engine, run = Engine(model, setup), Run()
+    worker = Worker(engine.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars_of(model))
+    for request in requests:
+        worker.check(request)
+        worker.submit(request)
+    sequences = engine.scheduler.waiting
+    for step in drive(worker, engine.runner):
+        run.steps += 1
+        for request_id, delta in step.deltas:
+            held = run.held.setdefault((request_id, delta.choice), Held())
+            held.tokens += delta.token_ids
+            held.text += delta.text
+            held.logprobs += delta.logprobs
+            held.reason = delta.finish_reason
+            if delta.outcome is not None:
+                run.drafted += delta.outcome.num_drafted_tokens
+                run.accepted += delta.outcome.num_accepted_tokens
+    run.preemptions = sum(sequence.preemptions for sequence in sequences)
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    return run
+
+
+def under(request: GenerationRequest, grammar: GrammarSpec) -> GenerationRequest:
+    """The request, held to a grammar."""
+    return replace(request, grammar=grammar)
+
+
+def check_held(model: Model, held: Held, schema: dict[str, Any]) -> None:
+    """A whole output satisfies its schema; one that was cut is a beginning of one that does."""
+    tokenizer: Tokenizer = model.tokenizer
+    grammar = grammars_of(model).start(schema_spec(schema))
+    said = [token for token in held.tokens if token not in model.config.eos_ids]
+    assert grammar.legal(said) == len(said)
+    if held.reason is FinishReason.STOP:
+        assert held.tokens[-1] in model.config.eos_ids
+        assert held.text == tokenizer.decode(said)
+    else:
+        assert held.reason is FinishReason.LENGTH
+        assert said == held.tokens
+        for token in said:
+            grammar.accept(token)
+        said += completed(grammar, model.config.eos_ids, random.Random(len(said)))
+    assert satisfies(schema, tokenizer.decode(said))
+
+
+def walks(grammars: LlGrammars, spec: GrammarSpec, eos: int, seed: int) -> Iterator[list[int]]:
+    """Yield the tokens before each place of a random text that the grammar allows."""
+    grammar, rng = grammars.start(spec), random.Random(seed)
+    tokens: list[int] = []
+    while len(tokens) < 60:
+        yield list(tokens)
+        allowed = [token for token in tokens_in(next_mask(grammar)) if token != eos]
+        if not allowed:
+            return
+        tokens.append(rng.choice(allowed))
+        grammar.accept(tokens[-1])

@@ -1,0 +1,95 @@
+"""Proposers keep their contract: our own, and one that was written elsewhere."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.core.drafts import Draft
+from backends.engine.testing import check_draft, check_proposer
+
+ELSEWHERE = '''
+"""Drafts what came behind the last line that began alike."""
+
+from backends.core.drafts import Draft
+
+
+class LineProposer:
+    def __init__(self, newline):
+        self._newline = newline
+
+    def depth_s(self, sequences):
+        return 0.0
+
+    def propose(self, requests):
+        return [self._draft(r.sequence.token_ids, r.max_tokens) for r in requests]
+
+    def _draft(self, tokens, most):
+        for start in range(len(tokens) - 2, 0, -1):
+            if tokens[start] == tokens[-1] and tokens[start - 1] == tokens[-2]:
+                return Draft(tuple(tokens[start + 1 : start + 1 + most]), evidence=2)
+        return Draft((self._newline,))
+
+    def forget(self, sequence):
+        pass
+
+
+def build(setup):
+    return LineProposer(newline=10)
+'''
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of its own that offers the proposer `lines`, as if it were installed."""
+    (tmp_path / "line_proposer.py").write_text(textwrap.dedent(ELSEWHERE))
+    facts = tmp_path / "line_proposer-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: line-proposer\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[draftgate.proposers]\nlines = line_proposer:build\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "lines"
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model", "sparse_self"])
+def test_our_proposers_keep_the_contract(name: str) -> None:
+    """Drafts are well formed, texts are those without them, and nothing is left behind."""
+    check_proposer(name)
+
+
+def test_a_proposer_from_elsewhere_is_found_and_keeps_the_contract(elsewhere: str) -> None:
+    """Thirty lines and an entry point are all it takes."""
+    assert len(ELSEWHERE.strip().splitlines()) <= 30
+    check_proposer(elsewhere)
+
+
+def test_an_unknown_proposer_is_named_with_those_there_are(elsewhere: str) -> None:
+    """The ones of other packages are among them."""
+    with pytest.raises(ValueError, match=r"unknown proposer 'guess'; known: ngram, .*lines"):
+        check_proposer("guess")
+
+
+GOOD = Draft((1, 2, 3), (-1, -1, 0), (0.6, 0.4, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("broken", "promise"),
+    [
+        (replace(GOOD, token_ids=(1, 2, 99)), "vocabulary"),
+        (replace(GOOD, parents=(-1, -1)), "a parent for each"),
+        (replace(GOOD, shares=(1.0,)), "a share for each"),
+        (replace(GOOD, parents=(-1, 2, 0)), "parents come first"),
+        (replace(GOOD, token_ids=(1, 1, 3)), "siblings differ"),
+        (replace(GOOD, shares=(0.8, 0.4, 1.0)), "parts of one"),
+        (replace(GOOD, law=object()), "a chain"),
+        (Draft((1, 2, 3, 4)), "no longer"),
+    ],
+)
+def test_every_broken_promise_is_named(broken: Draft, promise: str) -> None:
+    """The checks can fail, each with words of its own."""
+    check_draft(GOOD, 3, 50)
+    with pytest.raises(AssertionError, match=promise):
+        check_draft(broken, 3, 50)

@@ -1,0 +1,221 @@
+"""The draft model: it keeps up with its sequences in memory that is not its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.base import WorkerConfig
+from backends.core.draft_pages import DraftPages
+from backends.core.drafts import DraftRequest
+from backends.core.kv_blocks import KvBlocks
+from backends.core.sequence import Sequence
+from backends.engine.bench.prompts import held_out_prompts
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from backends.engine.load import load_engine
+from backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
+from backends.errors import CheckpointError
+from backends.shipped import SHIPPED_DRAFT, SHIPPED_MODEL
+from backends.types import ResumedChoice
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from policies.step_cost import StepCost
+from policies.types import SpeculationMode
+from tests.engine.harness import Model, Setup, request, run
+from tests.engine.proposing import every_proposer, shipped_draft
+
+COST = StepCost((1, 8), (1e-3, 2e-3))
+
+
+class Drafter:
+    """A proposer with memory of its own to look into."""
+
+    def __init__(
+        self,
+        model: Model,
+        num_blocks: int = 64,
+        catch_up_tokens: int = 512,
+        window: int | None = None,
+    ) -> None:
+        self.pool = KvPool(model.config, num_blocks, model.dtype)
+        self.blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
+        draft = shipped_draft(model.dtype, window)
+        kv = self.pool.draft_layers(draft.config)
+        self.pages = DraftPages(self.blocks, kv.groups, kv.page_tokens, kv.group_pages)
+        self.proposer = DraftModelProposer(
+            DraftModel(draft, kv, model.config.vocab_size),
+            self.pages,
+            eos_ids=model.config.eos_ids,
+            with_laws=False,
+            catch_up_tokens=catch_up_tokens,
+            cost=COST,
+        )
+
+    def draft(self, sequence: Sequence, tokens: int = 4) -> tuple[int, ...]:
+        (draft,) = self.proposer.propose([DraftRequest(sequence, tokens)])
+        return draft.token_ids
+
+
+def sequence_of(model: Model, index: int = 0, tokens: int = 60, key: int = 0) -> Sequence:
+    ids = held_out_prompts(model.tokenizer, index + 1, least=tokens, most=tokens)[index]
+    wanted = request(str(key), ids, Off(), temperature=0.8, seed=7)
+    return Sequence.of(key, wanted, ResumedChoice(0, ()))
+
+
+def test_it_drafts_the_same_whatever_it_drafted_before(shipped: Model) -> None:
+    """Right drafts, wrong ones, pauses and lost pages leave the draft of a fresh proposer."""
+    rng, drafter, sequence = random.Random(0), Drafter(shipped), sequence_of(shipped)
+    for _ in range(30):
+        unknown = sequence_of(shipped)
+        unknown.token_ids[:] = sequence.token_ids
+        drafted = drafter.draft(sequence)
+        assert drafted == Drafter(shipped).draft(unknown)
+        assert sequence.draft_table.valid_tokens == len(sequence.token_ids)
+        accepted = rng.randint(0, len(drafted))
+        sequence.token_ids += [*drafted[:accepted], rng.randrange(4096)]
+        if rng.random() < 0.2:
+            sequence.token_ids += [rng.randrange(4096) for _ in range(rng.randint(1, 40))]
+        if rng.random() < 0.2:
+            drafter.pages.give_back(rng.randint(1, 8))
+
+
+def test_sequences_are_drafted_together_as_alone(shipped: Model) -> None:
+    """A batch of several lengths, pages interleaved, drafts what each would get by itself."""
+    together = Drafter(shipped)
+    sequences = [sequence_of(shipped, i, 30 + 17 * i, key=i) for i in range(5)]
+    for turn in range(4):
+        asked = [DraftRequest(s, 1 + (s.key + turn) % 4) for s in sequences]
+        drafts = together.proposer.propose(asked)
+        for wanted, draft in zip(asked, drafts, strict=True):
+            alone = sequence_of(shipped, wanted.sequence.key, 30 + 17 * wanted.sequence.key)
+            alone.token_ids[:] = wanted.sequence.token_ids
+            assert draft.token_ids == Drafter(shipped).draft(alone, wanted.max_tokens)
+            wanted.sequence.token_ids += [*draft.token_ids[:2], 5]
+
+
+def test_a_long_past_is_caught_up_with_step_by_step(shipped: Model) -> None:
+    """No step computes more than its share of what is missing; then the draft is the same."""
+    sequence = sequence_of(shipped, tokens=200)
+    drafter = Drafter(shipped, catch_up_tokens=64)
+    fed = []
+    forward = drafter.proposer._model.forward
+
+    def counting(feeds):
+        fed[-1] += sum(len(feed.token_ids) for feed in feeds)
+        return forward(feeds)
+
+    drafter.proposer._model.forward = counting
+    drafted = ()
+    while not drafted:
+        fed.append(0)
+        drafted = drafter.draft(sequence, 1)
+    assert fed == [64, 64, 64, 8]
+    assert drafted == Drafter(shipped).draft(sequence_of(shipped, tokens=200), 1)
+
+
+def test_what_is_out_of_reach_is_not_computed(shipped: Model) -> None:
+    """With windows a long past costs what they reach; drafts are those of computing all of it."""
+
+    def drafts(reach_tokens: int | None) -> list[tuple[int, ...]]:
+        drafter = Drafter(shipped, window=24)
+        drafter.pool._memory.normal_(generator=torch.Generator().manual_seed(0))  # what lay there
+        assert drafter.proposer._model.reach_tokens == 48
+        drafter.proposer._model.reach_tokens = reach_tokens
+        found = []
+        for index in range(6):
+            sequence = sequence_of(shipped, index, tokens=200, key=index)
+            missing = 199 - drafter.proposer._valid_tokens(sequence)
+            assert missing == (199 if reach_tokens is None else reach_tokens)
+            found.append(drafter.draft(sequence))
+        return found
+
+    assert drafts(48) == drafts(None)
+    assert drafts(8) != drafts(None)
+
+
+def test_without_memory_there_is_no_draft(shipped: Model) -> None:
+    """Blocks of the target are never taken, and one more block later it drafts again."""
+    drafter, table = Drafter(shipped, num_blocks=8), []
+    drafter.blocks.extend(table, 8 * BLOCK_TOKENS)
+    sequence = sequence_of(shipped)
+    assert drafter.draft(sequence) == ()
+    drafter.blocks.release(table)
+    assert len(drafter.draft(sequence)) == 4
+    drafter.blocks.extend(table, 8 * BLOCK_TOKENS)
+    assert (sequence.draft_table.pages, sequence.draft_table.valid_tokens) == ([], 0)
+    drafter.proposer.forget(sequence)
+    drafter.proposer.forget(sequence)
+    drafter.blocks.release(table)
+    assert drafter.blocks.num_free == 8
+
+
+def test_forgetting_gives_the_pages_back(shipped: Model) -> None:
+    """A finished sequence leaves neither pages nor a record."""
+    drafter, sequence = Drafter(shipped), sequence_of(shipped)
+    drafter.draft(sequence)
+    drafter.proposer.forget(sequence)
+    assert drafter.blocks.num_free == 64
+    drafter.blocks.check_integrity([])
+    assert not drafter.proposer._drafted
+
+
+@pytest.mark.parametrize(("temperature", "least"), [(0.0, 0.45), (0.8, 0.4)])
+def test_the_shipped_draft_agrees_with_its_target(
+    shipped: Model, temperature: float, least: float
+) -> None:
+    """On held-out code far more drafts are accepted than chance would have it.
+
+    The card's 66 % is per position, teacher-forced; of a chain of four fewer survive.
+    """
+    policy = speculation_policy("fixed:4")
+    prompts = held_out_prompts(shipped.tokenizer, 12)
+    asked = [
+        request(
+            str(i), p, policy, mode=SpeculationMode.DRAFT_MODEL, temperature=temperature,
+            seed=i, max_tokens=48,
+        )
+        for i, p in enumerate(prompts)
+    ]  # fmt: skip
+    outcome = run(shipped, asked, Setup(policy, every_proposer))
+    assert outcome.accepted / (outcome.accepted + outcome.rejected) > least
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Both files are looked at before anything is served."""
+    other = Path(shutil.copytree(SHIPPED_DRAFT, tmp_path / "draft"))
+    path = other / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    one, two = list(vocabulary)[1000:1002]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="vocabulary is not the model's own"):
+        load_engine(WorkerConfig(draft_model=str(other)))
+
+
+def test_a_draft_model_must_be_there_to_be_asked_for() -> None:
+    """A model without one says how to get one."""
+    config = WorkerConfig(model=str(SHIPPED_MODEL), proposer="draft_model")
+    with pytest.raises(ValueError, match="--draft-model"):
+        load_engine(config)
+
+
+def test_logits_do_not_depend_on_where_pages_lie(shipped: Model) -> None:
+    """Pages of several groups, scattered, give the bits of a run."""
+    draft = shipped_draft(torch.float32)
+    kv = KvPool(shipped.config, 16, torch.float32).draft_layers(draft.config)
+    model = DraftModel(draft, kv, shipped.config.vocab_size)
+    tokens = [*held_out_prompts(shipped.tokenizer, 1, least=100, most=100)[0]]
+    every = [g * kv.group_pages + b for g in range(kv.groups) for b in range(16)]
+    assert kv.groups > 1
+    runs = every[:16]
+    scattered = random.Random(2).sample(every, 16)
+    bits = [
+        model.forward([model.feed(pages, tokens, 0, samples=True)]) for pages in (runs, scattered)
+    ]
+    assert torch.equal(*bits)

@@ -1,0 +1,447 @@
+"""Sparse self-drafting: the target's drafts cost a bounded number of keys and change nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backends.core.drafts import Draft, DraftRequest, Proposer
+from backends.core.drive import drive
+from backends.core.sequence import Sequence
+from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.bench.prompts import held_out_prompts
+from backends.engine.inputs import StepInputs, slots_of
+from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool, Layers
+from backends.engine.model import Decoder
+from backends.engine.proposers.ngram import NgramProposer
+from backends.engine.proposers.sparse_self import SparseSelfProposer
+from backends.engine.runner import Runner
+from backends.types import GenerationRequest, ResumedChoice
+from policies.protocols import SpeculationPolicy
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from policies.step_cost import StepCost
+from tests.engine.harness import (
+    COST,
+    Engine,
+    Model,
+    Outcome,
+    RandomSlots,
+    Setup,
+    request,
+    run,
+)
+from tests.engine.oracles import adjusted
+from tests.engine.test_joint_law import NEW_TOKENS, VOCAB, write_checkpoint
+from tests.kernels.laws import ALPHA, filtered_law, p_value
+
+NAME = "sparse_self"
+BUDGET, SINK = 64, 16
+TEMPERATURES = (0.0, 0.8)
+
+# Prompts have 40 to 240 tokens and outputs 48: most contexts go beyond the budget.
+BATCHINGS = {
+    "alone": ("fixed:5", {"max_num_seqs": 1}),
+    "together": ("fixed:4", {"max_num_seqs": 16}),
+    "in small chunks": ("random", {"max_num_seqs": 6, "max_step_tokens": 37}),
+    "preempted": ("random", {"max_num_seqs": 16, "max_step_tokens": 128, "num_blocks": 24}),
+}
+
+
+def proposer_of(
+    model: Model, pool: KvPool, budget: int = BUDGET, decoder: Decoder | None = None
+) -> SparseSelfProposer:
+    return SparseSelfProposer(
+        decoder or model.decoder,
+        pool,
+        budget_tokens=budget,
+        sink_tokens=SINK,
+        eos_ids=model.config.eos_ids,
+        with_laws=model.verify == "rejection",
+        cost=COST,
+    )
+
+
+def setup(policy: SpeculationPolicy, budget: int = BUDGET, **batching: int) -> Setup:
+    def proposers(engine: Engine) -> dict[str, Proposer]:
+        return {"ngram": NgramProposer(), NAME: proposer_of(engine.model, engine.pool, budget)}
+
+    return Setup(policy, proposers, **batching)
+
+
+def drafted_by(name: str, requests: Iterable[GenerationRequest]) -> list[GenerationRequest]:
+    return [replace(one, speculation=replace(one.speculation, proposer=name)) for one in requests]
+
+
+def asked(
+    model: Model, policy: SpeculationPolicy, count: int, *, temperature: float, new_tokens: int = 48
+) -> list[GenerationRequest]:
+    settings = {"temperature": temperature, "max_tokens": new_tokens}
+    return [
+        request(str(index), prompt, policy, seed=index, **settings)
+        for index, prompt in enumerate(held_out_prompts(model.tokenizer, count))
+    ]
+
+
+def long_text(model: Model, tokens: int) -> list[int]:
+    parts = held_out_prompts(model.tokenizer, 12, seed=8, least=200, most=240)
+    text = list(itertools.chain(*parts))[:tokens]
+    assert len(text) == tokens
+    return text
+
+
+class Context:
+    """A sequence whose last token is pending, and all others computed, in scattered blocks."""
+
+    def __init__(
+        self, model: Model, tokens: list[int], spare: int = 16, **sampling: object
+    ) -> None:
+        blocks = list(range(1, 2 + (len(tokens) + spare) // BLOCK_TOKENS))
+        random.Random(len(tokens)).shuffle(blocks)
+        self.pool = KvPool(model.config, len(blocks) + 1, model.dtype)
+        self.runner = Runner(model.decoder, self.pool, model.verify)
+        asked = request("context", tokens, Off(), **sampling)
+        self.sequence = Sequence.of(0, asked, ResumedChoice(0, ()))
+        self.sequence.block_table = blocks
+        self.sequence.num_computed = len(tokens) - 1
+        fed = SequenceWork(self.sequence, 0, tuple(tokens[:-1]), samples=False)
+        self.runner.logits(StepPlan((fed,)))
+
+    def verify(self, draft: Draft = Draft()) -> SequenceWork:  # noqa: B008 - immutable
+        last = (self.sequence.token_ids[-1],)
+        return SequenceWork(self.sequence, self.sequence.num_computed, last, True, draft)
+
+    def kv(self, tokens: int) -> torch.Tensor:
+        return kv_of(self.pool, self.sequence.block_table, tokens)
+
+
+def kv_of(pool: KvPool, table: list[int], tokens: int) -> torch.Tensor:
+    """Keys and values of the first tokens, copied: [strips, tokens, head_dim]."""
+    slots = slots_of(table, range(tokens))
+    return torch.cat([layer[:, slots] for layer in pool.layers])
+
+
+class Watched(Decoder):
+    """The decoder, noting what it is asked to read."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.__dict__.update(decoder.__dict__)
+        self.seen: list[StepInputs] = []
+
+    def forward(self, inputs: StepInputs, kv: Layers) -> torch.Tensor:
+        self.seen.append(inputs)
+        return super().forward(inputs, kv)
+
+
+def slots_read(inputs: StepInputs) -> list[int]:
+    """All slots of the one span of a step, in the order of places."""
+    (span,) = inputs.spans
+    return list(itertools.chain(*(map(int, piece.slots) for piece in span.pieces)))
+
+
+# --- the text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_text_is_that_without_drafts(shipped: Model, temperature: float) -> None:
+    """Alone, in batches, in chunks and preempted, drafts of any length change no token."""
+    wanted = asked(shipped, Off(), 6, temperature=temperature)
+    plain = run(shipped, wanted, Setup(max_num_seqs=1)).tokens
+    outcomes: dict[str, Outcome] = {}
+    for name, (policy_name, batching) in BATCHINGS.items():
+        random_slots = RandomSlots(random.Random(2))
+        policy = random_slots if policy_name == "random" else speculation_policy(policy_name)
+        requests = drafted_by(NAME, asked(shipped, policy, 6, temperature=temperature))
+        outcome = outcomes[name] = run(shipped, requests, setup(policy, **batching))
+        assert outcome.tokens == plain, name
+        assert outcome.accepted > 50
+        assert outcome.rejected > 50
+        assert outcome.leaked_blocks == 0
+    assert outcomes["preempted"].preemptions > 0
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_the_text_of_a_long_context_is_that_without_drafts(
+    shipped: Model, temperature: float
+) -> None:
+    """Contexts of ten budgets and several tiles, beside sequences that n-grams draft for."""
+    policy = speculation_policy("fixed:4")
+    text = long_text(shipped, 900)
+
+    def requests(policy: SpeculationPolicy) -> list[GenerationRequest]:
+        settings = {"temperature": temperature, "max_tokens": 40}
+        prompts = [text[:700], text[100:860], text[300:400], text[:250]]
+        return [request(str(i), p, policy, seed=i, **settings) for i, p in enumerate(prompts)]
+
+    plain = run(shipped, requests(Off()), Setup(max_num_seqs=1))
+    first, *others, last = requests(policy)
+    mixed = [*drafted_by(NAME, [first, *others]), *drafted_by("ngram", [last])]
+    outcome = run(shipped, mixed, setup(policy, budget=80))
+    assert outcome.tokens == plain.tokens
+    assert min(outcome.accepted, outcome.rejected) > 10
+
+
+@pytest.mark.parametrize("window", [32, 200])
+def test_windows_of_any_length_are_lossless(checkpoint_copy: Path, window: int) -> None:
+    """Layers that slide read no wrong text; with windows within the latest pages none is refused.
+
+    A window longer than these shows sinks that the target has left behind.
+    """
+    config = json.loads((checkpoint_copy / "config.json").read_text(encoding="utf-8"))
+    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    (checkpoint_copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = Model(checkpoint_copy)
+    policy, text = speculation_policy("fixed:4"), long_text(model, 600)
+
+    def requests(policy: SpeculationPolicy) -> list[GenerationRequest]:
+        return [request(str(i), text[: 300 + 90 * i], policy, max_tokens=32) for i in range(4)]
+
+    plain = run(model, requests(Off()), Setup(max_num_seqs=1))
+    drafted = run(model, drafted_by(NAME, requests(policy)), setup(policy))
+    assert drafted.tokens == plain.tokens
+    assert drafted.accepted > 10
+    assert (drafted.rejected == 0) == (window == 32)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_within_the_budget_every_draft_is_the_targets_own_token(
+    shipped: Model, temperature: float
+) -> None:
+    """A context that is read whole gives the bits of a verify step: nothing is refused."""
+    policy = speculation_policy("fixed:5")
+    requests = drafted_by(NAME, asked(shipped, policy, 8, temperature=temperature))
+    outcome = run(shipped, requests, setup(policy, budget=BLOCK_TOKENS * 18))
+    assert outcome.accepted > 200
+    assert outcome.rejected == 0
+
+
+# --- rejection --------------------------------------------------------------------------------
+
+PROMPT = [3] * BLOCK_TOKENS + [4] * BLOCK_TOKENS + [1, 3, 0] * 4
+NARROW = 2 * BLOCK_TOKENS
+"""Shows drafts the first page and the last one, but not the page between."""
+
+REQUESTS = 2000
+
+
+def law_of_texts(model: Model, one: GenerationRequest) -> list[float]:
+    """The probability of each text of `NEW_TOKENS` tokens behind the prompt, in their order."""
+    context, logits = Context(model, PROMPT), {}
+    for text in itertools.product(range(VOCAB), repeat=NEW_TOKENS - 1):
+        rows = context.runner.logits(StepPlan((context.verify(Draft(text)),))).tolist()
+        logits |= {text[:length]: row for length, row in enumerate(rows)}
+    law = {(): 1.0}
+    for _ in range(NEW_TOKENS):
+        following = {
+            text: filtered_law(
+                adjusted(logits[text], PROMPT, text, one.sampling), one.sampling.temperature
+            )
+            for text in law
+        }
+        law = {
+            (*text, token): probability * following[text][token]
+            for text, probability in law.items()
+            for token in range(VOCAB)
+        }
+    return list(law.values())
+
+
+def far_sighted(directory: Path) -> Path:
+    """Make a model depend on the mean of its context."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.weight"] *= 0
+    tensors["model.layers.0.self_attn.o_proj.weight"] *= 2
+    tensors["lm_head.weight"] *= 2
+    save_file(tensors, path)
+    return directory
+
+
+def test_texts_keep_their_law_when_rejection_settles_the_drafts(tmp_path: Path) -> None:
+    """Drafts drawn from the law of a narrow view are settled to the law of the whole one."""
+    model = Model(far_sighted(write_checkpoint(tmp_path)), verify="rejection")
+    policy = RandomSlots(random.Random(3))
+    settings = {"max_tokens": NEW_TOKENS, "temperature": 1.1, "presence_penalty": -0.4}
+    requests = [request(str(i), PROMPT, policy, seed=i, **settings) for i in range(REQUESTS)]
+    drafting = setup(policy, NARROW, max_num_seqs=128)
+    outcome = run(model, drafted_by(NAME, requests), drafting)
+    assert outcome.accepted > REQUESTS // 2
+    assert outcome.rejected > REQUESTS // 10
+    counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=NEW_TOKENS), 0)
+    for tokens in outcome.tokens.values():
+        counts[tuple(tokens)] += 1
+    assert p_value(list(counts.values()), law_of_texts(model, requests[0])) > ALPHA
+
+
+# --- keys and values --------------------------------------------------------------------------
+
+
+def confirmed_kv(
+    model: Model, requests: list[GenerationRequest], how: Setup
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """After each step, the keys and values of all tokens a running sequence has computed."""
+    engine = Engine(model, how)
+    for one in requests:
+        engine.worker.submit(one)
+    for _ in drive(engine.worker, engine.runner):
+        for sequence in engine.scheduler.running:
+            kv = kv_of(engine.pool, sequence.block_table, sequence.num_computed)
+            yield sequence.request.request_id, kv
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_confirmed_keys_and_values_are_those_without_drafts(
+    shipped: Model, temperature: float
+) -> None:
+    """After every step, bit for bit, wherever drafts were accepted, refused or not verified."""
+    wanted = dict(confirmed_kv(shipped, asked(shipped, Off(), 4, temperature=temperature), Setup()))
+    policy = RandomSlots(random.Random(7))
+    requests = drafted_by(NAME, asked(shipped, policy, 4, temperature=temperature))
+    compared = 0
+    for request_id, kv in confirmed_kv(shipped, requests, setup(policy, num_blocks=40)):
+        tokens = min(kv.shape[1], wanted[request_id].shape[1])
+        assert torch.equal(kv[:, :tokens], wanted[request_id][:, :tokens])
+        compared += tokens
+    assert compared > 4000
+
+
+def test_a_verify_step_overwrites_what_drafting_wrote(shipped: Model) -> None:
+    """Drafting leaves other bits behind the sequence than the target; verifying corrects them."""
+    text = long_text(shipped, 400)
+    drafting, plain = Context(shipped, text), Context(shipped, text)
+    (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 5)])
+    plan = [StepPlan((context.verify(draft),)) for context in (drafting, plain)]
+    plain.runner.logits(plan[1])
+    tokens = len(text) + len(draft) - 1
+    assert torch.equal(drafting.kv(len(text) - 1), plain.kv(len(text) - 1))
+    assert not torch.equal(drafting.kv(len(text)), plain.kv(len(text)))
+    drafting.runner.logits(plan[0])
+    assert torch.equal(drafting.kv(tokens), plain.kv(tokens))
+
+
+@pytest.mark.parametrize("verified", [0, 2])
+def test_drafts_that_are_not_verified_leave_nothing_that_is_read(
+    shipped: Model, verified: int
+) -> None:
+    """Whoever verifies fewer drafts than were computed, or none, gets the logits of the target."""
+    text = long_text(shipped, 380)
+    drafting, plain = Context(shipped, text), Context(shipped, text)
+    (draft,) = proposer_of(shipped, drafting.pool).propose([DraftRequest(drafting.sequence, 12)])
+    for context in (drafting, plain):
+        context.runner.logits(StepPlan((context.verify(draft.first(verified)),)))
+    for token in (5, 6, 7, 8):
+        rows = []
+        for context in (drafting, plain):
+            context.sequence.num_computed += 1
+            context.sequence.token_ids.append(token)
+            rows.append(context.runner.logits(StepPlan((context.verify(),))))
+        assert torch.equal(*rows)
+
+
+# --- what drafting reads ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 2 * KV_TILE])
+def test_a_draft_reads_as_much_of_a_long_context_as_of_a_short_one(
+    shipped: Model, budget: int
+) -> None:
+    """KV tokens read by a chain do not grow with the context; those of a verify step do."""
+    read, verified = [], []
+    for tokens in (budget + 40, 800, 1000):
+        context = Context(shipped, long_text(shipped, tokens))
+        decoder = Watched(shipped.decoder)
+        proposer = proposer_of(shipped, context.pool, budget, decoder)
+        (draft,) = proposer.propose([DraftRequest(context.sequence, 6)])
+        assert len(draft) == len(decoder.seen) == 6
+        assert all(inputs.spans[0].start < budget for inputs in decoder.seen)
+        read.append([len(slots_read(inputs)) for inputs in decoder.seen])
+        decoder.seen.clear()
+        Runner(decoder, context.pool).logits(StepPlan((context.verify(draft),)))
+        verified.append(len(slots_read(decoder.seen[0])))
+    assert all(slots == [-(-budget // KV_TILE) * KV_TILE] * 6 for slots in read)
+    assert verified[0] < verified[-1]
+    assert verified[-1] >= 1000
+
+
+@pytest.mark.parametrize("tokens", [30, 64, 65, 399, 400, 1000])
+def test_a_draft_sees_the_first_and_the_latest_pages(shipped: Model, tokens: int) -> None:
+    """Its own token is written and rotated at its true position, whatever is left out before."""
+    context, decoder = Context(shipped, long_text(shipped, tokens)), Watched(shipped.decoder)
+    request = DraftRequest(context.sequence, 6)
+    proposer_of(shipped, context.pool, decoder=decoder).propose([request])
+    table = context.sequence.block_table
+    for position, inputs in enumerate(decoder.seen, start=tokens - 1):
+        last_page = position // BLOCK_TOKENS
+        oldest = max(SINK, (last_page - (BUDGET - SINK) // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
+        shown = [*range(min(SINK, position + 1)), *range(oldest, position + 1)]
+        place = inputs.spans[0].start
+        assert slots_read(inputs)[: place + 1] == slots_of(table, shown)
+        assert inputs.positions[0] == position
+        assert inputs.slots[0] == slots_of(table, [position])[0]
+
+
+# --- the protocol -----------------------------------------------------------------------------
+
+
+def test_evidence_is_the_probability_of_the_first_draft(shipped: Model) -> None:
+    """In per mille, as the drafting model has it: within the budget, as the target has it."""
+    evidence = []
+    for tokens in (90, 100, 110, 120):
+        context = Context(shipped, long_text(shipped, tokens), temperature=0.8, seed=3)
+        rows = context.runner.logits(StepPlan((context.verify(),)))
+        proposer = proposer_of(shipped, context.pool, 2 * KV_TILE)
+        (draft,) = proposer.propose([DraftRequest(context.sequence, 3)])
+        evidence.append(draft.evidence)
+        assert draft.evidence == round(1000 * rows[0].softmax(0)[draft.token_ids[0]].item())
+    assert len(set(evidence)) > 1
+
+
+def test_only_decodes_are_drafted_for(shipped: Model) -> None:
+    """A sequence with more than one token pending gets nothing, and the others what they would."""
+    context = Context(shipped, long_text(shipped, 200))
+    waiting = replace(context.sequence, key=1, num_computed=100)
+    asked = [DraftRequest(one, 3) for one in (waiting, context.sequence)]
+    proposer = proposer_of(shipped, context.pool)
+    (alone,) = proposer.propose(asked[1:])
+    assert proposer.propose(asked) == [Draft(), alone]
+    assert len(alone) == 3
+    assert proposer.propose([]) == []
+
+
+def test_a_depth_costs_a_step_that_reads_the_budget(shipped: Model) -> None:
+    """The price of a depth is that of one token for each sequence and of its budget."""
+    cost = StepCost((4, 16), (1e-3, 2e-3), kv_token_s=1e-6, sequence_s=1e-4)
+    pool = KvPool(shipped.config, 1, shipped.dtype)
+    settings = {"eos_ids": frozenset[int](), "with_laws": False, "cost": cost}
+    proposer = SparseSelfProposer(
+        shipped.decoder, pool, budget_tokens=BUDGET, sink_tokens=SINK, **settings
+    )
+    assert proposer.depth_s(1) == pytest.approx(1e-3 + 64e-6 + 1e-4)
+    assert proposer.depth_s(8) == pytest.approx(2e-3 + 8 * (64e-6 + 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("budget", "sink"), [(0, 16), (-64, 16), (16, 16), (31, 16), (47, 17), (64, 0), (64, -1)]
+)
+def test_a_budget_holds_the_sinks_and_a_page(shipped: Model, budget: int, sink: int) -> None:
+    """Sizes that are not positive or leave no whole page for the latest tokens are refused."""
+    pool = KvPool(shipped.config, 1, shipped.dtype)
+    settings = {"eos_ids": frozenset[int](), "with_laws": False, "cost": COST}
+
+    def build(budget: int, sink: int) -> SparseSelfProposer:
+        return SparseSelfProposer(
+            shipped.decoder, pool, budget_tokens=budget, sink_tokens=sink, **settings
+        )
+
+    with pytest.raises(ValueError, match="budget_tokens must be at least"):
+        build(budget, sink)
+    assert build(32, 1)
+    assert build(48, 17)

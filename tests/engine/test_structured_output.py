@@ -1,0 +1,254 @@
+"""Structured output of the shipped model: what it says is what was asked for, however drafted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from backends.core.drafts import Proposer
+from backends.engine.bench.prompts import held_out_prompts
+from backends.engine.bench.schemas import Schema, random_schemas
+from backends.engine.proposers.ngram import NgramProposer
+from backends.types import FinishReason, GenerationRequest, ResumedChoice
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from policies.types import SpeculationMode
+from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request
+from tests.engine.proposing import every_proposer, mixed
+from tests.engine.structured import (
+    Held,
+    Run,
+    check_held,
+    regex_spec,
+    run_held,
+    schema_spec,
+    under,
+)
+
+SCHEMAS = 200
+MOST_TOKENS = 200
+CUT_TOKENS = 9
+"""Every fifth output is cut: a beginning is worth a test, too."""
+
+Proposers = Callable[[Engine], dict[str, Proposer]]
+
+
+def ngrams(_: Engine) -> dict[str, Proposer]:
+    return {"ngram": NgramProposer()}
+
+
+def nobody(_: Engine) -> dict[str, Proposer]:
+    return {}
+
+
+def hostile(engine: Engine) -> dict[str, Proposer]:
+    return {"ngram": HostileProposer(engine.model.config.vocab_size, random.Random(6))}
+
+
+# Policy, who proposes, and the batch; pools so small that sequences are preempted and computed
+# again.
+MODES: dict[str, tuple[str, Proposers, dict[str, int]]] = {
+    "forced alone": ("fixed:8", nobody, {"max_num_seqs": 16}),
+    "ngram": ("auto", ngrams, {"max_num_seqs": 16, "max_step_tokens": 120}),
+    "fixed": ("fixed:5", ngrams, {"max_num_seqs": 32, "num_blocks": 90}),
+    "every proposer": ("fixed:6", every_proposer, {"max_num_seqs": 16, "num_blocks": 160}),
+    "hostile": ("random", hostile, {"max_num_seqs": 16, "num_blocks": 80}),
+}
+
+
+def setup_of(mode: str) -> Setup:
+    policy, proposers, batch = MODES[mode]
+    chaos = RandomSlots(random.Random(5))
+    return Setup(chaos if policy == "random" else speculation_policy(policy), proposers, **batch)
+
+
+@cache
+def schemas() -> list[Schema]:
+    return random_schemas(SCHEMAS)
+
+
+def requests(model: Model, numbers: Iterable[int], setup: Setup) -> list[GenerationRequest]:
+    prompts = held_out_prompts(model.tokenizer, SCHEMAS, least=20, most=80)
+    return [
+        under(
+            request(
+                str(i),
+                prompts[i],
+                setup.policy,
+                mode=mixed(i) if setup.proposers is every_proposer else SpeculationMode.AUTO,
+                temperature=(0.0, 0.8)[i % 2],
+                seed=i,
+                max_tokens=CUT_TOKENS if i % 5 == 4 else MOST_TOKENS,
+            ),
+            schema_spec(schemas()[i]),
+        )
+        for i in numbers
+    ]
+
+
+@cache
+def undrafted(model: Model, count: int) -> dict[tuple[str, int], Held]:
+    """The first schemas without speculation: what everything else must equal."""
+    setup = Setup(Off(), max_num_seqs=48)
+    return run_held(model, requests(model, range(count), setup), setup).held
+
+
+def check_mode(model: Model, mode: str, count: int, record) -> Run:
+    numbers = range(count)
+    run = run_held(model, requests(model, numbers, setup_of(mode)), setup_of(mode))
+    plain = undrafted(model, count)
+    different = [key for key in plain if run.held[key] != plain[key]]
+    assert not different, f"{mode} changed {different}"
+    for i in numbers:
+        check_held(model, run.held[str(i), 0], schemas()[i])
+    whole = [i for i in numbers if run.held[str(i), 0].reason is FinishReason.STOP]
+    uncut = [i for i in numbers if i % 5 != 4]
+    record(f"{mode}: share completed", len(set(whole) & set(uncut)) / len(uncut))
+    record(f"{mode}: slots accepted", run.accepted)
+    record(f"{mode}: slots rejected", run.drafted - run.accepted)
+    # Those that are not hold themselves, and this model likes to go on.
+    assert len(set(whole) & set(uncut)) >= 0.85 * len(uncut)
+    # Nor are they easy: hardly any of these schemas allows an object without properties.
+    assert sum(run.held[str(i), 0].text == "{}" for i in whole) <= 0.05 * len(whole)
+    return run
+
+
+def check_drafts(mode: str, run: Run) -> None:
+    """The mode did what it is for."""
+    assert run.accepted > 0
+    if mode == "forced alone":
+        assert run.drafted == run.accepted, "a forced token is certain"
+    if mode == "hostile":
+        assert run.drafted > run.accepted
+        assert run.preemptions > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_some_schemas_are_held_to_in_every_mode(
+    shipped: Model, mode: str, record_testsuite_property
+) -> None:
+    """24 schemas: whole outputs are valid, cut ones could become so, and drafts change nothing."""
+    check_drafts(mode, check_mode(shipped, mode, 24, record_testsuite_property))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_all_schemas_are_held_to_in_every_mode(
+    shipped: Model, mode: str, record_testsuite_property
+) -> None:
+    """200 schemas: whole outputs are valid, cut ones could become so, and drafts change nothing."""
+    check_drafts(mode, check_mode(shipped, mode, SCHEMAS, record_testsuite_property))
+
+
+PERSON: Schema = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def person(model: Model, name: str, setup: Setup, **settings: object) -> GenerationRequest:
+    prompt = held_out_prompts(model.tokenizer, 1, seed=8)[0]
+    settings = {"max_tokens": 120, "temperature": 1.0, "seed": 4, **settings}
+    return under(request(name, prompt, setup.policy, **settings), schema_spec(PERSON))
+
+
+@pytest.mark.parametrize("mode", ["ngram", "hostile"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n": 4, "logprobs": 2},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": -0.5},
+        {"logit_bias": ((0, 100.0), (5, -100.0), (70, 100.0)), "temperature": 0.0},
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
+        {"min_tokens": 60},
+        {"ignore_eos": False},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_sampling_settings_keep_to_the_schema(
+    shipped: Model, mode: str, settings: dict[str, object]
+) -> None:
+    """Choices, penalties, biases and filters: valid outputs, the same with drafts as without."""
+    off = Setup(Off(), max_num_seqs=1)
+    plain = run_held(shipped, [person(shipped, "p", off, **settings)], off)
+    setup = setup_of(mode)
+    drafted = run_held(shipped, [person(shipped, "p", setup, **settings)], setup)
+    assert drafted.held == plain.held
+    assert len(plain.held) == settings.get("n", 1)
+    for held in plain.held.values():
+        assert held.reason is FinishReason.STOP
+        check_held(shipped, held, PERSON)
+        assert len(held.logprobs) == (len(held.tokens) if "logprobs" in settings else 0)
+
+
+def test_a_stop_text_ends_a_format_at_the_same_token(shipped: Model) -> None:
+    """A stop text cuts the output where it first stands, with and without drafts."""
+    runs = []
+    for setup in (Setup(Off()), setup_of("fixed")):
+        one = person(shipped, "p", setup, stop=('", "age',))
+        runs.append(run_held(shipped, [one], setup).held["p", 0])
+    assert runs[0] == runs[1]
+    assert runs[0].reason is FinishReason.STOP
+    assert runs[0].text.startswith('{"name": "')
+    assert "age" not in runs[0].text
+
+
+@pytest.mark.parametrize("mode", ["ngram", "hostile"])
+def test_a_choice_resumed_anywhere_goes_on_in_its_format(shipped: Model, mode: str) -> None:
+    """At every cut, the rest is what the undisturbed run said, and what follows is still held."""
+    setup = setup_of(mode)
+    one = person(shipped, "p", setup, n=2)
+    whole = run_held(shipped, [one], setup).held
+    cuts = range(1, len(whole["p", 1].tokens), 3)
+    begun = [
+        replace(
+            one,
+            request_id=str(cut),
+            resumed=(ResumedChoice(1, tuple(whole["p", 1].tokens[:cut])),),
+        )
+        for cut in cuts
+    ]
+    rest = run_held(shipped, begun, setup).held
+    for cut in cuts:
+        held = rest[str(cut), 1]
+        assert held.tokens == whole["p", 1].tokens[cut:]
+        assert whole["p", 1].text.endswith(held.text)
+        assert held.reason is FinishReason.STOP
+
+
+def test_an_expression_is_matched_as_a_whole(shipped: Model) -> None:
+    """What a regular expression asks for comes out, mixed with requests that ask for nothing."""
+    setup = setup_of("ngram")
+    prompt = held_out_prompts(shipped.tokenizer, 1, seed=9)[0]
+    free = request("free", prompt, setup.policy, max_tokens=40)
+    date = under(replace(free, request_id="date"), regex_spec(r"20[0-9]{2}-(0[1-9]|1[0-2])"))
+    empty = under(replace(free, request_id="empty"), regex_spec(""))
+    together = run_held(shipped, [free, date, empty], setup).held
+    assert together["free", 0] == run_held(shipped, [free], setup).held["free", 0]
+    text = together["date", 0].text
+    assert text[:2] + text[4] == "20-"
+    assert len(text) == len("2026-11")
+    assert together["date", 0].reason is FinishReason.STOP
+    assert together["empty", 0].text == ""
+    assert together["empty", 0].tokens == [0]
+
+
+def test_limits_of_the_parser_end_one_choice_alone(shipped: Model) -> None:
+    """A text that leads beyond them is cut, and called so; others go on."""
+    setup = setup_of("ngram")
+    endless = {"type": "array", "items": {"type": "null"}, "minItems": 100_000}
+    cut = replace(person(shipped, "cut", setup), grammar=schema_spec(endless))
+    run = run_held(shipped, [cut, person(shipped, "p", setup)], setup).held
+    assert run["cut", 0].reason is FinishReason.LENGTH
+    assert run["cut", 0].text == "["
+    assert run["p", 0].reason is FinishReason.STOP
