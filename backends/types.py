@@ -9,7 +9,10 @@ from policies.types import SpeculationPlan
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, in OpenAI's words; `ABORT` never reaches a client."""
+    """Why a choice ended, in OpenAI's words; `ABORT` never reaches a client.
+
+    Under a grammar `STOP` without a stop text means that the output is whole.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -55,6 +58,25 @@ class SamplingParams:
     logprobs: int | None = None
 
 
+class GrammarKind(StrEnum):
+    """What a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an output must be, from its first token to the end-of-sequence token behind its last.
+
+    Attributes:
+        text: the schema, as JSON, or the regular expression, which the whole output matches.
+    """
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
     """A choice that another worker began: it goes on behind these tokens.
@@ -77,6 +99,7 @@ class GenerationRequest:
 
     Attributes:
         tenant: whose request it is; cached prefixes are shared within a tenant only.
+        grammar: what every choice must be; None leaves it to the model.
         resumed: the choices to go on with; empty starts all `n`.
     """
 
@@ -86,6 +109,7 @@ class GenerationRequest:
     speculation: SpeculationPlan
     n: int = 1
     tenant: str = ""
+    grammar: GrammarSpec | None = None
     resumed: tuple[ResumedChoice, ...] = ()
 
     @property

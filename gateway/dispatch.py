@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from backends.errors import BackendFailed, RequestRejected
-from backends.types import Delta, GenerationRequest, SamplingParams
+from backends.types import Delta, GenerationRequest, GrammarSpec, SamplingParams
 from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker, least_reserved
 from gateway.lifecycle import Lifecycle
@@ -36,6 +36,7 @@ class Job:
         max_tokens: most tokens to generate per choice; None is all that fits.
         n: choices per prompt.
         mode, max_draft_tokens: the client's wishes about speculation.
+        grammar: what every choice must be; None leaves it to the model.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Job:
     n: int = 1
     mode: SpeculationMode = SpeculationMode.AUTO
     max_draft_tokens: int | None = None
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,17 @@ class Dispatcher:
         """Return once nothing is in flight."""
         await self._idle.wait()
 
+    async def prepare(self, job: Job) -> None:
+        """Let the workers compile a job's grammar, in threads: `decide` finds it compiled.
+
+        Raises:
+            InvalidRequest, RequestRejected: as `decide`.
+        """
+        if job.grammar is None:
+            return
+        for worker in self._fleet.serving:
+            await asyncio.to_thread(self._place, job, 0, worker)
+
     def decide(self, job: Job) -> list[Placement]:
         """Return for each prompt where it goes, and how far it may speculate there.
 
@@ -159,6 +172,7 @@ class Dispatcher:
             replace(job.sampling, max_tokens=max_tokens),
             self._policy.decide(view, load),
             job.n,
+            grammar=job.grammar,
         )
         worker.backend.check(request)
         return Placement(request, worker)

@@ -22,11 +22,16 @@ _TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "skip_special_tokens"})
 _ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
     "length_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "best_of": (1,),
 }
+
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "speculation.mode": tuple(SpeculationMode),
+    "response_format.type": ("text", "json_object", "json_schema", "regex"),
+}
+"""What a field may be, where msgspec does not say."""
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
@@ -67,7 +72,7 @@ def _named(message: str) -> InvalidRequest:
     if not match and (missing := re.search(r"missing required field `(\w+)`", message)):
         path = missing[1]
     reason = reason.replace("`", "")
-    if path == "speculation.mode":
-        reason += f"; known: {', '.join(SpeculationMode)}"
+    if path in _KNOWN:
+        reason += f"; known: {', '.join(_KNOWN[path])}"
     where = path or "the body"
     return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)

@@ -111,6 +111,7 @@ async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatc
         call = await asyncio.to_thread(api.parse, body, served, internal_id)
     span = watch.span.child("decide")
     try:
+        await node.dispatcher.prepare(call.job)
         placements = node.dispatcher.decide(call.job)
     finally:
         span.end()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from policies.types import SpeculationMode
 
@@ -23,6 +23,41 @@ class SpeculationOptions(Struct):
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None
+
+
+class TextFormat(Struct, tag_field="type", tag="text"):
+    """`response_format` of a client that wants no format."""
+
+
+class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchemaOptions(Struct):
+    """`response_format.json_schema`. The schema is kept as it came: it is compiled elsewhere.
+
+    Every schema is held to the letter, so `strict` changes nothing.
+    """
+
+    name: str
+    schema: Raw
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
+    """A JSON value that satisfies a schema."""
+
+    json_schema: JsonSchemaOptions
+
+
+class RegexFormat(Struct, tag_field="type", tag="regex"):
+    """A text that a regular expression matches as a whole; an extension."""
+
+    pattern: str
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
 
 
 class UnsupportedFields(Struct):
@@ -48,7 +83,6 @@ class UnsupportedFields(Struct):
     length_penalty: Any = None
     logits_processors: Any = None
     prompt_logprobs: Any = None
-    response_format: Any = None
     skip_special_tokens: Any = None
     stop_token_ids: Any = None
     structured_outputs: Any = None
@@ -73,6 +107,7 @@ class GenerationFields(UnsupportedFields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     min_tokens: int | None = None
+    response_format: ResponseFormat | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     n: int | None = None

@@ -14,12 +14,20 @@ from typing import Final
 import msgspec
 
 from backends.tokenizer import Tokenizer
-from backends.types import SamplingParams
+from backends.types import GrammarKind, GrammarSpec, SamplingParams
 from gateway.dispatch import Job
 from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.http.decoding import decode, reject_unsupported
 from gateway.http.messages import chat_prompt
-from gateway.http.schemas import ChatBody, CompletionBody, GenerationFields
+from gateway.http.schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerationFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    RegexFormat,
+    ResponseFormat,
+)
 from policies.types import SpeculationMode
 
 MAX_CHOICES: Final = 16
@@ -41,6 +49,8 @@ MAX_SEQUENCES: Final = 128
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions; chat goes on until the model ends or the context is full."""
+
+ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
 GENERATED_SEED_BELOW: Final = 1 << 53
 """JSON clients that read numbers as doubles keep such a seed."""
@@ -164,6 +174,7 @@ def _call(
         wire.n or 1,
         (speculation.mode if speculation else None) or SpeculationMode.AUTO,
         speculation.max_draft_tokens if speculation else None,
+        _grammar(wire.response_format),
     )
     options = wire.stream_options
     return Call(job, bool(wire.stream), bool(options and options.include_usage))
@@ -212,6 +223,30 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
                 f"stop: each text must have 1 to {MAX_STOP_CHARACTERS} characters", "stop"
             )
     return stops
+
+
+def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
+    """Return what the output must be; whether it can be compiled is the worker's business."""
+    match wanted:
+        case JsonObjectFormat():
+            return ANY_OBJECT
+        case JsonSchemaFormat(options):
+            return GrammarSpec(GrammarKind.JSON_SCHEMA, _schema(bytes(options.schema)))
+        case RegexFormat(pattern):
+            return GrammarSpec(GrammarKind.REGEX, pattern)
+        case _:
+            return None
+
+
+def _schema(raw: bytes) -> str:
+    """Return a schema's JSON."""
+    param = "response_format.json_schema.schema"
+    if not raw.startswith(b"{"):
+        raise InvalidRequest(f"{param}: expected object", param)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{param}: {error}", param) from None
 
 
 def _logit_bias(bias: dict[int, float] | None, served: Served) -> tuple[tuple[int, float], ...]:

@@ -1,0 +1,110 @@
+"""What a schema may ask for before it is compiled: llguidance counts most of its work, not all.
+
+Each bound is far above schemas in use. Within them the slowest that was found, of 5000 optional
+properties, takes 2 s (AMD EPYC Zen 4, 2026-11-21); beyond them some take minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from decimal import Decimal
+from math import lcm
+from typing import Any, Final, TypeGuard
+
+MOST_SCHEMA_CHARACTERS: Final = 1 << 16
+MOST_PATTERN_CHARACTERS: Final = 1 << 12
+"""Of a regular expression; of all expressions of a schema together."""
+
+MOST_NAME_PATTERNS: Final = 32
+"""Of `patternProperties`: each is compared with each."""
+
+MOST_MULTIPLES: Final = 10_000
+"""Remainders to tell apart: of all `multipleOf` together, and of their least common multiple."""
+
+_DATA_KEYWORDS: Final = frozenset({"const", "enum", "default", "examples"})
+"""Keywords of a JSON schema whose values are no schemas."""
+
+
+def check_schema(text: str) -> None:
+    """Return if a schema is within bounds.
+
+    Raises:
+        ValueError: it is not, or it is no JSON.
+    """
+    _check("characters", len(text), MOST_SCHEMA_CHARACTERS)
+    try:
+        parts = list(_parts(json.loads(text)))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    names = [name for part in parts for name in _names(part)]
+    patterns = [p for part in parts if isinstance(p := part.get("pattern"), str)]
+    _check("patternProperties", len(names), MOST_NAME_PATTERNS)
+    _check("characters of patterns", sum(map(len, names + patterns)), MOST_PATTERN_CHARACTERS)
+    multiples = [part.get("multipleOf") for part in parts]
+    _check_multiples([multiple for multiple in multiples if _is_number(multiple)])
+    for part in parts:
+        _check_property_count(part)
+
+
+def check_pattern(text: str) -> None:
+    """Return if a regular expression is within bounds.
+
+    Raises:
+        ValueError: it is not.
+    """
+    _check("characters", len(text), MOST_PATTERN_CHARACTERS)
+
+
+def _check(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise ValueError(f"it has {number} {what}, and may have {most}")
+
+
+def _check_multiples(multiples: list[float]) -> None:
+    """Return if the remainders of all multiples can be told apart with few states."""
+    exact = [abs(Decimal(str(multiple))) for multiple in multiples]
+    if not all(number.is_finite() and 1e-9 <= number <= MOST_MULTIPLES for number in exact):
+        raise ValueError(f"multipleOf must be between 1e-9 and {MOST_MULTIPLES}")
+    scale = min((_exponent(number) for number in exact), default=0)
+    alone = [int(number.scaleb(-_exponent(number))) for number in exact]
+    together = lcm(*{int(number.scaleb(-scale)) for number in exact})
+    _check("remainders of multipleOf", max(sum(alone), together), MOST_MULTIPLES)
+
+
+def _exponent(number: Decimal) -> int:
+    """Return the exponent of the last digit behind the point, or 0."""
+    return min(0, int(number.as_tuple().exponent))
+
+
+def _check_property_count(part: dict[str, Any]) -> None:
+    """Return if no object could reach its `minProperties` by repeating a key.
+
+    The parser counts keys as they come, but repeated ones are one property to whoever reads the
+    object. Required ones never repeat, and one more is there at least.
+    """
+    least, required = part.get("minProperties"), part.get("required")
+    sure = 1 + (len(required) if isinstance(required, list) else 0)
+    if _is_number(least) and least > sure:
+        raise ValueError(f"minProperties {least} with {sure - 1} required properties")
+
+
+def _names(part: dict[str, Any]) -> list[str]:
+    named = part.get("patternProperties")
+    return list(named) if isinstance(named, dict) else []
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parts(schema: object) -> Iterator[dict[str, Any]]:
+    """Yield all objects of a schema that may be schemas."""
+    if isinstance(schema, dict):
+        yield schema
+        for keyword, value in schema.items():
+            if keyword not in _DATA_KEYWORDS:
+                yield from _parts(value)
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from _parts(item)

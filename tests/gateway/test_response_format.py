@@ -1,0 +1,254 @@
+"""`response_format` over HTTP: OpenAI's client and plain bodies, against the engine and without."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from backends.grammar import LlGrammars
+from backends.shipped import SHIPPED_MODEL
+from backends.types import GrammarSpec
+from gateway.app import Listening
+from tests.gateway.harness import client, events, is_idle, running, until
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None
+        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
+        reason="needs torch and the shipped model",
+    ),
+]
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+ASK = [{"role": "user", "content": "Describe the function add(a, b)."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "arguments": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3},
+        "returns": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/kind"}]},
+    },
+    "required": ["name", "arguments", "returns"],
+    "additionalProperties": False,
+    "$defs": {"kind": {"enum": ["int", "str"]}},
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA, "strict": True}}
+
+
+class Function(pydantic.BaseModel):
+    """What `.parse` returns."""
+
+    kind: Literal["function", "method"]
+    is_pure: bool
+    arguments: list[Literal["a", "b"]] = pydantic.Field(min_length=1, max_length=2)
+    doc: str = pydantic.Field(max_length=20)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def where() -> AsyncIterator[Listening]:
+    """A node with the engine and the shipped model."""
+    async with running(backend="engine", kv_bytes=32 << 20, threads=1) as listening:
+        yield listening
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client, pointed at the node."""
+    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain client of the node."""
+    async with client(where) as opened:
+        yield opened
+
+
+@pytest.fixture
+def model(where: Listening) -> str:
+    """The name under which the model is served."""
+    return where.node.served.name
+
+
+def is_valid(text: str, schema: dict[str, Any] = SCHEMA) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+async def test_a_chat_answers_in_its_schema(api: AsyncOpenAI, model: str) -> None:
+    """Every choice is valid; streamed, not streamed and undrafted, it is the same text."""
+    ask = {"model": model, "messages": ASK, "n": 3, "seed": 5, "max_tokens": 120,
+           "response_format": FORMAT}  # fmt: skip
+    whole = await api.chat.completions.create(**ask)
+    plain = await api.chat.completions.create(**ask, extra_body={"speculation": {"mode": "off"}})
+    texts = [choice.message.content for choice in whole.choices]
+    assert all(is_valid(text) for text in texts)
+    assert [choice.finish_reason for choice in whole.choices] == ["stop"] * 3
+    assert [choice.message.content for choice in plain.choices] == texts
+    streamed = ["", "", ""]
+    async for chunk in await api.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    drafted = whole.metrics["speculative_decoding"]
+    assert drafted["num_accepted_tokens"] > 0  # what stands between values is certain
+
+
+async def test_a_pydantic_model_comes_back(api: AsyncOpenAI, model: str) -> None:
+    """`parse` sends a model's schema and gets an instance of it."""
+    parsed = await api.chat.completions.parse(
+        model=model, messages=ASK, response_format=Function, seed=2, max_tokens=120
+    )
+    function = parsed.choices[0].message.parsed
+    assert isinstance(function, Function)
+    assert function.arguments
+    with pytest.raises(openai.LengthFinishReasonError):
+        await api.chat.completions.parse(
+            model=model, messages=ASK, response_format=Function, max_tokens=3
+        )
+
+
+async def test_any_object_is_an_object(api: AsyncOpenAI, model: str) -> None:
+    """`json_object` gives one object, or the beginning of one."""
+    for seed in range(3):
+        answer = await api.chat.completions.create(
+            model=model, messages=ASK, seed=seed, max_tokens=60,
+            response_format={"type": "json_object"},
+        )  # fmt: skip
+        choice = answer.choices[0]
+        assert choice.message.content.startswith("{")
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+        else:
+            assert choice.finish_reason == "length"
+
+
+async def test_completions_match_an_expression(http: httpx.AsyncClient) -> None:
+    """`regex` holds each of several prompts to it, whole and streamed."""
+    pattern = r"(add|sub)\([a-z], [a-z]\)"
+    body = {"prompt": ["x = ", "y = "], "max_tokens": 30, "seed": 1,
+            "response_format": {"type": "regex", "pattern": pattern}}  # fmt: skip
+    whole = (await http.post(TEXT, json=body)).json()["choices"]
+    assert all(re.fullmatch(pattern, choice["text"]) for choice in whole)
+    streamed = events((await http.post(TEXT, json={**body, "stream": True})).text)
+    texts = ["", ""]
+    for event in streamed[:-1]:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in whole]
+    free = await http.post(TEXT, json={**body, "response_format": {"type": "text"}})
+    assert not any(re.fullmatch(pattern, c["text"]) for c in free.json()["choices"])
+
+
+BAD: list[tuple[Any, str]] = [
+    ("json_object", "response_format"),
+    ({}, "response_format"),
+    ({"type": 5}, "response_format.type"),
+    ({"type": "xml"}, "response_format.type"),
+    ({"type": "regex"}, "response_format"),
+    ({"type": "regex", "pattern": None}, "response_format.pattern"),
+    ({"type": "regex", "pattern": "("}, "response_format"),
+    ({"type": "regex", "pattern": "a(?=b)"}, "response_format"),
+    ({"type": "json_schema"}, "response_format"),
+    ({"type": "json_schema", "json_schema": "x"}, "response_format.json_schema"),
+    ({"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema"),
+    ({"type": "json_schema", "json_schema": {"name": 5, "schema": {}}},
+     "response_format.json_schema.name"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": "yes"}},
+     "response_format.json_schema.strict"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": [1]}},
+     "response_format.json_schema.schema"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}},
+     "response_format.json_schema.schema"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "frog"}}},
+     "response_format"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}},
+     "response_format"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}},
+     "response_format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_bad_formats_are_400_and_named(http: httpx.AsyncClient, stream: bool) -> None:
+    """Whatever is wrong with a format is a 400 that names the field, before any stream begins."""
+    wrong = []
+    for value, param in BAD:
+        for path, ask in ((CHAT, {"messages": ASK}), (TEXT, {"prompt": "x"})):
+            sent = {**ask, "max_tokens": 4, "stream": stream, "response_format": value}
+            answer = await http.post(path, json=sent)
+            error = answer.json().get("error", {})
+            if (answer.status_code, error.get("param")) != (400, param) or not error["message"]:
+                wrong.append((value, answer.status_code, error))
+    assert wrong == []
+
+
+async def test_a_schema_that_is_not_utf8_is_400(http: httpx.AsyncClient) -> None:
+    """Bytes that are no text are no schema."""
+    body = (b'{"prompt": "x", "response_format": {"type": "json_schema", "json_schema": '
+            b'{"name": "x", "schema": {"\xff": 1}}}}')  # fmt: skip
+    answer = await http.post(TEXT, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format.json_schema.schema"
+
+
+async def test_what_the_refusal_says_helps(http: httpx.AsyncClient) -> None:
+    """The message names the kinds there are, and the keyword that is not supported."""
+    ask = {"prompt": "x", "response_format": {"type": "xml"}}
+    assert "json_schema" in (await http.post(TEXT, json=ask)).json()["error"]["message"]
+    schema = {"type": "array", "uniqueItems": True}
+    ask["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert "uniqueItems" in (await http.post(TEXT, json=ask)).json()["error"]["message"]
+
+
+async def test_a_schema_is_compiled_once_and_off_the_event_loop(
+    where: Listening, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling may take half a second: it is done in a thread, for all choices and requests."""
+    compiled_in = []
+    compile_spec = LlGrammars._compile
+
+    def noted(self: LlGrammars, spec: GrammarSpec) -> object:
+        compiled_in.append(threading.get_ident())
+        return compile_spec(self, spec)
+
+    monkeypatch.setattr(LlGrammars, "_compile", noted)
+    schema = {"type": "object", "properties": {"new here": {"type": "boolean"}},
+              "required": ["new here"], "additionalProperties": False}  # fmt: skip
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"prompt": ["x", "y"], "n": 3, "max_tokens": 30, "response_format": wanted}
+    for _ in range(2):
+        answer = (await http.post(TEXT, json=body)).json()
+        assert all(is_valid(choice["text"], schema) for choice in answer["choices"])
+    assert len(compiled_in) == 1
+    assert compiled_in[0] != threading.get_ident()
+    await until(lambda: is_idle(where.node))
+
+
+async def test_the_simulator_refuses_formats_with_words() -> None:
+    """Without logits nothing can be held to a format, and nobody is told otherwise."""
+    async with running() as where, client(where) as http:
+        for path, ask in ((CHAT, {"messages": ASK}), (TEXT, {"prompt": "x"})):
+            for wanted in (FORMAT, {"type": "json_object"}, {"type": "regex", "pattern": "a"}):
+                answer = await http.post(path, json={**ask, "response_format": wanted})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, "response_format")
+                assert "logits" in error["message"]
+            answer = await http.post(
+                path, json={**ask, "max_tokens": 2, "response_format": {"type": "text"}}
+            )
+            assert answer.status_code == 200
