@@ -149,10 +149,11 @@ def _add(total: Decoding, part: Decoding) -> None:
     total.accepted += part.accepted
 
 
-def measure(count: int, rounds: int, model: Path | None) -> dict[str, Any]:
+def measure(count: int, rounds: int, model: Path | None, proposer: str | None) -> dict[str, Any]:
     """Return the whole measurement."""
     facts = provenance()
-    engine = load_engine(WorkerConfig(model=str(model) if model else None, speculation="auto"))
+    chosen = str(model) if model else None
+    engine = load_engine(WorkerConfig(chosen, speculation="auto", proposer=proposer))
     ids = held_out_prompts(engine.worker.tokenizer, count)
     prompts = [Prompt(token_ids, seed) for seed, token_ids in enumerate(ids)]
     results = []
@@ -169,7 +170,8 @@ def measure(count: int, rounds: int, model: Path | None) -> dict[str, Any]:
                 cut = sum(prompt.max_tokens < NEW_TOKENS for prompt in some)
                 results.append({**head, "prompts": len(some), "cut": cut, **row})
                 print(head, row["tokens_per_s"], row["speedup"])
-    return {**facts, "numerics_class": engine.card.numerics_class, "results": results}
+    facts |= {"numerics_class": engine.card.numerics_class, "proposer": proposer}
+    return {**facts, "results": results}
 
 
 def _before_loops(
@@ -195,9 +197,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--proposer", help="the only proposer (default: the cheapest there is)")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    result = measure(args.prompts, args.rounds, args.model)
+    result = measure(args.prompts, args.rounds, args.model, args.proposer)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
