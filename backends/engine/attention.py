@@ -1,163 +1,293 @@
 """Attention of a ragged step on a CPU, over keys and values that lie in pieces of the pool.
 
-Bits of a row must not depend on how many rows are computed with it, on how far the context is
-padded, nor on where in the pool it lies. Measured on Zen 4 with MKL (2026-11): products over the
-head width and softmax with masked ends are equal however padded and cut, with 4 rows or more; the
-product with the values is not, when its inner size, the KV tokens, varies. So it is done in tiles
-of `KV_TILE` tokens, added in order.
+Keys and values are cut into tiles of `KV_TILE` tokens. torch's flash kernel attends to each tile by
+itself, all tiles of a piece in one call: views of the pool, nothing gathered but tiles across
+pieces. What the tiles give is merged in order by the logarithms of their sums, as split-KV decoding
+does on GPUs (Flash-Decoding, T. Dao et al., 2023).
 
-Everything is computed in float32. A bfloat16 pool is widened a tile at a time, as a tile fits the
-second-level cache: for decodes that is no slower than oneDNN's bfloat16 products (0.7 to 1.1 times
-the time at 512 to 4096 tokens; chunks of 128 tokens take 2 to 3 times as long), a third of the
-error, and the bits are as independent as in float32 (one thread, Zen 4, 2026-11-21).
+So the bits of a row do not depend on how far the context is padded or where in the pool it lies: a
+tile always has the same size, and one that is not seen adds zeros. They do not depend on the rows
+computed with it either, if no product has fewer than `least_rows`: with fewer, another kernel gives
+other bits. Measured on Zen 4 in float32 and bfloat16 with 1 to 512 rows (2026-11-21); the worker
+checks its own machine at start (`warmup`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Final
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from backends.engine.inputs import AttentionSpan
 from backends.engine.kv_pool import KV_TILE
 
-MIN_ROWS: Final = 8
-"""Fewest query rows of a product; with under 4 another kernel gives other bits."""
-
 CHUNK_TOKENS: Final = 128
-"""Query tokens computed at once, which bounds the scores of a long prefill in memory."""
+"""Query tokens of a call: bounds the masks of a long prefill, and what is computed above the
+diagonal."""
+
+FEW_ROWS: Final = 32
+"""Up to so many rows one call with a mask of all tiles costs less than two, of which the first
+needs none (one block of the kernel's; Zen 4, 2026-11-21)."""
+
+# A private operator of torch: the public one does not return the logarithms.
+_flash: Final[Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 
 
-def attend(
-    queries: Tensor,
-    layer_kv: Tensor,
-    spans: tuple[AttentionSpan, ...],
-    window: int | None = None,
-) -> Tensor:
+class _Call(NamedTuple):
+    """Rows against a run of tiles.
+
+    Attributes:
+        rows: of the packed queries.
+        slots: the first slot of the tiles, or the slots of all of them.
+        tiles: how many.
+        mask: float32 [tiles, 1, rows, KV_TILE], -inf where a row must not look; None: nowhere.
+    """
+
+    rows: slice
+    slots: int | Tensor
+    tiles: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Who attends to what in a step: the same for all layers with one window.
+
+    A packed row is a query head of a group at a token: rows `token * group + head`, the same in
+    every KV head. Tokens of a chunk lie behind each other, made up to whole numbers of
+    `least_rows` rows.
+
+    Attributes:
+        tokens: [packed tokens] row of the step of each, padding included.
+        calls: all of them, those of a row in the order of its tiles.
+        tiles: [most tiles, packed rows] which result of the calls, counted by tiles and rows, is a
+            row's next; those that a row does not see are one behind the last. None if every row
+            has a single tile: the results are the rows.
+        real: [attending tokens] place among the packed tokens.
+        rows: [attending tokens] row of the step.
+    """
+
+    tokens: Tensor
+    calls: tuple[_Call, ...]
+    tiles: Tensor | None
+    real: Tensor
+    rows: Tensor
+
+
+def least_rows(dtype: torch.dtype) -> int:
+    """Return of how many rows the products of a chunk are made up.
+
+    With matrix tiles (AMX) bfloat16 needs 16, elsewhere 4 do.
+    """
+    has_tiles: bool = torch.cpu._is_amx_tile_supported()  # noqa: SLF001
+    return 16 if dtype is torch.bfloat16 and has_tiles else 4
+
+
+def plan_attention(
+    spans: Iterable[AttentionSpan], group: int, dtype: torch.dtype, window: int | None = None
+) -> AttentionPlan:
+    """Return how the rows of a step attend.
+
+    Args:
+        group: query heads for each KV head.
+        dtype: of queries, keys and values.
+        window: a row at position p sees positions p - window + 1 to p; None: all up to p.
+    """
+    least = least_rows(dtype)
+    unit = least // gcd(least, group)
+    packed, real, rows = list[int](), list[int](), list[int]()
+    calls: list[_Call] = []
+    parts: list[Tensor] = []
+    results = 0
+    for span in spans:
+        for first in range(*span.rows, CHUNK_TOKENS):
+            count = min(CHUNK_TOKENS, span.rows[1] - first)
+            own = range(first, first + count)
+            padding = -count % unit
+            real.extend(range(len(packed), len(packed) + count))
+            rows.extend(own)
+            start = len(packed) * group
+            packed.extend((*own, *[first] * padding))
+            chunk = slice(start, len(packed) * group)
+            seen = _Seen(span.start + first - span.rows[0], count, padding, group, window)
+            made, part = _plan_chunk(span, seen, chunk, results)
+            calls.extend(made)
+            parts.append(part)
+            results += part.numel()
+    return AttentionPlan(
+        torch.tensor(packed, dtype=torch.int64),
+        tuple(calls),
+        _side_by_side(parts, results),
+        torch.tensor(real, dtype=torch.int64),
+        torch.tensor(rows, dtype=torch.int64),
+    )
+
+
+def attend(queries: Tensor, layer_kv: Tensor, plan: AttentionPlan) -> Tensor:
     """Return softmax(q k^T) v for every row of the step.
 
     Args:
         queries: [rows, num_heads, head_dim], already scaled by head_dim ** -0.5.
         layer_kv: the layer's [2 * num_kv_heads, slots, head_dim] of the pool, with the step's own
             keys and values in it.
-        spans: who attends to what. Rows in no span (padding) come out as zeros.
-        window: a row at position p sees positions p - window + 1 to p; None: all up to p.
 
     Returns:
-        [rows, num_heads * head_dim] in the dtype of the queries.
+        [rows, num_heads * head_dim] in the dtype of the queries; zeros for rows that do not attend.
     """
-    rows, num_heads, head_dim = queries.shape
-    kv_heads = layer_kv.shape[0] // 2
-    grouped = queries.view(rows, kv_heads, num_heads // kv_heads, head_dim)
-    out = torch.zeros_like(grouped)
-    for span in spans:
-        for first in range(*span.rows, CHUNK_TOKENS):
-            _attend_chunk(grouped, layer_kv, span, first, window, out)
-    return out.view(rows, num_heads * head_dim)
+    step_rows, num_heads, head_dim = queries.shape
+    kv_heads = len(layer_kv) // 2
+    grouped = queries.view(step_rows, kv_heads, -1, head_dim)[plan.tokens]
+    packed = grouped.transpose(0, 1).reshape(kv_heads, -1, head_dim)
+    results = [_attend(packed, layer_kv, call) for call in plan.calls]
+    values = torch.cat([result[0].transpose(1, 2).flatten(0, 1) for result in results])
+    if plan.tiles is not None:
+        sums = torch.cat([result[1].transpose(1, 2).flatten(0, 1) for result in results])
+        values = _merge(values, sums, plan.tiles).to(queries.dtype)
+    # [packed tokens, group, kv_heads, head_dim] -> [tokens, kv_heads, group, head_dim]
+    by_token = values.view(len(plan.tokens), -1, kv_heads, head_dim)[plan.real].transpose(1, 2)
+    out = queries.new_zeros(step_rows, num_heads * head_dim)
+    return out.index_copy_(0, plan.rows, by_token.reshape(len(plan.rows), -1))
 
 
-def _attend_chunk(
-    grouped: Tensor,
-    layer_kv: Tensor,
-    span: AttentionSpan,
-    first: int,
-    window: int | None,
-    out: Tensor,
-) -> None:
-    """Fill `out` for up to `CHUNK_TOKENS` rows of a span, from row `first` of the step on."""
-    _, kv_heads, group, head_dim = grouped.shape
-    tokens = min(CHUNK_TOKENS, span.rows[1] - first)
-    position = span.start + first - span.rows[0]
-    # Tiles that no row of the chunk may see have weights of exactly zero: they are left out.
-    oldest = 0 if window is None else max(0, position - window + 1)
-    begin = oldest // KV_TILE * KV_TILE
-    end = -(-(position + tokens) // KV_TILE) * KV_TILE
-    kv = list(_read(layer_kv, span, begin, end))
-
-    # Too few rows are made up with neighbours' (a step has at least a tile), and not looked at.
-    computed = max(tokens, -(-MIN_ROWS // group))
-    lead = max(0, first + computed - len(grouped))
-    query = grouped[first - lead : first - lead + computed]
-    # [kv_heads, rows, head_dim]: the query heads that share keys are rows too.
-    query = query.transpose(0, 1).reshape(kv_heads, -1, head_dim).float()
-    scores = _scores(query, kv)
-    own = slice(lead * group, (lead + tokens) * group)
-    _mask(scores[:, own], position - begin, tokens, window)
-    result = _times_values(torch.softmax(scores, -1), kv)
-    shaped = result[:, own].view(kv_heads, tokens, group, head_dim)
-    out[first : first + tokens] = shaped.transpose(0, 1)
+def _attend(packed: Tensor, layer_kv: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """Return what each tile gives, [tiles, kv_heads, rows, head_dim], and its log-sum-exp."""
+    kv_heads, _, head_dim = packed.shape
+    if isinstance(call.slots, int):
+        kv, first = layer_kv, call.slots
+    else:
+        kv, first = layer_kv.index_select(1, call.slots), 0
+    strip = kv.stride(0)
+    shape = (call.tiles, kv_heads, KV_TILE, head_dim)
+    strides = (KV_TILE * head_dim, strip, head_dim, 1)
+    begin = kv.storage_offset() + first * head_dim
+    keys = kv.as_strided(shape, strides, begin)
+    values = kv.as_strided(shape, strides, begin + kv_heads * strip)
+    queries = packed[None, :, call.rows].expand(call.tiles, -1, -1, -1)
+    result: tuple[Tensor, Tensor] = _flash(queries, keys, values, attn_mask=call.mask, scale=1.0)
+    return result
 
 
-def _read(layer_kv: Tensor, span: AttentionSpan, begin: int, end: int) -> Iterator[Tensor]:
-    """Yield [2 * num_kv_heads, tokens, head_dim] of positions `begin` to `end` in order.
-
-    Borders are those of tiles. What is yielded is to be widened at once: in float32 whole pieces,
-    else tiles.
-    """
-    for piece in span.pieces:
-        slots = piece.slots[max(begin - piece.start, 0) : max(end - piece.start, 0)]
-        if not len(slots):
-            continue
-        if isinstance(slots, range):
-            kv = layer_kv[:, slots.start : slots.stop]
-        else:
-            kv = layer_kv.index_select(1, slots)
-        if kv.dtype is torch.float32:
-            yield kv
-        else:
-            yield from kv.split(KV_TILE, dim=1)
-
-
-def _scores(query: Tensor, kv: list[Tensor]) -> Tensor:
-    """Return [num_kv_heads, rows, KV tokens] of query @ keys."""
-    kv_heads = len(query)
-    parts = [torch.bmm(query, part[:kv_heads].float().transpose(1, 2)) for part in kv]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def _mask(scores: Tensor, column: int, tokens: int, window: int | None) -> None:
-    """Set the scores of what a row may not see to -inf.
+def _merge(values: Tensor, sums: Tensor, tiles: Tensor) -> Tensor:
+    """Return the mean of the tiles' results, weighted by their sums, in order.
 
     Args:
-        scores: [num_kv_heads, tokens * query_group, KV tokens].
-        column: that of the first token itself.
-        tokens: how many there are, one behind the other.
-        window: as in `attend`.
+        values: [results, kv_heads, head_dim].
+        sums: float32 [results, kv_heads], logarithms.
+        tiles: as in `AttentionPlan`.
+
+    Returns:
+        float32 [packed rows, kv_heads, head_dim].
     """
-    below = _below(tokens, scores.shape[1] // tokens)
-    if column + tokens < scores.shape[2]:
-        scores[:, :, column + tokens :] = -torch.inf
-    if tokens > 1:
-        scores[:, :, column + 1 : column + tokens].masked_fill_(~below, -torch.inf)
-    if window is None or column + tokens <= window:
+    none = sums.new_full((1, sums.shape[1]), -torch.inf)
+    logs = torch.cat([sums, none])[tiles]
+    weights = torch.exp(logs - logs.amax(0))[..., None]
+    # What is not seen has no weight, so any result will do.
+    places = tiles.clamp(max=len(values) - 1)
+    total = weights[0].clone()
+    merged = values[places[0]] * total
+    for place, weight in zip(places[1:], weights[1:], strict=True):
+        total += weight
+        merged += values[place] * weight
+    return merged / total
+
+
+class _Seen(NamedTuple):
+    """What the rows of a chunk see: `tokens` from `position` on, then `padding` like the last."""
+
+    position: int
+    tokens: int
+    padding: int
+    group: int
+    window: int | None
+
+    @property
+    def tiles(self) -> range:
+        """The tiles that some row sees."""
+        oldest = 0 if self.window is None else max(0, self.position - self.window + 1)
+        return range(oldest // KV_TILE, -(-(self.position + self.tokens) // KV_TILE))
+
+    @property
+    def rows(self) -> int:
+        """The packed rows of the chunk."""
+        return (self.tokens + self.padding) * self.group
+
+    @property
+    def unmasked(self) -> range:
+        """The tiles that every row sees all of."""
+        newest = self.position + self.tokens - 1
+        hidden = 0 if self.window is None else max(0, newest - self.window + 1)
+        first = max(self.tiles.start, -(-hidden // KV_TILE))
+        return range(first, max(first, (self.position + 1) // KV_TILE))
+
+    def hidden(self, tiles: range) -> Tensor:
+        """Return which tokens each row must not see: [rows, tokens of the tiles]."""
+        columns = torch.arange(tiles.start * KV_TILE, tiles.stop * KV_TILE)
+        ends = torch.arange(self.position, self.position + self.tokens)
+        if self.padding:
+            ends = torch.cat([ends, ends[-1:].expand(self.padding)])
+        rows = ends.repeat_interleave(self.group)[:, None]
+        above = columns > rows
+        return above if self.window is None else above | (columns <= rows - self.window)
+
+
+def _plan_chunk(
+    span: AttentionSpan, seen: _Seen, rows: slice, first: int
+) -> tuple[list[_Call], Tensor]:
+    """Return the calls of a chunk, and the places of their results: [tiles, rows].
+
+    Args:
+        first: results before these. What a row does not see is at -1.
+    """
+    calls: list[_Call] = []
+    places = torch.arange(first, first + len(seen.tiles) * seen.rows).view(-1, seen.rows)
+    for tiles in _runs(seen):
+        mask = None
+        if tiles != seen.unmasked:
+            hidden = seen.hidden(tiles).view(seen.rows, len(tiles), KV_TILE).transpose(0, 1)
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
+            begin = tiles.start - seen.tiles.start
+            places[begin : begin + len(tiles)].masked_fill_(hidden.all(-1), -1)
+        for slots, part in _cut(span, tiles):
+            own = slice(part.start - tiles.start, part.stop - tiles.start)
+            calls.append(_Call(rows, slots, len(part), None if mask is None else mask[own]))
+    return calls, places
+
+
+def _runs(seen: _Seen) -> Iterator[range]:
+    """Yield runs of tiles: many rows look at those that need no mask by themselves."""
+    if seen.rows <= FEW_ROWS or not seen.unmasked:
+        yield seen.tiles
         return
-    oldest = column - window + 1
-    if oldest > 0:
-        scores[:, :, :oldest] = -torch.inf
-    hidden = max(-oldest, 0)
-    if tokens > 1:
-        scores[:, :, oldest + hidden : oldest + tokens - 1].masked_fill_(
-            below[:, hidden:], -torch.inf
-        )
+    yield from filter(
+        None,
+        (
+            range(seen.tiles.start, seen.unmasked.start),
+            seen.unmasked,
+            range(seen.unmasked.stop, seen.tiles.stop),
+        ),
+    )
 
 
-@lru_cache(maxsize=64)
-def _below(tokens: int, group: int) -> Tensor:
-    """Return [tokens * group, tokens - 1] that is true where the token is behind the column's."""
-    token = torch.arange(tokens).repeat_interleave(group)
-    return token[:, None] > torch.arange(tokens - 1)
+def _cut(span: AttentionSpan, tiles: range) -> Iterator[tuple[int | Tensor, range]]:
+    """Yield where the tiles lie, and which of them, piece by piece in order."""
+    for piece in span.pieces:
+        start = piece.start // KV_TILE
+        part = range(max(tiles.start, start), min(tiles.stop, start + len(piece.slots) // KV_TILE))
+        if part:
+            slots = piece.slots[(part.start - start) * KV_TILE : (part.stop - start) * KV_TILE]
+            yield slots.start if isinstance(slots, range) else slots, part
 
 
-def _times_values(weights: Tensor, kv: list[Tensor]) -> Tensor:
-    """Return weights @ values, tile by tile in order."""
-    kv_heads, rows, _ = weights.shape
-    result = weights.new_zeros(kv_heads, rows, kv[0].shape[2])
-    begin = 0
-    for part in kv:
-        for values in part[kv_heads:].split(KV_TILE, dim=1):
-            result.baddbmm_(weights[:, :, begin : begin + KV_TILE], values.float())
-            begin += KV_TILE
-    return result
+def _side_by_side(parts: list[Tensor], results: int) -> Tensor | None:
+    """Return the places of all chunks' results, [most tiles, rows]; `results` for what is none."""
+    most = max((len(part) for part in parts), default=1)
+    if most == 1:
+        return None
+    padded = [functional.pad(part, (0, 0, 0, most - len(part)), value=-1) for part in parts]
+    places = torch.cat(padded, dim=1)
+    return places.masked_fill_(places < 0, results)

@@ -4,7 +4,7 @@ Bits of a row must be equal whether it is computed alone, in a verify step or in
 On a CPU that is so with oneDNN when the rows are padded to `ROW_TILE`: one row alone is computed
 by another kernel where the inner size exceeds about a thousand. Measured with products that
 cancel, so that only rounding is left, over 80 shapes up to 14336 inner columns and 151936 outputs,
-1 and 2 threads, float32 and bfloat16, packed and dense weights: all of 2 to 512 rows give equal
+1 and 2 threads, float32 and bfloat16, packed and dense weights: all of 4 to 512 rows give equal
 bits (AMD EPYC Zen 4, 2026-11-21). On processors with AMX bfloat16 is known to change kernels above
 32 rows, hence `EXACT_ROWS`. The worker checks its own machine at start (`warmup.rows_are_exact`).
 """
@@ -17,8 +17,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-ROW_TILE: Final = 16
-"""Rows of every product are padded to a multiple of this."""
+ROW_TILE: Final = 16 if torch.cpu._is_amx_tile_supported() else 4  # noqa: SLF001
+"""Rows of every product are padded to a multiple of this.
+
+With matrix tiles (AMX) 16 is known to be exact and to cost what one row does. Without, 4 is the
+fastest: of a float32 matrix of 256 MiB 26 GB/s are read with 4 rows, 18 with one, 17 with 8 and 12
+with 16; in bfloat16 24, 18, 17 and 12 (one thread of a Zen 4, which reads 30, 2026-11-21).
+"""
+
+PACKED_FOR: Final = 16
+"""Rows that the layout of packed weights is chosen for; the same layout serves all numbers."""
 
 EXACT_ROWS: Final = 32
 """Most rows of a bfloat16 product when exactness is promised."""
@@ -59,12 +67,12 @@ class Linear:
         self._native = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self._weight = weight.contiguous()
         if self._native and pack:
-            self._weight = _pack(self._weight, ROW_TILE)
+            self._weight = _pack(self._weight, PACKED_FOR)
         self._bias = bias
         self._most_rows = EXACT_ROWS if exact and weight.dtype is torch.bfloat16 else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [rows, out_features] for x of [rows, in_features], rows a multiple of 16."""
+        """Return [rows, out_features] for x of [rows, in_features], rows a multiple of `ROW_TILE`."""
         return self._in_parts(self._multiply, x)
 
     def float32(self, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backends.engine.attention import attend
+from backends.engine.attention import AttentionPlan, attend, plan_attention
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import StepInputs
 from backends.engine.kv_pool import Layers
@@ -20,6 +20,7 @@ class Decoder:
         """Keep the weights and tabulate the rotations of all positions."""
         self.config = config
         self._weights = weights
+        self._group = config.num_heads // config.num_kv_heads
         self._cos, self._sin = config.rope.tables(
             config.head_dim, max_model_len, weights.embedding.dtype
         )
@@ -32,9 +33,13 @@ class Decoder:
         """
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
         turn = self._turn(inputs.positions)
+        plans = {
+            window: plan_attention(inputs.spans, self._group, hidden.dtype, window)
+            for window in set(self.config.windows)
+        }
         layers = zip(self._weights.layers, kv, self.config.windows, strict=True)
         for layer, layer_kv, window in layers:
-            attended = self._attend(layer, layer_kv, window, hidden, inputs, turn)
+            attended = self._attend(layer, layer_kv, plans[window], hidden, inputs, turn)
             hidden = hidden + layer.output(attended)
             hidden = hidden + self._mlp(layer, hidden)
         if not inputs.num_samples:  # prefill chunks alone
@@ -51,7 +56,7 @@ class Decoder:
         self,
         layer: LayerWeights,
         layer_kv: Tensor,
-        window: int | None,
+        plan: AttentionPlan,
         hidden: Tensor,
         inputs: StepInputs,
         turn: tuple[Tensor, Tensor],
@@ -68,7 +73,7 @@ class Decoder:
         heads[:, :rotated] = _rotate(turned, *turn)
         layer_kv.index_copy_(1, inputs.slots, heads[:, config.num_heads :].transpose(0, 1))
         queries = heads[:, : config.num_heads] * config.head_dim**-0.5
-        return attend(queries, layer_kv, inputs.spans, window)
+        return attend(queries, layer_kv, plan)
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)

@@ -13,7 +13,7 @@ import torch
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.attention import attend
+from backends.engine.attention import attend, plan_attention
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import AttentionSpan, kv_pieces
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
@@ -24,8 +24,13 @@ from policies.speculation import Off
 from policies.step_cost import StepCost
 from policies.types import RequestView, WorkerLoad
 
-TOKEN_BUCKETS: Final = tuple(ROW_TILE * tiles for tiles in (1, 2, 3, 4, 6, 8, 12, 16))
-"""Token counts that are timed: the padded sizes of verify steps."""
+TOKEN_BUCKETS: Final = tuple(
+    sorted({padded_rows(tokens) for tokens in (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
+)
+"""Token counts that are timed: padded sizes of verify steps, all of them where steps are short."""
+
+TIMED_SEQUENCES: Final = 16
+"""Sequences of a batch by which what each adds is timed: enough to stand out of the noise."""
 
 TIMED_CONTEXT: Final = 2048
 """KV tokens that are read to time reading them: eight tiles, enough to stand out of the noise."""
@@ -64,11 +69,12 @@ def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> St
     for tokens in buckets:
         measured_s = _time_s(runner, StepPlan((_verify(tokens),)))
         step_s.append(max(measured_s, *step_s[-1:]) if step_s else measured_s)
-    many = min(ROW_TILE, max_sequences)
+    many = min(TIMED_SEQUENCES, max_sequences, max_tokens)
     sequence_s = 0.0
     if many > 1:
         batch = StepPlan(tuple(_verify(1, blocks=[index]) for index in range(many)))
-        sequence_s = max(_time_s(runner, batch) - step_s[0], 0.0) / (many - 1)
+        alone = StepPlan((_verify(many),))
+        sequence_s = max(_time_s(runner, batch) - _time_s(runner, alone), 0.0) / (many - 1)
     # The timed steps had one sequence each.
     table_s = tuple(max(seconds - sequence_s, 0.0) for seconds in step_s)
     context_tokens = min(TIMED_CONTEXT, max_tokens - 1)
@@ -154,6 +160,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
         return True
     random = torch.Generator().manual_seed(0)
     stop = PROBE_START + PROBE_TOKENS
+    group = config.num_heads // config.num_kv_heads
     pieces = kv_pieces(list(range(-(-stop // BLOCK_TOKENS))), stop, 0)
     shape = (2 * config.num_kv_heads, 2 * KV_TILE, config.head_dim)
     layer_kv = torch.randn(shape, generator=random).to(dtype)
@@ -166,7 +173,8 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
             tokens = min(width, stop - start)
             span = AttentionSpan((0, tokens), start, pieces)
             step = queries[start : start + padded_rows(tokens)]
-            rows.append(attend(step, layer_kv, (span,), PROBE_WINDOW)[:tokens])
+            plan = plan_attention((span,), group, dtype, PROBE_WINDOW)
+            rows.append(attend(step, layer_kv, plan)[:tokens])
         return torch.cat(rows)
 
     alone, *others = map(attended, PROBE_WIDTHS)

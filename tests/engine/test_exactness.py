@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.engine.attention import attend
+from backends.engine.attention import attend, plan_attention
 from backends.engine.config import read_model_config
 from backends.engine.inputs import AttentionSpan, KvPiece, kv_pieces
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
@@ -122,6 +122,7 @@ class Attention:
     def __init__(self, group: int, dtype: torch.dtype, head_dim: int = 32) -> None:
         random = torch.Generator().manual_seed(group)
         kv_heads = 2
+        self.group = group
         self.kv = torch.randn(2 * kv_heads, CONTEXT, head_dim, generator=random).to(dtype)
         shape = (CONTEXT + 16, kv_heads * group, head_dim)
         self.queries = (torch.randn(shape, generator=random) * 0.3).to(dtype)
@@ -143,7 +144,8 @@ class Attention:
             pieces = kv_pieces(table, start + tokens, 128 * BLOCK_TOKENS + KV_TILE - 1)
             step = self.queries[start : start + padded_rows(tokens)]
             span = AttentionSpan((0, tokens), start, pieces)
-            rows.append(attend(step, layer_kv, (span,), window)[:tokens])
+            plan = plan_attention((span,), self.group, step.dtype, window)
+            rows.append(attend(step, layer_kv, plan)[:tokens])
         return torch.cat(rows)
 
 
