@@ -72,7 +72,7 @@ class Linear:
         self._most_rows = EXACT_ROWS if exact and weight.dtype is torch.bfloat16 else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [rows, out_features] for x of [rows, in_features], rows a multiple of `ROW_TILE`."""
+        """Return [rows, out_features] for x of [rows, in_features]; rows fill tiles."""
         return self._in_parts(self._multiply, x)
 
     def float32(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.attention import attend, plan_attention
+from backends.engine.operators.attention import attend, plan_attention
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import AttentionSpan, kv_pieces
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.engine.attention import attend, plan_attention
+from backends.engine.operators.attention import attend, plan_attention
 from backends.engine.config import read_model_config
 from backends.engine.inputs import AttentionSpan, KvPiece, kv_pieces
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool

@@ -1,0 +1,197 @@
+/* Attention of a ragged step over a paged cache. Compiled for one head width: 16 * VECTORS.
+ *
+ * A row is one query head at one token. Rows are computed in groups that share keys, but each by
+ * operations of its own in an order of its own: along the head, then keys in order of position,
+ * tiles of TILE keys with an online softmax (arXiv 1805.02867). What a row may not see is skipped
+ * or adds exact zeros. So its bits depend on nothing else in the step.
+ *
+ * Bytes: keys and values once for every MOST_ROWS rows. A decode reads memory as fast as it can.
+ */
+
+#include "vectors.h"
+
+enum { ROWS = 4, MOST_ROWS = 64, GROUPS = TILE / LANES, HEAD_DIM = VECTORS * LANES };
+
+/* Tokens `row` to `row + tokens` of the step, the first at `position`, and where their keys are. */
+typedef struct {
+    int64_t row, tokens, position, first_piece, last_piece;
+} Chunk;
+
+/* Keys from `start` on, a tile's border: consecutive slots from `first` on, or those in `slots`. */
+typedef struct {
+    int64_t start, first;
+    const int64_t *slots;
+} Piece;
+
+typedef struct {
+    Number *out;
+    const Number *query, *kv;
+    int64_t heads, kv_heads, strip, window;
+    const Chunk *chunks;
+    int64_t num_chunks;
+    const Piece *pieces;
+} Step;
+
+/* What a row has summed so far, and which keys of the tile it sees: begin <= key < end. */
+typedef struct {
+    float most, total;
+    int begin, end;
+} Row;
+
+/* Sums of pairs: what lies `first` and `second` in two vectors. */
+#define PAIR(a, b, first, second) (__builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second))
+
+/* Returns the sums of 16 vectors: lane i is that of parts[i]. */
+INLINE Vec sums_of(Vec *parts) {
+    const Ints a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
+    const Ints a4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, b4 = a4 + 4;
+    const Ints a2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}, b2 = a2 + 2;
+    const Ints a1 = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, b1 = a1 + 1;
+    for (int i = 0; i < 8; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a8, b8);
+    for (int i = 0; i < 4; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a4, b4);
+    for (int i = 0; i < 2; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a2, b2);
+    return PAIR(parts[0], parts[1], a1, b1);
+}
+
+/* Scores of `count` rows with 16 keys. query: [count][VECTORS]. */
+INLINE void score(
+    Vec (*scores)[GROUPS], const Vec *query, const Number *keys, const int64_t *at, int count) {
+    Vec parts[ROWS][LANES];
+    for (int key = 0; key < LANES; key++) {
+        Vec part[ROWS];
+        for (int v = 0; v < VECTORS; v++) {
+            Vec k = load(keys + at[key] + v * LANES);
+            for (int r = 0; r < count; r++)
+                part[r] = v ? part[r] + k * query[r * VECTORS + v] : k * query[r * VECTORS];
+        }
+        for (int r = 0; r < count; r++) parts[r][key] = part[r];
+    }
+    for (int r = 0; r < count; r++) scores[r][0] = sums_of(parts[r]);
+}
+
+/* Turns a row's scores into weights, and what it has summed to the new largest score. */
+INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Vec best = all(-INFINITY), total = all(0.0f);
+    for (int group = first; group < last; group++) {
+        Ints key = lanes + group * LANES;
+        Ints seen = (key >= row->begin) & (key < row->end);
+        scores[group] = choose(seen, scores[group], all(-INFINITY));
+        best = choose(scores[group] > best, scores[group], best);
+    }
+    float most = largest(best);
+    most = most > row->most ? most : row->most;
+    /* Nothing seen yet: no weight must come of subtracting infinities. */
+    float base = most == -INFINITY ? 0.0f : most;
+    for (int group = first; group < last; group++) {
+        scores[group] = exponential(scores[group] - base);
+        total = total + scores[group];
+    }
+    float keep = exponential(all(row->most - base))[0];
+    row->total = row->total * keep + sum(total);
+    row->most = most;
+    for (int v = 0; v < VECTORS; v++) sums[v] = sums[v] * keep;
+}
+
+/* Adds weights * values of keys begin to end. sums: [count][VECTORS]. */
+INLINE void add_values(
+    Vec *sums, const float (*weights)[TILE], const Number *values, const int64_t *at, int begin,
+    int end, int count) {
+    for (int v = 0; v < VECTORS; v += 4) {
+        int some = VECTORS - v < 4 ? VECTORS - v : 4;
+        Vec own[ROWS][4];
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < some; i++) own[r][i] = sums[r * VECTORS + v + i];
+        for (int key = begin; key < end; key++)
+            for (int i = 0; i < some; i++) {
+                Vec value = load(values + at[key] + (v + i) * LANES);
+                for (int r = 0; r < count; r++) own[r][i] = own[r][i] + value * weights[r][key];
+            }
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < some; i++) sums[r * VECTORS + v + i] = own[r][i];
+    }
+}
+
+/* Lets `count` rows attend to one tile, whose keys lie `at` these numbers of a strip. */
+INLINE void attend_tile(
+    Row *rows, Vec *sums, const Vec *query, const Number *keys, const Number *values,
+    const int64_t *at, int count) {
+    Vec scores[ROWS][GROUPS];
+    int begin = TILE, end = 0;
+    for (int r = 0; r < count; r++) {
+        if (rows[r].end <= rows[r].begin) continue;
+        begin = rows[r].begin < begin ? rows[r].begin : begin;
+        end = rows[r].end > end ? rows[r].end : end;
+    }
+    int first = begin / LANES, last = (end + LANES - 1) / LANES;
+    for (int group = first; group < last; group++)
+        score((Vec(*)[GROUPS])&scores[0][group], query, keys, at + group * LANES, count);
+    if (end <= begin) return;
+    for (int r = 0; r < count; r++) weigh(rows + r, sums + r * VECTORS, scores[r], first, last);
+    add_values(sums, (const float(*)[TILE])scores, values, at, begin, end, count);
+}
+
+/* Says where the keys of a tile lie. */
+INLINE void find_keys(int64_t *at, const Piece *piece, int64_t tile) {
+    int64_t offset = tile * TILE - piece->start;
+    for (int64_t i = 0; i < TILE; i++)
+        at[i] = HEAD_DIM * (piece->slots ? piece->slots[offset + i] : piece->first + offset + i);
+}
+
+/* Says which keys of a tile each row sees. */
+INLINE void look(Row *rows, const Step *step, const Chunk *chunk, int64_t tile, int64_t group) {
+    for (int64_t r = 0; r < chunk->tokens * group; r++) {
+        int64_t newest = chunk->position + r / group - tile * TILE;
+        int64_t oldest = step->window ? newest - step->window + 1 : 0;
+        rows[r].begin = oldest < 0 ? 0 : oldest < TILE ? (int)oldest : TILE;
+        rows[r].end = newest + 1 < TILE ? (int)newest + 1 : TILE;
+    }
+}
+
+/* Lets all rows of a chunk that share a KV head attend. */
+static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
+    int64_t group = step->heads / step->kv_heads;
+    int count = (int)(chunk->tokens * group);
+    Vec query[MOST_ROWS * VECTORS], sums[MOST_ROWS * VECTORS];
+    Row rows[MOST_ROWS];
+    int64_t to[MOST_ROWS], at[TILE];
+    for (int r = 0; r < count; r++) {
+        to[r] = ((chunk->row + r / group) * step->heads + head * group + r % group) * HEAD_DIM;
+        rows[r] = (Row){-INFINITY, 0.0f, 0, 0};
+        for (int v = 0; v < VECTORS; v++) {
+            query[r * VECTORS + v] = load(step->query + to[r] + v * LANES);
+            sums[r * VECTORS + v] = all(0.0f);
+        }
+    }
+    const Number *keys = step->kv + head * step->strip;
+    const Number *values = step->kv + (head + step->kv_heads) * step->strip;
+    int64_t oldest = step->window ? chunk->position - step->window + 1 : 0;
+    int64_t end = chunk->position + chunk->tokens, piece = chunk->first_piece;
+    for (int64_t tile = oldest > 0 ? oldest / TILE : 0; tile * TILE < end; tile++) {
+        while (piece + 1 < chunk->last_piece && step->pieces[piece + 1].start <= tile * TILE)
+            piece++;
+        find_keys(at, step->pieces + piece, tile);
+        look(rows, step, chunk, tile, group);
+        int r = 0;
+        for (; r + ROWS <= count; r += ROWS)
+            attend_tile(
+                rows + r, sums + r * VECTORS, query + r * VECTORS, keys, values, at, ROWS);
+        for (; r + 2 <= count; r += 2)
+            attend_tile(rows + r, sums + r * VECTORS, query + r * VECTORS, keys, values, at, 2);
+        for (; r < count; r++)
+            attend_tile(rows + r, sums + r * VECTORS, query + r * VECTORS, keys, values, at, 1);
+    }
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++)
+            store(step->out + to[r] + v * LANES, sums[r * VECTORS + v] / rows[r].total);
+}
+
+/* Lets every row of a step attend; rows in no chunk are left as they are.
+ *
+ * Errors: chunks of over MOST_ROWS rows are the caller's. */
+void attend(const Step *step, int64_t threads) {
+    int64_t tasks = step->num_chunks * step->kv_heads;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t task = 0; task < tasks; task++)
+        attend_chunk(step, step->chunks + task / step->kv_heads, task % step->kv_heads);
+}

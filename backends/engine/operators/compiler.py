@@ -1,0 +1,100 @@
+"""Compiles the C of this folder for the machine it runs on, once, and loads it.
+
+gcc alone is needed, as Triton needs it on GPUs. Results are kept in `$XDG_CACHE_HOME/draftgate`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+HERE: Final = Path(__file__).parent
+SOURCES: Final = ("attention.c", "layers.c")
+HEADERS: Final = ("vectors.h",)
+
+FLAGS: Final = (
+    "-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp",
+    "-Wno-psabi", "-shared", "-fPIC",
+)  # fmt: skip
+"""No -ffast-math: sums keep their order. Multiplications and additions are fused, always."""
+
+COMPILE_TIMEOUT_S: Final = 120.0
+
+
+@lru_cache(maxsize=1)
+def compiler_version() -> str | None:
+    """Return the name and version of the compiler, `gcc-12.2.0`; None if there is none."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        return None
+    # Its path is the user's own.
+    done = subprocess.run(  # noqa: S603
+        [compiler, "-dumpfullversion"], capture_output=True, text=True, check=False
+    )
+    return f"gcc-{done.stdout.strip()}" if done.returncode == 0 else None
+
+
+@lru_cache(maxsize=16)
+def compiled(**defines: int) -> ctypes.CDLL | None:
+    """Return the library compiled with these definitions; None where that is not possible."""
+    if compiler_version() is None:
+        log.info("no gcc: the CPU path runs on torch alone, which takes several times as long")
+        return None
+    try:
+        return ctypes.CDLL(str(_library(defines)))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the CPU kernels do not compile, torch does their work: %s", error)
+        return None
+
+
+def _library(defines: dict[str, int]) -> Path:
+    """Return the compiled library's file, which is made if it is not there."""
+    sources = [HERE / name for name in SOURCES]
+    options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
+    key = hashlib.sha256()
+    for part in (*options, compiler_version() or "", platform.machine(), _processor()):
+        key.update(part.encode() + b"\0")
+    for path in (*sources, *(HERE / name for name in HEADERS)):
+        key.update(path.read_bytes() + b"\0")
+    library = _cache() / f"operators-{key.hexdigest()[:20]}.so"
+    if not library.exists():
+        _compile([*options, *map(str, sources), "-lm"], library)
+    return library
+
+
+def _compile(arguments: list[str], library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Others may compile at the same time: each writes its own file, and the last one stays.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        subprocess.run(  # noqa: S603
+            ["gcc", *arguments, "-o", str(made)],  # noqa: S607
+            check=True,
+            capture_output=True,
+            timeout=COMPILE_TIMEOUT_S,
+        )
+        made.replace(library)
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "draftgate"
+
+
+def _processor() -> str:
+    """Return what `-march=native` depends on: a cache may move to another machine."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = ("vendor_id", "cpu family", "model", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in named}))

@@ -1,0 +1,119 @@
+/* What a layer does to single rows between its products. Widths are multiples of 16. */
+
+#include "vectors.h"
+
+/* Work of a call that is worth sharing among threads, in elements. */
+enum { WORTH_SHARING = 1 << 15 };
+
+/* hidden += delta, if there is one; normed = hidden / rms(hidden) * weight. */
+void add_norm(
+    Number *hidden, Number *normed, const Number *delta, const Number *weight, int64_t rows,
+    int64_t width, float eps, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > WORTH_SHARING)
+    for (int64_t row = 0; row < rows; row++) {
+        Number *x = hidden + row * width, *y = normed + row * width;
+        Vec squares = all(0.0f);
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec value = load(x + i);
+            if (delta) value = store(x + i, value + load(delta + row * width + i));
+            squares = squares + value * value;
+        }
+        Vec scale = all(1.0f / sqrtf(sum(squares) / (float)width + eps));
+        for (int64_t i = 0; i < width; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
+    }
+}
+
+/* out = silu(gate) * up for rows of gate and up behind each other, `width` wide each. */
+void gate(Number *out, const Number *gate_up, int64_t rows, int64_t width, int64_t threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > WORTH_SHARING)
+    for (int64_t row = 0; row < rows; row++) {
+        const Number *gates = gate_up + 2 * row * width;
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec x = load(gates + i);
+            Vec e = exponential(choose(x < 0.0f, x, -x));
+            Vec sigmoid = choose(x < 0.0f, e, all(1.0f)) / (e + 1.0f);
+            store(out + row * width + i, x * sigmoid * load(gates + width + i));
+        }
+    }
+}
+
+typedef struct {
+    const int64_t *positions, *slots;
+    const Number *cosines, *sines; /* [positions, head_dim / 2] */
+    int64_t rows, heads, kv_heads, head_dim, strip;
+    float scale, eps;
+} Turn;
+
+/* Numbers to floats and back: a head at a time, whatever its width. */
+INLINE void widen(float *to, const Number *from, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) *(FloatLanes *)(to + i) = load(from + i);
+}
+
+INLINE void narrow(Number *to, const float *from, int64_t count, float scale) {
+    for (int64_t i = 0; i < count; i += LANES) store(to + i, *(const FloatLanes *)(from + i) * scale);
+}
+
+/* One head of queries or keys: normed if there is a weight, turned by its position. */
+INLINE void turn_head(float *x, const Number *weight, const float *cosines, const float *sines, int64_t width, float eps) {
+    if (weight) {
+        Vec squares = all(0.0f);
+        for (int64_t i = 0; i < width; i += LANES) {
+            Vec value = *(const FloatLanes *)(x + i);
+            squares = squares + value * value;
+        }
+        Vec scale = all(1.0f / sqrtf(sum(squares) / (float)width + eps));
+        for (int64_t i = 0; i < width; i += LANES) {
+            FloatLanes *at = (FloatLanes *)(x + i);
+            *at = *at * scale * load(weight + i);
+        }
+    }
+    int64_t half = width / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float first = x[i], second = x[half + i];
+        x[i] = first * cosines[i] - second * sines[i];
+        x[half + i] = second * cosines[i] + first * sines[i];
+    }
+}
+
+enum { MOST_HEAD_DIM = 256 };
+
+/* Writes keys and values of every row to its slot, and its queries, turned and scaled, to `out`.
+ *
+ * fused: rows of query heads, key heads, value heads. kv: strips of keys, then of values.
+ */
+void turn_and_store(
+    Number *out, Number *kv, const Number *fused, const Number *qk_norm, const Turn *turn,
+    int64_t threads) {
+    int64_t width = turn->head_dim, half = width / 2, turned = turn->heads + turn->kv_heads;
+    int64_t all_heads = turned + turn->kv_heads;
+#pragma omp parallel for num_threads(threads) if (turn->rows * all_heads * width > WORTH_SHARING)
+    for (int64_t row = 0; row < turn->rows; row++) {
+        float cosines[MOST_HEAD_DIM / 2 + LANES], sines[MOST_HEAD_DIM / 2 + LANES];
+        float x[MOST_HEAD_DIM];
+        int64_t position = turn->positions[row], slot = turn->slots[row];
+        for (int64_t i = 0; i < half; i += 8) {
+            for (int64_t j = i; j < i + 8; j++) {
+#if BFLOAT16
+                uint32_t c = (uint32_t)turn->cosines[position * half + j] << 16;
+                uint32_t s = (uint32_t)turn->sines[position * half + j] << 16;
+                memcpy(cosines + j, &c, 4);
+                memcpy(sines + j, &s, 4);
+#else
+                cosines[j] = turn->cosines[position * half + j];
+                sines[j] = turn->sines[position * half + j];
+#endif
+            }
+        }
+        const Number *from = fused + row * all_heads * width;
+        for (int64_t head = 0; head < all_heads; head++) {
+            widen(x, from + head * width, width);
+            if (head < turned)
+                turn_head(
+                    x, qk_norm ? qk_norm + head * width : 0, cosines, sines, width, turn->eps);
+            if (head < turn->heads)
+                narrow(out + (row * turn->heads + head) * width, x, width, turn->scale);
+            else
+                narrow(kv + (head - turn->heads) * turn->strip + slot * width, x, width, 1.0f);
+        }
+    }
+}

@@ -1,0 +1,89 @@
+"""Operators in torch, for any shape: what the others are held to, and used where they cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backends.engine.config import ModelConfig
+from backends.engine.inputs import StepInputs
+from backends.engine.operators.attention import AttentionPlan, attend, plan_attention
+from backends.engine.operators.base import RotaryTables
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """A step: cosines and signed sines of its rows, [rows, 1, head_dim], and who attends to what.
+
+    Attributes:
+        plans: by window.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    slots: Tensor
+    plans: dict[int | None, AttentionPlan]
+
+
+class TorchOperators:
+    """Satisfies `Operators`."""
+
+    def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
+        """Keep the tables."""
+        self._config = config
+        self._tables = tables
+
+    def begin(self, inputs: StepInputs) -> TorchStep:
+        """Look the step's rotations up, and plan its attention."""
+        config = self._config
+        cos, sin = (table[inputs.positions] for table in self._tables)
+        group = config.num_heads // config.num_kv_heads
+        return TorchStep(
+            torch.cat([cos, cos], -1)[:, None],
+            torch.cat([-sin, sin], -1)[:, None],
+            inputs.slots,
+            {
+                window: plan_attention(inputs.spans, group, cos.dtype, window)
+                for window in set(config.windows)
+            },
+        )
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """As `Operators.add_norm`."""
+        if delta is not None:
+            hidden += delta
+        return functional.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_eps)
+
+    def turn_and_store(
+        self, step: TorchStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
+    ) -> Tensor:
+        """As `Operators.turn_and_store`."""
+        config = self._config
+        heads = fused.view(len(fused), -1, config.head_dim)
+        turned = heads[:, : config.num_heads + config.num_kv_heads]
+        if qk_norm is not None:
+            normed = functional.rms_norm(turned, (config.head_dim,), eps=config.rms_norm_eps)
+            turned.copy_(normed * qk_norm)
+        turned.copy_(_rotate(turned, step.cosines, step.sines))
+        layer_kv.index_copy_(1, step.slots, heads[:, config.num_heads :].transpose(0, 1))
+        return heads[:, : config.num_heads] * config.head_dim**-0.5
+
+    def attend(
+        self, step: TorchStep, queries: Tensor, layer_kv: Tensor, window: int | None
+    ) -> Tensor:
+        """As `Operators.attend`."""
+        return attend(queries, layer_kv, step.plans[window])
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `Operators.gate`."""
+        gates, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gates) * up
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x of [rows, heads, head_dim] in halves: x * cos + swap_halves(x) * signed sin."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((second, first), -1) * sin
