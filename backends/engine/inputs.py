@@ -115,6 +115,12 @@ def build_inputs(feeds: Iterable[Feed], dump_slot: int) -> StepInputs:
     )
 
 
+def attending(span: AttentionSpan, rows: int) -> StepInputs:
+    """Return a step of so many rows that does nothing but attend: to probe and to test with."""
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    return StepInputs(zeros, zeros, zeros, (span,), zeros[:0], 0)
+
+
 def feed_of(work: SequenceWork, dump_slot: int) -> Feed:
     """Return what a sequence feeds to the target in a step."""
     table = work.sequence.block_table

@@ -30,7 +30,7 @@ from backends.engine.proposers.registry import (
 from backends.engine.runner import Runner
 from backends.engine.sampler import Verify
 from backends.engine.warmup import exactness, measure_step_cost
-from backends.engine.weights import Weights, load_weights
+from backends.engine.weights import load_weights
 from backends.errors import CheckpointError
 from backends.grammar import LlGrammars
 from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
@@ -114,7 +114,8 @@ def load_engine(
         proposers,
         cost,
     )
-    card = _card(config, weights, dtype, max_model_len, exact=exact)
+    numerics = numerics_class(weights.checkpoint_hash, dtype, decoder.operators.name, exact=exact)
+    card = _card(config, numerics, max_model_len)
     grammars = LlGrammars(tokenizer, model.eos_ids)
     worker = Worker(scheduler, tokenizer, max_model_len, grammars)
     return LoadedEngine(worker, runner, card, proposers)
@@ -192,13 +193,11 @@ def _window(config: WorkerConfig) -> int | None:
     return SHIPPED_DRAFT_WINDOW
 
 
-def _card(
-    config: WorkerConfig, weights: Weights, dtype: torch.dtype, max_model_len: int, *, exact: bool
-) -> ModelCard:
+def _card(config: WorkerConfig, numerics: str, max_model_len: int) -> ModelCard:
     return ModelCard(
         checkpoint_id(config.model),
         config.model or SHIPPED_MODEL_ID,
         max_model_len,
-        numerics_class(weights.checkpoint_hash, dtype, exact=exact),
+        numerics,
         int(time.time()),
     )

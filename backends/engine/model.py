@@ -8,9 +8,7 @@ from torch.nn import functional
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import StepInputs
 from backends.engine.kv_pool import Layers
-from backends.engine.operators.base import Operators, RotaryTables
-from backends.engine.operators.native import native_operators
-from backends.engine.operators.reference import TorchOperators
+from backends.engine.operators.choose import operators_for
 from backends.engine.weights import Weights
 
 
@@ -21,11 +19,7 @@ class Decoder:
         """Keep the weights, tabulate the rotations of all positions, choose the operators."""
         self.config = config
         self._weights = weights
-        dtype = weights.embedding.dtype
-        tables = RotaryTables(*config.rope.tables(config.head_dim, max_model_len, dtype))
-        self.operators: Operators = native_operators(config, tables, dtype) or TorchOperators(
-            config, tables
-        )
+        self.operators = operators_for(config, weights.embedding.dtype, max_model_len)
 
     def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
         """Write the step's keys and values to the layers of a pool and return the logits.

@@ -70,17 +70,21 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return STORED[num_bytes.most_common(1)[0][0]] if num_bytes else torch.float32
 
 
-def numerics_class(checkpoint_hash: str, dtype: torch.dtype, *, exact: bool) -> str:
-    """Return the name of the class: checkpoint, dtype, device, library, threads, exactness.
+def numerics_class(checkpoint_hash: str, dtype: torch.dtype, operators: str, *, exact: bool) -> str:
+    """Return the name of the class: checkpoint, dtype, device, libraries, threads, exactness.
 
     Texts are promised to be equal between workers of one class (contract). `exact`: a row's bits
     do not depend on what is computed with it, and the worker has checked that.
+
+    Args:
+        operators: the name of what computes between the products.
     """
+    torch_name = f"torch-{torch.__version__}"
     parts = (
         checkpoint_hash,
         str(dtype).removeprefix("torch."),
         _cpu(),
-        f"torch-{torch.__version__}",
+        torch_name if operators == torch_name else f"{torch_name}-{operators}",
         f"threads-{torch.get_num_threads()}",
         "exact" if exact else "inexact",
     )

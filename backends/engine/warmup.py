@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Final
@@ -13,11 +14,11 @@ import torch
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.operators.attention import attend, plan_attention
 from backends.engine.config import ModelConfig
-from backends.engine.inputs import AttentionSpan, kv_pieces
+from backends.engine.inputs import AttentionSpan, attending, kv_pieces
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
 from backends.engine.linear import ROW_TILE, padded_rows
+from backends.engine.operators.choose import operators_for
 from backends.engine.runner import Runner
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.speculation import Off
@@ -158,9 +159,10 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Return whether attention in a sliding window gives equal bits one by one and in blocks."""
     if all(window is None for window in config.windows):
         return True
+    probed = replace(config, windows=(PROBE_WINDOW,))
+    operators = operators_for(probed, dtype, 1)
     random = torch.Generator().manual_seed(0)
     stop = PROBE_START + PROBE_TOKENS
-    group = config.num_heads // config.num_kv_heads
     pieces = kv_pieces(list(range(-(-stop // BLOCK_TOKENS))), stop, 0)
     shape = (2 * config.num_kv_heads, 2 * KV_TILE, config.head_dim)
     layer_kv = torch.randn(shape, generator=random).to(dtype)
@@ -173,8 +175,8 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
             tokens = min(width, stop - start)
             span = AttentionSpan((0, tokens), start, pieces)
             step = queries[start : start + padded_rows(tokens)]
-            plan = plan_attention((span,), group, dtype, PROBE_WINDOW)
-            rows.append(attend(step, layer_kv, plan)[:tokens])
+            begun = operators.begin(attending(span, len(step)))
+            rows.append(operators.attend(begun, step, layer_kv, PROBE_WINDOW)[:tokens])
         return torch.cat(rows)
 
     alone, *others = map(attended, PROBE_WIDTHS)

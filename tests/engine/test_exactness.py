@@ -6,7 +6,7 @@ shows in every number. Outputs rounded to bfloat16 would hide most of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
@@ -15,13 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.engine.operators.attention import attend, plan_attention
-from backends.engine.config import read_model_config
-from backends.engine.inputs import AttentionSpan, KvPiece, kv_pieces
+from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.inputs import AttentionSpan, KvPiece, attending, kv_pieces
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
 from backends.engine.linear import EXACT_ROWS, Linear, padded_rows
 from backends.engine.model import Decoder
 from backends.engine.numerics import choose_device, choose_dtype, numerics_class
+from backends.engine.operators.base import Operators, RotaryTables
+from backends.engine.operators.native import NativeOperators, native_operators
+from backends.engine.operators.reference import TorchOperators
 from backends.engine.runner import Runner
 from backends.engine.warmup import exactness, windows_are_exact
 from backends.engine.weights import load_weights
@@ -116,13 +118,42 @@ def tables() -> Iterator[tuple[str, list[int]]]:
 TABLES = dict(tables())
 
 
+WINDOWS = (None, 1, 100, 256, 300)
+
+
+def native(config: ModelConfig, dtype: torch.dtype) -> NativeOperators:
+    """Return the operators in C; skips where there is no compiler."""
+    operators = native_operators(config, no_turns(config, dtype), dtype)
+    if operators is None:
+        pytest.skip("needs gcc")
+    return operators
+
+
+def no_turns(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
+    """Return the rotations of one position, which is all that attention alone asks for."""
+    return RotaryTables(*config.rope.tables(config.head_dim, 1, dtype))
+
+
+MAKERS: dict[str, Callable[[ModelConfig, torch.dtype], Operators]] = {
+    "torch": lambda config, dtype: TorchOperators(config, no_turns(config, dtype)),
+    "native": native,
+}
+
+
 class Attention:
     """Random queries, keys and values of one sequence, which may lie anywhere in a pool."""
 
-    def __init__(self, group: int, dtype: torch.dtype, head_dim: int = 32) -> None:
+    def __init__(self, make: str, group: int, dtype: torch.dtype, head_dim: int = 32) -> None:
         random = torch.Generator().manual_seed(group)
         kv_heads = 2
-        self.group = group
+        config = replace(
+            read_model_config(SHIPPED_MODEL),
+            num_heads=kv_heads * group,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            windows=WINDOWS,
+        )
+        self.operators = MAKERS[make](config, dtype)
         self.kv = torch.randn(2 * kv_heads, CONTEXT, head_dim, generator=random).to(dtype)
         shape = (CONTEXT + 16, kv_heads * group, head_dim)
         self.queries = (torch.randn(shape, generator=random) * 0.3).to(dtype)
@@ -144,19 +175,20 @@ class Attention:
             pieces = kv_pieces(table, start + tokens, 128 * BLOCK_TOKENS + KV_TILE - 1)
             step = self.queries[start : start + padded_rows(tokens)]
             span = AttentionSpan((0, tokens), start, pieces)
-            plan = plan_attention((span,), self.group, step.dtype, window)
-            rows.append(attend(step, layer_kv, plan)[:tokens])
+            begun = self.operators.begin(attending(span, len(step)))
+            rows.append(self.operators.attend(begun, step, layer_kv, window)[:tokens])
         return torch.cat(rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("make", MAKERS)
 def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
-    window: int | None, group: int, dtype: torch.dtype
+    window: int | None, group: int, dtype: torch.dtype, make: str
 ) -> None:
     """A row's attention does not depend on the step, whatever heads share keys and windows hide."""
-    attention = Attention(group, dtype)
+    attention = Attention(make, group, dtype)
     table = TABLES["one_run"]
     alone = attention.attended(1, window, table, CONTEXT - 176)
     for width in WIDTHS:
@@ -167,11 +199,12 @@ def test_attention_of_a_row_has_the_same_bits_in_steps_of_any_size(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("make", MAKERS)
 def test_attention_does_not_depend_on_where_keys_lie(
-    table: str, window: int | None, dtype: torch.dtype
+    table: str, window: int | None, dtype: torch.dtype, make: str
 ) -> None:
     """One run, runs with borders at or within tiles, and scattered blocks give equal bits."""
-    attention = Attention(2, dtype)
+    attention = Attention(make, 2, dtype)
     expected = attention.attended(33, window, TABLES["one_run"])
     assert torch.equal(attention.attended(33, window, TABLES[table]), expected)
     assert torch.equal(attention.attended(1, window, TABLES[table], 512), expected[512:])
@@ -179,9 +212,10 @@ def test_attention_does_not_depend_on_where_keys_lie(
 
 @pytest.mark.parametrize("window", [None, 1, 100, 256, 300])
 @pytest.mark.parametrize("width", [1, 5, 160, 600])
-def test_attention_is_that_of_the_textbook(width: int, window: int | None) -> None:
+@pytest.mark.parametrize("make", MAKERS)
+def test_attention_is_that_of_the_textbook(make: str, width: int, window: int | None) -> None:
     """Softmax over what a row may see and nothing else, against the formula in float64."""
-    attention = Attention(4, torch.float32)
+    attention = Attention(make, 4, torch.float32)
     keys, values = attention.kv.double().chunk(2)
     queries = attention.queries[:CONTEXT].double().view(CONTEXT, 2, 4, -1)
     scores = torch.einsum("rhgd,hkd->rhgk", queries, keys)
@@ -311,9 +345,10 @@ def test_dtypes_fit_their_device() -> None:
 
 def test_the_numerics_class_names_all_that_bits_depend_on() -> None:
     """Checkpoint, dtype, processor, library, threads and exactness are parts of the class."""
-    parts = numerics_class("0123456789ab", torch.bfloat16, exact=False).split("/")
+    made_by = "gcc-12.2.0"
+    parts = numerics_class("0123456789ab", torch.bfloat16, made_by, exact=False).split("/")
     assert len(parts) == 6
     assert parts[:2] == ["0123456789ab", "bfloat16"]
     assert parts[2].startswith("cpu-")
-    assert parts[3] == f"torch-{torch.__version__}"
+    assert parts[3] == f"torch-{torch.__version__}-gcc-12.2.0"
     assert parts[4:] == [f"threads-{torch.get_num_threads()}", "inexact"]

@@ -20,7 +20,12 @@ class Operators(Protocol):
     """Operators of one model; stateless but for what `begin` returns.
 
     `step` is that of `begin`. Bits of a row depend on nothing else in the step.
+
+    Attributes:
+        name: what computes, with its version: part of the numerics class.
     """
+
+    name: str
 
     def begin(self, inputs: StepInputs) -> Any:
         """Return what the operators need to know of a step, the same for all layers."""

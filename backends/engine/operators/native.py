@@ -18,7 +18,7 @@ from backends.engine.config import ModelConfig
 from backends.engine.inputs import AttentionSpan, StepInputs
 from backends.engine.kv_pool import KV_TILE
 from backends.engine.operators.base import RotaryTables
-from backends.engine.operators.compiler import compiled
+from backends.engine.operators.compiler import compiled, compiler_version
 
 LANES: Final = 16
 """Floats of a vector: all widths are multiples."""
@@ -91,6 +91,7 @@ class NativeOperators:
 
     def __init__(self, config: ModelConfig, tables: RotaryTables, library: ctypes.CDLL) -> None:
         """Keep the tables, and say what the functions take."""
+        self.name = str(compiler_version())
         self._config = config
         self._tables = RotaryTables(*(table.contiguous() for table in tables))
         self._chunk_tokens = MOST_ROWS // (config.num_heads // config.num_kv_heads)
@@ -203,5 +204,3 @@ def _chunks(spans: Many[AttentionSpan], chunk_tokens: int) -> tuple[Tensor, Tens
 
 def _table(rows: list[tuple[int, ...]], columns: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).view(-1, columns)
-
-

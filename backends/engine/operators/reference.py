@@ -33,6 +33,7 @@ class TorchOperators:
 
     def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
         """Keep the tables."""
+        self.name = f"torch-{torch.__version__}"
         self._config = config
         self._tables = tables
 

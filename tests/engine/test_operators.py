@@ -1,0 +1,231 @@
+"""The operators in C against those in torch, which define them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.inputs import StepInputs
+from backends.engine.kv_pool import KvPool
+from backends.engine.model import Decoder
+from backends.engine.operators import compiler
+from backends.engine.operators.base import Operators, RotaryTables
+from backends.engine.operators.choose import operators_for
+from backends.engine.operators.native import native_operators
+from backends.engine.operators.reference import TorchOperators
+from backends.engine.runner import Runner
+from backends.engine.weights import load_weights
+from backends.shipped import SHIPPED_MODEL
+from tests.engine.feeding import blocks_of, logits_in_steps
+
+DTYPES = (torch.float32, torch.bfloat16)
+POSITIONS, SLOTS, ROWS = 40, 64, 12
+
+SHAPES = (
+    # hidden, intermediate, heads, KV heads, head_dim
+    (64, 96, 4, 2, 16),
+    (256, 704, 8, 4, 32),
+    (160, 208, 3, 1, 48),
+    (256, 512, 2, 2, 80),
+    (512, 1408, 4, 1, 256),
+)
+
+needs_gcc = pytest.mark.skipif(compiler.compiler_version() is None, reason="needs gcc")
+
+
+def shaped(shape: tuple[int, ...]) -> ModelConfig:
+    """Return the shipped model's configuration with other widths."""
+    hidden, intermediate, heads, kv_heads, head_dim = shape
+    return replace(
+        read_model_config(SHIPPED_MODEL),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def both(config: ModelConfig, dtype: torch.dtype) -> tuple[Operators, Operators]:
+    """Return torch's operators and those in C."""
+    tables = RotaryTables(*config.rope.tables(config.head_dim, POSITIONS, dtype))
+    native = native_operators(config, tables, dtype)
+    assert native is not None
+    return TorchOperators(config, tables), native
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Return numbers that depend on the shape alone."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Compare to a few units in the last place of the dtype."""
+    tolerance = 2e-6 if found.dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_norms_are_those_of_torch(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The sum is torch's to the bit, its norm to rounding."""
+    config = shaped(shape)
+    width = config.hidden_size
+    sums, normed = [], []
+    for operators in both(config, dtype):
+        hidden = random(ROWS, width, dtype=dtype, scale=30.0)
+        delta = random(ROWS + 1, width, dtype=dtype)[:ROWS] if added else None
+        normed.append(operators.add_norm(hidden, delta, random(width, dtype=dtype)))
+        sums.append(hidden)
+    assert torch.equal(*sums)
+    assert_close(normed[1], normed[0])
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_queries_keys_and_values_are_those_of_torch(
+    normed: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Heads are normed, turned and scaled as in torch, and written to their slots and no others."""
+    config = shaped(shape)
+    zeros = torch.zeros(ROWS, dtype=torch.int64)
+    order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:ROWS]
+    positions = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(2))[:ROWS]
+    inputs = StepInputs(zeros, positions, order, (), zeros[:0], 0)
+    heads = config.num_heads + config.num_kv_heads
+    weight = random(heads, config.head_dim, dtype=dtype) if normed else None
+    width = (heads + config.num_kv_heads) * config.head_dim
+    found = []
+    for operators in both(config, dtype):
+        layer_kv = torch.full((2 * config.num_kv_heads, SLOTS, config.head_dim), 7.0, dtype=dtype)
+        fused = random(ROWS, width, dtype=dtype)
+        step = operators.begin(inputs)
+        queries = operators.turn_and_store(step, fused, layer_kv, weight)
+        found.append((queries, layer_kv))
+    for native, expected in zip(found[1], found[0], strict=True):
+        assert native.shape == expected.shape
+        assert_close(native, expected)
+    untouched = [slot for slot in range(SLOTS) if slot not in order.tolist()]
+    assert (found[1][1][:, untouched] == 7.0).all()
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gates_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """silu(gate) * up, for gates so large that their exponential would be none, too."""
+    config = shaped(shape)
+    gate_up = random(ROWS, 2 * config.intermediate_size, dtype=dtype, scale=5.0)
+    gate_up[0, :4] = torch.tensor([300.0, -300.0, 0.0, -88.0])
+    expected, found = (operators.gate(gate_up) for operators in both(config, dtype))
+    assert_close(found, expected)
+
+
+@needs_gcc
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_have_the_same_bits_alone_and_together(dtype: torch.dtype, threads: int) -> None:
+    """A row does not depend on the number of rows or threads that share the work."""
+    config = shaped((512, 1408, 4, 1, 256))
+    _, native = both(config, dtype)
+    hidden, weight = random(300, 512, dtype=dtype), random(512, dtype=dtype)
+    gate_up = random(300, 2816, dtype=dtype)
+    alone = [native.add_norm(hidden[i : i + 1].clone(), None, weight) for i in range(300)]
+    gated = [native.gate(gate_up[i : i + 1]) for i in range(300)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(native.add_norm(hidden.clone(), None, weight), torch.cat(alone))
+        assert torch.equal(native.gate(gate_up), torch.cat(gated))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_gcc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_of_the_shipped_model_are_those_of_torch(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt and decodes behind it give the logits of the model on torch's operators."""
+    config = read_model_config(SHIPPED_MODEL)
+    weights = load_weights(SHIPPED_MODEL, config, dtype)
+    tokens = torch.randint(0, 4096, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    edges = [0, 200, 280, *range(281, 301)]
+    fast = Decoder(config, weights, 512)
+    monkeypatch.setattr("backends.engine.operators.choose.native_operators", lambda *_: None)
+    slow = Decoder(config, weights, 512)
+    assert fast.operators.name != slow.operators.name
+    found, expected = (
+        logits_in_steps(runner_of(decoder, dtype), blocks_of(0, 300), tokens, edges)
+        for decoder in (fast, slow)
+    )
+    error = (found - expected).abs().max() / expected.std()
+    assert error < (1e-5 if dtype is torch.float32 else 0.1)
+
+
+def runner_of(decoder: Decoder, dtype: torch.dtype) -> Runner:
+    """Return a runner over a small pool."""
+    return Runner(decoder, KvPool(decoder.config, 32, dtype))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(250, 704, 8, 4, 32), (256, 700, 8, 4, 32), (256, 704, 8, 4, 24), (256, 96, 65, 1, 16)],
+)
+def test_other_shapes_run_on_torch(shape: tuple[int, ...]) -> None:
+    """Widths that are no multiples of 16, or very many heads for each KV head, need no C."""
+    operators = operators_for(shaped(shape), torch.float32, 8)
+    assert operators.name == f"torch-{torch.__version__}"
+
+
+def test_without_a_compiler_torch_does_the_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No gcc on the PATH: the model runs, and the log says what that costs."""
+    compiler.compiled.cache_clear()
+    monkeypatch.setattr(compiler, "compiler_version", lambda: None)
+    with caplog.at_level(logging.INFO):
+        operators = operators_for(read_model_config(SHIPPED_MODEL), torch.float32, 8)
+    compiler.compiled.cache_clear()
+    assert operators.name == f"torch-{torch.__version__}"
+    assert "several times as long" in caplog.text
+
+
+@needs_gcc
+def test_a_compiler_that_fails_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Where the sources do not compile, torch does the work and the log has the reason."""
+    compiler.compiled.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-no-such-flag"))
+    operators = operators_for(read_model_config(SHIPPED_MODEL), torch.float32, 8)
+    compiler.compiled.cache_clear()
+    assert operators.name == f"torch-{torch.__version__}"
+    assert "do not compile" in caplog.text
+
+
+@needs_gcc
+def test_what_is_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second start on a machine compiles nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    defines = {"VECTORS": 2, "BFLOAT16": 0, "TILE": 256}
+    compiler.compiled.cache_clear()
+    assert compiler.compiled(**defines) is not None
+    (library,) = (tmp_path / "draftgate").iterdir()
+    made = library.stat().st_mtime_ns
+    compiler.compiled.cache_clear()
+    assert compiler.compiled(**defines) is not None
+    compiler.compiled.cache_clear()
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "draftgate").iterdir()] == [made]
