@@ -70,7 +70,8 @@ class TorchOperators:
             turned.copy_(normed * qk_norm)
         turned.copy_(_rotate(turned, step.cosines, step.sines))
         layer_kv.index_copy_(1, step.slots, heads[:, config.num_heads :].transpose(0, 1))
-        return heads[:, : config.num_heads] * config.head_dim**-0.5
+        queries: Tensor = heads[:, : config.num_heads] * config.head_dim**-0.5
+        return queries
 
     def attend(
         self, step: TorchStep, queries: Tensor, layer_kv: Tensor, window: int | None
