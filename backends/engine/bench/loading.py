@@ -46,10 +46,11 @@ DTYPES: Final = ("bfloat16", "float32")
 READ_BYTES: Final = 1 << 23
 
 
-def random_checkpoint(directory: Path, **shape: int | bool) -> Path:
+def random_checkpoint(directory: Path, **shape: object) -> Path:
     """Write a random Llama in bfloat16 shards and return the directory."""
     raw = {
         "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
         **shape,
@@ -67,10 +68,11 @@ def random_checkpoint(directory: Path, **shape: int | bool) -> Path:
     for index in range(SHARDS):
         file = f"model-{index + 1:05}-of-{SHARDS:05}.safetensors"
         part = names[index * per_shard : (index + 1) * per_shard]
-        save_file({name: _random(shapes[name]) for name in part}, directory / file)
+        tensors = {name: _random(shapes[name]) for name in part}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(part, file))
     index_path = directory / "model.safetensors.index.json"
-    index_path.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    index_path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), encoding="utf-8")
     return directory
 
 
