@@ -7,6 +7,7 @@ pending token, a prefill one with more, and a preempted sequence one which start
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
@@ -35,6 +36,11 @@ TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
 }
 
 
+def no_blocks() -> array[int]:
+    """Return an empty table of 64-bit block numbers."""
+    return array("q")
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens, KV pages and counters of one choice of a request.
@@ -44,7 +50,7 @@ class Sequence:
         token_ids: prompt and output.
         num_computed: leading tokens whose keys and values are in the cache.
         block_table: KV blocks in order; block i holds tokens `i * block_size` and on. Leading ones
-            may be shared with other sequences.
+            may be shared with other sequences. An array, so that devices read it as it lies.
         block_hashes: chain over the full blocks of `token_ids` (`prefix_cache`).
         known_blocks: leading blocks of the table which are known by their hash.
         cached_tokens: prompt tokens that needed no computing when the sequence first ran.
@@ -59,7 +65,7 @@ class Sequence:
     token_ids: list[int]
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=no_blocks)
     block_hashes: list[bytes] = field(default_factory=list)
     known_blocks: int = 0
     cached_tokens: int = 0

@@ -2,52 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from backends.core.drafts import ROOT, Draft
 from backends.core.steps import SequenceWork
-from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
+from backends.engine.kv_pool import BLOCK_TOKENS
 from backends.engine.linear import padded_rows
 
 
-@dataclass(frozen=True, slots=True)
-class KvPiece:
-    """Consecutive KV tiles of a sequence that are read in one go.
-
-    Attributes:
-        start: position of the first token.
-        slots: of all tokens, a multiple of `KV_TILE`: a range if they are one run in memory, which
-            is read as a view, else [tokens] to be gathered. What lies past the context is masked
-            by the reader.
-    """
-
-    start: int
-    slots: range | Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpan:
+class AttentionSpan(NamedTuple):
     """Which rows of the step attend to which slots.
 
     Attributes:
         rows: rows [first, last) of the step.
-        start: position of the first row; those behind it follow one by one.
-        pieces: the sequence's keys and values from position 0 on, the step's own included.
+        start: position of the first row; those behind it follow one by one. They see all positions
+            before their own, and the step's own keys and values are among them.
+        pages: the sequence's page table; an `array` of 64-bit numbers is read as it lies.
+        page_tokens: slots of a page.
+        tail_start: position from which on slots are those of `tail`, not of the pages.
+        tail: slots; none for most sequences.
     """
 
     rows: tuple[int, int]
     start: int
-    pieces: tuple[KvPiece, ...]
+    pages: Many[int]
+    page_tokens: int = BLOCK_TOKENS
+    tail_start: int = 0
+    tail: tuple[int, ...] = ()
+
+    def moved(self, rows: int) -> AttentionSpan:
+        """Return the span of rows that stand so many rows further on."""
+        return self._replace(rows=(self.rows[0] + rows, self.rows[1] + rows))
 
 
-@dataclass(frozen=True, slots=True)
-class Feed:
+class Feed(NamedTuple):
     """What one sequence feeds to a forward pass.
 
     Attributes:
@@ -99,9 +94,7 @@ def build_inputs(feeds: Iterable[Feed], dump_slot: int) -> StepInputs:
         positions.extend(feed.positions)
         slots.extend(feed.slots)
         samples.extend(range(len(token_ids) - feed.num_samples, len(token_ids)))
-        for span in feed.spans:
-            rows = (first + span.rows[0], first + span.rows[1])
-            spans.append(AttentionSpan(rows, span.start, span.pieces))
+        spans.extend(span.moved(first) for span in feed.spans)
     padding = padded_rows(len(token_ids)) - len(token_ids)
     num_samples = len(samples)
     samples.extend([0] * (padded_rows(num_samples) - num_samples))
@@ -121,14 +114,14 @@ def attending(span: AttentionSpan, rows: int) -> StepInputs:
     return StepInputs(zeros, zeros, zeros, (span,), zeros[:0], 0)
 
 
-def feed_of(work: SequenceWork, dump_slot: int) -> Feed:
+def feed_of(work: SequenceWork) -> Feed:
     """Return what a sequence feeds to the target in a step."""
     table = work.sequence.block_table
     return Feed(
         work.fed_ids,
         work.positions,
         slots_of(table, range(work.start, work.context_tokens)),
-        _spans(work, table, dump_slot),
+        _spans(work, table),
         work.num_samples,
     )
 
@@ -140,25 +133,28 @@ def slots_of(
     return [table[p // page_tokens] * page_tokens + p % page_tokens for p in positions]
 
 
-def _spans(work: SequenceWork, table: list[int], dump_slot: int) -> tuple[AttentionSpan, ...]:
+def _spans(work: SequenceWork, table: Many[int]) -> tuple[AttentionSpan, ...]:
     """Return one span for all confirmed tokens and the first branch, one for each further branch.
 
     A branch is read as if its tokens stood behind each other, so its rows have the bits that they
     would have in a chain: attention adds in the order of positions. Ancestor masks over the slots
     of the tree would put zeros in between.
     """
+    if work.draft.is_chain:
+        return (AttentionSpan((0, work.num_tokens), work.start, table),)
     ends = _branch_ends(work.draft)
-    first_end = work.confirmed_end + ends[0]
-    rows = (0, first_end - work.start)
-    spans = [AttentionSpan(rows, work.start, kv_pieces(table, first_end, dump_slot))]
+    spans = [AttentionSpan((0, len(work.token_ids) + ends[0]), work.start, table)]
     for begin, end in pairwise(ends):
         path = _ancestors(work.draft, begin)
+        rows = (len(work.token_ids) + begin, len(work.token_ids) + end)
         shown = slots_of(table, (work.confirmed_end + i for i in (*path, *range(begin, end))))
         spans.append(
             AttentionSpan(
-                (len(work.token_ids) + begin, len(work.token_ids) + end),
+                rows,
                 work.confirmed_end + len(path),
-                (*_branch_pieces(table, work.confirmed_end, shown, dump_slot),),
+                table,
+                tail_start=work.confirmed_end,
+                tail=tuple(shown),
             )
         )
     return tuple(spans)
@@ -176,74 +172,3 @@ def _ancestors(draft: Draft, place: int) -> list[int]:
     while (place := draft.parent(place)) != ROOT:
         path.append(place)
     return path[::-1]
-
-
-def _branch_pieces(
-    table: list[int], confirmed_end: int, shown: list[int], dump_slot: int
-) -> Iterator[KvPiece]:
-    """Yield the confirmed tokens' whole tiles as they lie, then the rest and the branch gathered.
-
-    Args:
-        shown: slots of the branch, its ancestors first.
-    """
-    border = confirmed_end // KV_TILE * KV_TILE
-    if border:
-        yield from kv_pieces(table, border, dump_slot)
-    slots = [*slots_of(table, range(border, confirmed_end)), *shown]
-    padding = -len(slots) % KV_TILE
-    yield KvPiece(border, torch.tensor(slots + [dump_slot] * padding))
-
-
-def kv_pieces(
-    table: list[int], context_tokens: int, dump_slot: int, page_tokens: int = BLOCK_TOKENS
-) -> tuple[KvPiece, ...]:
-    """Return how to read a sequence in as few pieces as its table allows.
-
-    A tile whose pages lie one behind the other is a view, and so are neighbours that go on where
-    it ends; tiles across runs are gathered, neighbours together.
-
-    Args:
-        table: the pages of the sequence; those behind the context are not looked at.
-        context_tokens: at least 1.
-        dump_slot: what gathers read behind the last page.
-        page_tokens: slots of a page; need not divide a tile.
-    """
-    table = table[: -(-context_tokens // page_tokens)]
-    end = -(-context_tokens // KV_TILE) * KV_TILE
-    if _is_run(table):
-        first = table[0] * page_tokens
-        return (KvPiece(0, range(first, first + end)),)
-    # Where pieces begin: position, and the slot if it is a view.
-    begins: list[tuple[int, int | None]] = []
-    for start in range(0, end, KV_TILE):
-        pages = table[start // page_tokens : -(-(start + KV_TILE) // page_tokens)]
-        slot = pages[0] * page_tokens + start % page_tokens if _is_run(pages) else None
-        if not begins or slot != _slot_at(start, *begins[-1]):
-            begins.append((start, slot))
-    ends = [*(start for start, _ in begins[1:]), end]
-    return tuple(
-        KvPiece(
-            start,
-            _slots(table, start, stop, dump_slot, page_tokens)
-            if slot is None
-            else range(slot, slot + stop - start),
-        )
-        for (start, slot), stop in zip(begins, ends, strict=True)
-    )
-
-
-def _is_run(pages: list[int]) -> bool:
-    return pages == list(range(pages[0], pages[0] + len(pages)))
-
-
-def _slot_at(position: int, start: int, slot: int | None) -> int | None:
-    """Return where a position lies in a view that begins with `slot`; None in a gather."""
-    return None if slot is None else slot + position - start
-
-
-def _slots(table: list[int], start: int, stop: int, dump_slot: int, page_tokens: int) -> Tensor:
-    """Return the slots of positions `start` to `stop`."""
-    pages = torch.tensor(table[start // page_tokens : -(-stop // page_tokens)]) * page_tokens
-    slots = (pages[:, None] + torch.arange(page_tokens)).flatten()
-    slots = slots[start % page_tokens :][: stop - start]
-    return torch.cat([slots, slots.new_full((stop - start - len(slots),), dump_slot)])

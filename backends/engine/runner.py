@@ -16,6 +16,7 @@ from backends.engine.kv_pool import KvPool
 from backends.engine.logits import adjust, forbid
 from backends.engine.logprobs import RowLogprobs
 from backends.engine.model import Decoder
+from backends.engine.operators.base import Operators
 from backends.engine.sampler import Verify, Walk, draw, walk
 
 
@@ -47,6 +48,11 @@ class Runner:
         # Some checkpoints name ends that their vocabulary does not have.
         self._eos_ids = frozenset(i for i in decoder.config.eos_ids if 0 <= i < vocab_size)
 
+    @property
+    def operators(self) -> Operators:
+        """What computes between the products."""
+        return self._decoder.operators
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end."""
         return self.fetch(self.launch(plan))
@@ -73,8 +79,7 @@ class Runner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
-        dump_slot = self._pool.dump_slot
-        inputs = build_inputs((feed_of(work, dump_slot) for work in plan.work), dump_slot)
+        inputs = build_inputs(map(feed_of, plan.work), self._pool.dump_slot)
         return self._decoder.forward(inputs, self._pool.layers)
 
     def _compact(self, plan: StepPlan, walks: Many[Walk]) -> None:

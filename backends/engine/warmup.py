@@ -15,7 +15,7 @@ from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.config import ModelConfig
-from backends.engine.inputs import AttentionSpan, attending, kv_pieces
+from backends.engine.inputs import AttentionSpan, attending
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
 from backends.engine.linear import ROW_TILE, padded_rows
 from backends.engine.operators.choose import operators_for
@@ -163,7 +163,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
     operators = operators_for(probed, dtype, 1)
     random = torch.Generator().manual_seed(0)
     stop = PROBE_START + PROBE_TOKENS
-    pieces = kv_pieces(list(range(-(-stop // BLOCK_TOKENS))), stop, 0)
+    pages = range(-(-stop // BLOCK_TOKENS))
     shape = (2 * config.num_kv_heads, 2 * KV_TILE, config.head_dim)
     layer_kv = torch.randn(shape, generator=random).to(dtype)
     shape = (stop + ROW_TILE, config.num_heads, config.head_dim)
@@ -173,7 +173,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
         rows = []
         for start in range(PROBE_START, stop, width):
             tokens = min(width, stop - start)
-            span = AttentionSpan((0, tokens), start, pieces)
+            span = AttentionSpan((0, tokens), start, pages)
             step = queries[start : start + padded_rows(tokens)]
             begun = operators.begin(attending(span, len(step)))
             rows.append(operators.attend(begun, step, layer_kv, PROBE_WINDOW)[:tokens])
@@ -211,7 +211,7 @@ def _verify(
     sequence = Sequence.of(
         0, GenerationRequest("warm-up", (0,), sampling, plan), ResumedChoice(0, ())
     )
-    sequence.block_table = blocks or list(range(-(-(start + tokens) // BLOCK_TOKENS)))
+    sequence.block_table.extend(blocks or range(-(-(start + tokens) // BLOCK_TOKENS)))
     fed = tuple(position % PROBE_VOCABULARY for position in range(start, start + tokens))
     wanted = tokens if wanted is None else wanted
     confirmed = tokens - max(wanted - 1, 0)

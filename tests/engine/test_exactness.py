@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.inputs import AttentionSpan, KvPiece, attending, kv_pieces
+from backends.engine.inputs import AttentionSpan, attending
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
 from backends.engine.linear import EXACT_ROWS, Linear, padded_rows
 from backends.engine.model import Decoder
 from backends.engine.numerics import choose_device, choose_dtype, numerics_class
 from backends.engine.operators.base import Operators, RotaryTables
 from backends.engine.operators.native import NativeOperators, native_operators
+from backends.engine.operators.pieces import KvPiece, kv_pieces
 from backends.engine.operators.reference import TorchOperators
 from backends.engine.runner import Runner
 from backends.engine.warmup import exactness, windows_are_exact
@@ -172,9 +173,8 @@ class Attention:
         rows = []
         for start in range(begin, CONTEXT, width):
             tokens = min(width, CONTEXT - start)
-            pieces = kv_pieces(table, start + tokens, 128 * BLOCK_TOKENS + KV_TILE - 1)
             step = self.queries[start : start + padded_rows(tokens)]
-            span = AttentionSpan((0, tokens), start, pieces)
+            span = AttentionSpan((0, tokens), start, table)
             begun = self.operators.begin(attending(span, len(step)))
             rows.append(self.operators.attend(begun, step, layer_kv, window)[:tokens])
         return torch.cat(rows)
@@ -236,7 +236,7 @@ def test_pieces_are_where_the_table_says(page_tokens: int) -> None:
         cut = random.randrange(pages + 1)
         run = [*range(500, 500 + cut), *range(3, 3 + pages - cut)]
         for table in (run, random.sample(range(pages * 3), pages), [*run, 7, 8]):
-            pieces = kv_pieces(table, context, -1, page_tokens)
+            pieces = kv_pieces(table, context, page_tokens)
             slots = [int(slot) for piece in pieces for slot in piece.slots]
             expected = [
                 table[place // page_tokens] * page_tokens + place % page_tokens
@@ -253,7 +253,7 @@ def test_tables_are_read_in_as_few_pieces_as_they_allow() -> None:
     """A run is one view; runs that meet in a tile have that tile gathered; neighbours merge."""
 
     def shape(table: str) -> list[tuple[int, int, bool]]:
-        pieces: tuple[KvPiece, ...] = kv_pieces(TABLES[table], CONTEXT, 0)
+        pieces: tuple[KvPiece, ...] = kv_pieces(TABLES[table], CONTEXT)
         return [(piece.start, len(piece.slots), isinstance(piece.slots, range)) for piece in pieces]
 
     assert shape("one_run") == [(0, 768, True)]

@@ -21,6 +21,7 @@ from backends.engine.bench.prompts import held_out_prompts
 from backends.engine.inputs import StepInputs, slots_of
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool, Layers
 from backends.engine.model import Decoder
+from backends.engine.operators.pieces import pieces_of
 from backends.engine.proposers.ngram import NgramProposer
 from backends.engine.proposers.sparse_self import SparseSelfProposer
 from backends.engine.runner import Runner
@@ -144,7 +145,7 @@ class Watched(Decoder):
 def slots_read(inputs: StepInputs) -> list[int]:
     """All slots of the one span of a step, in the order of places."""
     (span,) = inputs.spans
-    return list(itertools.chain(*(map(int, piece.slots) for piece in span.pieces)))
+    return list(itertools.chain(*(map(int, piece.slots) for piece in pieces_of(span))))
 
 
 # --- the text ---------------------------------------------------------------------------------

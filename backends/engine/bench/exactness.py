@@ -133,7 +133,7 @@ def _work(index: int, tokens: Row[int], start: int, stop: int) -> SequenceWork:
         index, GenerationRequest("feed", (0,), sampling, plan), ResumedChoice(0, ())
     )
     blocks = -(-(MOST_TOKENS) // BLOCK_TOKENS)
-    sequence.block_table = list(range(index * blocks, (index + 1) * blocks))
+    sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))
     first, *drafts = tokens[start:stop]
     return SequenceWork(sequence, start, (first,), True, Draft(tuple(drafts)))
 

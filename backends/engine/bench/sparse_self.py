@@ -350,7 +350,7 @@ def _sequence(index: int, context: int, blocks_each: int) -> Sequence:
     request = GenerationRequest(str(index), (1,) * context, sampling, plan)
     sequence = Sequence.of(index, request, ResumedChoice(0, ()))
     sequence.num_computed = context - 1
-    sequence.block_table = list(range(index * blocks_each, (index + 1) * blocks_each))
+    sequence.block_table.extend(range(index * blocks_each, (index + 1) * blocks_each))
     return sequence
 
 

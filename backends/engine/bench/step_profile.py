@@ -105,8 +105,7 @@ def phases_ms(bench: Bench, batch: int) -> dict[str, float]:
     with torch.inference_mode():
         for _ in range(RUNS):
             times = [time.perf_counter()]
-            dump_slot = bench.pool.dump_slot
-            inputs = build_inputs((feed_of(work, dump_slot) for work in plan.work), dump_slot)
+            inputs = build_inputs(map(feed_of, plan.work), bench.pool.dump_slot)
             times.append(time.perf_counter())
             logits = bench.decoder.forward(inputs, bench.pool.layers)
             times.append(time.perf_counter())

@@ -12,16 +12,14 @@
 
 enum { ROWS = 4, MOST_ROWS = 64, GROUPS = TILE / LANES, HEAD_DIM = VECTORS * LANES };
 
-/* Tokens `row` to `row + tokens` of the step, the first at `position`, and where their keys are. */
+/* Tokens `row` to `row + tokens` of the step, the first at `position`. Their keys are in pages of
+ * `page_tokens` slots, but from position `tail_start` on in the slots of `tail`. */
 typedef struct {
-    int64_t row, tokens, position, first_piece, last_piece;
+    int64_t row, tokens, position;
+    const int64_t *pages;
+    int64_t page_tokens, tail_start;
+    const int64_t *tail;
 } Chunk;
-
-/* Keys from `start` on, a tile's border: consecutive slots from `first` on, or those in `slots`. */
-typedef struct {
-    int64_t start, first;
-    const int64_t *slots;
-} Piece;
 
 typedef struct {
     Number *out;
@@ -29,7 +27,6 @@ typedef struct {
     int64_t heads, kv_heads, strip, window;
     const Chunk *chunks;
     int64_t num_chunks;
-    const Piece *pieces;
 } Step;
 
 /* What a row has summed so far, and which keys of the tile it sees: begin <= key < end. */
@@ -131,11 +128,19 @@ INLINE void attend_tile(
     add_values(sums, (const float(*)[TILE])scores, values, at, begin, end, count);
 }
 
-/* Says where the keys of a tile lie. */
-INLINE void find_keys(int64_t *at, const Piece *piece, int64_t tile) {
-    int64_t offset = tile * TILE - piece->start;
-    for (int64_t i = 0; i < TILE; i++)
-        at[i] = HEAD_DIM * (piece->slots ? piece->slots[offset + i] : piece->first + offset + i);
+/* Says where the keys of a tile lie, in numbers of a strip; slot 0 for those behind the last. */
+INLINE void find_keys(int64_t *at, const Chunk *chunk, int64_t tile) {
+    int64_t begin = tile * TILE, end = chunk->position + chunk->tokens, i = 0;
+    int64_t paged = end < chunk->tail_start ? end : chunk->tail_start;
+    int64_t page = begin / chunk->page_tokens, in_page = begin % chunk->page_tokens;
+    for (; i < TILE && begin + i < paged; page++, in_page = 0) {
+        int64_t slot = chunk->pages[page] * chunk->page_tokens + in_page;
+        int64_t left = chunk->page_tokens - in_page;
+        for (; left && i < TILE && begin + i < paged; left--) at[i++] = HEAD_DIM * slot++;
+    }
+    for (; i < TILE && begin + i < end; i++)
+        at[i] = HEAD_DIM * chunk->tail[begin + i - chunk->tail_start];
+    for (; i < TILE; i++) at[i] = 0;
 }
 
 /* Says which keys of a tile each row sees. */
@@ -166,11 +171,9 @@ static void attend_chunk(const Step *step, const Chunk *chunk, int64_t head) {
     const Number *keys = step->kv + head * step->strip;
     const Number *values = step->kv + (head + step->kv_heads) * step->strip;
     int64_t oldest = step->window ? chunk->position - step->window + 1 : 0;
-    int64_t end = chunk->position + chunk->tokens, piece = chunk->first_piece;
+    int64_t end = chunk->position + chunk->tokens;
     for (int64_t tile = oldest > 0 ? oldest / TILE : 0; tile * TILE < end; tile++) {
-        while (piece + 1 < chunk->last_piece && step->pieces[piece + 1].start <= tile * TILE)
-            piece++;
-        find_keys(at, step->pieces + piece, tile);
+        find_keys(at, chunk, tile);
         look(rows, step, chunk, tile, group);
         int r = 0;
         for (; r + ROWS <= count; r += ROWS)

@@ -15,6 +15,7 @@ checks its own machine at start (`warmup`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from math import gcd
 from typing import Any, Final, NamedTuple
@@ -25,6 +26,7 @@ from torch.nn import functional
 
 from backends.engine.inputs import AttentionSpan
 from backends.engine.kv_pool import KV_TILE
+from backends.engine.operators.pieces import KvPiece, pieces_of
 
 CHUNK_TOKENS: Final = 128
 """Query tokens of a call: bounds the masks of a long prefill, and what is computed above the
@@ -105,6 +107,7 @@ def plan_attention(
     parts: list[Tensor] = []
     results = 0
     for span in spans:
+        pieces = pieces_of(span)
         for first in range(*span.rows, CHUNK_TOKENS):
             count = min(CHUNK_TOKENS, span.rows[1] - first)
             own = range(first, first + count)
@@ -115,7 +118,7 @@ def plan_attention(
             packed.extend((*own, *[first] * padding))
             chunk = slice(start, len(packed) * group)
             seen = _Seen(span.start + first - span.rows[0], count, padding, group, window)
-            made, part = _plan_chunk(span, seen, chunk, results)
+            made, part = _plan_chunk(pieces, seen, chunk, results)
             calls.extend(made)
             parts.append(part)
             results += part.numel()
@@ -236,7 +239,7 @@ class _Seen(NamedTuple):
 
 
 def _plan_chunk(
-    span: AttentionSpan, seen: _Seen, rows: slice, first: int
+    pieces: Many[KvPiece], seen: _Seen, rows: slice, first: int
 ) -> tuple[list[_Call], Tensor]:
     """Return the calls of a chunk, and the places of their results: [tiles, rows].
 
@@ -252,7 +255,7 @@ def _plan_chunk(
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
             begin = tiles.start - seen.tiles.start
             places[begin : begin + len(tiles)].masked_fill_(hidden.all(-1), -1)
-        for slots, part in _cut(span, tiles):
+        for slots, part in _cut(pieces, tiles):
             own = slice(part.start - tiles.start, part.stop - tiles.start)
             calls.append(_Call(rows, slots, len(part), None if mask is None else mask[own]))
     return calls, places
@@ -273,9 +276,9 @@ def _runs(seen: _Seen) -> Iterator[range]:
     )
 
 
-def _cut(span: AttentionSpan, tiles: range) -> Iterator[tuple[int | Tensor, range]]:
+def _cut(pieces: Many[KvPiece], tiles: range) -> Iterator[tuple[int | Tensor, range]]:
     """Yield where the tiles lie, and which of them, piece by piece in order."""
-    for piece in span.pieces:
+    for piece in pieces:
         start = piece.start // KV_TILE
         part = range(max(tiles.start, start), min(tiles.stop, start + len(piece.slots) // KV_TILE))
         if part:

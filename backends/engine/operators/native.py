@@ -7,6 +7,7 @@ eighth of the time, since torch multiplies few rows by many keys at a small part
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Final
@@ -40,7 +41,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         ("out", _Pointer), ("query", _Pointer), ("kv", _Pointer),
         ("heads", _Int), ("kv_heads", _Int), ("strip", _Int), ("window", _Int),
-        ("chunks", _Pointer), ("num_chunks", _Int), ("pieces", _Pointer),
+        ("chunks", _Pointer), ("num_chunks", _Int),
     )  # fmt: skip
 
 
@@ -56,16 +57,16 @@ class _Turn(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """A step as C reads it, and the tensors that its pointers mean.
+    """A step as C reads it, and what its pointers mean: that must live as long.
 
     Attributes:
-        chunks: int64 [chunks, 5], `Chunk` of `attention.c`.
-        pieces: int64 [pieces, 3], `Piece`.
+        chunks: 7 numbers for each `Chunk` of `attention.c`.
+        tables: page tables and tails that the chunks point to.
     """
 
     inputs: StepInputs
-    chunks: Tensor
-    pieces: Tensor
+    chunks: array[int]
+    tables: list[array[int]]
     attention: _Attention
     turn: _Turn
     threads: int
@@ -109,13 +110,12 @@ class NativeOperators:
     def begin(self, inputs: StepInputs) -> NativeStep:
         """Cut the step's spans into chunks."""
         config = self._config
-        chunks, pieces = _chunks(inputs.spans, self._chunk_tokens)
+        chunks, tables = _chunks(inputs.spans, self._chunk_tokens)
         attention = _Attention(
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
-            chunks=chunks.data_ptr(),
-            num_chunks=len(chunks),
-            pieces=pieces.data_ptr(),
+            chunks=chunks.buffer_info()[0],
+            num_chunks=len(chunks) // 7,
         )
         turn = _Turn(
             positions=inputs.positions.data_ptr(),
@@ -129,7 +129,7 @@ class NativeOperators:
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
-        return NativeStep(inputs, chunks, pieces, attention, turn, torch.get_num_threads())
+        return NativeStep(inputs, chunks, tables, attention, turn, torch.get_num_threads())
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """As `Operators.add_norm`."""
@@ -184,23 +184,20 @@ class NativeOperators:
         return out
 
 
-def _chunks(spans: Many[AttentionSpan], chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the chunks and pieces of a step."""
-    chunks: list[tuple[int, ...]] = []
-    pieces: list[tuple[int, ...]] = []
-    for span in spans:
-        first = len(pieces)
-        for piece in span.pieces:
-            if isinstance(piece.slots, range):
-                pieces.append((piece.start, piece.slots.start, 0))
-            else:
-                pieces.append((piece.start, 0, piece.slots.data_ptr()))
-        for row in range(*span.rows, chunk_tokens):
-            tokens = min(chunk_tokens, span.rows[1] - row)
-            position = span.start + row - span.rows[0]
-            chunks.append((row, tokens, position, first, len(pieces)))
-    return _table(chunks, 5), _table(pieces, 3)
-
-
-def _table(rows: list[tuple[int, ...]], columns: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64).view(-1, columns)
+def _chunks(spans: Many[AttentionSpan], chunk_tokens: int) -> tuple[array[int], list[array[int]]]:
+    """Return the chunks of a step, and what they point to."""
+    chunks = array("q")
+    tables: list[array[int]] = []
+    for (first, last), start, pages, page_tokens, tail_start, tail in spans:
+        table = pages if isinstance(pages, array) else array("q", pages)
+        end = array("q", tail)
+        tables += (table, end)
+        where = (
+            table.buffer_info()[0],
+            page_tokens,
+            tail_start if tail else start + last - first,
+            end.buffer_info()[0],
+        )
+        for row in range(first, last, chunk_tokens):
+            chunks.extend((row, min(chunk_tokens, last - row), start + row - first, *where))
+    return chunks, tables

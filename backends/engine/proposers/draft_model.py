@@ -18,7 +18,7 @@ from backends.core.draft_pages import DraftPages
 from backends.core.drafts import Draft, DraftRequest
 from backends.core.kv_blocks import OutOfBlocks
 from backends.core.sequence import Sequence
-from backends.engine.inputs import AttentionSpan, Feed, build_inputs, kv_pieces, slots_of
+from backends.engine.inputs import AttentionSpan, Feed, build_inputs, slots_of
 from backends.engine.kv_pool import DraftLayers
 from backends.engine.model import Decoder
 from backends.engine.proposers.chains import draw_chains
@@ -57,9 +57,7 @@ class DraftModel:
     def feed(self, pages: list[int], token_ids: Many[int], start: int, *, samples: bool) -> Feed:
         """Return what to feed for tokens at positions `start` and on, the last one sampled."""
         end, size = start + len(token_ids), self.kv.page_tokens
-        span = AttentionSpan(
-            (0, len(token_ids)), start, kv_pieces(pages, end, self.kv.dump_slot, size)
-        )
+        span = AttentionSpan((0, len(token_ids)), start, pages, size)
         where = range(start, end)
         return Feed(token_ids, where, slots_of(pages, where, size), (span,), int(samples))
 

@@ -23,6 +23,7 @@ see any more. That may cost acceptance, and never changes the text.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Many
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from backends.core.drafts import Draft, DraftRequest
 from backends.core.sequence import Sequence
-from backends.engine.inputs import AttentionSpan, Feed, build_inputs, kv_pieces, slots_of
+from backends.engine.inputs import AttentionSpan, Feed, build_inputs, slots_of
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.model import Decoder
 from backends.engine.proposers.chains import draw_chains
@@ -113,18 +114,17 @@ class SparseSelfProposer:
     def forget(self, sequence: Sequence) -> None:
         """Return at once: nothing is kept."""
 
-    def _feed(self, table: list[int], position: int, token: int) -> Feed:
+    def _feed(self, table: array[int], position: int, token: int) -> Feed:
         """Return the feed of one token, written where it belongs and shown the sub-list."""
         used = position // BLOCK_TOKENS + 1
         left_out = max(0, used - self._sink_pages - self._recent_pages)
         shown = table[: self._sink_pages] + table[self._sink_pages + left_out : used]
         place = position - left_out * BLOCK_TOKENS
-        pieces = kv_pieces(shown, place + 1, self._pool.dump_slot)
         return Feed(
             (token,),
             (position,),
             slots_of(table, (position,)),
-            (AttentionSpan((0, 1), place, pieces),),
+            (AttentionSpan((0, 1), place, shown),),
             num_samples=1,
         )
 
