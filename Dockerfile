@@ -27,13 +27,11 @@ RUN pip install -c constraints.txt --no-build-isolation --no-deps --force-reinst
 
 FROM python:3.12-slim-bookworm
 
-# Triton compiles a small launcher in C for each kernel; the CPU path needs no compiler.
-ARG TORCH_INDEX=cpu
-RUN if [ "$TORCH_INDEX" != cpu ]; then \
-        apt-get update \
-        && apt-get install -y --no-install-recommends gcc libc6-dev \
-        && rm -rf /var/lib/apt/lists/*; \
-    fi \
+# On a CPU the worker compiles its operators for the very machine, at its first start; on a GPU
+# Triton compiles a small launcher in C for each kernel.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 draftgate
 
 COPY --from=build /opt/draftgate /opt/draftgate

@@ -61,6 +61,23 @@ def load(context: typer.Context) -> None:
     loadgen(context.args, prog_name="draftgate load")
 
 
+BENCHES = {"engine": "backends.engine.bench.engine", "host": "backends.engine.bench.host"}
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
+) -> None:
+    """Measure this machine: `bench engine --json OUT` (steps), `bench host` (CPU beside them)."""
+    from importlib import import_module
+
+    if what not in BENCHES:
+        typer.echo(f"draftgate: unknown benchmark {what!r}; known: {', '.join(BENCHES)}", err=True)
+        raise typer.Exit(BAD_USAGE)
+    import_module(BENCHES[what]).main(context.args)
+
+
 @app.command("collect-env")
 def collect_env(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,

@@ -31,7 +31,7 @@ def test_help_lists_the_commands_without_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    for command in ("serve", "generate", "collect-env", "config", "version"):
+    for command in ("serve", "generate", "bench", "collect-env", "config", "version"):
         assert command in done.stdout
     assert done.stdout.strip().endswith("[]")
 
@@ -51,6 +51,7 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         (["serve"], {"DRAFTGATE_DTYPE": "x"}, "draftgate: DRAFTGATE_DTYPE: expected one of"),
         (["generate", "x", "--backend", "y"], {}, "draftgate: --backend: expected one of"),
         (["config", "show", "--config", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
+        (["bench", "luck"], {}, "draftgate: unknown benchmark 'luck'; known: engine, host"),
     ],
 )
 def test_a_bad_setting_is_one_line_and_status_2(

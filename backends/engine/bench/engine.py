@@ -118,7 +118,9 @@ class Ours:
         sequence = Sequence.of(index, request, ResumedChoice(0, ()))
         blocks = -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS)
         sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))
-        tokens, start = tuple(range(1, case.tokens + 1)), case.context_tokens
+        vocab_size = self.config.vocab_size
+        tokens = tuple(token % vocab_size for token in range(1, case.tokens + 1))
+        start = case.context_tokens
         if case.name == "prefill":
             return SequenceWork(sequence, start, tokens, samples=True)
         return SequenceWork(sequence, start, tokens[:1], samples=True, draft=Draft(tokens[1:]))

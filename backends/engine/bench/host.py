@@ -1,6 +1,6 @@
 """CPU time of a step that is no device's: planning, inputs, stop checks, text, delivery.
 
-    python -m backends.engine.bench.host --json docs/measurements/host.json
+    draftgate bench host --json OUT
 
 256 sequences decode; the device is a stub that returns a token for each at once, behind the real
 input builder. What is measured is the worker's thread: CPU time, not the clock's.
@@ -122,11 +122,11 @@ def measure() -> dict[str, Any]:
     return {**facts, "sequences": SEQUENCES, "microseconds_of_a_step": rows}
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="draftgate bench host", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     result = measure()
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
