@@ -1,7 +1,7 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
 Bits of a row must be equal whether it is computed alone, in a verify step or in a prefill chunk.
-On a CPU that is so with oneDNN when the rows are padded to `ROW_TILE`: one row alone is computed
+On a CPU that is so with oneDNN when there are `LEAST_ROWS` rows or more: one row alone is computed
 by another kernel where the inner size exceeds about a thousand. Measured with products that
 cancel, so that only rounding is left, over 80 shapes up to 14336 inner columns and 151936 outputs,
 1 and 2 threads, float32 and bfloat16, packed and dense weights: all of 4 to 512 rows give equal
@@ -17,12 +17,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-ROW_TILE: Final = 16 if torch.cpu._is_amx_tile_supported() else 4  # noqa: SLF001
-"""Rows of every product are padded to a multiple of this.
+ROW_TILE: Final = 16 if torch.cpu._is_amx_tile_supported() else 1  # noqa: SLF001
+LEAST_ROWS: Final = 16 if torch.cpu._is_amx_tile_supported() else 4  # noqa: SLF001
+"""Rows of every product are padded to a multiple of the first, and to as many as the second.
 
-With matrix tiles (AMX) 16 is known to be exact and to cost what one row does. Without, 4 is the
-fastest: of a float32 matrix of 256 MiB 26 GB/s are read with 4 rows, 18 with one, 17 with 8 and 12
-with 16; in bfloat16 24, 18, 17 and 12 (one thread of a Zen 4, which reads 30, 2026-11-21).
+With matrix tiles (AMX) 16 is known to be exact and to cost what one row does. Without, 4 to 6 rows
+are the fastest: of a float32 matrix of 256 MiB they read 22 to 24 GB/s, one row 16, 8 rows 17 and
+16 rows 11; in bfloat16 the same (one thread of a Zen 4, which reads 30 at best, 2026-11-21).
 """
 
 PACKED_FOR: Final = 16
@@ -33,8 +34,8 @@ EXACT_ROWS: Final = 32
 
 
 def padded_rows(rows: int) -> int:
-    """Return the rows of a step of that many tokens, padding included."""
-    return -(-rows // ROW_TILE) * ROW_TILE
+    """Return the rows of a product for so many, padding included; none for none."""
+    return max(LEAST_ROWS, -(-rows // ROW_TILE) * ROW_TILE) if rows else 0
 
 
 # Private operators of torch: the public ones pack the weight anew in every call.
@@ -72,7 +73,7 @@ class Linear:
         self._most_rows = EXACT_ROWS if exact and weight.dtype is torch.bfloat16 else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return [rows, out_features] for x of [rows, in_features]; rows fill tiles."""
+        """Return [rows, out_features] for x of [rows, in_features]; rows as `padded_rows` says."""
         return self._in_parts(self._multiply, x)
 
     def float32(self, x: Tensor) -> Tensor:
@@ -86,10 +87,12 @@ class Linear:
         return self._in_parts(self._multiply_wide, x)
 
     def _in_parts(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Multiply at most `_most_rows` rows at a time."""
+        """Multiply at most `_most_rows` rows at a time, and never fewer than `LEAST_ROWS`."""
         if self._most_rows is None or len(x) <= self._most_rows:
             return multiply(x)
-        return torch.cat([multiply(part) for part in x.split(self._most_rows)])
+        tiles = x.view(-1, ROW_TILE, x.shape[1])
+        parts = tiles.tensor_split(-(-len(x) // self._most_rows))
+        return torch.cat([multiply(part.flatten(0, 1)) for part in parts])
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._native:

@@ -17,7 +17,7 @@ from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import AttentionSpan, attending
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
-from backends.engine.linear import ROW_TILE, padded_rows
+from backends.engine.linear import padded_rows
 from backends.engine.operators.choose import operators_for
 from backends.engine.runner import Runner
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
@@ -26,7 +26,9 @@ from policies.step_cost import StepCost
 from policies.types import RequestView, WorkerLoad
 
 TOKEN_BUCKETS: Final = tuple(
-    sorted({padded_rows(tokens) for tokens in (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
+    sorted(
+        {padded_rows(n) for n in (4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)}
+    )
 )
 """Token counts that are timed: padded sizes of verify steps, all of them where steps are short."""
 
@@ -166,7 +168,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
     pages = range(-(-stop // BLOCK_TOKENS))
     shape = (2 * config.num_kv_heads, 2 * KV_TILE, config.head_dim)
     layer_kv = torch.randn(shape, generator=random).to(dtype)
-    shape = (stop + ROW_TILE, config.num_heads, config.head_dim)
+    shape = (padded_rows(stop), config.num_heads, config.head_dim)
     queries = torch.randn(shape, generator=random).to(dtype)
 
     def attended(width: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from backends.engine.bench.record import provenance
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.config import read_model_config
-from backends.engine.linear import ROW_TILE, Linear
+from backends.engine.linear import Linear
 from backends.engine.weights import layer_shapes, load_weights
 
 SHAPE: Final = {
@@ -96,9 +96,7 @@ def load_apart(directory: Path, dtype: str) -> dict[str, float]:
 def _load_here(directory: Path, dtype_name: str) -> dict[str, float]:
     dtype = getattr(torch, dtype_name)
     config = read_model_config(directory)
-    Linear(torch.zeros(ROW_TILE, ROW_TILE, dtype=dtype))(
-        torch.zeros(ROW_TILE, ROW_TILE, dtype=dtype)
-    )
+    Linear(torch.zeros(16, 16, dtype=dtype))(torch.zeros(16, 16, dtype=dtype))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew
     before_bytes = _status_bytes("VmRSS")
     started_s, computed_s = time.perf_counter(), time.process_time()
