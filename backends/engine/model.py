@@ -43,4 +43,4 @@ class Decoder:
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]
         final = does.add_norm(hidden[rows], last, self._weights.final_norm)
-        return self._weights.lm_head.float32(final)[: inputs.num_samples]
+        return does.logits(final, self._weights.lm_head)[: inputs.num_samples]

@@ -13,6 +13,7 @@ from torch import Tensor
 from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.inputs import StepInputs
 from backends.engine.kv_pool import KvPool
+from backends.engine.linear import Linear
 from backends.engine.model import Decoder
 from backends.engine.operators import compiler
 from backends.engine.operators.base import Operators, RotaryTables
@@ -130,6 +131,24 @@ def test_gates_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) ->
     gate_up[0, :4] = torch.tensor([300.0, -300.0, 0.0, -88.0])
     expected, found = (operators.gate(gate_up) for operators in both(config, dtype))
     assert_close(found, expected)
+
+
+@needs_gcc
+@pytest.mark.parametrize("vocab", [3, 64, 131])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_logits_in_bfloat16_lose_nothing(shape: tuple[int, ...], vocab: int) -> None:
+    """They are the products of the rounded numbers, summed in float32, any row by itself."""
+    config = shaped(shape)
+    width = config.hidden_size
+    _, native = both(config, torch.bfloat16)
+    hidden, weight = (random(n, width, dtype=torch.bfloat16) for n in (ROWS, vocab))
+    head = Linear(weight, pack=False)
+    found = native.logits(hidden, head)
+    expected = hidden.double() @ weight.double().T
+    assert found.dtype is torch.float32
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    alone = [native.logits(hidden[row : row + 1], head) for row in range(ROWS)]
+    assert torch.equal(found, torch.cat(alone))
 
 
 @needs_gcc

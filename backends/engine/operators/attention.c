@@ -35,21 +35,6 @@ typedef struct {
     int begin, end;
 } Row;
 
-/* Sums of pairs: what lies `first` and `second` in two vectors. */
-#define PAIR(a, b, first, second) (__builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second))
-
-/* Returns the sums of 16 vectors: lane i is that of parts[i]. */
-INLINE Vec sums_of(Vec *parts) {
-    const Ints a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
-    const Ints a4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, b4 = a4 + 4;
-    const Ints a2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}, b2 = a2 + 2;
-    const Ints a1 = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, b1 = a1 + 1;
-    for (int i = 0; i < 8; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a8, b8);
-    for (int i = 0; i < 4; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a4, b4);
-    for (int i = 0; i < 2; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a2, b2);
-    return PAIR(parts[0], parts[1], a1, b1);
-}
-
 /* Scores of `count` rows with 16 keys. query: [count][VECTORS]. */
 INLINE void score(
     Vec (*scores)[GROUPS], const Vec *query, const Number *keys, const int64_t *at, int count) {

@@ -20,7 +20,7 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parent
-SOURCES: Final = ("attention.c", "layers.c")
+SOURCES: Final = ("attention.c", "layers.c", "logits.c")
 HEADERS: Final = ("vectors.h",)
 
 FLAGS: Final = (

@@ -19,7 +19,8 @@ void add_norm(
             squares = squares + value * value;
         }
         Vec scale = all(1.0f / sqrtf(sum(squares) / (float)width + eps));
-        for (int64_t i = 0; i < width; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
+        for (int64_t i = 0; i < width; i += LANES)
+            store(y + i, load(x + i) * scale * load(weight + i));
     }
 }
 
@@ -50,11 +51,14 @@ INLINE void widen(float *to, const Number *from, int64_t count) {
 }
 
 INLINE void narrow(Number *to, const float *from, int64_t count, float scale) {
-    for (int64_t i = 0; i < count; i += LANES) store(to + i, *(const FloatLanes *)(from + i) * scale);
+    for (int64_t i = 0; i < count; i += LANES)
+        store(to + i, *(const FloatLanes *)(from + i) * scale);
 }
 
 /* One head of queries or keys: normed if there is a weight, turned by its position. */
-INLINE void turn_head(float *x, const Number *weight, const float *cosines, const float *sines, int64_t width, float eps) {
+INLINE void turn_head(
+    float *x, const Number *weight, const float *cosines, const float *sines, int64_t width,
+    float eps) {
     if (weight) {
         Vec squares = all(0.0f);
         for (int64_t i = 0; i < width; i += LANES) {

@@ -18,6 +18,7 @@ from torch import Tensor
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import AttentionSpan, StepInputs
 from backends.engine.kv_pool import KV_TILE
+from backends.engine.linear import Linear
 from backends.engine.operators.base import RotaryTables
 from backends.engine.operators.compiler import compiled, compiler_version
 
@@ -102,6 +103,9 @@ class NativeOperators:
         self._gate.argtypes = (*[_Pointer] * 2, *[_Int] * 3)
         self._turn_and_store = library.turn_and_store
         self._turn_and_store.argtypes = (*[_Pointer] * 5, _Int)
+        self._logits = library.logits
+        self._logits.argtypes = (*[_Pointer] * 3, *[_Int] * 4)
+        self._logits.restype = ctypes.c_int
         self._attend = library.attend
         self._attend.argtypes = (_Pointer, _Int)
         for function in (self._add_norm, self._gate, self._turn_and_store, self._attend):
@@ -174,6 +178,30 @@ class NativeOperators:
         attention.kv, attention.strip = layer_kv.data_ptr(), layer_kv.stride(0)
         attention.window = window or 0
         self._attend(ctypes.addressof(attention), step.threads)
+        return out
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        """As `Operators.logits`.
+
+        In float32 the packed product is as good. Rounding bfloat16's to what it should be takes
+        torch a second one, and its layout a copy of the matrix.
+        """
+        weight = head.dense
+        if hidden.dtype is torch.float32 or weight is None:
+            return head.float32(hidden)
+        (rows, width), vocab = hidden.shape, len(weight)
+        out = torch.empty(rows, vocab)
+        failed = self._logits(
+            out.data_ptr(),
+            hidden.data_ptr(),
+            weight.data_ptr(),
+            rows,
+            vocab,
+            width,
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("no memory for the rows of an LM head")
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:

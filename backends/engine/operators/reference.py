@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import StepInputs
+from backends.engine.linear import Linear
 from backends.engine.operators.attention import AttentionPlan, attend, plan_attention
 from backends.engine.operators.base import RotaryTables
 
@@ -78,6 +79,10 @@ class TorchOperators:
     ) -> Tensor:
         """As `Operators.attend`."""
         return attend(queries, layer_kv, step.plans[window])
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        """As `Operators.logits`."""
+        return head.float32(hidden)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """As `Operators.gate`."""

@@ -7,6 +7,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 enum { LANES = 16 };
 
@@ -28,7 +31,10 @@ INLINE Vec all(float x) { return (Vec){} + x; }
 INLINE Vec choose(Ints yes, Vec a, Vec b) { return (Vec)((yes & (Ints)a) | (~yes & (Ints)b)); }
 
 INLINE Vec load(const Number *at) {
-#if BFLOAT16
+#if BFLOAT16 && defined(__AVX512F__)
+    /* What gcc makes of the line below widens halves apart. */
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at)), 16);
+#elif BFLOAT16
     return (Vec)(__builtin_convertvector(*(const HalfLanes *)at, Ints) << 16);
 #else
     return *(const FloatLanes *)at;
@@ -81,6 +87,21 @@ INLINE float sum(Vec x) {
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) total[i] += total[i + half];
     return total[0];
+}
+
+/* Sums of pairs: what lies `first` and `second` in two vectors. */
+#define PAIR(a, b, first, second) (__builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second))
+
+/* Returns the sums of 16 vectors: lane i is that of parts[i]. */
+INLINE Vec sums_of(Vec *parts) {
+    const Ints a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
+    const Ints a4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, b4 = a4 + 4;
+    const Ints a2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}, b2 = a2 + 2;
+    const Ints a1 = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, b1 = a1 + 1;
+    for (int i = 0; i < 8; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a8, b8);
+    for (int i = 0; i < 4; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a4, b4);
+    for (int i = 0; i < 2; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a2, b2);
+    return PAIR(parts[0], parts[1], a1, b1);
 }
 
 #endif
