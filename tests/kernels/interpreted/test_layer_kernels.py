@@ -1,0 +1,171 @@
+"""The layer kernels in the interpreter, whose bfloat16 conversions truncate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backends.engine.kernels import (
+    kv_move,
+    kv_move_ref,
+    rms_norm,
+    rms_norm_ref,
+    rope_kv,
+    rope_kv_ref,
+    swiglu,
+    swiglu_ref,
+)
+from tests.kernels.layer_cases import PATHS, normal, path_moves, rope_case
+
+_EPS = 1e-5
+
+
+@pytest.mark.parametrize("hidden", [1, 20, 64, 576, 1001])
+def test_norm_equals_the_reference(hidden: int) -> None:
+    """Rows of any size are normed as the reference does, alone and with the residual."""
+    x, residual, weight = normal((3, hidden), 1), normal((3, hidden), 2), normal((hidden,), 3)
+    expected = rms_norm_ref.rms_norm(x, weight, _EPS)
+    torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
+    normed, summed = rms_norm.add_rms_norm(x, residual, weight, _EPS)
+    expected, expected_sum = rms_norm_ref.add_rms_norm(x, residual, weight, _EPS)
+    torch.testing.assert_close(normed, expected, rtol=1e-6, atol=0)
+    assert torch.equal(summed, expected_sum)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3])
+def test_eps_counts_where_rows_are_small(scale: float) -> None:
+    """Rows near zero are divided by the root of eps, not by nothing."""
+    x, weight = normal((2, 24), 4) * scale, normal((24,), 5)
+    expected = rms_norm_ref.rms_norm(x, weight, _EPS)
+    torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_sum_changes_no_bit(dtype: torch.dtype) -> None:
+    """The fused norm has the bits of a norm of the sum, which is rounded before it is normed."""
+    x, residual, weight = (
+        normal((4, 90), 6, dtype) * 1.7,
+        normal((4, 90), 7, dtype),
+        normal((90,), 8, dtype),
+    )
+    normed, summed = rms_norm.add_rms_norm(x, residual, weight, _EPS)
+    assert torch.equal(normed, rms_norm.rms_norm(summed, weight, _EPS))
+
+
+def test_normed_rows_do_not_depend_on_each_other() -> None:
+    """A row has the same bits alone and among others."""
+    x, weight = normal((5, 64), 9), normal((64,), 10)
+    together = rms_norm.rms_norm(x, weight, _EPS)
+    for row in range(5):
+        assert torch.equal(rms_norm.rms_norm(x[row : row + 1], weight, _EPS)[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 32), (9, 3, 64), (7, 1, 80), (14, 2, 20)]
+)
+def test_rotation_has_the_bits_of_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Queries and the whole KV memory equal the reference's, for odd head sizes and groups."""
+    case = rope_case(5, heads, kv_heads, head_dim, normed=False)
+    arguments, expected = case.arguments(), case.arguments()
+    queries = rope_kv.rope_kv(*arguments, **case.options())
+    assert torch.equal(queries, rope_kv_ref.rope_kv(*expected, **case.options()))
+    assert torch.equal(arguments[-1], expected[-1])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 32), (7, 1, 80), (14, 2, 20)])
+def test_normed_heads_equal_the_reference(heads: int, kv_heads: int, head_dim: int) -> None:
+    """With head norms too, each head by its own weight; values are copied as they are."""
+    case = rope_case(5, heads, kv_heads, head_dim, normed=True)
+    arguments, expected = case.arguments(), case.arguments()
+    queries = rope_kv.rope_kv(*arguments, **case.options())
+    close = {"rtol": 1e-6, "atol": 2e-6}
+    torch.testing.assert_close(queries, rope_kv_ref.rope_kv(*expected, **case.options()), **close)
+    torch.testing.assert_close(arguments[-1], expected[-1], **close)
+    assert torch.equal(arguments[-1][kv_heads:], expected[-1][kv_heads:])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_bfloat16_is_rounded_once(normed: bool) -> None:
+    """From bfloat16 too everything is computed in float32, and only the results are shortened."""
+    case = rope_case(5, 6, 2, 32, normed=normed, dtype=torch.bfloat16)
+    arguments, expected = case.arguments(), case.arguments()
+    queries = rope_kv.rope_kv(*arguments, **case.options())
+    close = {"rtol": 2**-7, "atol": 1e-6}
+    torch.testing.assert_close(queries, rope_kv_ref.rope_kv(*expected, **case.options()), **close)
+    torch.testing.assert_close(arguments[-1], expected[-1], **close)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotated_rows_do_not_depend_on_each_other(normed: bool) -> None:
+    """A row's queries, keys and values have the same bits alone and among others."""
+    case = rope_case(4, 6, 2, 32, normed=normed)
+    arguments = case.arguments()
+    together = rope_kv.rope_kv(*arguments, **case.options())
+    for row in range(4):
+        alone = case.row(row)
+        own = alone.arguments()
+        assert torch.equal(rope_kv.rope_kv(*own, **alone.options())[0], together[row])
+        slot = int(case.slots[row])
+        assert torch.equal(own[-1][:, slot], arguments[-1][:, slot])
+
+
+def test_layers_of_a_pool_are_written_in_place() -> None:
+    """A layer may be a view of a pool's memory; its neighbours are not touched."""
+    case = rope_case(3, 5, 2, 16, normed=False)
+    slots = case.layer_kv.shape[1]
+    memory = torch.full((20, slots, 16), 7.0)
+    layer = memory.split(4)[1]
+    expected = case.arguments()
+    rope_kv.rope_kv(*case.arguments()[:-1], layer, **case.options())
+    rope_kv_ref.rope_kv(*expected, **case.options())
+    assert torch.equal(layer, expected[-1])
+    assert bool((memory[:4] == 7).all())
+    assert bool((memory[8:] == 7).all())
+
+
+# The exponential of the largest gate is infinite, as it should be.
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("intermediate", [1, 90, 1024, 1601])
+def test_gate_equals_the_reference(intermediate: int) -> None:
+    """Rows of any size are gated as the reference does, large gates of both signs included."""
+    gate_up = normal((3, 2 * intermediate), 11) * 4
+    gate_up[0, 0], gate_up[1, 0] = -100.0, 100.0
+    expected = swiglu_ref.swiglu(gate_up)
+    torch.testing.assert_close(swiglu.swiglu(gate_up), expected, rtol=1e-6, atol=1e-37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("strips", "head_dim"), [(3, 20), (16, 32), (37, 8)])
+def test_moves_equal_the_reference(strips: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Accepted paths with gaps, with places that are later targets, and empty ones are moved."""
+    sources, targets = path_moves(PATHS, 6, 60, seed=12)
+    memory = normal((strips, 60, head_dim), 13, dtype)
+    expected = memory.clone()
+    kv_move.kv_move(memory, sources, targets)
+    kv_move_ref.kv_move(expected, sources, targets)
+    assert torch.equal(memory, expected)
+
+
+def test_unsupported_layouts_are_refused() -> None:
+    """Layouts that the kernels would read wrongly raise instead."""
+    x, weight = normal((4, 32), 14), normal((32,), 15)
+    with pytest.raises(ValueError, match="contiguous"):
+        rms_norm.rms_norm(x[:, ::2], weight[:16], _EPS)
+    with pytest.raises(ValueError, match="same shape"):
+        rms_norm.add_rms_norm(x, x[:2], weight, _EPS)
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm.rms_norm(x, weight[:16], _EPS)
+    with pytest.raises(ValueError, match="contiguous"):
+        swiglu.swiglu(x[:, ::2])
+    qkv, *rest = rope_case(3, 4, 2, 16, normed=False).arguments()
+    with pytest.raises(ValueError, match="strips of heads"):
+        rope_kv.rope_kv(qkv[:, :64].contiguous(), *rest, qk_norm=None, eps=0.0)
+    with pytest.raises(ValueError, match="row for each head"):
+        rope_kv.rope_kv(qkv, *rest, qk_norm=normal((4, 16), 16), eps=0.0)
+    with pytest.raises(ValueError, match="strips of the KV memory"):
+        rope_kv.rope_kv(qkv, *rest[:-1], rest[-1].double(), qk_norm=None, eps=0.0)
+    sources, targets = path_moves(PATHS, 6, 60, seed=17)
+    with pytest.raises(ValueError, match="strips of the KV memory"):
+        kv_move.kv_move(normal((4, 60, 16), 18)[..., ::2], sources, targets)
+    with pytest.raises(ValueError, match="target"):
+        kv_move.kv_move(normal((4, 60, 16), 18), sources, targets[:2])

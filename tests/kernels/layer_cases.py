@@ -1,0 +1,114 @@
+"""Inputs of the layer kernels' tests, from seeded generators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from backends.engine.kernels.kv_move_ref import NO_MOVE
+from backends.engine.rope import Rope
+
+
+def normal(
+    shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> torch.Tensor:
+    """Returns standard normal values."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """Arguments of `rope_kv`; the slots of the KV memory hold 7 until they are written."""
+
+    qkv: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    layer_kv: torch.Tensor
+    qk_norm: torch.Tensor | None
+    eps: float = 1e-6
+
+    def arguments(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+        """Returns the positional arguments on a device, the KV memory a fresh copy."""
+        inputs = (self.qkv, self.positions, self.slots, self.cos, self.sin)
+        return (*(tensor.to(device) for tensor in inputs), self.layer_kv.clone().to(device))
+
+    def options(self, device: str = "cpu") -> dict[str, object]:
+        """Returns the keyword arguments on a device."""
+        weight = None if self.qk_norm is None else self.qk_norm.to(device)
+        return {"qk_norm": weight, "eps": self.eps}
+
+    def row(self, index: int) -> RopeCase:
+        """Returns the batch that has only one of the rows."""
+        return RopeCase(
+            self.qkv[index : index + 1].clone(),
+            self.positions[index : index + 1].clone(),
+            self.slots[index : index + 1].clone(),
+            self.cos,
+            self.sin,
+            self.layer_kv,
+            self.qk_norm,
+            self.eps,
+        )
+
+
+def rope_case(
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    normed: bool,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> RopeCase:
+    """Returns rows at random positions that write to slots of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    max_positions, num_slots = 97, 3 * rows + 5
+    cos, sin = Rope(theta=10_000.0).tables(head_dim, max_positions, dtype)
+    qk_norm = normal((heads + kv_heads, head_dim), seed + 1, dtype) + 1
+    return RopeCase(
+        normal((rows, (heads + 2 * kv_heads) * head_dim), seed + 2, dtype),
+        torch.randint(max_positions, (rows,), generator=generator),
+        torch.randperm(num_slots, generator=generator)[:rows],
+        cos,
+        sin,
+        torch.full((2 * kv_heads, num_slots, head_dim), 7, dtype=dtype),
+        qk_norm if normed else None,
+    )
+
+
+def path_moves(
+    paths: list[list[int]], max_depth: int, num_slots: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (sources, targets) of accepted paths, each in shuffled slots of its own.
+
+    What stays where it is, is its own target at odd depths, and no move at even ones. The source of
+    no move does not exist.
+
+    Args:
+      paths: the places of each sequence's accepted tokens in its draft, ascending.
+      max_depth: columns of the result; what a path does not fill is no move.
+      num_slots: slots of the memory.
+      seed: of the shuffle.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = torch.randperm(num_slots, generator=generator)
+    sources = torch.full((len(paths), max_depth), 1 << 40)
+    targets = torch.full((len(paths), max_depth), NO_MOVE)
+    first = 0
+    for sequence, path in enumerate(paths):
+        own = shuffled[first : first + max(path, default=-1) + 1]
+        first += len(own)
+        for depth, place in enumerate(path):
+            if place != depth or depth % 2:
+                sources[sequence, depth] = own[place]
+                targets[sequence, depth] = own[depth]
+    return sources, targets
+
+
+PATHS = [[0, 2, 3, 7, 8], [], [1], [0, 1, 2], [1, 2, 3, 4, 5, 6], [4, 9], [0, 1, 5]]
+"""Gaps, nothing accepted, one move, nothing to move, places that are later targets."""
