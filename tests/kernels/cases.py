@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,79 +83,3 @@ def score_gap(logits: torch.Tensor, rows: RowSampling, row: int, other: int) -> 
             one.seed, one.choice, one.position, noise.PURPOSE_OUTPUT, logits.shape[1]
         )
     return float(scores.max() - scores[0, other])
-
-
-@dataclass(frozen=True)
-class AttentionCase:
-    """Arguments of paged attention on the CPU; unused cache slots hold NaN."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    cu_query_lens: torch.Tensor
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
-
-    def arguments(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
-        """Returns the positional arguments on a device."""
-        fields = (
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.cu_query_lens,
-            self.context_lens,
-            self.block_tables,
-        )
-        return tuple(field.to(device) for field in fields)
-
-    @property
-    def scale(self) -> float:
-        """The usual scale of the scores."""
-        return float(self.query.shape[2]) ** -0.5
-
-    def decode_of(self, sequence: int, index: int) -> AttentionCase:
-        """Returns the batch that has only query token ``index`` of a sequence, as a decode."""
-        begin, end = self.cu_query_lens[sequence : sequence + 2].tolist()
-        context = int(self.context_lens[sequence]) - (end - begin) + index + 1
-        return AttentionCase(
-            self.query[begin + index : begin + index + 1],
-            self.key_cache,
-            self.value_cache,
-            torch.tensor([0, 1], dtype=torch.int32),
-            torch.tensor([context], dtype=torch.int32),
-            self.block_tables[sequence : sequence + 1],
-        )
-
-
-def attention_case(
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> AttentionCase:
-    """Returns a ragged batch whose sequences own shuffled blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks_of = [-(-context // block_size) for context in context_lens]
-    total = sum(blocks_of)
-    shuffled = torch.randperm(total + 3, generator=generator)
-    tables = torch.full((len(context_lens), max(blocks_of)), -1, dtype=torch.int32)
-    shape = (total + 3, block_size, kv_heads, head_dim)
-    caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
-    used = 0
-    for sequence, (context, count) in enumerate(zip(context_lens, blocks_of, strict=True)):
-        own = shuffled[used : used + count]
-        used += count
-        tables[sequence, :count] = own.to(torch.int32)
-        slots = torch.arange(context)
-        for cache in caches:
-            data = torch.randn((context, kv_heads, head_dim), generator=generator)
-            cache[own[slots // block_size], slots % block_size] = data.to(dtype)
-    query = torch.randn((sum(query_lens), query_heads, head_dim), generator=generator).to(dtype)
-    cu_query_lens = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
-    context = torch.tensor(context_lens, dtype=torch.int32)
-    return AttentionCase(query, caches[0], caches[1], cu_query_lens, context, tables)

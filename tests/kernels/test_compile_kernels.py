@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import noise_triton, paged_attention, sample_verify
+from backends.engine.kernels import noise_triton, sample_verify
 from tests.kernels.compiling import compile_for_hopper
 
 _ROW_PARAMETERS = {"temperature_ptr": "*fp32", "row_stride": "i32", "vocab": "i32"}
@@ -87,75 +85,3 @@ def test_row_winner_kernel_compiles() -> None:
         "token_ptr": "*i64",
     }
     compile_for_hopper(sample_verify._row_winner_kernel, types, {"TILES": 64})
-
-
-def test_accept_walk_kernel_compiles() -> None:
-    """The walk along a chain of drafts compiles."""
-    types = {
-        "sampled_ptr": "*i64",
-        "draft_ptr": "*i64",
-        "cu_rows_ptr": "*i32",
-        "accepted_ptr": "*i32",
-        "emitted_ptr": "*i64",
-    }
-    compile_for_hopper(sample_verify._accept_walk_kernel, types, {"TILE": 64}, num_warps=1)
-
-
-_ATTENTION_SIZES = {"GROUP": 4, "BLOCK_SIZE": 16, "KEY_TILE": 64, "SPLIT": 512, "ROWS": 64}
-
-
-# Large float32 tiles take LLVM ten seconds, so that type is compiled for a small head.
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "head_pad"), [("*bf16", 128, 128), ("*bf16", 80, 128), ("*fp32", 20, 32)]
-)
-def test_attention_kernel_compiles(
-    dtype: str, head_dim: int, head_pad: int, parallel: bool
-) -> None:
-    """Attention compiles in bfloat16 and float32, with splits in parallel and in a loop."""
-    data = ("out_ptr", "query_ptr", "key_ptr", "value_ptr")
-    indices = ("cu_query_lens_ptr", "context_lens_ptr", "block_tables_ptr")
-    sizes = (
-        "num_sequences",
-        "num_splits",
-        "table_stride",
-        "query_token_stride",
-        "query_head_stride",
-        "block_stride",
-        "token_stride",
-        "head_stride",
-        "num_query_heads",
-    )
-    types = {
-        **dict.fromkeys(data, dtype),
-        **dict.fromkeys(indices, "*i32"),
-        **dict.fromkeys(sizes, "i32"),
-        "scratch_ptr": "*fp32",
-        "scratch_stats_ptr": "*fp32",
-        "score_scale": "fp32",
-    }
-    constants: dict[str, Any] = {
-        **_ATTENTION_SIZES,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": head_pad,
-        "PARALLEL": parallel,
-        "UPCAST": False,
-    }
-    compile_for_hopper(paged_attention._attention_kernel, types, constants)
-
-
-@pytest.mark.parametrize("out", ["*bf16", "*fp32"])
-def test_merge_kernel_compiles(out: str) -> None:
-    """The merge of splits compiles."""
-    types = {
-        "out_ptr": out,
-        "scratch_ptr": "*fp32",
-        "scratch_stats_ptr": "*fp32",
-        "cu_query_lens_ptr": "*i32",
-        "context_lens_ptr": "*i32",
-        "num_sequences": "i32",
-        "num_splits": "i32",
-        "num_query_heads": "i32",
-    }
-    constants = {"HEAD_DIM": 80, "HEAD_PAD": 128, "SPLIT": 512}
-    compile_for_hopper(paged_attention._merge_kernel, types, constants, num_warps=1)

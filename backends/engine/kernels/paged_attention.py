@@ -8,23 +8,41 @@ an upper bound that needs no lengths on the host, so it can be captured in a gra
 Bits of a row. A verified token must get the bits it gets when decoded alone, so nothing that
 touches a row's sums may depend on the batch:
 
-* the context is cut into splits of a fixed *size*; the softmax of a split starts afresh;
+* positions are cut into splits of a fixed *size*, splits into tiles; the softmax of a split starts
+  afresh;
 * splits are merged one after the other, from the first, with explicit fused multiply-adds;
-* keys that a row may not see add exact zeros, and a split that a row does not reach merges as the
-  identity;
+* keys that a row may not see add exact zeros, tiles and splits without any that it sees merge as
+  the identity, so it does not matter whether a program skips them;
 * the tile shapes are constants of the model.
 
-Few programs: splits run in parallel and a second kernel merges them (scratch per query *row*, 4 *
-(head_dim + 2) bytes per row and split). Many programs (prefill): each one loops over the splits
-and merges in registers, in the same order with the same operations, without scratch.
+Trees. A product adds its keys in the order of their places in the tile, so a mask over the slots of
+a tree would give other bits than a chain wherever a path has gaps. Instead, tiles that reach behind
+``draft_starts`` are read once for each leaf among the rows of a program, the keys of its path
+gathered to the places of their *positions* (draft token of the d-th set bit of the ancestor mask to
+position draft_start + d); rows off that path see none of them. So every row of every branch has
+the bits of its path as a chain. The tiles before are shared by all rows. Cost: 1 or 2 more tiles (a
+path of up to 64 tokens touches two) for each leaf but the first. A chain has one leaf.
 
-Bytes: 2 * context * head_dim * element size per program, read once from device memory and again
-from cache by the other query blocks of the sequence; query and output once.
+Few programs: splits run in parallel and a second kernel merges them (scratch:
+``paged_attention_sizes``). Many programs (prefill): each one loops over the splits and merges in
+registers, in the same order with the same operations, without scratch.
+
+Bytes: 2 * context * head_dim * element size per program, with a window min(context, window + tokens
+of the program) in place of the context; read once from device memory and again from cache by the
+other query blocks of the sequence; query and output once. Floor of a decode: those bytes of all
+key-value heads / bandwidth, e.g. 16.8 MB and 3.5 us for 4096 tokens of 8 heads of 128 in bfloat16
+at 4.8 TB/s.
+
+Empty programs: the grid has (tokens * group // QUERY_ROWS + sequences) * kv_heads programs, times
+ceil(max_context / split_size) in parallel, whatever the lengths. One without keys bisects
+(log2(sequences) dependent loads), loads up to four words and returns: a few microseconds in which
+it holds a place on its multiprocessor. Contexts far below ``max_context`` pay for these, so graphs
+should be captured for several bounds.
 
 Sources: the packing of heads with tokens follows the unified attention kernel of vLLM
 (``v1/attention/ops/triton_unified_attention.py``), the fixed split size Thinking Machines,
 "Defeating nondeterminism in LLM inference" (2025), the online softmax FlashAttention-2 (arXiv
-2307.08691).
+2307.08691), ancestor masks SpecInfer (arXiv 2305.09781).
 """
 
 from __future__ import annotations
@@ -36,84 +54,91 @@ import torch
 import triton
 import triton.language as tl
 
-SPLIT_SIZE: Final = 512
-"""Keys per split; part of the numerics class."""
+from backends.engine.kernels import paged_attention_sizes as sizes
+from backends.engine.kernels.merge_splits import (
+    find_sequence,
+    merge,
+    merge_splits,
+    no_keys,
+    normalise,
+)
+from backends.engine.kernels.paged_attention_ref import DraftTrees
 
-QUERY_ROWS: Final = 64
-"""Rows (query heads of a group x query tokens) of a program; part of the numerics class."""
-
-_KEY_TILE: Final = 64
-# Two waves on a GPU of 132 multiprocessors: with as many programs splits need no parallelism.
-_ENOUGH_PROGRAMS: Final = 264
 _LOG2_E: Final = 1.4426950408889634
 
 
 @triton.jit
-def _find_sequence(cu_ptr, target, num_sequences, BLOCK_Q: tl.constexpr):
-    """Returns the last sequence s whose first query block (``cu[s] // BLOCK_Q + s``) <= target.
+def _path_slots(positions, draft_start, path):
+    """Returns which tokens of the cache have these positions [KEY_TILE] on a path (an int64 mask).
 
-    With BLOCK_Q = 0 it compares ``cu[s]`` itself with a query token.
+    The draft token of the d-th set bit has position ``draft_start + d``.
     """
-    low = num_sequences * 0
-    high = num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        begin = tl.load(cu_ptr + middle)
-        if BLOCK_Q > 0:
-            begin = begin // BLOCK_Q + middle
-        low = tl.where(begin <= target, middle, low)
-        high = tl.where(begin <= target, high, middle)
-    return low
+    drafts = tl.arange(0, 64)
+    on_path = ((path >> drafts) & 1).to(tl.int32)
+    depth = tl.cumsum(on_path, axis=0) - on_path
+    found = (positions - draft_start)[:, None] == tl.where(on_path != 0, depth, -1)[None, :]
+    draft = tl.sum(tl.where(found, drafts[None, :], 0), axis=1)
+    return tl.where(positions < draft_start, positions, draft_start + draft)
 
 
 @triton.jit
-def _attend_split(
+def _attend_keys(
+    largest,
+    total,
+    weighted,
     query,
     position,
     first_key,
     last_key,
+    draft_start,
+    path,
     key_ptr,
     value_ptr,
     table_ptr,
-    block_stride,
     token_stride,
     score_scale,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     KEY_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PATH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Online softmax over the keys ``first_key .. last_key`` for all rows of a program.
+    """Goes on with an online softmax: the keys at positions ``first_key .. last_key``.
 
-    Returns (largest score, sum of weights, weighted values), weights being relative to the largest
-    score, in base 2; (-inf, 0, 0) for rows that see none of the keys.
+    The state (largest score, sum of weights, weighted values) is relative to the largest score, in
+    base 2. Rows that see none of the keys, e.g. with position -1, keep it bit for bit.
     """
     dims = tl.arange(0, HEAD_PAD)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, HEAD_PAD], tl.float32)
     for first in range(first_key, last_key, KEY_TILE):
         keys = first + tl.arange(0, KEY_TILE)
         inside = keys < last_key
-        block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        offset = block * block_stride + (keys % BLOCK_SIZE) * token_stride
+        tokens = keys
+        if PATH:
+            tokens = _path_slots(keys, draft_start, path)
+        block = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offset = (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * token_stride
         # Masked, since a cache slot past the context may hold anything, and 0 * NaN is NaN.
         mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(key_ptr + offset[:, None] + dims[None, :], mask=mask, other=0.0)
         value = tl.load(value_ptr + offset[:, None] + dims[None, :], mask=mask, other=0.0)
         if UPCAST:
             key = key.to(tl.float32)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * score_scale
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
         visible = inside[None, :] & (keys[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (keys[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, axis=1))
+        higher = tl.maximum(largest, tl.max(scores, axis=1) * score_scale)
         # A row that has seen no key yet has no largest score to subtract.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
+        # Fused by hand: variants of the kernel must not differ in what the compiler contracts.
+        below = tl.broadcast_to(-base[:, None], scores.shape)
+        scale = tl.full(scores.shape, 1.0, tl.float32) * score_scale
+        weights = tl.exp2(tl.fma(scores, scale, below))
         shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(weights, axis=1)
+        total = tl.fma(total, shrink, tl.sum(weights, axis=1))
         weights = weights.to(value.dtype)
         if UPCAST:
             weights = weights.to(tl.float32)
@@ -124,20 +149,78 @@ def _attend_split(
 
 
 @triton.jit
-def _merge(sum_largest, sum_total, sum_weighted, largest, total, weighted):
-    """Merges a split into the sums of those before it, which start as (-inf, 0, 0).
+def _attend_split(
+    query,
+    position,
+    ancestors,
+    draft_start,
+    first_key,
+    last_key,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    token_stride,
+    score_scale,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Softmax over the keys of a split that rows [ROWS] see; ``first_key`` begins a tile.
 
-    Shapes: [rows], [rows], [rows, HEAD_PAD], twice. Both kernels merge by this function, with
-    explicit fused multiply-adds, so that no compiler decides which product is rounded.
+    Returns the state of ``_attend_keys``; (-inf, 0, 0) for rows that see none of the keys.
     """
-    higher = tl.maximum(sum_largest, largest)
-    # A row that sees no key at all (padding) has no largest score to subtract.
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    keep = tl.exp2(sum_largest - base)
-    add = tl.exp2(largest - base)
-    sum_total = tl.fma(total, add, sum_total * keep)
-    spread = tl.broadcast_to(add[:, None], weighted.shape)
-    return higher, sum_total, tl.fma(weighted, spread, sum_weighted * keep[:, None])
+    largest, total, weighted = no_keys(ROWS, HEAD_PAD)
+    shared_end = last_key
+    if TREES:
+        shared_end = tl.minimum(last_key, draft_start // KEY_TILE * KEY_TILE)
+    largest, total, weighted = _attend_keys(
+        largest, total, weighted, query, position, first_key, shared_end, 0, 0,
+        key_ptr, value_ptr, table_ptr, token_stride, score_scale,
+        BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, False, UPCAST,
+    )  # fmt: skip
+    if TREES:
+        first_key = tl.maximum(first_key, shared_end)
+        rows = tl.arange(0, ROWS)
+        ahead = tl.where((position >= first_key) & (first_key < last_key), rows, -1)
+        # Depth first, the last of the rows that are still ahead is a leaf among them.
+        leaf = tl.max(ahead, axis=0)
+        while leaf >= 0:
+            path = tl.sum(tl.where(rows == leaf, ancestors, 0), axis=0)
+            on_path = (ahead >= 0) & ((ancestors & ~path) == 0)
+            seeing = tl.where(on_path, position, -1)
+            path_end = tl.minimum(last_key, tl.max(seeing, axis=0) + 1)
+            largest, total, weighted = _attend_keys(
+                largest, total, weighted, query, seeing, first_key, path_end, draft_start, path,
+                key_ptr, value_ptr, table_ptr, token_stride, score_scale,
+                BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, True, UPCAST,
+            )  # fmt: skip
+            ahead = tl.where(on_path, -1, ahead)
+            leaf = tl.max(ahead, axis=0)
+    return largest, total, weighted
+
+
+@triton.jit
+def _find_block(cu_query_lens_ptr, num_sequences, BLOCK_Q: tl.constexpr):
+    """Returns the program's sequence, its first token, its tokens, and which is the block's first.
+
+    Blocks past the last of a sequence begin behind its tokens.
+    """
+    sequence = find_sequence(cu_query_lens_ptr, tl.program_id(0), num_sequences, BLOCK_Q)
+    begin = tl.load(cu_query_lens_ptr + sequence)
+    query_len = tl.load(cu_query_lens_ptr + sequence + 1) - begin
+    first_query = (tl.program_id(0) - begin // BLOCK_Q - sequence) * BLOCK_Q
+    return sequence, begin, query_len, first_query
+
+
+@triton.jit
+def _first_visible(position, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Returns where the tile begins that has the first key seen from a position."""
+    return tl.maximum(position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE if WINDOW > 0 else 0
 
 
 @triton.jit
@@ -149,6 +232,9 @@ def _attention_kernel(
     cu_query_lens_ptr,
     context_lens_ptr,
     block_tables_ptr,
+    ancestors_ptr,
+    draft_starts_ptr,
+    positions_ptr,
     scratch_ptr,
     scratch_stats_ptr,
     num_sequences,
@@ -156,9 +242,8 @@ def _attention_kernel(
     table_stride,
     query_token_stride,
     query_head_stride,
-    block_stride,
+    strip_stride,
     token_stride,
-    head_stride,
     num_query_heads,
     score_scale,
     GROUP: tl.constexpr,
@@ -168,250 +253,153 @@ def _attention_kernel(
     KEY_TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREES: tl.constexpr,
     PARALLEL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid (query blocks, kv heads, splits or 1).
+    """Grid (query blocks, kv heads, splits or 1). WINDOW is 0 for none.
 
     PARALLEL: program (b, h, s) writes its split to the scratch, float32 ``[tokens, query_heads,
     num_splits, HEAD_DIM]`` and stats (largest, total) ``[tokens, query_heads, num_splits, 2]``.
     Otherwise it merges all splits and writes the output.
     """
     BLOCK_Q: tl.constexpr = ROWS // GROUP
-    query_block = tl.program_id(0)
     kv_head = tl.program_id(1)
-    sequence = _find_sequence(cu_query_lens_ptr, query_block, num_sequences, BLOCK_Q)
-    begin = tl.load(cu_query_lens_ptr + sequence)
-    query_len = tl.load(cu_query_lens_ptr + sequence + 1) - begin
-    first_query = (query_block - begin // BLOCK_Q - sequence) * BLOCK_Q
+    split = tl.program_id(2)
+    sequence, begin, query_len, first_query = _find_block(cu_query_lens_ptr, num_sequences, BLOCK_Q)
     if first_query >= query_len:
         return
     context = tl.load(context_lens_ptr + sequence)
-    last_query = tl.minimum(first_query + BLOCK_Q, query_len)
-    # Keys from here on are visible to no row of this program.
-    key_end = context - query_len + last_query
-    if PARALLEL and tl.program_id(2) * SPLIT >= key_end:
+    draft_start = context
+    if TREES:
+        draft_start = tl.load(draft_starts_ptr + sequence)
+    first_position = context - query_len + first_query
+    # No row of this program sees keys before and from here on. Paths end before their slots do.
+    key_end = tl.minimum(context, first_position + BLOCK_Q)
+    key_begin = _first_visible(tl.minimum(first_position, draft_start), KEY_TILE, WINDOW)
+    first_split = key_begin // SPLIT
+    end_split = tl.cdiv(key_end, SPLIT)
+    if PARALLEL and ((split < first_split) | (split >= end_split)):
         return
-
     rows = tl.arange(0, ROWS)
     in_sequence = first_query + rows // GROUP
     real = (rows < BLOCK_Q * GROUP) & (in_sequence < query_len)
-    position = context - query_len + in_sequence
     token = (begin + in_sequence).to(tl.int64)
+    position = first_position + rows // GROUP
+    ancestors = token
+    if TREES:
+        position = tl.load(positions_ptr + token, mask=real, other=-1).to(tl.int32)
+        ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
     head = kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, HEAD_PAD)
     mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    query_row = token * query_token_stride + head * query_head_stride
-    query = tl.load(query_ptr + query_row[:, None] + dims[None, :], mask=mask, other=0.0)
+    query_ptr += (token * query_token_stride + head * query_head_stride)[:, None]
+    query = tl.load(query_ptr + dims[None, :], mask=mask, other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
-    key_ptr += kv_head.to(tl.int64) * head_stride
-    value_ptr += kv_head.to(tl.int64) * head_stride
+    key_ptr += kv_head.to(tl.int64) * strip_stride
+    value_ptr += kv_head.to(tl.int64) * strip_stride
     out_row = token * num_query_heads + head
-
     if PARALLEL:
-        split = tl.program_id(2)
-        first_key = split * SPLIT
+        first_split, end_split = split, split + 1
+    sum_largest, sum_total, sum_weighted = no_keys(ROWS, HEAD_PAD)
+    for index in range(first_split, end_split):
         largest, total, weighted = _attend_split(
-            query, position, first_key, tl.minimum(first_key + SPLIT, key_end),
-            key_ptr, value_ptr, table_ptr, block_stride, token_stride, score_scale,
-            BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, ROWS, UPCAST,
+            query, position, ancestors, draft_start,
+            tl.maximum(index * SPLIT, key_begin), tl.minimum((index + 1) * SPLIT, key_end),
+            key_ptr, value_ptr, table_ptr, token_stride, score_scale,
+            BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, ROWS, WINDOW, TREES, UPCAST,
         )  # fmt: skip
-        slot = out_row * num_splits + split
-        tl.store(scratch_ptr + slot[:, None] * HEAD_DIM + dims[None, :], weighted, mask=mask)
-        tl.store(scratch_stats_ptr + slot * 2, largest, mask=real)
-        tl.store(scratch_stats_ptr + slot * 2 + 1, total, mask=real)
-    else:
-        sum_largest = tl.full([ROWS], float("-inf"), tl.float32)
-        sum_total = tl.zeros([ROWS], tl.float32)
-        sum_weighted = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-        for first_key in range(0, key_end, SPLIT):
-            largest, total, weighted = _attend_split(
-                query, position, first_key, tl.minimum(first_key + SPLIT, key_end),
-                key_ptr, value_ptr, table_ptr, block_stride, token_stride, score_scale,
-                BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, ROWS, UPCAST,
-            )  # fmt: skip
-            sum_largest, sum_total, sum_weighted = _merge(
+        if PARALLEL:
+            slot = out_row * num_splits + index
+            tl.store(scratch_ptr + slot[:, None] * HEAD_DIM + dims[None, :], weighted, mask=mask)
+            tl.store(scratch_stats_ptr + slot * 2, largest, mask=real)
+            tl.store(scratch_stats_ptr + slot * 2 + 1, total, mask=real)
+        else:
+            sum_largest, sum_total, sum_weighted = merge(
                 sum_largest, sum_total, sum_weighted, largest, total, weighted
             )
-        result = _normalise(sum_weighted, sum_total)
+    if not PARALLEL:
+        result = normalise(sum_weighted, sum_total)
         tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
-
-
-@triton.jit
-def _normalise(weighted, total):
-    """Divides weighted values [rows, HEAD_PAD] by the sums of their weights [rows]."""
-    return tl.div_rn(weighted, tl.broadcast_to(total[:, None], weighted.shape))
-
-
-@triton.jit
-def _merge_kernel(
-    out_ptr,
-    scratch_ptr,
-    scratch_stats_ptr,
-    cu_query_lens_ptr,
-    context_lens_ptr,
-    num_sequences,
-    num_splits,
-    num_query_heads,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Grid (tokens, query heads): merges the splits that the row reaches, from the first."""
-    token = tl.program_id(0)
-    sequence = _find_sequence(cu_query_lens_ptr, token, num_sequences, 0)
-    end = tl.load(cu_query_lens_ptr + sequence + 1)
-    if token >= end:
-        return
-    position = tl.load(context_lens_ptr + sequence) - end + token
-    dims = tl.arange(0, HEAD_PAD)
-    row = token.to(tl.int64) * num_query_heads + tl.program_id(1)
-    mask = (dims < HEAD_DIM)[None, :]
-    sum_largest = tl.full([1], float("-inf"), tl.float32)
-    sum_total = tl.zeros([1], tl.float32)
-    sum_weighted = tl.zeros([1, HEAD_PAD], tl.float32)
-    for split in range(position // SPLIT + 1):
-        slot = row * num_splits + split + tl.arange(0, 1)
-        largest = tl.load(scratch_stats_ptr + slot * 2)
-        total = tl.load(scratch_stats_ptr + slot * 2 + 1)
-        values = scratch_ptr + slot[:, None] * HEAD_DIM + dims[None, :]
-        weighted = tl.load(values, mask=mask, other=0.0)
-        sum_largest, sum_total, sum_weighted = _merge(
-            sum_largest, sum_total, sum_weighted, largest, total, weighted
-        )
-    result = _normalise(sum_weighted, sum_total)
-    tl.store(out_ptr + row * HEAD_DIM + dims[None, :], result, mask=mask)
 
 
 def paged_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    layer_kv: torch.Tensor,
     cu_query_lens: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     *,
+    block_size: int,
     scale: float,
+    window: int | None = None,
+    trees: DraftTrees | None = None,
     max_context: int | None = None,
     parallel_splits: bool | None = None,
-    split_size: int = SPLIT_SIZE,
+    split_size: int = sizes.SPLIT_SIZE,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``paged_attention_ref.paged_attention``; never synchronises with the device.
 
     Args:
       query: float32, float16 or bfloat16 ``[tokens, query_heads, head_dim]``, unit last stride.
-      key_cache: ``[blocks, block_size, kv_heads, head_dim]``, unit last stride.
-      value_cache: same shape and strides as ``key_cache``.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]``, unit last stride, dtype of ``query``.
       cu_query_lens: int32 ``[sequences + 1]``; padding sequences have no query tokens.
       context_lens: int32 ``[sequences]``.
       block_tables: int32 ``[sequences, max_blocks]``.
-      scale: factor on the scores.
+      block_size: slots of a block.
+      scale: factor on the scores, positive.
+      window: positions that a row sees, its own included; None for all. A constant of the layer:
+        each value compiles a kernel.
+      trees: what each row sees of drafts that branch; None compiles them out.
       max_context: upper bound of ``context_lens``; the block tables bound it otherwise.
       parallel_splits: whether splits get their own programs; by default where programs are few.
         Does not change the sums.
       split_size: keys per split, a multiple of 64. Changes the last bits.
+      scratch: flat float32 of at least ``paged_attention_sizes.scratch_floats`` elements, which
+        layers may share; allocated otherwise. Not touched unless splits run in parallel.
 
     Returns:
       ``[tokens, query_heads, head_dim]`` in the dtype of ``query``; rows of tokens that belong to
       no sequence are undefined.
+
+    Raises:
+      ValueError: a layout or size that the kernel would read wrongly.
     """
+    sizes.check_arguments(query, layer_kv, block_size, scale, window, trees, split_size)
     tokens, query_heads, head_dim = query.shape
-    _, block_size, kv_heads, _ = key_cache.shape
-    group = query_heads // kv_heads
-    sequences = context_lens.shape[0]
-    _check(query, key_cache, value_cache, split_size)
+    kv_heads, sequences = layer_kv.shape[0] // 2, context_lens.shape[0]
     out = torch.empty((tokens, query_heads, head_dim), dtype=query.dtype, device=query.device)
     if tokens == 0 or sequences == 0:
         return out
-    rows = max(QUERY_ROWS, triton.next_power_of_2(group))
+    group = query_heads // kv_heads
+    rows = sizes.program_rows(group)
     query_blocks = tokens // (rows // group) + sequences
     num_splits = triton.cdiv(max_context or block_tables.shape[1] * block_size, split_size)
     if parallel_splits is None:
-        parallel_splits = num_splits > 1 and query_blocks * kv_heads < _ENOUGH_PROGRAMS
-    slots = (tokens, query_heads, num_splits) if parallel_splits else (1, 1, 1)
-    scratch = torch.empty((*slots, head_dim), dtype=torch.float32, device=query.device)
-    stats = torch.empty((*slots, 2), dtype=torch.float32, device=query.device)
-    _attention_kernel[(query_blocks, kv_heads, num_splits if parallel_splits else 1)](
-        out,
-        query,
-        key_cache,
-        value_cache,
-        cu_query_lens,
-        context_lens,
-        block_tables,
-        scratch,
-        stats,
-        sequences,
-        num_splits,
-        block_tables.stride(0),
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        key_cache.stride(1),
-        key_cache.stride(2),
-        query_heads,
-        scale * _LOG2_E,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=_padded(head_dim),
-        KEY_TILE=_KEY_TILE,
-        SPLIT=split_size,
-        ROWS=rows,
-        PARALLEL=parallel_splits,
-        UPCAST=_interpreting(),
-        num_warps=4,
-    )
+        parallel_splits = sizes.runs_parallel(num_splits, query_blocks * kv_heads)
+    ancestors, draft_starts, positions = trees or (None, None, None)
+    weighted, stats = None, None
     if parallel_splits:
-        _merge_splits(out, scratch, stats, cu_query_lens, context_lens, split_size)
+        weighted, stats = sizes.scratch_views(scratch, query, num_splits)
+    _attention_kernel[(query_blocks, kv_heads, num_splits if parallel_splits else 1)](
+        out, query, layer_kv, layer_kv[kv_heads:], cu_query_lens, context_lens, block_tables,
+        ancestors, draft_starts, positions, weighted, stats, sequences, num_splits,
+        block_tables.stride(0), query.stride(0), query.stride(1), layer_kv.stride(0),
+        layer_kv.stride(1), query_heads, scale * _LOG2_E, GROUP=group, BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim), KEY_TILE=sizes.KEY_TILE,
+        SPLIT=split_size, ROWS=rows, WINDOW=window or 0, TREES=trees is not None,
+        PARALLEL=parallel_splits, UPCAST=_interpreting(), num_warps=4,
+    )  # fmt: skip
+    if weighted is not None and stats is not None:
+        merge_splits(
+            out, weighted, stats, cu_query_lens, context_lens, positions,
+            window=window, split_size=split_size,
+        )  # fmt: skip
     return out
-
-
-def _merge_splits(
-    out: torch.Tensor,
-    scratch: torch.Tensor,
-    stats: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    context_lens: torch.Tensor,
-    split_size: int,
-) -> None:
-    """Merges the splits of every row into ``out``."""
-    tokens, query_heads, num_splits, head_dim = scratch.shape
-    _merge_kernel[(tokens, query_heads)](
-        out,
-        scratch,
-        stats,
-        cu_query_lens,
-        context_lens,
-        context_lens.shape[0],
-        num_splits,
-        query_heads,
-        HEAD_DIM=head_dim,
-        HEAD_PAD=_padded(head_dim),
-        SPLIT=split_size,
-        num_warps=1,
-    )
-
-
-def _padded(head_dim: int) -> int:
-    """Returns the columns of a tile that holds a head; products need 16."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
-
-
-def _check(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, split_size: int
-) -> None:
-    """Raises ValueError for layouts that the kernel would read wrongly."""
-    if query.shape[1] % key_cache.shape[2]:
-        raise ValueError(f"{query.shape[1]} query heads over {key_cache.shape[2]} kv heads")
-    if query.stride(2) != 1 or key_cache.stride(3) != 1:
-        raise ValueError("query and cache need unit stride along the head dimension")
-    if key_cache.stride() != value_cache.stride() or key_cache.shape != value_cache.shape:
-        raise ValueError("key and value cache need the same shape and strides")
-    if split_size % _KEY_TILE:
-        raise ValueError(f"split_size {split_size} is not a multiple of {_KEY_TILE}")
 
 
 def _interpreting() -> bool:

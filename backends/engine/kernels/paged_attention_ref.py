@@ -1,39 +1,69 @@
-"""Ragged paged attention in torch: prefill chunks, decodes and multi-token verification alike.
+"""Ragged paged attention in torch: prefill chunks, decodes, and verification of chains and trees.
 
-For query token i of a sequence with q query tokens of c tokens in context, at position
-p = c - q + i, and for query head h reading key-value head h // group:
+A row is a query token; it has a position p in its sequence and sees the keys of positions
+max(0, p - window + 1) .. p on its own path. For query head h, reading key-value head h // group:
 
-    out[i, h] = sum_j softmax_j(scale * <query[i, h], key[j]>) * value[j],      j = 0 .. p
+    out[row, h] = sum_j softmax_j(scale * <query[row, h], key[j]>) * value[j]
 
-Key j of sequence s is row ``j % block_size`` of block ``block_tables[s, j // block_size]``.
+A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first. Token j of sequence s lies
+in slot ``block_tables[s, j // block_size] * block_size + j % block_size``. Without trees, query
+token i of q with c tokens in the cache has position c - q + i, and so has its key.
+
+With trees the tokens from ``draft_starts[s]`` on are a draft tree, depth first, and paths leave
+gaps between them: draft token i has position draft_starts[s] + (its depth) - 1, and a row sees it
+if bit i of its ancestor mask is set. Tree attention: SpecInfer (arXiv 2305.09781).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+
+class DraftTrees(NamedTuple):
+    """Which draft tokens each row of a step sees.
+
+    The query tokens of a sequence are confirmed tokens, then at most 64 of a draft, depth first.
+
+    Attributes:
+      ancestors: int64 ``[tokens]``; bit i is set if draft token i of the sequence is an ancestor of
+        the row's token or that token itself. 0 for confirmed tokens. A chain has all bits up to
+        the token's own.
+      draft_starts: int32 ``[sequences]``, confirmed tokens in the cache, this step's included.
+      positions: int32 or int64 ``[tokens]``, position of each row on its path.
+    """
+
+    ancestors: torch.Tensor
+    draft_starts: torch.Tensor
+    positions: torch.Tensor
 
 
 def paged_attention(
     query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    layer_kv: torch.Tensor,
     cu_query_lens: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     *,
+    block_size: int,
     scale: float,
+    window: int | None = None,
+    trees: DraftTrees | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a ragged batch over a paged cache; computes in float32.
+    """Attention of a ragged batch over a paged cache; computes in float32.
 
     Args:
       query: ``[tokens, query_heads, head_dim]``, sequences back to back.
-      key_cache: ``[blocks, block_size, kv_heads, head_dim]``, this step's keys already written.
-      value_cache: same shape as ``key_cache``.
+      layer_kv: ``[2 * kv_heads, slots, head_dim]``, this step's keys and values already written.
       cu_query_lens: int32 ``[sequences + 1]``, query tokens of sequence s are
         ``cu_query_lens[s] .. cu_query_lens[s + 1]``; a sequence may have none.
-      context_lens: int32 ``[sequences]``, tokens in the cache including this step's.
+      context_lens: int32 ``[sequences]``, tokens in the cache including all of this step's.
       block_tables: int32 ``[sequences, max_blocks]``; entries past the context are not read.
-      scale: factor on the scores, usually ``head_dim ** -0.5``.
+      block_size: slots of a block.
+      scale: factor on the scores, usually ``head_dim ** -0.5``; positive.
+      window: positions that a row sees, its own included; None for all.
+      trees: None if every row follows the row before it.
 
     Returns:
       ``[tokens, query_heads, head_dim]`` in the dtype of ``query``; tokens that belong to no
@@ -45,30 +75,60 @@ def paged_attention(
         begin, end = bounds[sequence], bounds[sequence + 1]
         if begin == end:
             continue
-        keys = _gather(key_cache, block_tables[sequence], context)
-        values = _gather(value_cache, block_tables[sequence], context)
-        out[begin:end] = _attend(query[begin:end], keys, values, scale).to(query.dtype)
+        keys, values = _gather(layer_kv, block_tables[sequence], context, block_size).chunk(2)
+        if trees is None:
+            positions, key_positions = _chain(end - begin, context, query.device)
+        else:
+            positions, key_positions = _tree(trees, sequence, slice(begin, end), context)
+        visible = key_positions <= positions
+        if window is not None:
+            visible &= key_positions > positions - window
+        rows = _attend(query[begin:end], keys, values, visible, scale)
+        out[begin:end] = rows.to(query.dtype)
     return out
 
 
-def _gather(cache: torch.Tensor, blocks: torch.Tensor, context: int) -> torch.Tensor:
-    """Returns the first ``context`` tokens of a sequence: float32 [kv_heads, context, head_dim]."""
-    block_size = cache.shape[1]
-    used = blocks[: -(-context // block_size)].to(torch.int64)
-    return cache[used].flatten(0, 1)[:context].transpose(0, 1).to(torch.float32)
+def _gather(
+    layer_kv: torch.Tensor, blocks: torch.Tensor, context: int, block_size: int
+) -> torch.Tensor:
+    """Returns a sequence's keys and values: float32 [2 * kv_heads, context, head_dim]."""
+    token = torch.arange(context, device=layer_kv.device)
+    slots = blocks[token // block_size].to(torch.int64) * block_size + token % block_size
+    return layer_kv[:, slots].to(torch.float32)
+
+
+def _chain(tokens: int, context: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns positions of rows [tokens, 1] and keys [1, context]."""
+    key_positions = torch.arange(context, device=device)[None, :]
+    return key_positions[:, context - tokens :].T, key_positions
+
+
+def _tree(
+    trees: DraftTrees, sequence: int, rows: slice, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns positions of rows [tokens, 1] and keys, as each row sees them [tokens, context].
+
+    Keys off the path of a row get a position behind all others.
+    """
+    ancestors = trees.ancestors[rows, None]
+    start = int(trees.draft_starts[sequence])
+    on_path = ancestors >> torch.arange(context - start, device=ancestors.device) & 1
+    draft = torch.where(on_path == 1, start + on_path.cumsum(1) - 1, context)
+    confirmed = torch.arange(start, device=ancestors.device).expand(len(ancestors), -1)
+    return trees.positions[rows, None], torch.cat([confirmed, draft], dim=1)
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """Attention of the last tokens of one sequence: float32 [tokens, query_heads, head_dim]."""
-    tokens, query_heads, _ = query.shape
-    context = keys.shape[1]
-    group = query_heads // keys.shape[0]
+    """Attention of the rows of one sequence: float32 [tokens, query_heads, head_dim]."""
+    group = query.shape[1] // keys.shape[0]
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)
     scores = query.transpose(0, 1).to(torch.float32) @ keys.transpose(1, 2) * scale
-    position = torch.arange(context - tokens, context, device=query.device)
-    hidden = torch.arange(context, device=query.device) > position[:, None]
-    weights = scores.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+    weights = scores.masked_fill_(~visible, -torch.inf).softmax(dim=-1)
     return (weights @ values).transpose(0, 1)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from backends.engine.config import read_model_config
 from backends.engine.kernels import paged_attention_ref
 from backends.engine.kernels.paged_attention import paged_attention
-from tests.kernels import cases
+from backends.engine.kernels.paged_attention_sizes import scratch_floats
+from backends.engine.kv_pool import KvPool
+from backends.shipped import SHIPPED_MODEL
+from tests.kernels.attention_cases import AttentionCase, attention_case
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
@@ -16,6 +22,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim
 # split and ends in the next, the first token of a sequence, and a whole prompt.
 _QUERY_LENS = [20, 1, 5, 0, 4, 1, 18]
 _CONTEXT_LENS = [40, 100, 70, 3, 66, 1, 18]
+
+
+def _equals_the_reference(case: AttentionCase, window: int | None, *, parallel: bool) -> None:
+    out = paged_attention(
+        *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
+    )
+    expected = paged_attention_ref.paged_attention(
+        *case.arguments(), **case.keywords(), window=window
+    )
+    torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -27,61 +43,135 @@ def test_ragged_batch_equals_the_reference(
     query_heads: int, kv_heads: int, head_dim: int, parallel: bool
 ) -> None:
     """A mixed batch gets the reference's values, for odd head sizes and groups."""
-    case = cases.attention_case(
+    case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=query_heads, kv_heads=kv_heads, head_dim=head_dim
     )
-    out = paged_attention(
-        *case.arguments(), scale=case.scale, split_size=64, parallel_splits=parallel
+    _equals_the_reference(case, None, parallel=parallel)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("window", [1, 30, 64, 1000])
+def test_windows_equal_the_reference(window: int, parallel: bool) -> None:
+    """Rows see their window, whether it ends inside a tile, at its border, or nowhere."""
+    case = attention_case(
+        [20, 1, 0, 5, 33], [40, 300, 3, 130, 97], query_heads=3, kv_heads=1, head_dim=16, seed=3
     )
-    expected = paged_attention_ref.paged_attention(*case.arguments(), scale=case.scale)
-    torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
+    _equals_the_reference(case, window, parallel=parallel)
 
 
-def test_splits_in_parallel_and_in_a_loop_give_the_same_bits() -> None:
+@pytest.mark.parametrize("parallel", [False, True])
+def test_tiles_before_every_window_are_not_read(parallel: bool) -> None:
+    """What no row of a sequence sees may have been given to others, NaN and all."""
+    case = attention_case([2, 1], [290, 200], query_heads=4, kv_heads=2, head_dim=16, seed=4)
+    window = 60
+    kept = paged_attention(
+        *case.arguments(), **case.keywords(), window=window, split_size=128,
+        parallel_splits=parallel,
+    )  # fmt: skip
+    layer_kv = case.layer_kv.clone()
+    for table, oldest in zip(case.block_tables, (290 - 2 - window + 1, 200 - window), strict=True):
+        for block in table[: oldest // 64 * 4].tolist():
+            layer_kv[:, block * 16 : block * 16 + 16] = torch.nan
+    overwritten = replace(case, layer_kv=layer_kv)
+    left = paged_attention(
+        *overwritten.arguments(), **overwritten.keywords(), window=window, split_size=128,
+        parallel_splits=parallel,
+    )  # fmt: skip
+    assert torch.equal(left, kept)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_splits_in_parallel_and_in_a_loop_give_the_same_bits(window: int | None) -> None:
     """Whether splits run in parallel is a matter of speed alone."""
-    case = cases.attention_case(
+    case = attention_case(
         _QUERY_LENS, _CONTEXT_LENS, query_heads=6, kv_heads=2, head_dim=32, seed=1
     )
     results = [
-        paged_attention(*case.arguments(), scale=case.scale, split_size=64, parallel_splits=mode)
+        paged_attention(
+            *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=mode
+        )
         for mode in (False, True)
     ]
     assert torch.equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("parallel", [False, True])
-def test_verified_rows_equal_decodes_bit_for_bit(parallel: bool) -> None:
+def test_verified_rows_equal_decodes_bit_for_bit(parallel: bool, window: int | None) -> None:
     """Each row of chunks and verifications has the bits of its token decoded alone."""
-    case = cases.attention_case(
-        [6, 5, 3], [67, 21, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2
-    )
+    case = attention_case([6, 5, 3], [67, 21, 130], query_heads=6, kv_heads=2, head_dim=32, seed=2)
     together = paged_attention(
-        *case.arguments(), scale=case.scale, split_size=64, parallel_splits=parallel
+        *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
     )
-    token = 0
-    for sequence, query_len in enumerate([6, 5, 3]):
-        for index in range(query_len):
-            alone = case.decode_of(sequence, index)
-            one = paged_attention(*alone.arguments(), scale=case.scale, split_size=64)
-            assert torch.equal(one[0], together[token]), (sequence, index)
-            token += 1
+    for token, (sequence, index) in enumerate(case.rows()):
+        alone = case.decode_of(sequence, index)
+        one = paged_attention(*alone.arguments(), **alone.keywords(), window=window, split_size=64)
+        assert torch.equal(one[0], together[token]), (sequence, index)
 
 
 def test_context_bound_may_be_given() -> None:
     """A bound on the context changes the grid and not the result."""
-    case = cases.attention_case([1, 2], [40, 70], query_heads=4, kv_heads=4, head_dim=16)
-    bounded = paged_attention(*case.arguments(), scale=case.scale, split_size=64, max_context=70)
-    free = paged_attention(*case.arguments(), scale=case.scale, split_size=64)
+    case = attention_case([1, 2], [40, 70], query_heads=4, kv_heads=4, head_dim=16)
+    wide = torch.nn.functional.pad(case.block_tables, (0, 20), value=-1)
+    case = replace(case, block_tables=wide)
+    keywords = {**case.keywords(), "split_size": 64, "parallel_splits": True}
+    bounded = paged_attention(*case.arguments(), **keywords, max_context=70)
+    free = paged_attention(*case.arguments(), **keywords)
     assert torch.equal(bounded, free)
+
+
+def test_layers_of_the_pool_are_read_as_they_lie() -> None:
+    """A target's layer and a draft model's, whose pages are other than blocks, need no copy."""
+    target = replace(read_model_config(SHIPPED_MODEL), num_layers=2, num_kv_heads=2, head_dim=32)
+    draft = replace(target, num_layers=1, num_kv_heads=1, head_dim=16)
+    pool = KvPool(target, 16, torch.float32)
+    view = pool.draft_layers(draft)
+    lens = ([3, 1], [50, 77])
+    heads = {"query_heads": 4, "seed": 5}
+    for layer, case in (
+        (pool.layers[1], attention_case(*lens, **heads, kv_heads=2, head_dim=32)),
+        (view.layers[0], attention_case(*lens, **heads, kv_heads=1, head_dim=16, block_size=32)),
+    ):
+        # The case's slots, then what the other model has there.
+        layer.fill_(torch.nan)
+        layer[:, : case.layer_kv.shape[1]] = case.layer_kv
+        _equals_the_reference(replace(case, layer_kv=layer), None, parallel=True)
+    assert view.page_tokens == 32
+
+
+def test_given_scratch_is_used() -> None:
+    """Splits in parallel go through the caller's scratch, of exactly the size that is told."""
+    case = attention_case([1, 2], [200, 70], query_heads=4, kv_heads=2, head_dim=16, seed=6)
+    keywords = {**case.keywords(), "split_size": 64, "max_context": 200, "parallel_splits": True}
+    expected = paged_attention(*case.arguments(), **keywords)
+    needed = scratch_floats(3, 4, 16, 200, 64)
+    scratch = torch.full((needed + 5,), torch.nan)
+    out = paged_attention(*case.arguments(), **keywords, scratch=scratch)
+    assert torch.equal(out, expected)
+    assert scratch[:needed].isfinite().any()
+    assert scratch[needed:].isnan().all()
+    with pytest.raises(ValueError, match="this launch needs"):
+        paged_attention(*case.arguments(), **keywords, scratch=scratch[: needed - 1])
+    with pytest.raises(ValueError, match="float32"):
+        paged_attention(*case.arguments(), **keywords, scratch=scratch.double())
 
 
 def test_unsupported_layouts_are_refused() -> None:
     """Layouts that the kernel would read wrongly raise instead."""
-    case = cases.attention_case([1], [4], query_heads=3, kv_heads=3, head_dim=16)
-    query, keys, values, *rest = case.arguments()
+    case = attention_case([1], [4], query_heads=3, kv_heads=3, head_dim=16)
+    query, layer_kv, *rest = case.arguments()
+    keywords = case.keywords()
     with pytest.raises(ValueError, match="query heads"):
-        paged_attention(query, keys[:, :, :2], values[:, :, :2], *rest, scale=1.0)
+        paged_attention(query, layer_kv[:4], *rest, **keywords)
     with pytest.raises(ValueError, match="unit stride"):
-        paged_attention(query[..., ::2], keys, values, *rest, scale=1.0)
+        paged_attention(query[..., ::2], layer_kv[..., ::2], *rest, **keywords)
+    with pytest.raises(ValueError, match="head_dim"):
+        paged_attention(query, layer_kv[..., :8], *rest, **keywords)
+    with pytest.raises(ValueError, match="dtype"):
+        paged_attention(query, layer_kv.half(), *rest, **keywords)
     with pytest.raises(ValueError, match="multiple"):
-        paged_attention(query, keys, values, *rest, scale=1.0, split_size=100)
+        paged_attention(query, layer_kv, *rest, **keywords, split_size=100)
+    with pytest.raises(ValueError, match="window"):
+        paged_attention(query, layer_kv, *rest, **keywords, window=0)
+    with pytest.raises(ValueError, match="positive"):
+        paged_attention(query, layer_kv, *rest, block_size=16, scale=0.0)

@@ -1,0 +1,151 @@
+"""Merges the softmaxes of splits of the keys; the definition is in ``merge_splits_ref``.
+
+``merge`` and ``normalise`` are shared with attention that loops over its splits, so that both give
+the same bits. Splits are added one after the other, from the first that the row sees: which others
+there are does not matter, nor how many.
+
+Bytes per row (token x query head): 4 * (head_dim + 2) per split that it sees, read once, and
+head_dim * element size written. Floor: those bytes / bandwidth, e.g. 133 kB per token for 32 heads
+of 128 and 8 splits; they lie in the second-level cache if attention has just put them there.
+
+Source: T. Dao et al., "Flash-Decoding for long-context inference" (2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from backends.engine.kernels import paged_attention_sizes as sizes
+
+
+@triton.jit
+def find_sequence(cu_ptr, target, num_sequences, BLOCK_Q: tl.constexpr):
+    """Returns the last sequence s whose first query block (``cu[s] // BLOCK_Q + s``) <= target.
+
+    With BLOCK_Q = 0 it compares ``cu[s]`` itself with a query token.
+    """
+    low = num_sequences * 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = tl.load(cu_ptr + middle)
+        if BLOCK_Q > 0:
+            begin = begin // BLOCK_Q + middle
+        low = tl.where(begin <= target, middle, low)
+        high = tl.where(begin <= target, high, middle)
+    return low
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Returns the softmax over no keys: (largest score, sum of weights, weighted values)."""
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    return largest, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, HEAD_PAD], tl.float32)
+
+
+@triton.jit
+def merge(sum_largest, sum_total, sum_weighted, largest, total, weighted):
+    """Merges a split into the sums of those before it, which start as ``no_keys``.
+
+    Shapes: [rows], [rows], [rows, HEAD_PAD], twice. Both kernels merge by this function, with
+    explicit fused multiply-adds, so that no compiler decides which product is rounded.
+    """
+    higher = tl.maximum(sum_largest, largest)
+    # A row that has seen no key yet has no largest score to subtract.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    keep = tl.exp2(sum_largest - base)
+    add = tl.exp2(largest - base)
+    sum_total = tl.fma(total, add, sum_total * keep)
+    spread = tl.broadcast_to(add[:, None], weighted.shape)
+    return higher, sum_total, tl.fma(weighted, spread, sum_weighted * keep[:, None])
+
+
+@triton.jit
+def normalise(weighted, total):
+    """Divides weighted values [rows, HEAD_PAD] by the sums of their weights [rows]."""
+    # Rows that see nothing are never stored; 1 keeps them finite.
+    total = tl.where(total > 0, total, 1.0)
+    return tl.div_rn(weighted, tl.broadcast_to(total[:, None], weighted.shape))
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr,
+    weighted_ptr,
+    stats_ptr,
+    cu_query_lens_ptr,
+    context_lens_ptr,
+    positions_ptr,
+    num_sequences,
+    num_splits,
+    num_query_heads,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TREES: tl.constexpr,
+):
+    """Grid (tokens, query heads): merges the splits that the row sees, from the first."""
+    token = tl.program_id(0)
+    sequence = find_sequence(cu_query_lens_ptr, token, num_sequences, 0)
+    end = tl.load(cu_query_lens_ptr + sequence + 1)
+    if token >= end:
+        return
+    position = tl.load(context_lens_ptr + sequence) - end + token
+    if TREES:
+        position = tl.load(positions_ptr + token).to(tl.int32)
+    first_split = 0
+    if WINDOW > 0:
+        first_split = tl.maximum(position - WINDOW + 1, 0) // SPLIT
+    dims = tl.arange(0, HEAD_PAD)
+    row = token.to(tl.int64) * num_query_heads + tl.program_id(1)
+    mask = (dims < HEAD_DIM)[None, :]
+    sum_largest, sum_total, sum_weighted = no_keys(1, HEAD_PAD)
+    for split in range(first_split, position // SPLIT + 1):
+        slot = row * num_splits + split + tl.arange(0, 1)
+        largest = tl.load(stats_ptr + slot * 2)
+        total = tl.load(stats_ptr + slot * 2 + 1)
+        values = weighted_ptr + slot[:, None] * HEAD_DIM + dims[None, :]
+        weighted = tl.load(values, mask=mask, other=0.0)
+        sum_largest, sum_total, sum_weighted = merge(
+            sum_largest, sum_total, sum_weighted, largest, total, weighted
+        )
+    result = normalise(sum_weighted, sum_total)
+    tl.store(out_ptr + row * HEAD_DIM + dims[None, :], result, mask=mask)
+
+
+def merge_splits(
+    out: torch.Tensor,
+    weighted: torch.Tensor,
+    stats: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    context_lens: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+    split_size: int = sizes.SPLIT_SIZE,
+) -> torch.Tensor:
+    """As ``merge_splits_ref.merge_splits``; never synchronises with the device.
+
+    Args:
+      out: ``[tokens, query_heads, head_dim]``, contiguous.
+      weighted: float32 ``[tokens, query_heads, num_splits, head_dim]``, contiguous.
+      stats: float32 ``[tokens, query_heads, num_splits, 2]``, contiguous.
+      cu_query_lens: int32 ``[sequences + 1]``.
+      context_lens: int32 ``[sequences]``.
+      positions: int32 or int64 ``[tokens]``; None if rows follow each other.
+      window: positions that a row sees; None for all.
+      split_size: keys per split.
+
+    Returns:
+      ``out``.
+    """
+    tokens, query_heads, num_splits, head_dim = weighted.shape
+    _merge_kernel[(tokens, query_heads)](
+        out, weighted, stats, cu_query_lens, context_lens, positions, context_lens.shape[0],
+        num_splits, query_heads, HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim),
+        SPLIT=split_size, WINDOW=window or 0, TREES=positions is not None, num_warps=1,
+    )  # fmt: skip
+    return out

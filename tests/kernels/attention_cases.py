@@ -1,0 +1,203 @@
+"""Inputs of paged attention, from seeded generators, and what each row would be decoded alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from backends.engine.kernels.paged_attention_ref import DraftTrees
+
+SLACK = 256
+"""Slots behind the blocks, as in the pool of the engine."""
+
+Parents = Sequence[int]
+"""Of each draft token, depth first, the one it follows; -1 for the last confirmed token."""
+
+
+def chain(tokens: int) -> Parents:
+    """Returns a draft without branches."""
+    return range(-1, tokens - 1)
+
+
+def star(tokens: int) -> Parents:
+    """Returns a draft of alternatives for one position."""
+    return [-1] * tokens
+
+
+def comb(tokens: int) -> Parents:
+    """Returns a chain each of whose tokens has one more child, a leaf: every second token."""
+    pending = [-1]
+    parents: list[int] = []
+    for token in range((tokens + 1) // 2):
+        parents.append(pending[-1])
+        pending.append(token)
+    # Depth first: the leaves come from the chain's end back to its beginning.
+    parents.extend(pending[-2::-1][: tokens // 2])
+    return parents
+
+
+def bushy(tokens: int, seed: int) -> Parents:
+    """Returns a random tree whose branches are short and long."""
+    generator = torch.Generator().manual_seed(seed)
+    parents: list[int] = []
+    path = [-1]
+    for token in range(tokens):
+        kept = int(torch.randint(len(path), (1,), generator=generator))
+        path = path[: len(path) - kept // 2]
+        parents.append(path[-1])
+        path.append(token)
+    return parents
+
+
+def ancestors_of(parents: Parents) -> list[int]:
+    """Returns the mask of each draft token as the int64 with these bits."""
+    masks: list[int] = []
+    for token, parent in enumerate(parents):
+        masks.append(1 << token | (masks[parent] if parent >= 0 else 0))
+    return [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Arguments of paged attention on the CPU; unused cache slots hold NaN."""
+
+    query: torch.Tensor
+    layer_kv: torch.Tensor
+    cu_query_lens: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    block_size: int
+    trees: DraftTrees | None = None
+
+    def arguments(self, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+        """Returns the positional arguments on a device."""
+        fields = (
+            self.query,
+            self.layer_kv,
+            self.cu_query_lens,
+            self.context_lens,
+            self.block_tables,
+        )
+        return tuple(field.to(device) for field in fields)
+
+    def keywords(self, device: str = "cpu") -> dict[str, Any]:
+        """Returns the keyword arguments that the reference takes too, but for the window."""
+        trees = self.trees and DraftTrees(*(field.to(device) for field in self.trees))
+        scale = float(self.query.shape[2]) ** -0.5
+        return {"block_size": self.block_size, "scale": scale, "trees": trees}
+
+    def rows(self) -> list[tuple[int, int]]:
+        """Returns (sequence, index of the query token) of each row."""
+        lens = self.cu_query_lens.diff().tolist()
+        return [
+            (sequence, index) for sequence, length in enumerate(lens) for index in range(length)
+        ]
+
+    def decode_of(self, sequence: int, index: int) -> AttentionCase:
+        """Returns the batch that has only query token ``index`` of a sequence, as a decode.
+
+        The draft tokens on the token's path lie behind each other, as after they were accepted.
+        """
+        begin, end = self.cu_query_lens[sequence : sequence + 2].tolist()
+        token = begin + index
+        context = int(self.context_lens[sequence]) - (end - begin) + index + 1
+        layer_kv = self.layer_kv
+        if self.trees is not None:
+            context = int(self.trees.positions[token]) + 1
+            layer_kv = self._accepted(sequence, token)
+        return replace(
+            self,
+            query=self.query[token : token + 1],
+            layer_kv=layer_kv,
+            cu_query_lens=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=torch.tensor([context], dtype=torch.int32),
+            block_tables=self.block_tables[sequence : sequence + 1],
+            trees=None,
+        )
+
+    def _accepted(self, sequence: int, token: int) -> torch.Tensor:
+        """Returns the cache after the path of a token was accepted."""
+        assert self.trees is not None
+        start = int(self.trees.draft_starts[sequence])
+        mask = int(self.trees.ancestors[token])
+        path = [bit for bit in range(64) if mask >> bit & 1]
+        table = self.block_tables[sequence]
+        moved = self.layer_kv.clone()
+        source = slots_of(table, start + torch.tensor(path, dtype=torch.int64), self.block_size)
+        target = slots_of(table, start + torch.arange(len(path)), self.block_size)
+        moved[:, target] = self.layer_kv[:, source]
+        return moved
+
+
+def slots_of(table: torch.Tensor, tokens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Returns where a sequence's tokens lie."""
+    return table[tokens // block_size].to(torch.int64) * block_size + tokens % block_size
+
+
+def attention_case(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    drafts: Sequence[Parents] | None = None,
+    seed: int = 0,
+) -> AttentionCase:
+    """Returns a ragged batch whose sequences own shuffled blocks.
+
+    Args:
+      query_lens: query tokens of each sequence, those of its draft included.
+      context_lens: tokens in the cache, likewise.
+      drafts: trees of each sequence; None for a case without.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blocks_of = [-(-context // block_size) for context in context_lens]
+    total = sum(blocks_of) + 3
+    shuffled = torch.randperm(total, generator=generator)
+    tables = torch.full((len(context_lens), max(blocks_of)), -1, dtype=torch.int32)
+    shape = (2 * kv_heads, total * block_size + SLACK, head_dim)
+    layer_kv = torch.full(shape, torch.nan, dtype=dtype)
+    used = 0
+    for sequence, (context, count) in enumerate(zip(context_lens, blocks_of, strict=True)):
+        tables[sequence, :count] = shuffled[used : used + count].to(torch.int32)
+        used += count
+        slots = slots_of(tables[sequence], torch.arange(context), block_size)
+        data = torch.randn((2 * kv_heads, context, head_dim), generator=generator)
+        layer_kv[:, slots] = data.to(dtype)
+    query = torch.randn((sum(query_lens), query_heads, head_dim), generator=generator).to(dtype)
+    return AttentionCase(
+        query,
+        layer_kv,
+        torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        torch.tensor(context_lens, dtype=torch.int32),
+        tables,
+        block_size,
+        None if drafts is None else _trees(query_lens, context_lens, drafts),
+    )
+
+
+def _trees(
+    query_lens: Sequence[int], context_lens: Sequence[int], drafts: Sequence[Parents]
+) -> DraftTrees:
+    """Returns what the rows of a step see of the drafts at their sequences' ends."""
+    ancestors: list[int] = []
+    starts: list[int] = []
+    positions: list[int] = []
+    for query_len, context, parents in zip(query_lens, context_lens, drafts, strict=True):
+        masks = ancestors_of(parents)
+        start = context - len(masks)
+        starts.append(start)
+        ancestors.extend([0] * (query_len - len(masks)) + masks)
+        positions.extend(range(context - query_len, start))
+        positions.extend(start + (mask % (1 << 64)).bit_count() - 1 for mask in masks)
+    return DraftTrees(
+        torch.tensor(ancestors, dtype=torch.int64),
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(positions, dtype=torch.int32),
+    )

@@ -1,0 +1,114 @@
+"""Attention to drafts that branch, in the interpreter, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backends.engine.kernels import paged_attention_ref
+from backends.engine.kernels.paged_attention import paged_attention
+from backends.engine.kernels.paged_attention_ref import DraftTrees
+from tests.kernels.attention_cases import (
+    AttentionCase,
+    attention_case,
+    bushy,
+    chain,
+    comb,
+    star,
+)
+
+# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+
+def _mixed() -> AttentionCase:
+    """Returns trees of all sorts among a chunk, a decode and padding.
+
+    The comb's paths end in the split behind that where the draft starts, the star starts at a
+    split's border, the tree of 64 tokens fills several programs.
+    """
+    return attention_case(
+        [9, 7, 66, 0, 1, 20, 4, 12],
+        [70, 71, 150, 3, 100, 40, 40, 139],
+        query_heads=3,
+        kv_heads=1,
+        head_dim=16,
+        drafts=[comb(8), star(7), bushy(64, 1), [], [], [], chain(3), bushy(11, 2)],
+        seed=1,
+    )
+
+
+def _attend(case: AttentionCase, *, parallel: bool, window: int | None = None) -> torch.Tensor:
+    return paged_attention(
+        *case.arguments(), **case.keywords(), window=window, split_size=64, parallel_splits=parallel
+    )
+
+
+@pytest.mark.parametrize("window", [None, 2, 30])
+def test_trees_equal_the_reference(window: int | None) -> None:
+    """Combs, stars, chains and bushes get the reference's values, in either mode the same bits."""
+    case = _mixed()
+    expected = paged_attention_ref.paged_attention(
+        *case.arguments(), **case.keywords(), window=window
+    )
+    loops, parallel = (_attend(case, parallel=mode, window=window) for mode in (False, True))
+    torch.testing.assert_close(loops, expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(loops, parallel)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_every_branch_has_the_bits_of_its_path(parallel: bool, window: int | None) -> None:
+    """A row of any branch has the bits of its token decoded alone behind its ancestors."""
+    case = attention_case(
+        [9, 4, 15],
+        [70, 68, 75],
+        query_heads=2,
+        kv_heads=1,
+        head_dim=16,
+        drafts=[comb(8), star(4), bushy(14, 3)],
+        seed=2,
+    )
+    together = _attend(case, parallel=parallel, window=window)
+    for token, (sequence, index) in enumerate(case.rows()):
+        alone = _attend(case.decode_of(sequence, index), parallel=parallel, window=window)
+        assert torch.equal(alone[0], together[token]), (sequence, index)
+
+
+def test_the_last_of_64_draft_tokens_has_the_bits_of_its_path() -> None:
+    """Bit 63, an int64's sign, is an ancestor like any other."""
+    drafts = [chain(64), comb(64)]
+    case = attention_case(
+        [64, 65], [80, 90], query_heads=4, kv_heads=2, head_dim=16, drafts=drafts, seed=3
+    )
+    together = _attend(case, parallel=False)
+    for sequence, index in ((0, 63), (1, 64), (1, 33), (1, 32)):
+        token = int(case.cu_query_lens[sequence]) + index
+        alone = _attend(case.decode_of(sequence, index), parallel=False)
+        assert torch.equal(alone[0], together[token]), (sequence, index)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_chain_by_masks_has_the_bits_of_a_chain_without(parallel: bool) -> None:
+    """Sequences whose drafts do not branch are not changed by others' that do."""
+    lens, contexts = [6, 20, 1, 5], [67, 70, 128, 5]
+    drafts = [chain(5), [], [], chain(5)]
+    sizes = {"query_heads": 2, "kv_heads": 1, "head_dim": 16, "seed": 4}
+    plain = _attend(attention_case(lens, contexts, **sizes), parallel=parallel)
+    masked = _attend(attention_case(lens, contexts, **sizes, drafts=drafts), parallel=parallel)
+    assert torch.equal(plain, masked)
+
+
+def test_malformed_trees_are_refused() -> None:
+    """Masks of another width and fields that end early raise."""
+    case = _mixed()
+    assert case.trees is not None
+    ancestors, starts, positions = case.trees
+    for trees, message in (
+        (DraftTrees(ancestors.int(), starts, positions), "int64"),
+        (DraftTrees(ancestors[:-1], starts, positions), "fewer than"),
+        (DraftTrees(ancestors, starts, positions[:-1]), "fewer than"),
+        (DraftTrees(ancestors.repeat(2)[::2], starts, positions), "unit stride"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_attention(*case.arguments(), block_size=16, scale=1.0, trees=trees)

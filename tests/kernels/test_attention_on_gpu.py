@@ -1,0 +1,180 @@
+"""Attention against its reference on a GPU, where there is one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from backends.engine.kernels import merge_splits, merge_splits_ref, paged_attention_ref
+from backends.engine.kernels.paged_attention import paged_attention
+from backends.engine.kernels.paged_attention_sizes import scratch_floats
+from tests.kernels.attention_cases import (
+    AttentionCase,
+    attention_case,
+    bushy,
+    chain,
+    comb,
+    star,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") == "1",
+        reason="needs a CUDA device and compiled kernels",
+    ),
+]
+
+_QUERY_LENS = [200, 1, 5, 0, 9, 1, 64]
+_CONTEXT_LENS = [700, 1500, 1030, 3, 514, 1, 64]
+
+
+def _trees(dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int) -> AttentionCase:
+    """Returns trees across borders of tiles and splits, among a chunk, a decode and padding."""
+    return attention_case(
+        [13, 9, 66, 0, 1, 40, 5],
+        [520, 1032, 700, 3, 1500, 40, 513],
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        drafts=[comb(12), star(8), bushy(64, 1), [], [], [], chain(4)],
+        seed=1,
+    )
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "head_dim", "dtype", "tolerance"),
+    [
+        (32, 8, 128, torch.bfloat16, 2e-2),
+        (14, 2, 64, torch.bfloat16, 2e-2),
+        (8, 8, 80, torch.float16, 4e-3),
+        (8, 2, 64, torch.float32, 2e-5),
+    ],
+)
+def test_attention_equals_the_reference(
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    window: int | None,
+    parallel: bool,
+) -> None:
+    """Mixed batches, plain and with trees, get the reference's values on the GPU."""
+    shape = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    plain = attention_case(_QUERY_LENS, _CONTEXT_LENS, dtype=dtype, **shape)
+    for case in (plain, _trees(dtype, **shape)):
+        out = paged_attention(
+            *case.arguments("cuda"),
+            **case.keywords("cuda"),
+            window=window,
+            parallel_splits=parallel,
+        )
+        expected = paged_attention_ref.paged_attention(
+            *case.arguments(), **case.keywords(), window=window
+        )
+        torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_verified_rows_equal_decodes_bit_for_bit(dtype: torch.dtype, window: int | None) -> None:
+    """On the GPU too each row, of any branch, has the bits of its token decoded alone."""
+    plain = attention_case(
+        [6, 5, 9], [1030, 21, 2050], query_heads=8, kv_heads=2, head_dim=64, dtype=dtype
+    )
+    for case in (plain, _trees(dtype, query_heads=8, kv_heads=2, head_dim=64)):
+        loops, parallel = (
+            paged_attention(
+                *case.arguments("cuda"),
+                **case.keywords("cuda"),
+                window=window,
+                parallel_splits=mode,
+            )
+            for mode in (False, True)
+        )
+        assert torch.equal(loops, parallel)
+        for token, (sequence, index) in enumerate(case.rows()):
+            alone = case.decode_of(sequence, index)
+            one = paged_attention(*alone.arguments("cuda"), **alone.keywords("cuda"), window=window)
+            assert torch.equal(one[0], loops[token]), (sequence, index)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_captured_graph_follows_what_lies_in_its_tensors(parallel: bool) -> None:
+    """A graph captured for one batch of trees attends to another one of the same shapes."""
+    first = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
+    second = attention_case(
+        [13, 9, 66, 1, 0, 40, 5],
+        [20, 32, 1500, 700, 2, 400, 5],
+        query_heads=8,
+        kv_heads=2,
+        head_dim=64,
+        dtype=torch.bfloat16,
+        drafts=[star(13), comb(9), comb(64), [], [], chain(40), bushy(5, 2)],
+        seed=2,
+    )
+    inputs, keywords = first.arguments("cuda"), first.keywords("cuda")
+    slots = max(first.layer_kv.shape[1], second.layer_kv.shape[1])
+    layer_kv = torch.zeros((4, slots, 64), dtype=torch.bfloat16, device="cuda")
+    inputs = (inputs[0], layer_kv, *inputs[2:])
+    scratch = torch.empty(scratch_floats(len(inputs[0]), 8, 64, 1504), device="cuda")
+    launch = {"max_context": 1504, "parallel_splits": parallel, "scratch": scratch}
+    # Once before, for the compilation.
+    paged_attention(*inputs, **keywords, **launch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*inputs, **keywords, **launch)
+    for case in (first, second):
+        layer_kv[:, : case.layer_kv.shape[1]].copy_(case.layer_kv)
+        for index, tensor in enumerate(case.arguments()):
+            if index != 1:
+                inputs[index].copy_(tensor)
+        for held, tensor in zip(keywords["trees"], case.keywords()["trees"], strict=True):
+            held.copy_(tensor)
+        graph.replay()
+        direct = paged_attention(
+            *case.arguments("cuda"), **case.keywords("cuda"), parallel_splits=parallel
+        )
+        assert torch.equal(out, direct)
+
+
+def test_attention_does_not_synchronise() -> None:
+    """Attention to trees leaves the host running ahead of the GPU, in either mode."""
+    case = _trees(torch.bfloat16, query_heads=8, kv_heads=2, head_dim=64)
+    inputs, keywords = case.arguments("cuda"), case.keywords("cuda")
+    for parallel in (False, True):
+        # Once before, for the compilation.
+        paged_attention(*inputs, **keywords, window=100, parallel_splits=parallel)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            paged_attention(*inputs, **keywords, window=100, parallel_splits=parallel)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_merge_equals_the_reference() -> None:
+    """The merge of splits alone gets the reference's values on the GPU."""
+    generator = torch.Generator().manual_seed(1)
+    weighted = torch.randn((8, 4, 6, 128), generator=generator)
+    stats = torch.randn((8, 4, 6, 2), generator=generator).abs() + 1
+    cu_query_lens = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    context_lens = torch.tensor([66, 9, 304], dtype=torch.int32)
+    tensors = (weighted, stats, cu_query_lens, context_lens)
+    expected = merge_splits_ref.merge_splits(
+        torch.zeros((8, 4, 128)), *tensors, window=100, split_size=64
+    )
+    out = merge_splits.merge_splits(
+        torch.zeros((8, 4, 128), device="cuda"),
+        *(tensor.cuda() for tensor in tensors),
+        window=100,
+        split_size=64,
+    )
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-6)
