@@ -1,4 +1,4 @@
-"""The torch sampler and the accept walk: filters, ties, independence of rows."""
+"""The torch sampler: filters, ties, independence of rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from backends.core.drafts import Draft
 from backends.engine.kernels import noise, sample_verify_ref
-from backends.engine.kernels.sample_verify_ref import NO_DRAFT, filtered_scores, sample
+from backends.engine.kernels.sample_verify_ref import filtered_scores, sample
 from tests.kernels import cases
 
 
@@ -155,24 +152,3 @@ def test_no_rows_give_no_tokens() -> None:
     """An empty batch is allowed."""
     rows = cases.row_sampling(0)
     assert sample(torch.empty((0, 16)), rows).shape == (0,)
-
-
-@given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=5), max_size=6))
-def test_batched_walk_equals_the_walk_of_each_sequence(
-    chains: list[list[tuple[int, int]]],
-) -> None:
-    """A ragged batch is walked as its sequences are one by one; empty sequences emit nothing."""
-    sampled = torch.tensor([token for chain in chains for token, _ in chain], dtype=torch.int64)
-    drafts = torch.tensor([draft for chain in chains for _, draft in chain], dtype=torch.int64)
-    bounds = torch.tensor([0, *(len(chain) for chain in chains)]).cumsum(0).to(torch.int32)
-    accepted, emitted = sample_verify_ref.accept_walk_batch(sampled, drafts, bounds)
-    for index, chain in enumerate(chains):
-        tokens = [token for token, _ in chain]
-        own = emitted[int(bounds[index]) : int(bounds[index + 1])].tolist()
-        if not chain:
-            assert accepted[index] == 0
-            continue
-        walked = len(Draft(tuple(draft for _, draft in chain[:-1])).accepted(tokens))
-        assert accepted[index] == walked
-        emits = walked + 1
-        assert own == tokens[:emits] + [NO_DRAFT] * (len(chain) - emits)

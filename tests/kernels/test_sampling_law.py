@@ -9,9 +9,11 @@ import pytest
 import torch
 from scipy import stats
 
-from backends.engine.kernels.sample_verify_ref import NO_DRAFT, accept_walk_batch, sample
+from backends.engine.kernels.accept_walk_ref import NO_DRAFT, accept_walk
+from backends.engine.kernels.sample_verify_ref import sample
 from tests.kernels import cases
 from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram
+from tests.kernels.step_cases import never_stop
 
 _DRAWS = 20_000
 _VOCAB = 12
@@ -126,21 +128,26 @@ def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.T
         slot = torch.arange(owner.shape[0]) - bounds[owner]
         sequence = active[owner]
         previous = torch.empty_like(slot)
-        drafts = torch.full_like(slot, NO_DRAFT)
         token = text[active, done[active]]
         for depth in range(max_drafts + 1):
             here = slot == depth
             previous[here] = token[owner[here]]
             position = _FIRST_POSITION + done[active] + depth
             token = drafter(seeds[active], position, token)
-            proposes = here & (depth < lengths[owner] - 1)
-            drafts[proposes] = token[owner[proposes]]
         positions = _FIRST_POSITION + done[sequence] + slot
         sampled = _draw(_MARKOV, seeds[sequence], positions, previous)
-        accepted, emitted = accept_walk_batch(sampled, drafts, bounds.to(torch.int32))
-        kept = emitted != NO_DRAFT
-        text[sequence[kept], done[sequence[kept]] + slot[kept] + 1] = emitted[kept]
-        done[active] += accepted + 1
+        walked = accept_walk(
+            sampled,
+            torch.where(slot > 0, previous, NO_DRAFT),
+            (slot - 1).to(torch.int32),
+            bounds.to(torch.int32),
+            never_stop(active.shape[0]),
+            torch.zeros(active.shape[0], dtype=torch.int32),
+            max_rows=max_drafts + 1,
+        )
+        kept = walked.emitted != NO_DRAFT
+        text[sequence[kept], done[sequence[kept]] + slot[kept] + 1] = walked.emitted[kept]
+        done[active] += walked.num_emitted
     return text[:, 1 : 1 + _LENGTH]
 
 

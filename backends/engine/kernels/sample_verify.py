@@ -1,4 +1,4 @@
-"""Sampling and chain verification in Triton; the definitions are in ``sample_verify_ref``.
+"""Sampling in Triton; the definitions are in ``sample_verify_ref``.
 
 Three kernels make a token, none of which writes anything of the size of the logits:
 
@@ -10,7 +10,7 @@ Three kernels make a token, none of which writes anything of the size of the log
    tokens of a tile. Reads 4V bytes per row once, writes 8 bytes per tile. Greedy rows draw nothing.
 3. ``_row_winner_kernel``, one program per row: reduces the tiles, lowest id first.
 
-``_accept_walk_kernel``, one program per sequence, then compares samples with drafts.
+``accept_walk`` then compares samples with drafts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import triton.language as tl
 
 from backends.engine.kernels import noise
 from backends.engine.kernels.noise_triton import gumbel_tile, noise_key
-from backends.engine.kernels.sample_verify_ref import MASS_UNIT, NO_DRAFT, RowSampling
+from backends.engine.kernels.sample_verify_ref import MASS_UNIT, RowSampling
 
 _PURPOSE_OUTPUT: Final = tl.constexpr(noise.PURPOSE_OUTPUT)
 _MASS_UNIT: Final = tl.constexpr(MASS_UNIT)
-_NO_DRAFT: Final = tl.constexpr(NO_DRAFT)
 
 
 @triton.jit
@@ -266,33 +265,6 @@ def _row_winner_kernel(tile_max_ptr, tile_arg_ptr, num_tiles, token_ptr, TILES: 
     tl.store(token_ptr + row, token.to(tl.int64))
 
 
-@triton.jit
-def _accept_walk_kernel(
-    sampled_ptr, draft_ptr, cu_rows_ptr, accepted_ptr, emitted_ptr, TILE: tl.constexpr
-):
-    """Grid (sequences): writes the number of accepted drafts and the emitted tokens."""
-    sequence = tl.program_id(0)
-    begin = tl.load(cu_rows_ptr + sequence)
-    end = tl.load(cu_rows_ptr + sequence + 1)
-    # The first row whose sample is not its draft is the last to emit.
-    last = tl.maximum(end - 1, begin)
-    first = begin
-    while first < last:
-        rows = first + tl.arange(0, TILE)
-        inside = rows < last
-        sampled = tl.load(sampled_ptr + rows, mask=inside, other=0)
-        draft = tl.load(draft_ptr + rows, mask=inside, other=0)
-        last = tl.min(tl.where(inside & (sampled != draft), rows, last), axis=0)
-        first += TILE
-    tl.store(accepted_ptr + sequence, last - begin)
-    first = begin
-    while first < end:
-        rows = first + tl.arange(0, TILE)
-        sampled = tl.load(sampled_ptr + rows, mask=rows < end, other=0)
-        tl.store(emitted_ptr + rows, tl.where(rows <= last, sampled, _NO_DRAFT), mask=rows < end)
-        first += TILE
-
-
 def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torch.Tensor:
     """As ``sample_verify_ref.sample``: the token of every row, int64 ``[rows]``.
 
@@ -350,26 +322,3 @@ def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torc
         tile_max, tile_arg, num_tiles, tokens, TILES=triton.next_power_of_2(num_tiles)
     )
     return tokens
-
-
-def accept_walk_batch(
-    sampled: torch.Tensor, draft_tokens: torch.Tensor, cu_rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``sample_verify_ref.accept_walk_batch``; never synchronises with the device.
-
-    Args:
-      sampled: int64 ``[rows]``.
-      draft_tokens: int64 ``[rows]``, ``NO_DRAFT`` where a row has none.
-      cu_rows: int32 ``[sequences + 1]``.
-
-    Returns:
-      ``(accepted int32 [sequences], emitted int64 [rows])``.
-    """
-    num_sequences = cu_rows.shape[0] - 1
-    accepted = torch.empty(num_sequences, dtype=torch.int32, device=sampled.device)
-    emitted = torch.full_like(sampled, NO_DRAFT)
-    if num_sequences:
-        _accept_walk_kernel[(num_sequences,)](
-            sampled, draft_tokens, cu_rows, accepted, emitted, TILE=64, num_warps=1
-        )
-    return accepted, emitted

@@ -7,7 +7,7 @@ The token of a row (one output position of one sequence) is
 
 which has exactly the law softmax(logits / T) restricted to the kept tokens; the lowest id wins
 ties. A draft token is accepted iff it equals the token of its position, so the text does not depend
-on what was drafted.
+on what was drafted (``accept_walk_ref``).
 
 Filters apply in the order temperature, top-k, top-p, min-p and keep prefixes of one order: logit
 descending, id ascending. A cut-off is therefore a pair (logit, id), nothing is renormalised, and
@@ -43,9 +43,6 @@ from backends.engine.kernels import noise
 
 MASS_UNIT: Final = 2.0**40
 """Integer weight of the most likely token."""
-
-NO_DRAFT: Final = -1
-"""Draft token of a row that has none; equals no token."""
 
 _CANDIDATES: Final = 256
 
@@ -115,39 +112,6 @@ def filtered_scores(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
         logit, token = _cutoffs(picked, rows.select(index))
         scores[index] = scores[index].masked_fill_(_is_cut(picked, logit, token), -torch.inf)
     return scores
-
-
-def accept_walk_batch(
-    sampled: torch.Tensor, draft_tokens: torch.Tensor, cu_rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Walks the chains of a ragged batch.
-
-    Row ``j`` of a sequence samples the token that its draft ``j`` proposes; the last row of a
-    sequence has no draft (the bonus token), and a sequence may have no rows.
-
-    Args:
-      sampled: int64 ``[rows]``.
-      draft_tokens: int64 ``[rows]``, ``NO_DRAFT`` where a row has none.
-      cu_rows: int32 ``[sequences + 1]``, rows of sequence s are ``cu_rows[s] .. cu_rows[s + 1]``.
-
-    Returns:
-      ``(accepted, emitted)``: int32 ``[sequences]``, the number m of accepted drafts, and int64
-      ``[rows]``, the sampled tokens of rows 0..m of each sequence and ``NO_DRAFT`` in the others.
-    """
-    bounds = cu_rows.to(torch.int64)
-    lengths = bounds.diff()
-    sequence = torch.repeat_interleave(
-        torch.arange(lengths.shape[0], device=lengths.device), lengths
-    )
-    within = torch.arange(sampled.shape[0], device=sampled.device) - bounds[sequence]
-    goes_on = (sampled == draft_tokens) & (within < lengths[sequence] - 1)
-    # The first row that does not go on is the last to emit; it exists in every non-empty sequence.
-    stop = torch.where(goes_on, sampled.shape[0], within)
-    accepted = torch.zeros_like(lengths).scatter_reduce(
-        0, sequence, stop, reduce="amin", include_self=False
-    )
-    emitted = torch.where(within <= accepted[sequence], sampled, NO_DRAFT)
-    return accepted.to(torch.int32), emitted
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:

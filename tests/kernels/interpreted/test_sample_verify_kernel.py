@@ -1,4 +1,4 @@
-"""Sampling and the accept walk in the interpreter."""
+"""Sampling in the interpreter."""
 
 from __future__ import annotations
 
@@ -42,18 +42,3 @@ def test_strided_rows_are_read_in_place() -> None:
     narrow = wide[:, :150]
     expected = sample_verify_ref.sample(narrow.contiguous(), rows)
     assert sample_verify.sample(narrow, rows, tile=64).tolist() == expected.tolist()
-
-
-def test_accept_walk_equals_the_reference() -> None:
-    """The kernel walks ragged chains as the reference does, also empty and long ones."""
-    generator = torch.Generator().manual_seed(3)
-    lengths = [1, 0, 5, 2, 150, 64, 65, 0]
-    total = sum(lengths)
-    sampled = torch.randint(0, 1000, (total,), generator=generator)
-    wrong = torch.rand(total, generator=generator) < 0.02
-    drafts = torch.where(wrong, sampled + 1, sampled)
-    cu_rows = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    accepted, emitted = sample_verify.accept_walk_batch(sampled, drafts, cu_rows)
-    expected = sample_verify_ref.accept_walk_batch(sampled, drafts, cu_rows)
-    assert accepted.tolist() == expected[0].tolist()
-    assert emitted.tolist() == expected[1].tolist()
