@@ -20,7 +20,7 @@ def provenance() -> dict[str, Any]:
     """Return command, commit, device, versions, date and how busy the machine was before."""
     busy = busy_share()
     return {
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": " ".join([*_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "device": cpu_name(),
         "threads": torch.get_num_threads(),
@@ -59,9 +59,9 @@ def _cpu_ticks() -> tuple[int, int] | None:
     return sum(ticks), ticks[3] + ticks[4]
 
 
-def _module() -> str:
+def _program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec else Path(sys.argv[0]).name
+    return ["python", "-m", spec.name] if spec else [Path(sys.argv[0]).name]
 
 
 def _commit() -> str:
