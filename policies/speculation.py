@@ -130,7 +130,8 @@ def _tokens_per_s(step: StepView, cost: StepCost, lengths: Sequence[int]) -> flo
     """Return the expected tokens per second of the step with these drafts."""
     chosen = list(zip(step.candidates, lengths, strict=True))
     drafted = sum(sum(candidate.survivals[:length]) for candidate, length in chosen)
-    step_s = cost.seconds(step.tokens + sum(lengths), step.kv_tokens, step.sequences)
+    slots = sum(lengths)
+    step_s = cost.seconds(step.tokens + slots, step.kv_tokens, step.sequences, slots)
     # Proposers draft one after the other, each for all its sequences at once.
     deepest: dict[float, int] = {}
     for candidate, length in chosen:

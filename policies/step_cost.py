@@ -11,15 +11,17 @@ from itertools import pairwise
 class StepCost:
     """Predicted seconds of one forward pass: a staircase over tokens plus linear terms.
 
-    `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences`: tokens that fit a
-    bucket (a CUDA graph, a tile of padded rows) are free, so the table is a staircase. Beyond
-    the last bucket it goes on with the slope of the last step.
+    `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences + pair_s * pairs`: tokens
+    that fit a bucket (a CUDA graph, a tile of padded rows) are free, so the table is a staircase.
+    Beyond the last bucket it goes on with the slope of the last step.
 
     Attributes:
         token_buckets: ascending token counts, at least one.
         step_s: seconds of a step of each bucket, not falling.
         kv_token_s: seconds per KV token read.
         sequence_s: seconds per sequence of the batch.
+        pair_s: seconds per pair of a token fed behind the first of its sequence and a KV token it
+            attends to: what is read once is multiplied for each. 0 where that hides behind reading.
 
     Raises:
         ValueError: the table is empty, of unequal lengths, not ascending, or falls.
@@ -29,6 +31,7 @@ class StepCost:
     step_s: tuple[float, ...]
     kv_token_s: float = 0.0
     sequence_s: float = 0.0
+    pair_s: float = 0.0
     _slope_s: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -44,10 +47,16 @@ class StepCost:
         slope_s = (steps[-1] - before_s) / self._last_width
         object.__setattr__(self, "_slope_s", slope_s)
 
-    def seconds(self, tokens: int, kv_tokens: int = 0, sequences: int = 0) -> float:
-        """Return the predicted seconds of a step."""
+    def seconds(self, tokens: int, kv_tokens: int = 0, sequences: int = 0, slots: int = 0) -> float:
+        """Return the predicted seconds of a step.
+
+        Args:
+            slots: how many of the tokens are drafts; they are taken to attend to as many KV tokens
+                as the sequences have on average.
+        """
         linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
-        return self._table_s(tokens) + linear_s
+        pairs = slots * kv_tokens / sequences if sequences else 0.0
+        return self._table_s(tokens) + linear_s + self.pair_s * pairs
 
     def next_edge(self, tokens: int) -> int:
         """Return the largest token count that costs more than `tokens` by one stair only.
@@ -84,5 +93,5 @@ def slot_price(cost: StepCost, tokens: int, kv_tokens: int, sequences: int) -> f
     if step_s <= 0.0:
         return 0.0
     edge = cost.next_edge(tokens)
-    extra_s = cost.seconds(edge, kv_tokens, sequences) - step_s
+    extra_s = cost.seconds(edge, kv_tokens, sequences, edge - tokens) - step_s
     return sequences * (extra_s / (edge - tokens)) / step_s

@@ -32,6 +32,9 @@ TOKEN_BUCKETS: Final = tuple(
 )
 """Token counts that are timed: padded sizes of verify steps, all of them where steps are short."""
 
+TIMED_SLOTS: Final = 8
+"""Draft slots by which it is timed what attention costs for each."""
+
 TIMED_SEQUENCES: Final = 16
 """Sequences of a batch by which what each adds is timed: enough to stand out of the noise."""
 
@@ -80,9 +83,8 @@ def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> St
         sequence_s = max(_time_s(runner, batch) - _time_s(runner, alone), 0.0) / (many - 1)
     # The timed steps had one sequence each.
     table_s = tuple(max(seconds - sequence_s, 0.0) for seconds in step_s)
-    context_tokens = min(TIMED_CONTEXT, max_tokens - 1)
-    kv_token_s = _kv_token_s(runner, context_tokens) if context_tokens > 0 else 0.0
-    return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s)
+    kv_token_s, pair_s = _attention_s(runner, min(TIMED_CONTEXT, max_tokens - TIMED_SLOTS - 1))
+    return StepCost(tuple(buckets), table_s, kv_token_s, sequence_s, pair_s)
 
 
 def measure_depths(draft: Callable[[int], object], most: int) -> StepCost:
@@ -109,12 +111,24 @@ def _timed_s(draft: Callable[[int], object], count: int) -> float:
     return time.perf_counter() - started_s
 
 
-def _kv_token_s(runner: Runner, context_tokens: int) -> float:
-    """Return the seconds by which each KV token read makes a decode longer."""
-    near, far = (
-        _time_s(runner, StepPlan((_verify(1, start=start),))) for start in (0, context_tokens)
-    )
-    return max(far - near, 0.0) / context_tokens
+def _attention_s(runner: Runner, context_tokens: int) -> tuple[float, float]:
+    """Return the seconds by which each KV token makes a decode longer, and each further token.
+
+    The second is per pair of a token verified behind the first and a KV token.
+    """
+    if context_tokens < 1:
+        return 0.0, 0.0
+
+    def longer_s(tokens: int) -> float:
+        near, far = (
+            _time_s(runner, StepPlan((_verify(tokens, start=start),)))
+            for start in (0, context_tokens)
+        )
+        return max(far - near, 0.0)
+
+    decode_s, verify_s = longer_s(1), longer_s(1 + TIMED_SLOTS)
+    slots_s = max(verify_s - decode_s, 0.0)
+    return decode_s / context_tokens, slots_s / (TIMED_SLOTS * context_tokens)
 
 
 def exactness(

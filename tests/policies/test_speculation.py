@@ -38,7 +38,8 @@ def load(price: float = 0.1, acceptance: float = 0.7, proposers=("ngram",)) -> W
 def tokens_per_s(step: StepView, lengths, cost: StepCost) -> float:
     chosen = list(zip(step.candidates, lengths, strict=True))
     accepted = sum(sum(c.survivals[:n]) for c, n in chosen)
-    seconds = cost.seconds(step.tokens + sum(lengths), step.kv_tokens, step.sequences)
+    slots = sum(lengths)
+    seconds = cost.seconds(step.tokens + slots, step.kv_tokens, step.sequences, slots)
     costs = {c.depth_s for c, _ in chosen}
     seconds += sum(s * max(n for c, n in chosen if c.depth_s == s) for s in costs)
     return (step.sequences + accepted) / seconds

@@ -23,7 +23,11 @@ def costs(draw) -> StepCost:
         seconds += draw(st.sampled_from([0.0, 1e-4, 3e-3]))
         steps.append(seconds)
     return StepCost(
-        tuple(buckets), tuple(steps), draw(st.floats(0, 1e-6)), draw(st.floats(0, 1e-4))
+        tuple(buckets),
+        tuple(steps),
+        draw(st.floats(0, 1e-6)),
+        draw(st.floats(0, 1e-4)),
+        draw(st.floats(0, 1e-6)),
     )
 
 
@@ -32,7 +36,10 @@ small = st.integers(0, 800)
 
 @given(costs(), small, small, small, small, small, small)
 def test_more_of_anything_never_costs_less(cost, tokens, kv, sequences, a, b, c) -> None:
-    """A step's cost is monotone in tokens, KV tokens and sequences, beyond the table too."""
+    """A step's cost is monotone in tokens, KV tokens and sequences, beyond the table too.
+
+    Without drafts, that is: of these each reads as much as the sequences do on average.
+    """
     here = cost.seconds(tokens, kv, sequences)
     assert cost.seconds(tokens + a, kv + b, sequences + c) >= here - 1e-12
 
@@ -84,13 +91,21 @@ def test_long_contexts_lower_the_price() -> None:
     assert slot_price(H100_8B, 32, 32 * 32_768, 32) == pytest.approx(0.013, abs=0.003)
 
 
+def test_slots_of_long_contexts_cost_more_where_attention_multiplies() -> None:
+    """A slot costs what its token attends to, on average over the sequences."""
+    cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
+    assert cost.seconds(8, 1000, 2, slots=3) == pytest.approx(1.4 + 3 * 500 * 1e-3)
+    assert cost.seconds(8, 0, 0, slots=3) == pytest.approx(1.4)
+    assert slot_price(cost, 4, 4000, 2) > slot_price(cost, 4, 400, 2)
+
+
 @given(costs(), small, small, st.integers(1, 64))
 def test_the_price_is_the_rate_times_the_extra_seconds(cost, tokens, kv, sequences) -> None:
     """The price is the design's formula, evaluated to the next edge."""
     step_s = cost.seconds(tokens, kv, sequences)
     assume(step_s > 1e-12)  # a denormal rate overflows in this order of operations
     edge = cost.next_edge(tokens)
-    extra_s = (cost.seconds(edge, kv, sequences) - step_s) / (edge - tokens)
+    extra_s = (cost.seconds(edge, kv, sequences, edge - tokens) - step_s) / (edge - tokens)
     assert slot_price(cost, tokens, kv, sequences) == pytest.approx(sequences / step_s * extra_s)
 
 

@@ -76,14 +76,18 @@ def loop_start(tokens: Sequence[int]) -> int:
 def decode(
     engine: LoadedEngine, prompts: Sequence[Prompt], policy: str, temperature: float
 ) -> tuple[Decoding, dict[str, list[int]]]:
-    """Run the prompts as one batch; count the steps that only decode, planning included."""
+    """Run the prompts as one batch; count the steps in which all of it decodes, planning included.
+
+    When some have ended, what is left is a smaller batch: a server would fill it up.
+    """
     for index, prompt in enumerate(prompts):
         engine.worker.submit(_request(engine, index, prompt, policy, temperature))
     sums, outputs = Decoding(), {str(index): list[int]() for index in range(len(prompts))}
     started_s = time.perf_counter()
     for step in drive(engine.worker, engine.executor):
         ended_s = time.perf_counter()
-        if all(work.start >= work.sequence.prompt_tokens for work in step.plan.work):
+        decoding = sum(work.start >= work.sequence.prompt_tokens for work in step.plan.work)
+        if decoding == len(prompts):
             sums.seconds += ended_s - started_s
             sums.steps += 1
             sums.tokens += sum(len(delta.token_ids) for _, delta in step.deltas)
