@@ -47,11 +47,11 @@ RUNS = 30
 def tiny_copy(directory: Path, into: Path) -> Path:
     """Write a checkpoint of the same depth and head counts whose matrices are tiny."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config.update(vocab_size=64, hidden_size=16, intermediate_size=16, head_dim=4)
+    config.update(vocab_size=64, hidden_size=16, intermediate_size=16, head_dim=16)
     config["tie_word_embeddings"] = True
     (into / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    queries = config["num_attention_heads"] * 4
-    keys = config["num_key_value_heads"] * 4
+    queries = config["num_attention_heads"] * 16
+    keys = config["num_key_value_heads"] * 16
     shapes = {"model.embed_tokens": (64, 16), "model.norm": (16,)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
