@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from backends.chat_template import ChatTemplate, template_sources
 from backends.errors import CheckpointError
+from backends.token_texts import TokenTexts
 
 
 class Tokenizer:
@@ -23,6 +24,7 @@ class Tokenizer:
         vocabulary: ids by token, added ones too.
         vocab_size: one more than the largest token id; an id below it may name no token, where
             the vocabulary has gaps.
+        texts: what tokens add to a text by themselves.
     """
 
     def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
@@ -44,6 +46,8 @@ class Tokenizer:
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
+        decoder = json.loads(self._fast.to_str())["decoder"]
+        self.texts = TokenTexts(self.decode, decoder, self.encode("a", add_special_tokens=False))
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)
         sources = template_sources(directory, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from policies.types import SpeculationPlan
 
@@ -56,6 +57,18 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    @property
+    def leaves_logits(self) -> bool:
+        """Whether nothing here reads or changes logits before temperature and filters."""
+        return (
+            self.logprobs is None
+            and not self.logit_bias
+            and self.repetition_penalty == 1
+            and self.frequency_penalty == 0
+            and self.presence_penalty == 0
+            and self.min_tokens == 0
+        )
 
 
 class GrammarKind(StrEnum):
@@ -157,8 +170,7 @@ class SpeculationOutcome:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """News of one choice: what one step added to it.
 
     Attributes:

@@ -263,7 +263,7 @@ class Dispatcher:
         try:
             async with aclosing(self._leased(placed)) as deltas:
                 async for delta in deltas:
-                    await queue.put(replace(delta, choice=first_choice + delta.choice))
+                    await queue.put(delta._replace(choice=first_choice + delta.choice))
         except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
             await queue.put(error)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -28,15 +29,27 @@ class TextStream:
         stop: tuple[str, ...] = (),
         context: Sequence[int] = (),
         min_tokens: int = 0,
+        alone: Callable[[int], str | None] = lambda _token: None,
     ) -> None:
         """Start behind `context` (the prompt's tokens, of which the last few matter).
 
         A stop string that is complete with fewer than `min_tokens` tokens is text like any other.
+
+        Args:
+            decode: returns the text of tokens.
+            alone: returns what a token adds behind whole characters; None if that depends on the
+                tokens before.
         """
         self._decode = decode
+        self._alone = alone
         self._stop = tuple(s for s in stop if s)
-        self._tokens = list(context[-_CONTEXT_TOKENS:])
-        self._taken = len(decode(self._tokens))  # leading characters of their text, done with
+        most = _CONTEXT_TOKENS + _LONGEST_CHARACTER_TOKENS
+        self._tokens = deque(context[-_CONTEXT_TOKENS:], maxlen=most)
+        # Some decoders strip what stands at the start, or give up what halves of characters touch.
+        before = decode(list(self._tokens))
+        self._is_whole = bool(before) and not before.endswith(_REPLACEMENT)
+        # Leading characters of their text, done with; None for all that there are.
+        self._taken: int | None = None
         self._undecided = 0  # tokens since the text last ended in a whole character
         self._held = ""  # text that may be the beginning of a stop string
         self._before_stops = max(min_tokens - 1, 0)  # tokens to come which complete no stop
@@ -49,27 +62,51 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        self._tokens.append(token_id)
-        self._held += self._new_text(final=False)
+        new = self._alone(token_id) if self._is_whole and not self._undecided else None
+        if new is None:
+            new = self._new_text(token_id)
+        else:
+            self._tokens.append(token_id)
+            self._taken = None
+        if not self._stop:
+            return new
+        self._held += new
         if self._before_stops > 0:
             self._before_stops -= 1
         else:
             self._cut_at_stop()
         return self._release(final=False)
 
+    def extend(self, token_ids: Sequence[int]) -> tuple[str, int]:
+        """Add tokens up to the one that completes a stop string.
+
+        Returns:
+            The text that is now certain, and how many tokens were added.
+        """
+        text = ""
+        for count, token_id in enumerate(token_ids, 1):
+            text += self.add(token_id)
+            if self.stopped:
+                return text, count
+        return text, len(token_ids)
+
     def flush(self) -> str:
         """Return what was held back: the sequence has ended."""
         if self.stopped:
             return ""
-        self._held += self._new_text(final=True)
+        if self._taken is not None:
+            self._held += self._decode(list(self._tokens))[self._taken :]
         self._cut_at_stop()
         return self._release(final=True)
 
-    def _new_text(self, *, final: bool) -> str:
-        """Return the text that is decided: none while the last character is partial."""
-        text = self._decode(self._tokens)
+    def _new_text(self, token_id: int) -> str:
+        """Add a token and return the text that is decided: none while a character is partial."""
+        if self._taken is None:
+            self._taken = self._settle(0)
+        self._tokens.append(token_id)
+        text = self._decode(list(self._tokens))
         open_tokens = 0
-        if text.endswith(_REPLACEMENT) and not final:
+        if text.endswith(_REPLACEMENT):
             self._undecided += 1
             if self._undecided < _LONGEST_CHARACTER_TOKENS:
                 return ""
@@ -79,13 +116,20 @@ class TextStream:
             self._undecided = 0
         end = self._decided_length(open_tokens) if open_tokens else len(text)
         new = text[self._taken : end]
-        del self._tokens[:-_CONTEXT_TOKENS]
-        self._taken = self._decided_length(open_tokens)
+        self._taken = self._settle(open_tokens)
+        self._is_whole = self._is_whole or (bool(new) and not self._undecided)
         return new
+
+    def _settle(self, open_tokens: int) -> int:
+        """Drop all but the context; return the length of its text that is decided."""
+        while len(self._tokens) > _CONTEXT_TOKENS:
+            self._tokens.popleft()
+        return self._decided_length(open_tokens)
 
     def _decided_length(self, open_tokens: int) -> int:
         """Return the length of the text without the last `open_tokens` tokens."""
-        return len(self._decode(self._tokens[: len(self._tokens) - open_tokens]))
+        tokens = list(self._tokens)
+        return len(self._decode(tokens[: len(tokens) - open_tokens]))
 
     def _cut_at_stop(self) -> None:
         """Cut the held text before the stop string that is complete first, if there is one.

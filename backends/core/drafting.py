@@ -61,6 +61,8 @@ class Drafting:
         asked: dict[str, list[DraftRequest]] = {}
         for sequence in sequences:
             plan = sequence.request.speculation
+            if sequence.grammar is None and (plan.proposer is None or not plan.max_draft_tokens):
+                continue
             # The token sampled behind a draft is the last one that may be generated.
             most = min(plan.max_draft_tokens, sequence.remaining_tokens - 1)
             if most < 1:
@@ -102,9 +104,10 @@ class Drafting:
         A draft that was not verified still agrees or not with the token that came, so a policy
         that stopped drafting notices when drafting would pay again.
         """
-        source, draft = self._proposed.get(sequence.key, ("", Draft()))
-        if not draft:
+        proposed = self._proposed.get(sequence.key)
+        if proposed is None or not proposed[1]:
             return
+        source, draft = proposed
         path = draft.walk(emitted)
         refuted = draft.refutes(path, emitted)
         records = [self.acceptance, self._record(source)]

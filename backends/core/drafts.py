@@ -164,6 +164,9 @@ class Draft:
         return None
 
 
+NO_DRAFT: Final = Draft()
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
     """A sequence that may get a draft of up to `max_tokens` tokens."""

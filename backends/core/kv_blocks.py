@@ -91,10 +91,10 @@ class KvBlocks:
             OutOfBlocks: not enough free blocks; the table is unchanged.
         """
         missing = self.blocks_for(tokens) - len(table)
-        if missing > self.num_free:
-            raise OutOfBlocks(f"{missing} blocks wanted, {self.num_free} free")
         if missing <= 0:
             return
+        if missing > self.num_free:
+            raise OutOfBlocks(f"{missing} blocks wanted, {self.num_free} free")
         if self._call_in is not None and missing > self._at_hand:
             self._call_in(missing - self._at_hand)
         self._evict_until(missing)
@@ -105,6 +105,8 @@ class KvBlocks:
     def trim(self, table: array[int], tokens: int) -> None:
         """Give back the blocks behind those that `tokens` tokens need."""
         keep = self.blocks_for(tokens)
+        if len(table) <= keep:
+            return
         # From the end: of a prefix that is evicted block by block, the beginning lasts longest.
         for block in reversed(table[keep:]):
             self._users[block] -= 1

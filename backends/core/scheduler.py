@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
+from typing import Final
 
 from backends.core.drafting import Drafting, Offer
-from backends.core.drafts import Proposer
+from backends.core.drafts import NO_DRAFT, Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
@@ -45,13 +47,8 @@ class SchedulerConfig:
     eos_ids: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """Tokens a step added to a sequence."""
-
-    sequence: Sequence
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
+Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...]]
+"""Tokens a step added to a sequence, with their log probabilities if it asked."""
 
 
 @dataclass(slots=True)
@@ -62,9 +59,15 @@ class _StepDraft:
     work: dict[int, SequenceWork] = field(default_factory=dict)  # by sequence key
 
     def add(self, work: SequenceWork) -> None:
-        replaced = self.work.get(work.sequence.key)
-        self.budget += (replaced.num_tokens if replaced else 0) - work.num_tokens
+        self.budget -= len(work.token_ids)
         self.work[work.sequence.key] = work
+
+    def attach(self, key: int, draft: Draft) -> None:
+        self.budget -= len(draft)
+        self.work[key] = self.work[key]._replace(draft=draft)
+
+
+_LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 
 class Scheduler:
@@ -146,13 +149,17 @@ class Scheduler:
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
         """Account for a step: confirm tokens, give back rejected tails, end what has ended."""
-        emissions = []
+        emissions: list[Emission] = []
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
-            if work.sequence.state is not SequenceState.RUNNING:
+            sequence = work.sequence
+            if sequence.state is not SequenceState.RUNNING:
                 continue
-            emission = self._apply_work(work, emitted, logprobs)
-            if emission.token_ids:
-                emissions.append(emission)
+            if not work.samples:
+                sequence.num_computed = work.confirmed_end
+                self._confirm_blocks(sequence)
+                continue
+            kept = self._confirm(work, emitted)
+            emissions.append((sequence, kept, logprobs[: len(kept)]))
         self._price = slot_price(self.cost, plan.num_tokens, plan.kv_tokens, plan.num_sampling)
         return emissions
 
@@ -160,8 +167,8 @@ class Scheduler:
 
     def _plan_decodes(self, step: _StepDraft) -> None:
         """Give every decode its one token, those first that waited longest."""
-        decodes = [s for s in self._running if s.pending_tokens == 1]
-        decodes.sort(key=lambda s: (s.last_step, s.key))
+        decodes = [s for s in self._running if len(s.token_ids) - s.num_computed == 1]
+        decodes.sort(key=_LEAST_RECENTLY_SERVED)
         for sequence in decodes:
             if step.budget <= 0:
                 break
@@ -187,8 +194,13 @@ class Scheduler:
         )
         lengths = self._policy.draft_lengths(view, self.cost)
         slots = self._reserve(offers, lengths, slot_budget)
-        for key, draft in self._drafting.drafts(offers, slots).items():
-            step.add(replace(step.work[key], draft=draft))
+        drafts = self._drafting.drafts(offers, slots)
+        for offer, reserved in zip(offers, slots, strict=True):
+            sequence, draft = offer.sequence, drafts.get(offer.sequence.key, NO_DRAFT)
+            if draft:
+                step.attach(sequence.key, draft)
+            if len(draft) < reserved:
+                self.blocks.trim(sequence.block_table, len(sequence.token_ids) + len(draft))
 
     def _prefill_tokens(self) -> int:
         """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
@@ -266,9 +278,9 @@ class Scheduler:
 
     def _schedule(self, step: _StepDraft, sequence: Sequence, tokens: int) -> None:
         """Put the next `tokens` pending tokens of the sequence into the step."""
-        start = sequence.num_computed
-        fed = tuple(sequence.token_ids[start : start + tokens])
-        samples = tokens == sequence.pending_tokens
+        start, end = sequence.num_computed, sequence.num_computed + tokens
+        fed = tuple(sequence.token_ids[start:end])
+        samples = end == len(sequence.token_ids)
         sequence.last_step = self._step
         step.add(SequenceWork(sequence, start, fed, samples))
 
@@ -277,6 +289,8 @@ class Scheduler:
 
         Returns False if it had to be preempted itself: whatever else runs is in this step.
         """
+        if len(sequence.token_ids) <= len(sequence.block_table) * self.blocks.block_size:
+            return True
         while True:
             try:
                 self.blocks.extend(sequence.block_table, len(sequence.token_ids))
@@ -310,33 +324,34 @@ class Scheduler:
 
     # --- accounting ---------------------------------------------------------------------------
 
-    def _apply_work(
-        self,
-        work: SequenceWork,
-        emitted: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
-    ) -> Emission:
-        sequence = work.sequence
-        if not work.samples:
-            sequence.num_computed = work.confirmed_end
-            self._confirm_blocks(sequence)
-            return Emission(sequence, (), ())
-        accepted = len(emitted) - 1
+    def _confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
+        """Append what was emitted to the sequence, and settle its blocks; return what it keeps."""
+        sequence, accepted = work.sequence, len(emitted) - 1
         self._drafting.learn(sequence, emitted)
-        kept = tuple(self._until_finished(sequence, emitted))
+        kept = self._append(sequence, emitted)
+        sequence.num_computed = work.start + len(work.token_ids) + accepted
+        within_block = sequence.num_computed % self.blocks.block_size
+        fed_one = len(work.token_ids) == 1 and not work.draft.token_ids
+        if not (within_block and fed_one) or sequence.finish_reason is not None:
+            self._settle(work, accepted, len(kept))
+        return kept
+
+    def _settle(self, work: SequenceWork, accepted: int, kept: int) -> None:
+        """Account for drafts, share full blocks, give back those that are not needed."""
+        sequence = work.sequence
         if work.num_drafts:
-            sequence.count_draft(work.num_drafts, min(accepted, len(kept)))
-        sequence.num_computed = work.confirmed_end + accepted
+            sequence.count_draft(work.num_drafts, min(accepted, kept))
         self._pending.drop(sequence.key)  # the prompt is computed
         self._confirm_blocks(sequence)
         if sequence.finish_reason is None:
             self.blocks.trim(sequence.block_table, sequence.num_computed)
         else:
             self.finish(sequence, sequence.finish_reason)
-        return Emission(sequence, kept, logprobs[: len(kept)])
 
     def _confirm_blocks(self, sequence: Sequence) -> None:
         """Let others share the blocks that are full of confirmed tokens."""
+        if sequence.num_computed // self.blocks.block_size <= sequence.known_blocks:
+            return  # as after most steps
         hashes = sequence.hash_blocks(self.blocks.block_size)
         # What was accepted behind the end of the sequence is in the cache, but not in its tokens.
         full = min(sequence.num_computed // self.blocks.block_size, len(hashes))
@@ -344,18 +359,17 @@ class Scheduler:
         self.blocks.confirm(sequence.block_table, hashes, known)
         sequence.known_blocks = max(full, sequence.known_blocks)
 
-    def _until_finished(self, sequence: Sequence, emitted: Iterable[int]) -> Iterator[int]:
-        """Append tokens to the sequence up to the one that ends it."""
-        sampling = sequence.request.sampling
-        for token in emitted:
-            sequence.token_ids.append(token)
-            yield token
-            ends = token in self.config.eos_ids
-            if ends and (sequence.grammar is not None or not sampling.ignore_eos):
+    def _append(self, sequence: Sequence, emitted: tuple[int, ...]) -> tuple[int, ...]:
+        """Append tokens to the sequence up to the one that ends it, and return them."""
+        tokens, grammar = sequence.token_ids, sequence.grammar
+        for count, token in enumerate(emitted, 1):
+            tokens.append(token)
+            if token in self.config.eos_ids and sequence.heeds_eos:
                 sequence.finish_reason = FinishReason.STOP
-            elif sequence.output_tokens >= sampling.max_tokens:
+                return emitted[:count]
+            if len(tokens) >= sequence.most_tokens:
                 sequence.finish_reason = FinishReason.LENGTH
-            if sequence.finish_reason is not None:
-                return
-            if sequence.grammar is not None:
-                sequence.grammar.accept(token)
+                return emitted[:count]
+            if grammar is not None:
+                grammar.accept(token)
+        return emitted

@@ -53,6 +53,8 @@ class Sequence:
             may be shared with other sequences. An array, so that devices read it as it lies.
         block_hashes: chain over the full blocks of `token_ids` (`prefix_cache`).
         known_blocks: leading blocks of the table which are known by their hash.
+        most_tokens: tokens of prompt and output together at which it ends.
+        is_plain: nothing reads or changes its logits but the sampler.
         cached_tokens: prompt tokens that needed no computing when the sequence first ran.
         draft_table: pages of a draft model's keys and values.
         grammar: what the output may say; None allows everything.
@@ -78,6 +80,14 @@ class Sequence:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
+    most_tokens: int = field(init=False)
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up what every step asks for."""
+        request = self.request
+        self.most_tokens = len(request.prompt_ids) + request.sampling.max_tokens
+        self.is_plain = request.grammar is None and request.sampling.leaves_logits
 
     @classmethod
     def of(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
@@ -103,7 +113,12 @@ class Sequence:
     @property
     def remaining_tokens(self) -> int:
         """Tokens which may still be generated."""
-        return self.request.sampling.max_tokens - self.output_tokens
+        return self.most_tokens - len(self.token_ids)
+
+    @property
+    def heeds_eos(self) -> bool:
+        """Whether an end-of-sequence token ends it; under a grammar always."""
+        return self.grammar is not None or not self.request.sampling.ignore_eos
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return the hashes of all full blocks of the tokens there are."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from backends.core.drafts import Draft
+from backends.core.drafts import NO_DRAFT, Draft
 from backends.core.sequence import Sequence
 from backends.types import TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceWork:
+class SequenceWork(NamedTuple):
     """One sequence's part of a step: confirmed tokens to feed, and a draft to verify behind them.
+
+    A tuple, as others that are made for each sequence in each step: it takes a third of the time.
 
     Attributes:
         start: position of the first token fed; all before it are in the cache.
@@ -28,7 +30,7 @@ class SequenceWork:
     start: int
     token_ids: tuple[int, ...]
     samples: bool
-    draft: Draft = Draft()  # noqa: RUF009 - immutable
+    draft: Draft = NO_DRAFT
 
     @property
     def fed_ids(self) -> tuple[int, ...]:
@@ -51,22 +53,22 @@ class SequenceWork:
     @property
     def num_drafts(self) -> int:
         """Draft tokens to verify."""
-        return len(self.draft)
+        return len(self.draft.token_ids)
 
     @property
     def num_tokens(self) -> int:
         """Tokens fed, drafts included."""
-        return len(self.token_ids) + len(self.draft)
+        return len(self.token_ids) + len(self.draft.token_ids)
 
     @property
     def context_tokens(self) -> int:
         """Slots of the cache in use once the step has run, drafts included."""
-        return self.start + self.num_tokens
+        return self.start + len(self.token_ids) + len(self.draft.token_ids)
 
     @property
     def num_samples(self) -> int:
         """Logit rows wanted: one behind the last confirmed token and one behind each draft."""
-        return len(self.draft) + 1 if self.samples else 0
+        return len(self.draft.token_ids) + 1 if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,11 @@ class StepPlan:
         return sum(work.context_tokens for work in self.work)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing reads or changes logits of the step but the sampler."""
+        return all(work.sequence.is_plain for work in self.work)
+
+    @property
     def num_sampling(self) -> int:
         """Sequences that sample."""
         return sum(work.samples for work in self.work)
@@ -102,8 +109,8 @@ class StepResult:
         step_s: seconds the step took.
     """
 
-    emitted: tuple[tuple[int, ...], ...]
-    logprobs: tuple[tuple[TokenLogprob, ...], ...]
+    emitted: Many[tuple[int, ...]]
+    logprobs: Many[tuple[TokenLogprob, ...]]
     step_s: float
 
 

@@ -6,17 +6,16 @@ clock) calls `plan`, runs the step, and calls `complete`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 
 from backends.core.detokenize import TextStream
 from backends.core.grammar import Grammar, Grammars
-from backends.core.scheduler import Emission, Scheduler
+from backends.core.scheduler import Scheduler
 from backends.core.sequence import Sequence
 from backends.core.steps import StepPlan, StepResult
 from backends.errors import RequestRejected
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, GenerationRequest
+from backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
 from policies.types import WorkerLoad
 
 
@@ -120,9 +119,10 @@ class Worker:
     def _text_stream(self, sequence: Sequence) -> TextStream:
         """Return the text of a sequence, read up to where the client's side has it."""
         sampling, prompt = sequence.request.sampling, sequence.request.prompt_ids
-        stream = TextStream(self.tokenizer.decode, sampling.stop, prompt, sampling.min_tokens)
-        for token in sequence.token_ids[len(prompt) :]:
-            stream.add(token)
+        tokenizer = self.tokenizer
+        alone = tokenizer.texts.__getitem__
+        stream = TextStream(tokenizer.decode, sampling.stop, prompt, sampling.min_tokens, alone)
+        stream.extend(sequence.token_ids[len(prompt) :])
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -145,48 +145,44 @@ class Worker:
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
         """Account for a step and return the deltas it gives, with their request ids."""
-        return list(self._deltas(self._scheduler.apply(plan, result)))
+        return [
+            (emission[0].request.request_id, self._delta(*emission))
+            for emission in self._scheduler.apply(plan, result)
+        ]
 
-    def _deltas(self, emissions: list[Emission]) -> Iterator[tuple[str, Delta]]:
-        for emission in emissions:
-            yield emission.sequence.request.request_id, self._delta(emission)
-
-    def _delta(self, emission: Emission) -> Delta:
-        sequence = emission.sequence
-        text, num_tokens = self._show(emission, self._texts[sequence.key])
+    def _delta(
+        self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> Delta:
+        stream = self._texts[sequence.key]
+        if sequence.finish_reason is None:  # as after most steps
+            text, shown = stream.extend(token_ids)
+            if not stream.stopped:
+                return Delta(sequence.choice, token_ids, text, logprobs)
+            self._stop(sequence)
+        else:
+            text, shown = self._last_text(sequence, token_ids, stream)
+        token_ids, logprobs = token_ids[:shown], logprobs[:shown]
+        self._forget(sequence)
+        outcome, cached = sequence.outcome(), sequence.cached_tokens
         reason = sequence.finish_reason
-        if reason is not None:
-            self._forget(sequence)
-        return Delta(
-            sequence.choice,
-            emission.token_ids[:num_tokens],
-            text,
-            emission.logprobs[:num_tokens],
-            reason,
-            sequence.outcome() if reason else None,
-            sequence.cached_tokens if reason else 0,
-        )
+        return Delta(sequence.choice, token_ids, text, logprobs, reason, outcome, cached)
 
-    def _show(self, emission: Emission, stream: TextStream) -> tuple[str, int]:
-        """Return the text of an emission, and how many of its tokens stand before a stop.
+    def _last_text(
+        self, sequence: Sequence, tokens: tuple[int, ...], stream: TextStream
+    ) -> tuple[str, int]:
+        """Return the text of a sequence's last tokens, and how many stand before a stop string.
 
         Tokens accepted behind a stop string never were: without drafts they had not been made.
         """
-        sequence, tokens = emission.sequence, emission.token_ids
         eos = sequence.finish_reason is FinishReason.STOP  # the last token, and not shown
-        text = ""
-        for index, token in enumerate(tokens[:-1] if eos else tokens):
-            text += stream.add(token)
-            if stream.stopped:
-                self._stop(sequence)
-                return text, index + 1
-        if sequence.finish_reason is not None:
-            text += stream.flush()
-            if stream.stopped:
-                self._stop(sequence)
-            elif eos and sequence.grammar is not None and not sequence.grammar.is_complete:
-                sequence.finish_reason = FinishReason.LENGTH  # the grammar's own limits ended it
-        return text, len(tokens)
+        text, shown = stream.extend(tokens[:-1] if eos else tokens)
+        if not stream.stopped:
+            text, shown = text + stream.flush(), len(tokens)
+        if stream.stopped:
+            self._stop(sequence)
+        elif eos and sequence.grammar is not None and not sequence.grammar.is_complete:
+            sequence.finish_reason = FinishReason.LENGTH  # the grammar's own limits ended it
+        return text, shown
 
     def _stop(self, sequence: Sequence) -> None:
         """End a sequence at a stop string, also if it reached its length in the same step."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,41 +21,73 @@ class AttentionSpan(NamedTuple):
     """Which rows of the step attend to which slots.
 
     Attributes:
-        rows: rows [first, last) of the step.
+        rows: how many; they stand behind those of the spans before.
         start: position of the first row; those behind it follow one by one. They see all positions
             before their own, and the step's own keys and values are among them.
         pages: the sequence's page table; an `array` of 64-bit numbers is read as it lies.
-        page_tokens: slots of a page.
         tail_start: position from which on slots are those of `tail`, not of the pages.
         tail: slots; none for most sequences.
     """
 
-    rows: tuple[int, int]
+    rows: int
     start: int
     pages: Many[int]
-    page_tokens: int = BLOCK_TOKENS
     tail_start: int = 0
     tail: tuple[int, ...] = ()
 
-    def moved(self, rows: int) -> AttentionSpan:
-        """Return the span of rows that stand so many rows further on."""
-        return self._replace(rows=(self.rows[0] + rows, self.rows[1] + rows))
+
+@dataclass(slots=True)
+class AttentionSpans:
+    """The spans of a step, by column: making one for each sequence takes as long as using them.
+
+    Attributes:
+        page_tokens: slots of a page.
+        rows, starts, pages: of each span.
+        tails: `tail_start` and `tail` by the span's number, for those that have one.
+    """
+
+    page_tokens: int = BLOCK_TOKENS
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    pages: list[Many[int]] = field(default_factory=list)
+    tails: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    def add(self, span: AttentionSpan) -> None:
+        """Append a span."""
+        if span.tail:
+            self.tails[len(self.rows)] = span.tail_start, span.tail
+        self.rows.append(span.rows)
+        self.starts.append(span.start)
+        self.pages.append(span.pages)
+
+    def __iter__(self) -> Iterator[AttentionSpan]:
+        """Yield the spans in order."""
+        for index, span in enumerate(zip(self.rows, self.starts, self.pages, strict=True)):
+            yield AttentionSpan(*span, *self.tails.get(index, ()))
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.rows)
 
 
 class Feed(NamedTuple):
     """What one sequence feeds to a forward pass.
 
     Attributes:
-        token_ids, positions, slots: of each row; keys and values go to the slots.
-        spans: who attends to what; rows are counted from the first of the feed.
+        token_ids: of each row; keys and values go to the slots from that of `start` on.
+        start: position of the first.
+        pages: the sequence's page table.
         num_samples: the last so many rows' logits are wanted.
+        positions: of the rows of a tree; empty where each follows the one before.
+        spans: who attends to what, together all rows; empty for one span over the pages.
     """
 
     token_ids: Many[int]
-    positions: Iterable[int]
-    slots: Iterable[int]
-    spans: tuple[AttentionSpan, ...]
+    start: int
+    pages: Many[int]
     num_samples: int
+    positions: Many[int] = ()
+    spans: tuple[AttentionSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +104,57 @@ class StepInputs:
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
-    spans: tuple[AttentionSpan, ...]
+    spans: AttentionSpans
     sample_rows: Tensor
     num_samples: int
 
 
-def build_inputs(feeds: Iterable[Feed], dump_slot: int) -> StepInputs:
+def build_inputs(
+    feeds: Iterable[Feed], dump_slot: int, page_tokens: int = BLOCK_TOKENS
+) -> StepInputs:
     """Lay feeds out as one ragged batch, padded to the row tile.
 
     Args:
         dump_slot: where padding rows write.
+        page_tokens: slots of a page.
     """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     samples: list[int] = []
-    spans: list[AttentionSpan] = []
-    for feed in feeds:
-        first = len(token_ids)
-        token_ids.extend(feed.token_ids)
-        positions.extend(feed.positions)
-        slots.extend(feed.slots)
-        samples.extend(range(len(token_ids) - feed.num_samples, len(token_ids)))
-        spans.extend(span.moved(first) for span in feed.spans)
-    padding = padded_rows(len(token_ids)) - len(token_ids)
+    spans = AttentionSpans(page_tokens)
+    span_rows, span_starts, span_pages = spans.rows, spans.starts, spans.pages
+    rows = 0
+    for fed, start, pages, num_samples, shown_at, own_spans in feeds:
+        count = len(fed)
+        if count == 1:  # most of a batch
+            token_ids.append(fed[0])
+            positions.append(start)
+            slots.append(pages[start // page_tokens] * page_tokens + start % page_tokens)
+        else:
+            places = range(start, start + count)
+            token_ids += fed
+            positions += shown_at or places
+            slots += slots_of(pages, places, page_tokens)
+        rows += count
+        if num_samples == 1:
+            samples.append(rows - 1)
+        else:
+            samples += range(rows - num_samples, rows)
+        for span in own_spans:
+            spans.add(span)
+        if not own_spans:
+            span_rows.append(count)
+            span_starts.append(start)
+            span_pages.append(pages)
+    padding = padded_rows(rows) - rows
     num_samples = len(samples)
-    samples.extend([0] * (padded_rows(num_samples) - num_samples))
+    samples += [0] * (padded_rows(num_samples) - num_samples)
     return StepInputs(
         torch.tensor(token_ids + [0] * padding),
         torch.tensor(positions + [0] * padding),
         torch.tensor(slots + [dump_slot] * padding),
-        tuple(spans),
+        spans,
         torch.tensor(samples, dtype=torch.int64),
         num_samples,
     )
@@ -111,19 +163,20 @@ def build_inputs(feeds: Iterable[Feed], dump_slot: int) -> StepInputs:
 def attending(span: AttentionSpan, rows: int) -> StepInputs:
     """Return a step of so many rows that does nothing but attend: to probe and to test with."""
     zeros = torch.zeros(rows, dtype=torch.int64)
-    return StepInputs(zeros, zeros, zeros, (span,), zeros[:0], 0)
+    spans = AttentionSpans()
+    spans.add(span)
+    return StepInputs(zeros, zeros, zeros, spans, zeros[:0], 0)
 
 
 def feed_of(work: SequenceWork) -> Feed:
     """Return what a sequence feeds to the target in a step."""
-    table = work.sequence.block_table
-    return Feed(
-        work.fed_ids,
-        work.positions,
-        slots_of(table, range(work.start, work.context_tokens)),
-        _spans(work, table),
-        work.num_samples,
-    )
+    sequence, start, token_ids, samples, draft = work
+    if not draft.token_ids:
+        return Feed(token_ids, start, sequence.block_table, int(samples))
+    fed, table = work.fed_ids, sequence.block_table
+    if draft.is_chain:
+        return Feed(fed, start, table, work.num_samples)
+    return Feed(fed, start, table, work.num_samples, [*work.positions], _spans(work, table))
 
 
 def slots_of(
@@ -140,17 +193,14 @@ def _spans(work: SequenceWork, table: Many[int]) -> tuple[AttentionSpan, ...]:
     would have in a chain: attention adds in the order of positions. Ancestor masks over the slots
     of the tree would put zeros in between.
     """
-    if work.draft.is_chain:
-        return (AttentionSpan((0, work.num_tokens), work.start, table),)
     ends = _branch_ends(work.draft)
-    spans = [AttentionSpan((0, len(work.token_ids) + ends[0]), work.start, table)]
+    spans = [AttentionSpan(len(work.token_ids) + ends[0], work.start, table)]
     for begin, end in pairwise(ends):
         path = _ancestors(work.draft, begin)
-        rows = (len(work.token_ids) + begin, len(work.token_ids) + end)
         shown = slots_of(table, (work.confirmed_end + i for i in (*path, *range(begin, end))))
         spans.append(
             AttentionSpan(
-                rows,
+                end - begin,
                 work.confirmed_end + len(path),
                 table,
                 tail_start=work.confirmed_end,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backends.core.steps import StepPlan
-from backends.engine.sampler import Walk
+from backends.engine.sampler import Walks
 from backends.types import TokenLogprob
 
 
@@ -40,8 +40,8 @@ def model_logprobs(plan: StepPlan, logits: Tensor) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     first = 0
     for work in plan.work:
-        rows = logits[first : first + work.num_samples]
         if work.samples and work.sequence.request.sampling.logprobs is not None:
+            rows = logits[first : first + work.num_samples]
             # One row at a time: bits must not depend on how many rows a step happens to have.
             found.append(torch.stack([torch.log_softmax(row, dim=-1) for row in rows]))
         else:
@@ -72,17 +72,17 @@ def look_up(
     return tuple(found)
 
 
-def read(
-    found: Many[RowLogprobs | None], walks: Many[Walk]
-) -> tuple[tuple[TokenLogprob, ...], ...]:
+def read(found: Many[RowLogprobs | None], walks: Walks) -> tuple[tuple[TokenLogprob, ...], ...]:
     """Fetch the log probabilities of the emitted tokens; waits for the device where any are."""
     return tuple(
-        () if rows is None else tuple(_entries(rows, walk))
-        for rows, walk in zip(found, walks, strict=True)
+        () if looked_up is None else tuple(_entries(looked_up, rows, emitted))
+        for looked_up, rows, emitted in zip(found, *walks, strict=True)
     )
 
 
-def _entries(rows: RowLogprobs, walk: Walk) -> Iterator[TokenLogprob]:
-    drawn, top, top_ids = (column.tolist() for column in rows)
-    for row, token in zip(walk.rows, walk.token_ids, strict=True):
+def _entries(
+    found: RowLogprobs, rows: tuple[int, ...], emitted: tuple[int, ...]
+) -> Iterator[TokenLogprob]:
+    drawn, top, top_ids = (column.tolist() for column in found)
+    for row, token in zip(rows, emitted, strict=True):
         yield TokenLogprob(token, drawn[row], tuple(zip(top_ids[row], top[row], strict=True)))

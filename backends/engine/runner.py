@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ from backends.engine.logits import adjust, forbid
 from backends.engine.logprobs import RowLogprobs
 from backends.engine.model import Decoder
 from backends.engine.operators.base import Operators
-from backends.engine.sampler import Verify, Walk, draw, walk
+from backends.engine.sampler import Verify, Walks, draw, walk
+from backends.types import TokenLogprob
+
+NO_LOGPROBS: Final[tuple[tuple[TokenLogprob, ...]]] = ((),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +30,14 @@ class LaunchedStep:
 
     Attributes:
         tokens: int64 [sampling rows], the token of each row.
-        logprobs: one entry for each part of the plan; None where it does not ask.
+        logprobs: one entry for each part of the plan, None where it does not ask; None where
+            nobody does.
         started_s: `time.perf_counter` when it was launched.
     """
 
     plan: StepPlan
     tokens: Tensor
-    logprobs: tuple[RowLogprobs | None, ...]
+    logprobs: tuple[RowLogprobs | None, ...] | None
     started_s: float
 
 
@@ -62,6 +67,8 @@ class Runner:
         """Enqueue one step: forward, sample, look log probabilities up. Reads nothing back."""
         started_s = time.perf_counter()
         logits = self.logits(plan)
+        if plan.is_plain:
+            return LaunchedStep(plan, draw(plan, logits, self._verify), None, started_s)
         wanted = logprobs.model_logprobs(plan, logits)
         forbid(plan, logits)
         adjust(plan, logits, self._eos_ids)
@@ -72,9 +79,10 @@ class Runner:
         """Wait for a launched step and walk its drafts. The one place that waits for the device."""
         walks = walk(step.plan, step.tokens.tolist())
         self._compact(step.plan, walks)
-        found = logprobs.read(step.logprobs, walks)
-        emitted = tuple(walk.token_ids for walk in walks)
-        return StepResult(emitted, found, time.perf_counter() - step.started_s)
+        found: Many[tuple[TokenLogprob, ...]] = NO_LOGPROBS * len(step.plan.work)
+        if step.logprobs is not None:
+            found = logprobs.read(step.logprobs, walks)
+        return StepResult(walks.emitted, found, time.perf_counter() - step.started_s)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
@@ -82,14 +90,14 @@ class Runner:
         inputs = build_inputs(map(feed_of, plan.work), self._pool.dump_slot)
         return self._decoder.forward(inputs, self._pool.layers)
 
-    def _compact(self, plan: StepPlan, walks: Many[Walk]) -> None:
+    def _compact(self, plan: StepPlan, walks: Walks) -> None:
         """Move the keys and values of accepted paths to where their positions belong."""
         sources: list[int] = []
         targets: list[int] = []
-        for work, taken in zip(plan.work, walks, strict=True):
-            if not work.sequence.block_table:
-                continue  # cancelled while the step ran: its blocks are not its own any more
-            places = [row - 1 for row in taken.rows[1:]]
+        for work, rows in zip(plan.work, walks.rows, strict=True):
+            if work.draft.is_chain or not work.sequence.block_table:
+                continue  # in place; or cancelled while the step ran, its blocks another's
+            places = [row - 1 for row in rows[1:]]
             moved = [(place, depth) for depth, place in enumerate(places) if place != depth]
             table, end = work.sequence.block_table, work.confirmed_end
             sources += slots_of(table, (end + place for place, _ in moved))

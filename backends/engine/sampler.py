@@ -45,32 +45,38 @@ def draw(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
     return sample(logits, rows)
 
 
-class Walk(NamedTuple):
-    """How far a part of a step came.
+class Walks(NamedTuple):
+    """How far each part of a step came.
 
     Attributes:
-        rows: the rows of the part whose tokens stand: the first, and those behind accepted drafts.
-        token_ids: the tokens of these rows.
+        rows: the rows of each part whose tokens stand: the first, and those behind accepted drafts.
+        emitted: the tokens of these rows.
     """
 
-    rows: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    rows: list[tuple[int, ...]]
+    emitted: list[tuple[int, ...]]
 
 
-def walk(plan: StepPlan, tokens: Many[int]) -> list[Walk]:
+def walk(plan: StepPlan, tokens: Many[int]) -> Walks:
     """Return what each part emits: accepted drafts and the token behind them.
 
     Args:
         tokens: the token of every row.
     """
-    walks: list[Walk] = []
+    if all(work.samples and not work.draft.token_ids for work in plan.work):
+        return Walks([(0,)] * len(tokens), list(zip(tokens)))
+    stand: list[tuple[int, ...]] = []
+    emitted: list[tuple[int, ...]] = []
     first = 0
     for work in plan.work:
-        drawn = tokens[first : first + work.num_samples]
-        rows = (0, *(place + 1 for place in work.draft.accepted(drawn))) if drawn else ()
-        walks.append(Walk(rows, tuple(drawn[row] for row in rows)))
+        rows: tuple[int, ...] = (0,) if work.samples else ()
+        if work.draft.token_ids:  # most of a batch has none
+            drawn = tokens[first : first + work.num_samples]
+            rows = (0, *(place + 1 for place in work.draft.accepted(drawn)))
+        stand.append(rows)
+        emitted.append(tuple([tokens[first + row] for row in rows]))
         first += work.num_samples
-    return walks
+    return Walks(stand, emitted)
 
 
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:

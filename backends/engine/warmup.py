@@ -189,7 +189,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
         rows = []
         for start in range(PROBE_START, stop, width):
             tokens = min(width, stop - start)
-            span = AttentionSpan((0, tokens), start, pages)
+            span = AttentionSpan(tokens, start, pages)
             step = queries[start : start + padded_rows(tokens)]
             begun = operators.begin(attending(span, len(step)))
             rows.append(operators.attend(begun, step, layer_kv, PROBE_WINDOW)[:tokens])

@@ -102,9 +102,9 @@ class House:
         result = FakeExecutor().execute(plan)
         for work, emitted in zip(plan.work, result.emitted, strict=True):
             self.compact(work, emitted)
-        for emission in self.scheduler.apply(plan, result):
-            assert len(emission.token_ids) == len(emission.logprobs)
-            self.outputs[emission.sequence.key].extend(emission.token_ids)
+        for sequence, token_ids, logprobs in self.scheduler.apply(plan, result):
+            assert len(token_ids) == len(logprobs)
+            self.outputs[sequence.key].extend(token_ids)
 
     def run(self) -> None:
         """Run until all is done; a run which takes longer than recomputing everything starves."""

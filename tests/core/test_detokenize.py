@@ -38,7 +38,7 @@ stops = st.lists(st.text(st.sampled_from("ab é🙂"), min_size=1, max_size=4), 
 
 def stream_pieces(ids, stop=(), context=()):
     """What a reader is given, piece by piece, the flush last."""
-    stream = TextStream(tokenizer().decode, stop, context)
+    stream = TextStream(tokenizer().decode, stop, context, alone=tokenizer().texts.__getitem__)
     return [*(stream.add(token) for token in ids), stream.flush()]
 
 
@@ -65,6 +65,16 @@ def split_and_encode(text: str, cuts: list[int]) -> list[int]:
 def test_text_is_that_of_decoding_at_once(ids: list[int]) -> None:
     """Any tokens, also bytes that are no character, give the text of decoding them together."""
     assert "".join(stream_pieces(ids)) == tokenizer().decode(ids)
+
+
+@given(token_ids, stops)
+@example(list(range(4, 260)), ())
+@example([*UNKNOWN * 3, *EMOJI], ())
+@example([*EMOJI[-1:] * 4, *EMOJI, *EMOJI[-1:] * 3, *EMOJI[:1]], ())
+def test_pieces_are_those_of_decoding_every_token_among_others(ids, stop) -> None:
+    """Looking a token's own text up gives the same pieces as decoding it behind the last ones."""
+    slow = TextStream(tokenizer().decode, stop)
+    assert stream_pieces(ids, stop) == [*(slow.add(token) for token in ids), slow.flush()]
 
 
 @given(texts, st.lists(st.integers(0, 100)), st.text("ab é\n", max_size=9))

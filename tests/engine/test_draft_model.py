@@ -16,6 +16,7 @@ from backends.core.drafts import DraftRequest
 from backends.core.kv_blocks import KvBlocks
 from backends.core.sequence import Sequence
 from backends.engine.bench.prompts import held_out_prompts
+from backends.engine.inputs import Feed
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.load import load_engine
 from backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
@@ -215,7 +216,5 @@ def test_logits_do_not_depend_on_where_pages_lie(shipped: Model) -> None:
     assert kv.groups > 1
     runs = every[:16]
     scattered = random.Random(2).sample(every, 16)
-    bits = [
-        model.forward([model.feed(pages, tokens, 0, samples=True)]) for pages in (runs, scattered)
-    ]
+    bits = [model.forward([Feed(tokens, 0, pages, num_samples=1)]) for pages in (runs, scattered)]
     assert torch.equal(*bits)

@@ -176,7 +176,7 @@ class Attention:
         for start in range(begin, CONTEXT, width):
             tokens = min(width, CONTEXT - start)
             step = self.queries[start : start + padded_rows(tokens)]
-            span = AttentionSpan((0, tokens), start, table)
+            span = AttentionSpan(tokens, start, table)
             begun = self.operators.begin(attending(span, len(step)))
             rows.append(self.operators.attend(begun, step, layer_kv, window)[:tokens])
         return torch.cat(rows)

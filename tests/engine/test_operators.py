@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.inputs import StepInputs
+from backends.engine.inputs import AttentionSpans, StepInputs
 from backends.engine.kv_pool import KvPool
 from backends.engine.linear import Linear
 from backends.engine.model import Decoder
@@ -103,7 +103,7 @@ def test_queries_keys_and_values_are_those_of_torch(
     zeros = torch.zeros(ROWS, dtype=torch.int64)
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:ROWS]
     positions = torch.randperm(POSITIONS, generator=torch.Generator().manual_seed(2))[:ROWS]
-    inputs = StepInputs(zeros, positions, order, (), zeros[:0], 0)
+    inputs = StepInputs(zeros, positions, order, AttentionSpans(), zeros[:0], 0)
     heads = config.num_heads + config.num_kv_heads
     weight = random(heads, config.head_dim, dtype=dtype) if normed else None
     width = (heads + config.num_kv_heads) * config.head_dim

@@ -145,7 +145,9 @@ class Watched(Decoder):
 def slots_read(inputs: StepInputs) -> list[int]:
     """All slots of the one span of a step, in the order of places."""
     (span,) = inputs.spans
-    return list(itertools.chain(*(map(int, piece.slots) for piece in pieces_of(span))))
+    return list(
+        itertools.chain(*(map(int, piece.slots) for piece in pieces_of(span, BLOCK_TOKENS)))
+    )
 
 
 # --- the text ---------------------------------------------------------------------------------
@@ -362,7 +364,7 @@ def test_a_draft_reads_as_much_of_a_long_context_as_of_a_short_one(
         proposer = proposer_of(shipped, context.pool, budget, decoder)
         (draft,) = proposer.propose([DraftRequest(context.sequence, 6)])
         assert len(draft) == len(decoder.seen) == 6
-        assert all(inputs.spans[0].start < budget for inputs in decoder.seen)
+        assert all(inputs.spans.starts[0] < budget for inputs in decoder.seen)
         read.append([len(slots_read(inputs)) for inputs in decoder.seen])
         decoder.seen.clear()
         Runner(decoder, context.pool).logits(StepPlan((context.verify(draft),)))
@@ -383,7 +385,7 @@ def test_a_draft_sees_the_first_and_the_latest_pages(shipped: Model, tokens: int
         last_page = position // BLOCK_TOKENS
         oldest = max(SINK, (last_page - (BUDGET - SINK) // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
         shown = [*range(min(SINK, position + 1)), *range(oldest, position + 1)]
-        place = inputs.spans[0].start
+        place = inputs.spans.starts[0]
         assert slots_read(inputs)[: place + 1] == slots_of(table, shown)
         assert inputs.positions[0] == position
         assert inputs.slots[0] == slots_of(table, [position])[0]

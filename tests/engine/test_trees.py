@@ -75,7 +75,7 @@ def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> 
     runner.logits(plan)
     taken = draft.walk(text[tokens:])
     assert any(place != depth for depth, place in enumerate(taken)), "nothing has to move"
-    runner._compact(plan, [_walk(taken)])
+    runner._compact(plan, _walks(taken))
 
     follow = [7, 8, 9]
     edges = [len(text), len(text) + 1, len(text) + 3]
@@ -85,10 +85,10 @@ def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> 
     assert torch.equal(behind, everything[len(text) :])
 
 
-def _walk(taken: tuple[int, ...]):
-    from backends.engine.sampler import Walk
+def _walks(taken: tuple[int, ...]):
+    from backends.engine.sampler import Walks
 
-    return Walk((0, *(place + 1 for place in taken)), (0,) * (len(taken) + 1))
+    return Walks([(0, *(place + 1 for place in taken))], [(0,) * (len(taken) + 1)])
 
 
 def test_a_step_may_hold_trees_beside_everything_else() -> None:

@@ -14,7 +14,7 @@ checks its own machine at start (`warmup`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from math import gcd
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backends.engine.inputs import AttentionSpan
+from backends.engine.inputs import AttentionSpans
 from backends.engine.kv_pool import KV_TILE
 from backends.engine.operators.pieces import KvPiece, pieces_of
 
@@ -91,7 +91,7 @@ def least_rows(dtype: torch.dtype) -> int:
 
 
 def plan_attention(
-    spans: Iterable[AttentionSpan], group: int, dtype: torch.dtype, window: int | None = None
+    spans: AttentionSpans, group: int, dtype: torch.dtype, window: int | None = None
 ) -> AttentionPlan:
     """Return how the rows of a step attend.
 
@@ -105,11 +105,11 @@ def plan_attention(
     packed, real, rows = list[int](), list[int](), list[int]()
     calls: list[_Call] = []
     parts: list[Tensor] = []
-    results = 0
+    results = before = 0
     for span in spans:
-        pieces = pieces_of(span)
-        for first in range(*span.rows, CHUNK_TOKENS):
-            count = min(CHUNK_TOKENS, span.rows[1] - first)
+        pieces = pieces_of(span, spans.page_tokens)
+        for first in range(before, before + span.rows, CHUNK_TOKENS):
+            count = min(CHUNK_TOKENS, before + span.rows - first)
             own = range(first, first + count)
             padding = -count % unit
             real.extend(range(len(packed), len(packed) + count))
@@ -117,11 +117,12 @@ def plan_attention(
             start = len(packed) * group
             packed.extend((*own, *[first] * padding))
             chunk = slice(start, len(packed) * group)
-            seen = _Seen(span.start + first - span.rows[0], count, padding, group, window)
+            seen = _Seen(span.start + first - before, count, padding, group, window)
             made, part = _plan_chunk(pieces, seen, chunk, results)
             calls.extend(made)
             parts.append(part)
             results += part.numel()
+        before += span.rows
     return AttentionPlan(
         torch.tensor(packed, dtype=torch.int64),
         tuple(calls),

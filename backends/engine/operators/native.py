@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backends.engine.config import ModelConfig
-from backends.engine.inputs import AttentionSpan, StepInputs
+from backends.engine.inputs import AttentionSpans, StepInputs
 from backends.engine.kv_pool import KV_TILE
 from backends.engine.linear import Linear
 from backends.engine.operators.base import RotaryTables
@@ -212,20 +211,28 @@ class NativeOperators:
         return out
 
 
-def _chunks(spans: Many[AttentionSpan], chunk_tokens: int) -> tuple[array[int], list[array[int]]]:
+def _chunks(spans: AttentionSpans, chunk_tokens: int) -> tuple[array[int], list[array[int]]]:
     """Return the chunks of a step, and what they point to."""
-    chunks = array("q")
+    chunks: list[int] = []
     tables: list[array[int]] = []
-    for (first, last), start, pages, page_tokens, tail_start, tail in spans:
+    row = 0
+    page_tokens, tails = spans.page_tokens, spans.tails
+    columns = zip(spans.rows, spans.starts, spans.pages, strict=True)
+    for index, (rows, start, pages) in enumerate(columns):
         table = pages if isinstance(pages, array) else array("q", pages)
-        end = array("q", tail)
-        tables += (table, end)
-        where = (
-            table.buffer_info()[0],
-            page_tokens,
-            tail_start if tail else start + last - first,
-            end.buffer_info()[0],
-        )
-        for row in range(first, last, chunk_tokens):
-            chunks.extend((row, min(chunk_tokens, last - row), start + row - first, *where))
-    return chunks, tables
+        tables.append(table)
+        address, end, border = table.buffer_info()[0], 0, start + rows
+        if index in tails:
+            border, tail = tails[index]
+            slots = array("q", tail)
+            tables.append(slots)
+            end = slots.buffer_info()[0]
+        if rows == 1:  # most of a batch
+            chunks += (row, 1, start, address, page_tokens, border, end)
+        else:
+            for first in range(0, rows, chunk_tokens):
+                count = min(chunk_tokens, rows - first)
+                where = (row + first, count, start + first)
+                chunks += (*where, address, page_tokens, border, end)
+        row += rows
+    return array("q", chunks), tables

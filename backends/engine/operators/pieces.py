@@ -27,15 +27,15 @@ class KvPiece:
     slots: range | Tensor
 
 
-def pieces_of(span: AttentionSpan) -> tuple[KvPiece, ...]:
+def pieces_of(span: AttentionSpan, page_tokens: int) -> tuple[KvPiece, ...]:
     """Return how to read what a span's rows see."""
     if not span.tail:
-        end = span.start + span.rows[1] - span.rows[0]
-        return kv_pieces(span.pages, end, span.page_tokens)
+        end = span.start + span.rows
+        return kv_pieces(span.pages, end, page_tokens)
     # Whole tiles of pages as they lie, then the rest and the tail gathered.
     border = span.tail_start // KV_TILE * KV_TILE
-    before = kv_pieces(span.pages, border, span.page_tokens) if border else ()
-    slots = slots_of(span.pages, range(border, span.tail_start), span.page_tokens)
+    before = kv_pieces(span.pages, border, page_tokens) if border else ()
+    slots = slots_of(span.pages, range(border, span.tail_start), page_tokens)
     slots.extend(span.tail)
     padding = -len(slots) % KV_TILE
     return (*before, KvPiece(border, torch.tensor(slots + slots[:1] * padding)))

@@ -18,7 +18,7 @@ from backends.core.draft_pages import DraftPages
 from backends.core.drafts import Draft, DraftRequest
 from backends.core.kv_blocks import OutOfBlocks
 from backends.core.sequence import Sequence
-from backends.engine.inputs import AttentionSpan, Feed, build_inputs, slots_of
+from backends.engine.inputs import Feed, build_inputs
 from backends.engine.kv_pool import DraftLayers
 from backends.engine.model import Decoder
 from backends.engine.proposers.chains import draw_chains
@@ -47,19 +47,12 @@ class DraftModel:
 
         Vocabularies differ by padding alone: what only one of them has is never drafted.
         """
-        inputs = build_inputs(feeds, self.kv.dump_slot)
+        inputs = build_inputs(feeds, self.kv.dump_slot, self.kv.page_tokens)
         logits = self._decoder.forward(inputs, self.kv.layers)
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[:, : self._vocab_size].contiguous()
-
-    def feed(self, pages: list[int], token_ids: Many[int], start: int, *, samples: bool) -> Feed:
-        """Return what to feed for tokens at positions `start` and on, the last one sampled."""
-        end, size = start + len(token_ids), self.kv.page_tokens
-        span = AttentionSpan((0, len(token_ids)), start, pages, size)
-        where = range(start, end)
-        return Feed(token_ids, where, slots_of(pages, where, size), (span,), int(samples))
 
 
 class DraftModelProposer:
@@ -115,7 +108,7 @@ class DraftModelProposer:
             else:
                 fed = sequence.token_ids[valid : valid + tokens]
                 pages = sequence.draft_table.pages
-                behind.append(self._model.feed(pages, fed, valid, samples=False))
+                behind.append(Feed(fed, valid, pages, num_samples=0))
                 sequence.draft_table.valid_tokens = valid + tokens
         if behind:
             self._model.forward(behind)
@@ -136,11 +129,11 @@ class DraftModelProposer:
         def first(sequence: Sequence) -> Feed:
             valid = sequence.draft_table.valid_tokens
             fed = sequence.token_ids[valid:]
-            return self._model.feed(sequence.draft_table.pages, fed, valid, samples=True)
+            return Feed(fed, valid, sequence.draft_table.pages, num_samples=1)
 
         def following(place: int, position: int, token: int) -> Feed:
             pages = requests[place].sequence.draft_table.pages
-            return self._model.feed(pages, (token,), position, samples=True)
+            return Feed((token,), position, pages, num_samples=1)
 
         drafts = draw_chains(
             requests,

@@ -11,6 +11,7 @@ from backends.base import WorkerConfig
 from backends.core.draft_pages import DraftPages
 from backends.core.drafts import Proposer
 from backends.core.kv_blocks import KvBlocks
+from backends.engine.inputs import Feed
 from backends.engine.kv_pool import KvPool
 from backends.engine.model import Decoder
 from backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
@@ -82,7 +83,7 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
         with_laws=setup.with_laws,
         catch_up_tokens=setup.config.max_step_tokens,
         cost=measure_depths(
-            lambda count: model.forward([model.feed([0], (0,), 0, samples=True)] * count),
+            lambda count: model.forward([Feed((0,), 0, [0], num_samples=1)] * count),
             setup.config.max_num_seqs,
         ),
     )

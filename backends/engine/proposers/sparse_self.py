@@ -31,7 +31,7 @@ from torch import Tensor
 
 from backends.core.drafts import Draft, DraftRequest
 from backends.core.sequence import Sequence
-from backends.engine.inputs import AttentionSpan, Feed, build_inputs, slots_of
+from backends.engine.inputs import AttentionSpan, Feed, build_inputs
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.model import Decoder
 from backends.engine.proposers.chains import draw_chains
@@ -120,13 +120,7 @@ class SparseSelfProposer:
         left_out = max(0, used - self._sink_pages - self._recent_pages)
         shown = table[: self._sink_pages] + table[self._sink_pages + left_out : used]
         place = position - left_out * BLOCK_TOKENS
-        return Feed(
-            (token,),
-            (position,),
-            slots_of(table, (position,)),
-            (AttentionSpan((0, 1), place, shown),),
-            num_samples=1,
-        )
+        return Feed((token,), position, table, 1, spans=(AttentionSpan(1, place, shown),))
 
     def _forward(self, feeds: Many[Feed]) -> Tensor:
         inputs = build_inputs(feeds, self._pool.dump_slot)
