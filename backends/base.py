@@ -41,6 +41,8 @@ class WorkerConfig:
         gpu_memory_utilization: share of a GPU's memory that weights, activations and KV cache may
             take together when `kv_bytes` is None.
         threads: threads of a CPU worker; None is one per core.
+        own_process: run the engine in a process of its own, so that serving many streams does not
+            take Python's time from it.
         profile: step costs of the simulator, a shipped name or a file.
         sim_service_ms: constant service time per request of the simulator; None uses the profile.
         sim_acceptance: chance that the simulator accepts a draft token.
@@ -66,6 +68,7 @@ class WorkerConfig:
     kv_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     threads: int | None = None
+    own_process: bool = False
     profile: str = "cpu-demo"
     sim_service_ms: float | None = None
     sim_acceptance: float = 0.6

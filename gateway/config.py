@@ -161,6 +161,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ]
         | None
     ) = None
+    own_process: Annotated[
+        bool, _meta("Run the engine in a process of its own: for many open streams")
+    ] = False
     profile: Annotated[str, _meta("Step costs of the simulator: a shipped name or a file")] = (
         "cpu-demo"
     )

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from itertools import count
 
+from backends.core.admission import Admission
 from backends.core.detokenize import TextStream
 from backends.core.grammar import Grammar, Grammars
 from backends.core.scheduler import Scheduler
 from backends.core.sequence import Sequence
 from backends.core.steps import StepPlan, StepResult
-from backends.errors import RequestRejected
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
 from policies.types import WorkerLoad
 
 
 class Worker:
-    """Requests and their choices on top of a scheduler. Not thread-safe: one owner."""
+    """Requests and their choices on top of a scheduler. Not thread-safe: one owner.
+
+    Attributes:
+        tokenizer: that of the model.
+        admission: what can run here.
+    """
 
     def __init__(
         self,
@@ -39,66 +44,15 @@ class Worker:
         """
         self._scheduler = scheduler
         self.tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        pool_tokens = scheduler.blocks.num_blocks * scheduler.blocks.block_size
+        self.admission = Admission(tokenizer, max_model_len, pool_tokens, grammars)
         self._grammars = grammars
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
         self._texts: dict[int, TextStream] = {}  # by sequence key
 
-    def check(self, request: GenerationRequest) -> None:
-        """Return if the request can run here. May be called in any thread.
-
-        The first check of a grammar compiles it, which takes long.
-
-        Raises:
-            RequestRejected: the prompt is empty, prompt and output exceed the context or the whole
-                KV pool, or the grammar cannot be compiled.
-        """
-        prompt, output = len(request.prompt_ids), request.sampling.max_tokens
-        if not prompt:
-            raise RequestRejected("the prompt has no tokens", param="prompt")
-        pool = self._scheduler.blocks.num_blocks * self._scheduler.blocks.block_size
-        for limit, what in ((self._max_model_len, "context"), (pool, "KV pool")):
-            if prompt + output > limit:
-                raise RequestRejected(
-                    f"the {what} holds {limit} tokens, but the prompt has {prompt} and "
-                    f"{output} more were asked for",
-                    param="prompt" if prompt >= limit else "max_tokens",
-                    limit_tokens=limit,
-                )
-        for choice in request.choices:
-            if len(choice.output_ids) >= output:
-                raise RequestRejected(
-                    f"choice {choice.choice} has {len(choice.output_ids)} tokens already, "
-                    f"and {output} were asked for",
-                    param="max_tokens",
-                )
-        vocab = self.tokenizer.vocab_size
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
-            raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
-        if any(not 0 <= token < vocab for token, _ in request.sampling.logit_bias):
-            raise RequestRejected(
-                f"token ids must be between 0 and {vocab - 1}", param="logit_bias"
-            )
-        self._check_grammar(request)
-
-    def _check_grammar(self, request: GenerationRequest) -> None:
-        if request.grammar is None:
-            return
-        if self._grammars is None:
-            raise RequestRejected(
-                "this worker has no logits to hold to a format", param="response_format"
-            )
-        grammar = self._grammars.start(request.grammar)
-        for choice in request.choices:
-            if grammar.legal(choice.output_ids) < len(choice.output_ids):
-                raise RequestRejected(
-                    f"choice {choice.choice} has tokens already that the format does not allow",
-                    param="response_format",
-                )
-
     def submit(self, request: GenerationRequest) -> None:
-        """Queue every choice of a request that `check` accepted."""
+        """Queue every choice of a request that `admission` accepted."""
         sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         for sequence in sequences:

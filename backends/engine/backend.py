@@ -1,13 +1,18 @@
-"""The engine behind the `Backend` protocol: where the event loop and the worker's thread meet."""
+"""The engine behind the `Backend` protocol: where the event loop and the engine's thread meet.
+
+The engine runs in a thread here (`loop.py`) or in a process of its own (`process.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from backends.base import WorkerConfig
-from backends.engine.load import LoadedEngine, load_engine
-from backends.engine.loop import EngineLoop
+from backends.engine.loop import EngineLoop, LoopEvents
+from backends.engine.process import EngineProcess
+from backends.engine.served import ServedModel
 from backends.errors import BackendError, BackendFailed
 from backends.streams import DeltaStreams
 from backends.tokenizer import Tokenizer
@@ -15,18 +20,43 @@ from backends.types import Delta, GenerationRequest, ModelCard
 from policies.types import WorkerLoad
 
 
+class EngineHost(Protocol):
+    """Where an engine runs. Reports in a thread of its own, as `loop.LoopEvents`."""
+
+    def start(self) -> None:
+        """Load the model and run steps. Called once."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Any thread."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before the next step; no-op if it has ended. Any thread."""
+        ...
+
+    def stop(self) -> None:
+        """End after the step in progress. Any thread; idempotent."""
+        ...
+
+    def join(self) -> None:
+        """Wait until it has ended; it was started."""
+        ...
+
+
 class EngineBackend:
-    """Runs a checkpoint in this process; satisfies `backends.base.Backend`."""
+    """Runs a checkpoint; satisfies `backends.base.Backend`."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Prepare; nothing is loaded before `start`."""
-        self._config = config
         self._streams = DeltaStreams(on_abandon=self._abandon)
-        self._loop = EngineLoop(lambda progress: load_engine(config, progress), self)
+        self._host = _host(config, self)
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._loaded: asyncio.Future[LoadedEngine] | None = None
-        self._engine: LoadedEngine | None = None
+        self._loaded: asyncio.Future[ServedModel] | None = None
+        self._served: ServedModel | None = None
         self._failure: str | None = None
+        self._progress = 0.0
+        self._load = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
     @property
     def card(self) -> ModelCard:
@@ -36,7 +66,7 @@ class EngineBackend:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._started().worker.tokenizer
+        return self._started().admission.tokenizer
 
     @property
     def failure(self) -> str | None:
@@ -46,26 +76,28 @@ class EngineBackend:
     @property
     def progress(self) -> float:
         """The share of loading that is done."""
-        return self._loop.progress
+        return self._progress
 
     async def start(self) -> None:
-        """Load and warm up in the worker's thread."""
+        """Load and warm up where the engine runs."""
         self._event_loop = asyncio.get_running_loop()
         self._loaded = self._event_loop.create_future()
-        self._loop.start()
-        self._engine = await self._loaded
+        self._host.start()
+        self._served = await self._loaded
 
     async def stop(self) -> None:
         """Stop after the step in progress; open streams end with an error."""
         self._failure = self._failure or "the worker was stopped"
-        self._loop.stop()
-        if self._loop.ident is not None:
-            await asyncio.to_thread(self._loop.join)
+        self._host.stop()
+        if self._loaded is not None:
+            await asyncio.to_thread(self._host.join)
+            if not self._loaded.done():
+                self._loaded.set_exception(BackendFailed(self._failure))
         self._streams.fail(self._failure)
 
     def check(self, request: GenerationRequest) -> None:
         """Raise `RequestRejected` if the request can never run here."""
-        self._started().worker.check(request)
+        self._started().admission.check(request)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Queue the request and return its deltas."""
@@ -73,22 +105,28 @@ class EngineBackend:
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)
-        self._loop.submit(request)
+        self._host.submit(request)
         return stream
 
     def load(self) -> WorkerLoad:
         """Return the load after the latest step."""
-        return self._loop.load_snapshot
+        return self._load
 
-    # --- called in the worker's thread ---------------------------------------------------------
+    # --- called in the host's thread -----------------------------------------------------------
 
-    def ready(self, engine: LoadedEngine) -> None:
-        """Hand the loaded engine to `start`."""
-        self._on_event_loop(self._settle, engine)
+    def loading(self, share: float) -> None:
+        """Note the progress."""
+        self._progress = share
 
-    def deltas(self, batch: list[tuple[str, Delta]]) -> None:
-        """Hand a step's deltas over in one call."""
-        self._on_event_loop(self._streams.deliver, batch)
+    def ready(self, served: ServedModel) -> None:
+        """Hand what is served to `start`."""
+        self._on_event_loop(self._settle, served)
+
+    def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
+        """Note the load, and hand a step's deltas over in one call."""
+        self._load = load
+        if batch:
+            self._on_event_loop(self._streams.deliver, batch)
 
     def failed(self, error: BaseException) -> None:
         """End every stream, or `start`, with the error."""
@@ -102,11 +140,11 @@ class EngineBackend:
             self._event_loop.call_soon_threadsafe(callback, argument)  # type: ignore[arg-type]
         except RuntimeError:
             # The event loop is closed: the process is on its way out and nobody listens.
-            self._loop.stop()
+            self._host.stop()
 
-    def _settle(self, engine: LoadedEngine) -> None:
+    def _settle(self, served: ServedModel) -> None:
         if self._loaded is not None and not self._loaded.done():
-            self._loaded.set_result(engine)
+            self._loaded.set_result(served)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = f"{type(error).__name__}: {error}"
@@ -116,9 +154,18 @@ class EngineBackend:
         self._streams.fail(self._failure)
 
     def _abandon(self, request_id: str) -> None:
-        self._loop.cancel(request_id)
+        self._host.cancel(request_id)
 
-    def _started(self) -> LoadedEngine:
-        if self._engine is None:
+    def _started(self) -> ServedModel:
+        if self._served is None:
             raise RuntimeError("the backend was not started")
-        return self._engine
+        return self._served
+
+
+def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:
+    """Return where the engine will run. torch is imported only if that is this process."""
+    if config.own_process:
+        return EngineProcess(config, events)
+    from backends.engine.load import load_engine
+
+    return EngineLoop(lambda progress: load_engine(config, progress), events)

@@ -29,6 +29,7 @@ from backends.engine.proposers.registry import (
 )
 from backends.engine.runner import Runner
 from backends.engine.sampler import Verify
+from backends.engine.served import ServedModel
 from backends.engine.warmup import exactness, measure_step_cost
 from backends.engine.weights import load_weights
 from backends.errors import CheckpointError
@@ -55,7 +56,7 @@ class LoadedEngine:
 
     worker: Worker
     executor: Executor
-    card: ModelCard
+    served: ServedModel
     proposers: dict[str, Proposer]
 
 
@@ -118,7 +119,8 @@ def load_engine(
     card = _card(config, numerics, max_model_len)
     grammars = LlGrammars(tokenizer, model.eos_ids)
     worker = Worker(scheduler, tokenizer, max_model_len, grammars)
-    return LoadedEngine(worker, runner, card, proposers)
+    served = ServedModel(card, worker.admission, model.eos_ids)
+    return LoadedEngine(worker, runner, served, proposers)
 
 
 def _num_blocks(

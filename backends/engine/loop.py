@@ -10,13 +10,16 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from backends.core.worker import Worker
-from backends.engine.load import LoadedEngine
+from backends.engine.served import ServedModel
 from backends.errors import BackendError
 from backends.types import Delta, GenerationRequest
 from policies.types import WorkerLoad
+
+if TYPE_CHECKING:
+    from backends.engine.load import LoadedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +27,16 @@ logger = logging.getLogger(__name__)
 class LoopEvents(Protocol):
     """Where the thread reports. Called in the worker's thread: hand over, do not work."""
 
-    def ready(self, engine: LoadedEngine) -> None:
+    def loading(self, share: float) -> None:
+        """So much of loading is done."""
+        ...
+
+    def ready(self, served: ServedModel) -> None:
         """The model is loaded and warm."""
         ...
 
-    def deltas(self, batch: list[tuple[str, Delta]]) -> None:
-        """A step is complete."""
+    def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
+        """A step is complete, and the load behind it; or all is: then the batch is empty."""
         ...
 
     def failed(self, error: BaseException) -> None:
@@ -50,8 +57,6 @@ class EngineLoop(threading.Thread):
         self._commands: deque[GenerationRequest | str] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self.progress = 0.0  # share of loading that is done
-        self.load_snapshot = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Any thread."""
@@ -71,19 +76,16 @@ class EngineLoop(threading.Thread):
         """Load, then run steps until stopped. Errors are reported, never raised."""
         engine = None
         try:
-            engine = self._load(self._set_progress)
-            self.load_snapshot = engine.worker.load()
-            self._set_progress(1.0)
-            self._events.ready(engine)
+            engine = self._load(self._events.loading)
+            self._events.loading(1.0)
+            self._events.stepped([], engine.worker.load())
+            self._events.ready(engine.served)
             self._run_steps(engine)
         except BaseException as error:
             # While loading, these say all there is to say: what was asked for cannot be.
             if engine is not None or not isinstance(error, BackendError | ValueError):
                 logger.exception("the engine failed")
             self._events.failed(error)
-
-    def _set_progress(self, share: float) -> None:
-        self.progress = share
 
     def _command(self, command: GenerationRequest | str) -> None:
         """Queue a request to run, or the id of one to cancel."""
@@ -98,11 +100,9 @@ class EngineLoop(threading.Thread):
             plan = worker.plan()
             if plan is not None:
                 deltas = worker.complete(plan, engine.executor.execute(plan))
-                self.load_snapshot = worker.load()
-                if deltas:
-                    self._events.deltas(deltas)
+                self._events.stepped(deltas, worker.load())
             else:
-                self.load_snapshot = worker.load()
+                self._events.stepped([], worker.load())
                 self._sleep()
 
     def _obey(self, worker: Worker) -> None:

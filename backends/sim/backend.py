@@ -97,11 +97,11 @@ class SimBackend:
 
     def check(self, request: GenerationRequest) -> None:
         """Raise `RequestRejected` if the request can never run here."""
-        self._worker.check(request)
+        self._worker.admission.check(request)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Queue the request and return its deltas."""
-        self._worker.check(request)
+        self._worker.admission.check(request)
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)

@@ -73,7 +73,7 @@ def test_a_resumed_choice_must_have_kept_to_its_format() -> None:
         assert deltas[-1].finish_reason is FinishReason.STOP
     wrong = (ResumedChoice(0, tuple(encode("[1, x"))),)
     with pytest.raises(RequestRejected, match=r"choice 0 .* does not allow") as refused:
-        bench_for().worker.check(replace(formatted(max_tokens=20), resumed=wrong))
+        bench_for().worker.admission.check(replace(formatted(max_tokens=20), resumed=wrong))
     assert refused.value.param == "response_format"
 
 
@@ -81,12 +81,14 @@ def test_a_worker_without_logits_refuses_formats() -> None:
     """Nobody is told that a text is held to a format when it is not."""
     bench = bench_for(grammars=False)
     with pytest.raises(RequestRejected, match="no logits") as refused:
-        bench.worker.check(formatted())
+        bench.worker.admission.check(formatted())
     assert refused.value.param == "response_format"
-    bench.worker.check(request())
+    bench.worker.admission.check(request())
 
 
 def test_a_bad_format_is_refused_before_it_runs() -> None:
     """`check` compiles, so that nothing can go wrong in the middle of a stream."""
     with pytest.raises(RequestRejected, match="frog"):
-        bench_for().worker.check(formatted(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"frog"}')))
+        bench_for().worker.admission.check(
+            formatted(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type":"frog"}'))
+        )

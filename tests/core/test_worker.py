@@ -53,7 +53,7 @@ class Bench:
 
     def run(self, *requests: GenerationRequest) -> dict[tuple[str, int], list[Delta]]:
         for each in requests:
-            self.worker.check(each)
+            self.worker.admission.check(each)
             self.worker.submit(each)
         got: dict[tuple[str, int], list[Delta]] = {}
         while (deltas := self.step()) is not None:
@@ -184,6 +184,6 @@ def test_what_can_never_run_is_refused(one, param, words) -> None:
     """The refusal names the parameter and both numbers; the limits themselves are accepted."""
     bench = Bench(num_blocks=32 if "pool" in words else 64, max_model_len=200)
     with pytest.raises(RequestRejected, match=words) as refused:
-        bench.worker.check(one)
+        bench.worker.admission.check(one)
     assert refused.value.param == param
-    Bench(max_model_len=200).worker.check(request(prompt=190, max_tokens=10))
+    Bench(max_model_len=200).worker.admission.check(request(prompt=190, max_tokens=10))

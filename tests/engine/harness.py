@@ -124,7 +124,7 @@ class Engine:
         """Run the requests to their end."""
         outcome = Outcome()
         for request in requests:
-            self.worker.check(request)
+            self.worker.admission.check(request)
             self.worker.submit(request)
         sequences = self.scheduler.waiting
         for step in drive(self.worker, self.runner):

@@ -91,7 +91,7 @@ def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) 
     engine, run = Engine(model, setup), Run()
     worker = Worker(engine.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars_of(model))
     for request in requests:
-        worker.check(request)
+        worker.admission.check(request)
         worker.submit(request)
     sequences = engine.scheduler.waiting
     for step in drive(worker, engine.runner):

@@ -119,7 +119,7 @@ def decode(
                 for i in range(first, min(first + batch, len(specs)))
             ]
             for request in requests:
-                engine.worker.check(request)  # compiles
+                engine.worker.admission.check(request)  # compiles
             run(engine, requests, sums[name])
     if any(sums[name].outputs != sums["off"].outputs for name in PLANS):
         raise RuntimeError("speculation changed a text")
@@ -196,7 +196,7 @@ def measure(count: int) -> dict[str, Any]:
     return {
         **facts,
         "threads": 1,
-        "numerics_class": engine.card.numerics_class,
+        "numerics_class": engine.served.card.numerics_class,
         "schemas": count,
         "most_tokens": MOST_TOKENS,
         "vocab_size": tokenizer.vocab_size,

@@ -73,7 +73,7 @@ def measure(rounds: int, model: str | None) -> dict[str, Any]:
                 "ratios": [round(cold["s"] / warm["s"], 2) for cold, warm in pairs],
             }
         )
-    return {**facts, "model": engine.card.root, "rounds": rounds, "results": rows}
+    return {**facts, "model": engine.served.card.root, "rounds": rounds, "results": rows}
 
 
 def main() -> None:

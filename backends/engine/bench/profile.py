@@ -35,7 +35,7 @@ def measure() -> dict[str, Any]:
     )
     return {
         "device": facts["device"],
-        "model": engine.card.model_id,
+        "model": engine.served.card.model_id,
         "dtype": "float32",
         "source": source + (", machine disturbed" if facts["disturbed"] else ""),
         "token_buckets": cost.token_buckets,

@@ -47,6 +47,7 @@ from backends.engine.load import LoadedEngine
 from backends.engine.model import Decoder
 from backends.engine.proposers.sparse_self import SparseSelfProposer
 from backends.engine.runner import Runner
+from backends.engine.served import ServedModel
 from backends.engine.warmup import measure_step_cost
 from backends.engine.weights import load_weights
 from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
@@ -157,7 +158,8 @@ def engine_of(model: Model) -> LoadedEngine:
     longest = model.config.max_position_embeddings
     worker = Worker(scheduler, Tokenizer(SHIPPED_MODEL), longest)
     card = ModelCard(SHIPPED_MODEL_ID, SHIPPED_MODEL_ID, longest, None, 0)
-    return LoadedEngine(worker, model.runner, card, proposers)
+    served = ServedModel(card, worker.admission, model.config.eos_ids)
+    return LoadedEngine(worker, model.runner, served, proposers)
 
 
 def documents(tokenizer: Tokenizer) -> list[tuple[int, ...]]:

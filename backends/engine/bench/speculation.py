@@ -174,7 +174,7 @@ def measure(count: int, rounds: int, model: Path | None, proposer: str | None) -
                 cut = sum(prompt.max_tokens < NEW_TOKENS for prompt in some)
                 results.append({**head, "prompts": len(some), "cut": cut, **row})
                 print(head, row["tokens_per_s"], row["speedup"])
-    facts |= {"numerics_class": engine.card.numerics_class, "proposer": proposer}
+    facts |= {"numerics_class": engine.served.card.numerics_class, "proposer": proposer}
     return {**facts, "results": results}
 
 

@@ -1,0 +1,82 @@
+"""What can run on a worker: needs no scheduler, so other processes can answer it, too."""
+
+from __future__ import annotations
+
+from backends.core.grammar import Grammars
+from backends.errors import RequestRejected
+from backends.tokenizer import Tokenizer
+from backends.types import GenerationRequest
+
+
+class Admission:
+    """The bounds of a worker. For any thread.
+
+    Attributes:
+        tokenizer: that of the model.
+        max_model_len: most tokens of prompt and output together.
+        pool_tokens: tokens that the KV pool holds.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        pool_tokens: int,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """Keep them; `grammars` is None where there are no logits to mask."""
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.pool_tokens = pool_tokens
+        self._grammars = grammars
+
+    def check(self, request: GenerationRequest) -> None:
+        """Return if the request can run here. May be called in any thread.
+
+        The first check of a grammar compiles it, which takes long.
+
+        Raises:
+            RequestRejected: the prompt is empty, prompt and output exceed the context or the whole
+                KV pool, or the grammar cannot be compiled.
+        """
+        prompt, output = len(request.prompt_ids), request.sampling.max_tokens
+        if not prompt:
+            raise RequestRejected("the prompt has no tokens", param="prompt")
+        for limit, what in ((self.max_model_len, "context"), (self.pool_tokens, "KV pool")):
+            if prompt + output > limit:
+                raise RequestRejected(
+                    f"the {what} holds {limit} tokens, but the prompt has {prompt} and "
+                    f"{output} more were asked for",
+                    param="prompt" if prompt >= limit else "max_tokens",
+                    limit_tokens=limit,
+                )
+        for choice in request.choices:
+            if len(choice.output_ids) >= output:
+                raise RequestRejected(
+                    f"choice {choice.choice} has {len(choice.output_ids)} tokens already, "
+                    f"and {output} were asked for",
+                    param="max_tokens",
+                )
+        vocab = self.tokenizer.vocab_size
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
+            raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
+        if any(not 0 <= token < vocab for token, _ in request.sampling.logit_bias):
+            raise RequestRejected(
+                f"token ids must be between 0 and {vocab - 1}", param="logit_bias"
+            )
+        self._check_grammar(request)
+
+    def _check_grammar(self, request: GenerationRequest) -> None:
+        if request.grammar is None:
+            return
+        if self._grammars is None:
+            raise RequestRejected(
+                "this worker has no logits to hold to a format", param="response_format"
+            )
+        grammar = self._grammars.start(request.grammar)
+        for choice in request.choices:
+            if grammar.legal(choice.output_ids) < len(choice.output_ids):
+                raise RequestRejected(
+                    f"choice {choice.choice} has tokens already that the format does not allow",
+                    param="response_format",
+                )

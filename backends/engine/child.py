@@ -1,0 +1,93 @@
+"""An engine's own process: `python -m backends.engine.child FD`, started by `process.py`.
+
+The engine's thread runs as it does beside a gateway; its events go over the socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from contextlib import suppress
+from typing import Final
+
+from backends.base import WorkerConfig
+from backends.engine.load import load_engine
+from backends.engine.loop import EngineLoop
+from backends.engine.served import ServedModel
+from backends.engine.wire import (
+    Cancel,
+    Channel,
+    Command,
+    Failed,
+    Loading,
+    Ready,
+    Report,
+    Start,
+    Stepped,
+    Submit,
+)
+from backends.types import Delta
+from policies.types import WorkerLoad
+
+STOP_S: Final = 5.0
+"""How long the step in progress may take once nobody listens any more."""
+
+
+class Reports:
+    """Sends what the engine's thread reports; satisfies `loop.LoopEvents`."""
+
+    def __init__(self, channel: Channel[Command]) -> None:
+        """Report over this channel."""
+        self._channel = channel
+
+    def loading(self, share: float) -> None:
+        """Tell how far loading is."""
+        self._send(Loading(share))
+
+    def ready(self, served: ServedModel) -> None:
+        """Tell what the gateway needs to know."""
+        eos_ids = tuple(sorted(served.eos_ids))
+        self._send(Ready(served.card, served.admission.pool_tokens, eos_ids))
+
+    def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
+        """Send a step's deltas."""
+        self._send(Stepped(batch, load))
+
+    def failed(self, error: BaseException) -> None:
+        """Tell why it is over."""
+        self._send(Failed(type(error).__name__, str(error)))
+
+    def _send(self, message: Report) -> None:
+        with suppress(OSError):  # the gateway is gone; the main thread sees it, too
+            self._channel.send(message)
+
+
+def main() -> None:
+    """Load and run until the gateway closes its end."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    channel = Channel[Command](socket.socket(fileno=int(sys.argv[1])), Command)
+    commands = iter(channel)
+    start = next(commands, None)
+    if not isinstance(start, Start):
+        return
+    loop = _start(start.config, Reports(channel))
+    for command in commands:
+        if isinstance(command, Submit):
+            loop.submit(command.request)
+        elif isinstance(command, Cancel):
+            loop.cancel(command.request_id)
+    loop.stop()
+    loop.join(STOP_S)
+    os._exit(0)  # also in the middle of loading, which nothing else can cut short
+
+
+def _start(config: WorkerConfig, reports: Reports) -> EngineLoop:
+    loop = EngineLoop(lambda progress: load_engine(config, progress), reports)
+    loop.start()
+    return loop
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""What a gateway needs to know of an engine, wherever that runs. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backends.core.admission import Admission
+from backends.types import ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What an engine serves.
+
+    Attributes:
+        admission: what can run there, with the tokenizer.
+        eos_ids: tokens that end a sequence.
+    """
+
+    card: ModelCard
+    admission: Admission
+    eos_ids: frozenset[int]

@@ -1,0 +1,106 @@
+"""An engine in a process of its own: the same promises, and what a second process adds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from backends.base import WorkerConfig
+from backends.engine.backend import EngineBackend
+from backends.errors import BackendFailed, CheckpointError
+from backends.testing import check_backend, collect, make_request
+from backends.types import GrammarKind, GrammarSpec
+
+CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_process=True)
+
+
+def children() -> set[int]:
+    """Processes that this one started and that have not ended."""
+    lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
+    return {int(pid) for found in lists for pid in found.read_text().split()}
+
+
+async def test_it_keeps_the_contract_of_backends() -> None:
+    """The conformance suite passes across the socket, and the process is gone behind it."""
+    before = children()
+    await check_backend(EngineBackend(CONFIG))
+    assert children() == before
+
+
+async def test_texts_are_those_of_an_engine_in_this_process() -> None:
+    """Where an engine runs changes no output, under a grammar neither."""
+    here, there = EngineBackend(replace(CONFIG, own_process=False)), EngineBackend(CONFIG)
+    await asyncio.gather(here.start(), there.start())
+    try:
+        assert here.card.numerics_class == there.card.numerics_class
+        for index, grammar in enumerate([None, GrammarSpec(GrammarKind.REGEX, "(ab|ba){3,9}")]):
+            for seed in range(3):
+                wanted = make_request(here, n=2, max_tokens=24, seed=seed)
+                wanted = replace(wanted, grammar=grammar, request_id=f"{index}-{seed}")
+                there.check(wanted)
+                assert await collect(there, wanted) == await collect(here, wanted)
+    finally:
+        await asyncio.gather(here.stop(), there.stop())
+
+
+async def test_a_process_that_dies_ends_every_stream_with_an_error() -> None:
+    """Open streams and later requests fail, and the backend says why."""
+    before = children()
+    backend = EngineBackend(CONFIG)
+    await backend.start()
+    try:
+        (child,) = children() - before
+        async with aclosing(backend.generate(make_request(backend, max_tokens=400))) as stream:
+            await anext(stream)
+            os.kill(child, signal.SIGKILL)
+            with pytest.raises(BackendFailed, match="status -9"):
+                async for _ in stream:
+                    pass
+        assert "status -9" in str(backend.failure)
+        with pytest.raises(BackendFailed, match="status -9"):
+            backend.generate(make_request(backend))
+    finally:
+        await backend.stop()
+
+
+async def test_a_missing_checkpoint_fails_the_start(tmp_path: Path) -> None:
+    """`start` raises the loader's own error, as in this process."""
+    backend = EngineBackend(replace(CONFIG, model=str(tmp_path / "nowhere")))
+    with pytest.raises(CheckpointError, match="nowhere"):
+        await backend.start()
+    await backend.stop()
+
+
+async def test_a_setting_that_does_not_fit_fails_the_start() -> None:
+    """A wrong setting is named, not reported as a broken engine."""
+    backend = EngineBackend(replace(CONFIG, kv_bytes=1))
+    with pytest.raises(ValueError, match="kv_bytes"):
+        await backend.start()
+    await backend.stop()
+
+
+async def test_it_can_be_stopped_while_it_loads() -> None:
+    """Stopping ends the process at once, and `start` with an error."""
+    backend = EngineBackend(CONFIG)
+    starting = asyncio.create_task(backend.start())
+    while backend.progress == 0.0:  # noqa: ASYNC110 - another process's
+        await asyncio.sleep(0.01)
+    await backend.stop()
+    with pytest.raises(BackendFailed, match="stopped"):
+        async with asyncio.timeout(60):
+            await starting
+
+
+def test_the_gateway_does_not_import_torch() -> None:
+    """The process that serves streams stays small: torch is the engine's."""
+    code = "import sys, backends.engine.backend; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
