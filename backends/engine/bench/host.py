@@ -3,7 +3,8 @@
     draftgate bench host --json OUT
 
 256 sequences decode; the device is a stub that returns a token for each at once, behind the real
-input builder. What is measured is the worker's thread: CPU time, not the clock's.
+input builder. What is measured is CPU time, not the clock's: of the worker's thread, and of the
+hand-over to the streams (`deliver`), which is the event loop's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from backends.engine.inputs import build_inputs, feed_of
 from backends.engine.load import LoadedEngine, load_engine
 from backends.engine.runner import Runner
 from backends.engine.sampler import row_sampling, walk
+from backends.streams import DeltaStreams
 from backends.types import GenerationRequest, SamplingParams
 from policies.registry import speculation_policy
 from policies.types import RequestView
@@ -69,12 +71,15 @@ def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict
     assert isinstance(runner, Runner)
     worker = engine.worker
     vocab = worker.tokenizer.vocab_size
+    streams = DeltaStreams(on_abandon=lambda _request_id: None)
     for index in range(SEQUENCES):
         prompt = tuple((index * 31 + place * 7) % vocab for place in range(context))
         sampling = SamplingParams(MOST_TOKENS, index, temperature, ignore_eos=True)
         view = RequestView(context, MOST_TOKENS, temperature)
         off = speculation_policy("off").decide(view, worker.load())
-        worker.submit(GenerationRequest(str(index), prompt, sampling, off))
+        request = GenerationRequest(str(index), prompt, sampling, off)
+        streams.open(request)
+        worker.submit(request)
     parts = Parts()
     while (plan := worker.plan()) is not None and plan.num_sampling < SEQUENCES:
         worker.complete(plan, _answer(plan, 0))
@@ -84,6 +89,7 @@ def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict
         result = parts.time("walk", partial(_answer, plan, count))
         delivered = parts.time("complete", partial(worker.complete, plan, result))
         assert len(delivered) == SEQUENCES
+        parts.time("deliver", partial(streams.deliver, delivered))
         parts.time("load", worker.load)
         plan = parts.time("plan", worker.plan)
     for index in range(SEQUENCES):
@@ -95,6 +101,7 @@ def _build(runner: Runner, plan: StepPlan, temperature: float) -> object:
     """Build what the forward pass and the sampler take."""
     inputs = build_inputs(map(feed_of, plan.work), 0)
     begun = runner.operators.begin(inputs)
+    assert plan.is_plain
     if temperature:
         row_sampling(plan, torch.device("cpu"))
     return begun
