@@ -85,7 +85,9 @@ def _cpu_ticks() -> tuple[int, int] | None:
 
 def _program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return ["python", "-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    return (
+        ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    )
 
 
 def _commit() -> str:

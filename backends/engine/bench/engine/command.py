@@ -30,9 +30,10 @@ from backends.engine.bench.engine.device import Rates, measure_rates, release
 from backends.engine.bench.engine.generation import generation_worker, measure_generation
 from backends.engine.bench.engine.goals import judged
 from backends.engine.bench.engine.idle import measure_idle
-from backends.engine.bench.engine.models import MODELS, MOST_PROMPT, Model, make_model
+from backends.engine.bench.engine.models import MODELS, Model, make_model
 from backends.engine.bench.engine.ours import Ours, most_kv_tokens
 from backends.engine.bench.engine.profile import draft_costs, profile_of
+from backends.engine.bench.engine.random_model import MOST_PROMPT
 from backends.engine.bench.engine.serving import BATCHES
 from backends.engine.bench.engine.speedup import Replayed, measure_speedups
 from backends.engine.bench.engine.steps import measure_steps
@@ -102,6 +103,12 @@ class Run:
             **self.rows,
         }
 
+    def write(self) -> None:
+        """Write what was measured so far."""
+        _write(self.asked.json, self.result())
+        if self.profile is not None:
+            _write(self.asked.profile, self.profile)
+
     def _rates(self, dtype: str) -> Rates:
         if dtype not in self.rates:
             self.rates[dtype] = measure_rates(self.device, DTYPES[dtype])
@@ -121,7 +128,7 @@ class Run:
 
 
 def measure(asked: argparse.Namespace) -> Run:
-    """Measure everything that was asked for.
+    """Measure everything that was asked for, and write it.
 
     Raises:
         SystemExit: the machine is busy, or there is no such model.
@@ -143,6 +150,7 @@ def measure(asked: argparse.Namespace) -> Run:
         for dtype in asked.dtypes or DTYPES_MEASURED[device.type]:
             run.measure(name, dtype)
             release(device)
+            run.write()  # what is there is kept, should the next one fail
     return run
 
 
@@ -167,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=15, help="of steps (default: 15)")
     add("--acceptance", type=float, default=0.8, help="of replayed drafts (default: 0.8)")
     add("--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of replayed drafts")
-    add("--new-tokens", type=int, default=128, help="of replays and generations (default: 128)")
+    add("--new-tokens", type=int, default=64, help="of replays and generations (default: 64)")
     add("--runs", type=int, default=3, help="of replays and generations (default: 3)")
     add("--allow-busy", action="store_true", help="measure beside others all the same")
     return parser
@@ -179,12 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
     if asked.threads:
         torch.set_num_threads(asked.threads)
     run = measure(asked)
-    result = run.result()
-    for goal in result["goals"]:
+    for goal in run.result()["goals"]:
         print(goal)
-    _write(asked.json, result)
-    if run.profile is not None:
-        _write(asked.profile, run.profile)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -17,8 +17,9 @@ from statistics import median
 from typing import Any, Final
 
 from backends.base import WorkerConfig
-from backends.engine.bench.engine.models import MOST_PROMPT, Model, StoredModel
+from backends.engine.bench.engine.models import Model, StoredModel
 from backends.engine.bench.engine.ours import STEP_TOKENS, Ours
+from backends.engine.bench.engine.random_model import MOST_PROMPT
 from backends.engine.bench.engine.serving import (
     BATCHES,
     Prompt,

@@ -8,6 +8,7 @@ from typing import Any
 from backends.core.drafts import Proposer
 from backends.engine.bench.engine.models import Model
 from backends.engine.warmup import DEPTH_BUCKETS
+from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from policies.step_cost import StepCost
 
 
@@ -26,7 +27,7 @@ def profile_of(
     )
     return {
         "device": facts["device"],
-        "model": model.name,
+        "model": SHIPPED_MODEL_ID if model.directory == SHIPPED_MODEL else model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "source": source + (", machine disturbed" if facts["disturbed"] else ""),
         "token_buckets": cost.token_buckets,
