@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from backends.engine.bench import record
 from backends.engine.bench.engine import command, models
 from backends.engine.bench.engine.cases import Case, Grid, flops, weight_bytes
 from backends.engine.bench.engine.device import Rates
+from backends.engine.bench.engine.exact import add_exact, measure_exact
 from backends.engine.bench.engine.goals import GOALS, judged
 from backends.engine.bench.engine.idle import idle_share
 from backends.engine.bench.engine.models import StoredModel, make_model
@@ -84,8 +86,31 @@ def test_exact_steps_are_timed_where_they_differ(tmp_path: Path) -> None:
         folder = tmp_path / str(dtype)
         folder.mkdir()
         engine = engine_of(stored(folder, dtype))
-        rows = measure_steps(engine, [Case("decode", 1, 1, 20)], RATES, 2, with_peers=False)
+        rows = measure_steps(engine, [Case("decode", 1, 1, 20)], RATES, 2)
         assert ("exact_over_plain" in rows[0]) is timed
+
+
+@pytest.mark.long
+def test_exact_steps_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+    """Its rows are those of the same cases, without peers, and end up as ratios beside ours."""
+    model = stored(tmp_path)
+    asked = argparse.Namespace(rounds=1, threads=1)
+    exact = measure_exact(asked, GRID, str(model.path), "bfloat16", "cpu")
+    cases = [Case(*(row[name] for name in Case._fields)) for row in exact]
+    assert cases == list(GRID.cases())
+    assert not any("transformers_ms" in row or "exact_over_plain" in row for row in exact)
+    plain = [{**row, "ms": row["ms"] / 2} for row in exact]
+    add_exact(plain, exact)
+    assert all(row["exact_over_plain"] == pytest.approx(2.0, abs=0.01) for row in plain)
+
+
+def test_exact_steps_are_compared_by_the_time_of_the_gpu() -> None:
+    """Where there is a device's own time it counts, and a step that failed has no ratio."""
+    case = Case("decode", 8, 1, 512)._asdict()
+    plain = [{**case, "ms": 3.0, "device_ms": 2.0}, {**case, "batch": 64, "failed": "no memory"}]
+    add_exact(plain, [{**case, "ms": 9.0, "device_ms": 2.1}, {**case, "batch": 64, "ms": 1.0}])
+    assert plain[0]["exact_over_plain"] == 1.05
+    assert "exact_over_plain" not in plain[1]
 
 
 def test_a_step_that_does_not_fit_says_so() -> None:

@@ -25,8 +25,9 @@ from typing import Any, Final
 
 import torch
 
-from backends.engine.bench.engine.cases import GRIDS, Case, Grid
+from backends.engine.bench.engine.cases import GRIDS, Grid
 from backends.engine.bench.engine.device import Rates, measure_rates, release
+from backends.engine.bench.engine.exact import add_exact, measure_exact
 from backends.engine.bench.engine.generation import generation_worker, measure_generation
 from backends.engine.bench.engine.goals import judged
 from backends.engine.bench.engine.idle import measure_idle
@@ -56,8 +57,7 @@ class Run:
 
     facts: dict[str, Any]
     device: torch.device
-    cases: list[Case]
-    longest: int
+    grid: Grid
     asked: argparse.Namespace
     rows: dict[str, list[dict[str, Any]]] = field(
         default_factory=lambda: {part: [] for part in PARTS}
@@ -67,26 +67,36 @@ class Run:
 
     def measure(self, name: str, dtype: str) -> None:
         """Measure one model in one dtype."""
-        asked, new_tokens = self.asked, self.asked.new_tokens
-        head = {"model": name, "dtype": dtype}
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(name, Path(folder), DTYPES[dtype], self.device)
-            rates = self._rates(dtype)
-            in_batch = max(BATCHES) * (MOST_PROMPT + new_tokens + max(asked.lengths))
-            most = max(most_kv_tokens(self.cases), in_batch)
-            ours = Ours.load(model, most, self.longest)
-            if "steps" in asked.parts:
-                steps = measure_steps(ours, self.cases, rates, asked.rounds)
-                self._add("steps", head, steps, show=True)
-            if "replay" in asked.parts:
-                replayed = Replayed(asked.acceptance, asked.lengths, new_tokens, asked.runs)
-                self._add("replay", head, measure_speedups(ours, replayed, rates))
-            if "idle" in asked.parts and self.device.type == "cuda":
-                self._add("idle", head, measure_idle(ours, new_tokens))
-            if "generation" in asked.parts:
-                self._add("generation", head, measure_generation(ours, new_tokens, asked.runs))
-            if asked.profile is not None and self.profile is None:
+            rates, ours = self._rates(dtype), self._load(model)
+            for part in self.asked.parts:
+                rows = self._measure_part(part, ours, rates)
+                self.rows[part] += [{"model": name, "dtype": dtype, **row} for row in rows]
+            if self.asked.profile is not None and self.profile is None:
                 self.profile = profile_of(self.facts, model, ours.cost, self._drafts(model))
+
+    def _measure_part(self, part: str, ours: Ours, rates: Rates) -> list[dict[str, Any]]:
+        asked = self.asked
+        if part == "steps":
+            cases = list(self.grid.cases())
+            return measure_steps(ours, cases, rates, asked.rounds, alone=asked.exact)
+        if part == "replay":
+            replayed = Replayed(asked.acceptance, asked.lengths, asked.new_tokens, asked.runs)
+            return measure_speedups(ours, replayed, rates)
+        if part == "generation":
+            return measure_generation(ours, asked.new_tokens, asked.runs)
+        return measure_idle(ours, asked.new_tokens) if self.device.type == "cuda" else []
+
+    def _load(self, model: Model) -> Ours:
+        """Return the engine with room for the largest step and for the largest batch of texts."""
+        text_tokens = MOST_PROMPT + self.asked.new_tokens + max(self.asked.lengths)
+        return Ours.load(
+            model,
+            max(most_kv_tokens(list(self.grid.cases())), max(BATCHES) * text_tokens),
+            max(self.grid.longest, text_tokens),
+            exact=self.asked.exact,
+        )
 
     def result(self) -> dict[str, Any]:
         """Return the whole measurement."""
@@ -103,6 +113,14 @@ class Run:
             **self.rows,
         }
 
+    def compare_exact(self, name: str, dtype: str) -> None:
+        """Measure what exact bits cost on a GPU; the memory of what was measured is free again."""
+        asked = self.asked
+        if self.device.type == "cuda" and "steps" in asked.parts and not asked.exact:
+            exact = measure_exact(asked, self.grid, name, dtype, self.device.type)
+            plain = [r for r in self.rows["steps"] if (r["model"], r["dtype"]) == (name, dtype)]
+            add_exact(plain, exact)
+
     def write(self) -> None:
         """Write what was measured so far."""
         _write(self.asked.json, self.result())
@@ -113,13 +131,6 @@ class Run:
         if dtype not in self.rates:
             self.rates[dtype] = measure_rates(self.device, DTYPES[dtype])
         return self.rates[dtype]
-
-    def _add(
-        self, part: str, head: dict[str, str], rows: list[dict[str, Any]], *, show: bool = False
-    ) -> None:
-        self.rows[part] += [{**head, **row} for row in rows]
-        for row in self.rows[part][-len(rows) :] if show else ():
-            print(row, flush=True)
 
     def _drafts(self, model: Model) -> dict[str, Any]:
         if model.directory is None:
@@ -144,13 +155,14 @@ def measure(asked: argparse.Namespace) -> Run:
         asked.drafts or default.drafts,
         asked.prefill or default.prefill_tokens,
     )
-    longest = max(grid.longest, MOST_PROMPT + asked.new_tokens + max(asked.lengths))
-    run = Run(facts, device, list(grid.cases()), longest, asked)
+    run = Run(facts, device, grid, asked)
     for name in asked.models or MODELS[device.type]:
         for dtype in asked.dtypes or DTYPES_MEASURED[device.type]:
             run.measure(name, dtype)
             release(device)
-            run.write()  # what is there is kept, should the next one fail
+            run.write()  # what is there is kept, should what follows fail
+            run.compare_exact(name, dtype)
+            run.write()
     return run
 
 
@@ -177,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of replayed drafts")
     add("--new-tokens", type=int, default=64, help="of replays and generations (default: 64)")
     add("--runs", type=int, default=3, help="of replays and generations (default: 3)")
+    add("--exact", action="store_true", help="with the promise of exact bits; steps without peers")
     add("--allow-busy", action="store_true", help="measure beside others all the same")
     return parser
 

@@ -13,7 +13,7 @@ from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.core.worker import Worker
 from backends.engine.bench.engine.cases import Case
-from backends.engine.bench.engine.device import device_elapsed_s
+from backends.engine.bench.engine.device import device_elapsed_s, elapsed_s
 from backends.engine.bench.engine.models import Model
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.load import LoadedEngine
@@ -44,12 +44,13 @@ class Ours:
     max_model_len: int
 
     @classmethod
-    def load(cls, model: Model, most_tokens: int, longest: int) -> Ours:
+    def load(cls, model: Model, most_tokens: int, longest: int, *, exact: bool = False) -> Ours:
         """Load a model.
 
         Args:
             most_tokens: KV tokens of the pool.
             longest: tokens of the longest sequence.
+            exact: promise exact bits.
         """
         longest = max(longest, LEAST_LENGTH)
         most_tokens = max(most_tokens, longest)
@@ -58,13 +59,13 @@ class Ours:
         pool = KvPool(model.config, blocks, model.dtype, model.device)
         for layer in pool.layers:
             layer.uniform_(-1.0, 1.0)  # else it is one page of zeros, which fits any cache
-        decoder = Decoder(model.config, model.weights(exact=False), longest)
-        return cls(model, pool, Runner(decoder, pool), longest)
+        decoder = Decoder(model.config, model.weights(exact=exact), longest)
+        return cls(model, pool, _runner(decoder, pool), longest)
 
     def exact(self) -> Ours:
         """Return the engine that promises exact bits, over the same pool."""
         decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
-        return Ours(self.model, self.pool, Runner(decoder, self.pool), self.max_model_len)
+        return Ours(self.model, self.pool, _runner(decoder, self.pool), self.max_model_len)
 
     @cached_property
     def cost(self) -> StepCost:
@@ -73,12 +74,18 @@ class Ours:
 
     def step_s(self, case: Case) -> float:
         """Run a step: a forward pass and the choice of greedy tokens, read back."""
-        return self.runner.execute(step_plan(case, self.model.config.vocab_size)).step_s
+        plan = step_plan(case, self.model.config.vocab_size)
+        return elapsed_s(self.model.device, lambda: self.runner.execute(plan))
 
     def device_s(self, case: Case) -> float:
         """Run a step on a GPU and return the device's own time."""
         plan = step_plan(case, self.model.config.vocab_size)
-        return device_elapsed_s(self.model.device, lambda: self.runner.launch(plan))
+        launched = []
+        taken_s = device_elapsed_s(
+            self.model.device, lambda: launched.append(self.runner.launch(plan))
+        )
+        self.runner.fetch(launched[0])
+        return taken_s
 
     def worker(self, policy: SpeculationPolicy, proposers: dict[str, Proposer]) -> LoadedEngine:
         """Return a worker of its own over the pool; only one may run at a time."""
@@ -92,6 +99,11 @@ class Ours:
         worker = Worker(scheduler, self.model.tokenizer, self.max_model_len)
         card = ModelCard(self.model.name, self.model.name, self.max_model_len, None, 0)
         return LoadedEngine(worker, self.runner, card, proposers)
+
+
+def _runner(decoder: Decoder, pool: KvPool) -> Runner:
+    """Return what runs steps of a decoder over a pool."""
+    return Runner(decoder, pool)
 
 
 def step_plan(case: Case, vocab_size: int) -> StepPlan:

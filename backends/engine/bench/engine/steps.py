@@ -51,25 +51,32 @@ class Contender:
 
 
 def measure_steps(
-    ours: Ours, cases: list[Case], rates: Rates, rounds: int, *, with_peers: bool = True
+    ours: Ours, cases: list[Case], rates: Rates, rounds: int, *, alone: bool = False
 ) -> list[dict[str, Any]]:
-    """Return a row for each case of a model."""
-    contenders = _contenders(ours, with_peers=with_peers)
+    """Return a row for each case of a model.
+
+    Args:
+        alone: without peers, and without the promise of exact bits beside (`exact.py`).
+    """
+    contenders = _contenders(ours, alone=alone)
     for turn in range(rounds + WARM_ROUNDS):
         for case in cases:
             order = list(contenders.values())
             for contender in order if turn % 2 else reversed(order):
                 contender.run(case)
-    return [_row(ours.model, case, rates, contenders) for case in cases]
+    rows = [_row(ours.model, case, rates, contenders) for case in cases]
+    for row in rows:
+        print({"model": ours.model.name, **row}, flush=True)
+    return rows
 
 
-def _contenders(ours: Ours, *, with_peers: bool) -> dict[str, Contender]:
+def _contenders(ours: Ours, *, alone: bool) -> dict[str, Contender]:
     found = {"ours": Contender(ours.step_s)}
     if ours.model.device.type == "cuda":
         found["device"] = Contender(ours.device_s)
-    if ours.model.dtype is not torch.float32:
+    elif ours.model.dtype is not torch.float32 and not alone:
         found["exact"] = Contender(ours.exact().step_s)
-    if with_peers:
+    if not alone:
         try:
             found["transformers"] = Contender(TransformersSteps(ours.model).step_s)
         except ImportError:
