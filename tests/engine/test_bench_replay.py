@@ -183,11 +183,13 @@ def test_a_peer_that_does_not_work_says_why() -> None:
         calls.append(prompts)
         raise TypeError("no such device\nand a long story")
 
-    peer = Participant(broken)
+    peer = Participant(broken, is_peer=True)
     peer.run([PROMPT])
     peer.run([PROMPT])
     assert peer.failed == "TypeError: no such device"
     assert len(calls) == 1
+    with pytest.raises(TypeError, match="no such device"):
+        Participant(broken).run([PROMPT])
 
 
 @pytest.mark.long

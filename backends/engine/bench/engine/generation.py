@@ -50,22 +50,30 @@ class Participant:
     """Somebody who generates, and what came of it.
 
     Attributes:
+        is_peer: somebody else, who may not work on this device; we have to.
         failed: why not.
     """
 
     generate: Generate
+    is_peer: bool = False
     taken_s: list[float] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     failed: str | None = None
 
     def run(self, prompts: Many[Prompt]) -> float:
-        """Generate and return the seconds; errors are kept, since peers may not work here."""
+        """Generate and return the seconds; why a peer does not work is kept.
+
+        Raises:
+            Exception: ours did not.
+        """
         if self.failed is not None:
             return 0.0
         started_s = time.perf_counter()
         try:
             self.outputs = self.generate(prompts)
-        except Exception as error:  # noqa: BLE001 - anything: it is somebody else's code
+        except Exception as error:
+            if not self.is_peer:
+                raise
             self.failed = reason(error)
         return time.perf_counter() - started_s
 
@@ -139,10 +147,10 @@ def _peers(running: ExitStack, model: Model, batch: int, new_tokens: int) -> dic
             return _one_by_one(model, new_tokens)
         name, longest = "transformers, continuous batching", MOST_PROMPT + new_tokens
         manager = running.enter_context(continuous_batching(model, batch, longest, new_tokens))
-        return {name: Participant(manager.generate)}
+        return {name: Participant(manager.generate, is_peer=True)}
     except Exception as error:  # noqa: BLE001 - anything: it is somebody else's code
         name = "transformers" if batch == 1 else "transformers, continuous batching"
-        return {name: Participant(_nothing, failed=reason(error))}
+        return {name: Participant(_nothing, is_peer=True, failed=reason(error))}
 
 
 def _one_by_one(model: Model, new_tokens: int) -> dict[str, Participant]:
@@ -155,7 +163,7 @@ def _one_by_one(model: Model, new_tokens: int) -> dict[str, Participant]:
         found["transformers, prompt lookup"] = theirs.prompt_lookup
     if assistant is not None:
         found["transformers, assisted"] = theirs.assisted
-    return {name: Participant(generate) for name, generate in found.items()}
+    return {name: Participant(generate, is_peer=True) for name, generate in found.items()}
 
 
 def _run_all(who: dict[str, Participant], groups: list[list[Prompt]], rounds: int) -> None:
@@ -186,11 +194,11 @@ def _rows(who: dict[str, Participant], batch: int, tokens: int) -> list[dict[str
             continue
         row["tokens_per_s"] = round(tokens / median(participant.taken_s), 1)
         row |= agreement(participant.outputs, plain.outputs)
-        if not name.startswith("transformers"):
+        if not participant.is_peer:
             row["speedup_over"] = {
                 peer: round(_ratio(theirs, participant), 3)
                 for peer, theirs in who.items()
-                if peer.startswith("transformers") and theirs.failed is None
+                if theirs.is_peer and theirs.failed is None
             }
         rows.append(row)
     return rows
