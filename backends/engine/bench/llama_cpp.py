@@ -28,10 +28,14 @@ from typing import Any, Final
 
 import torch
 
-from backends.engine.bench.engine import CONTEXT_TOKENS, Case, Ours
-from backends.engine.bench.record import BUSY_LIMIT, provenance
+from backends.engine.bench.engine.cases import Case
+from backends.engine.bench.engine.models import StoredModel
+from backends.engine.bench.engine.ours import Ours
+from backends.engine.bench.record import provenance, require_quiet
+from backends.engine.kv_pool import BLOCK_TOKENS
 
 STREAMS: Final = (1, 8)
+CONTEXT_TOKENS: Final = 512
 NEW_TOKENS: Final = 48
 ROUNDS: Final = 5
 START_TIMEOUT_S: Final = 60.0
@@ -114,17 +118,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         SystemExit: the machine is busy.
     """
     facts = provenance()
-    if facts["disturbed"] and not args.allow_busy:
-        raise SystemExit(f"others use more than {BUSY_LIMIT:.0%} of this machine")
-    ours = Ours.load(args.model, getattr(torch, args.dtype))
+    require_quiet(facts, allow_busy=args.allow_busy)
+    dtype = getattr(torch, args.dtype)
+    model = StoredModel(args.model.name, args.model, dtype, torch.device("cpu"))
+    longest = CONTEXT_TOKENS + BLOCK_TOKENS
+    ours = Ours.load(model, max(STREAMS) * longest, longest)
     rows = []
     with running(args.server, args.gguf, torch.get_num_threads()) as port:
         for streams in STREAMS:
-            plan = ours.plan(Case("decode", streams, 1, CONTEXT_TOKENS))
+            case = Case("decode", streams, 1, CONTEXT_TOKENS)
             taken: list[tuple[float, float]] = []
             for turn in range(ROUNDS):
                 theirs_s = their_step_s(port, streams, turn)
-                taken.append((median(ours.step_s(plan) for _ in range(NEW_TOKENS)), theirs_s))
+                taken.append((median(ours.step_s(case) for _ in range(NEW_TOKENS)), theirs_s))
             ratios = sorted(theirs / own for own, theirs in taken)
             rows.append(
                 {

@@ -16,13 +16,17 @@ BUSY_LIMIT = 0.1
 """Share of the machine others may use before a measurement is marked disturbed."""
 
 
-def provenance() -> dict[str, Any]:
-    """Return command, commit, device, versions, date and how busy the machine was before."""
+def provenance(device: torch.device | None = None) -> dict[str, Any]:
+    """Return command, commit, device, versions, date and how busy the machine was before.
+
+    Args:
+        device: what is measured; None is the processor.
+    """
     busy = busy_share()
     return {
         "command": " ".join([*_program(), *sys.argv[1:]]),
         "commit": _commit(),
-        "device": cpu_name(),
+        "device": cpu_name() if device is None else device_name(device),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -30,6 +34,26 @@ def provenance() -> dict[str, Any]:
         "busy_share_before": round(busy, 3),
         "disturbed": busy > BUSY_LIMIT,
     }
+
+
+def require_quiet(facts: dict[str, Any], *, allow_busy: bool) -> None:
+    """Return if nobody else uses the machine, or if that does not matter.
+
+    Raises:
+        SystemExit: the machine is busy.
+    """
+    if facts["disturbed"] and not allow_busy:
+        raise SystemExit(
+            f"others use {facts['busy_share_before']:.0%} of this machine, and more than "
+            f"{BUSY_LIMIT:.0%} is too much to measure beside; --allow-busy measures all the same"
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of a GPU with its CUDA version, or of the processor."""
+    if device.type != "cuda":
+        return cpu_name()
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}; {cpu_name()}"
 
 
 def cpu_name() -> str:
@@ -61,7 +85,9 @@ def _cpu_ticks() -> tuple[int, int] | None:
 
 def _program() -> list[str]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return ["python", "-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    return (
+        ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    )
 
 
 def _commit() -> str:

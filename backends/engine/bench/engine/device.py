@@ -1,0 +1,99 @@
+"""The device under measurement: its clock, and how fast it moves memory and multiplies."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+MOVED_BYTES: Final = {"cpu": 256 << 20, "cuda": 2 << 30}
+"""What is moved to measure the bandwidth: far more than caches hold."""
+
+MATRIX_SIDE: Final = {"cpu": 2048, "cuda": 8192}
+"""Of the matrices that are multiplied: large enough that the processor is the limit."""
+
+RUNS: Final = 7
+"""The best counts: what a device can do, not what it did beside others."""
+
+HEAD_START_CYCLES: Final = 40_000_000
+"""Of a GPU's clock, some 20 ms, for which it waits while the host gets ahead of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device can do, measured in the same run.
+
+    Attributes:
+        bytes_per_s: on a CPU bytes read, on a GPU bytes read and written by a copy.
+        flops_per_s: of a product of large matrices in the dtype of the model.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds from handing work to an idle device to its end."""
+    synchronize(device)
+    started_s = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - started_s
+
+
+def device_elapsed_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds that a GPU takes for work, without the host's.
+
+    The GPU is kept waiting until the host has enqueued everything, as it has in a loop that plans
+    ahead. Work that waits for the GPU itself cannot get ahead, and its host time counts.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    synchronize(device)
+    torch.cuda._sleep(HEAD_START_CYCLES)  # noqa: SLF001 - there is no public one
+    begin.record()
+    work()
+    end.record()
+    synchronize(device)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def bandwidth(device: torch.device) -> float:
+    """Return bytes per second: read by a CPU's threads in use, read and written by a GPU's copy."""
+    size = MOVED_BYTES[device.type]
+    source = torch.ones(size // 4, device=device)
+    if device.type == "cpu":
+        return size / min(elapsed_s(device, source.sum) for _ in range(RUNS))
+    target = torch.empty_like(source)
+    copies = [device_elapsed_s(device, lambda: target.copy_(source)) for _ in range(RUNS)]
+    return 2 * size / min(copies)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the floating-point operations per second of a product of large matrices."""
+    side = MATRIX_SIDE[device.type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    timed = elapsed_s if device.type == "cpu" else device_elapsed_s
+    timed(device, lambda: left @ right)
+    return 2 * side**3 / min(timed(device, lambda: left @ right) for _ in range(RUNS))
+
+
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Return both rates."""
+    return Rates(bandwidth(device), matrix_rate(device, dtype))
+
+
+def release(device: torch.device) -> None:
+    """Give back the memory of what nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,133 @@
+"""The engine around a model that is measured: its steps, and workers that run whole requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from backends.core.drafts import Draft, Proposer
+from backends.core.kv_blocks import KvBlocks
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.sequence import Sequence
+from backends.core.steps import SequenceWork, StepPlan
+from backends.core.worker import Worker
+from backends.engine.bench.engine.cases import Case
+from backends.engine.bench.engine.device import device_elapsed_s, elapsed_s
+from backends.engine.bench.engine.models import Model
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from backends.engine.load import LoadedEngine
+from backends.engine.model import Decoder
+from backends.engine.runner import Runner
+from backends.engine.warmup import TIMED_CONTEXT, TIMED_SLOTS, measure_step_cost
+from backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
+from policies.protocols import SpeculationPolicy
+from policies.speculation import Off
+from policies.step_cost import StepCost
+from policies.types import RequestView, WorkerLoad
+
+LEAST_LENGTH: Final = TIMED_CONTEXT + TIMED_SLOTS + 1
+"""Tokens of a sequence that measuring step costs takes."""
+
+MAX_SEQS: Final = 64
+STEP_TOKENS: Final = 2048
+"""Of workers here: a batch of prompts is prefilled in few steps, so that all decode together."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The engine with one model."""
+
+    model: Model
+    pool: KvPool
+    runner: Runner
+    max_model_len: int
+
+    @classmethod
+    def load(cls, model: Model, most_tokens: int, longest: int, *, exact: bool = False) -> Ours:
+        """Load a model.
+
+        Args:
+            most_tokens: KV tokens of the pool.
+            longest: tokens of the longest sequence.
+            exact: promise exact bits.
+        """
+        longest = max(longest, LEAST_LENGTH)
+        most_tokens = max(most_tokens, longest)
+        # A block more for each sequence that ends within one.
+        blocks = -(-most_tokens // BLOCK_TOKENS) + MAX_SEQS
+        pool = KvPool(model.config, blocks, model.dtype, model.device)
+        for layer in pool.layers:
+            layer.uniform_(-1.0, 1.0)  # else it is one page of zeros, which fits any cache
+        decoder = Decoder(model.config, model.weights(exact=exact), longest)
+        return cls(model, pool, _runner(decoder, pool), longest)
+
+    def exact(self) -> Ours:
+        """Return the engine that promises exact bits, over the same pool."""
+        decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
+        return Ours(self.model, self.pool, _runner(decoder, self.pool), self.max_model_len)
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """What a worker measures at its start."""
+        return measure_step_cost(self.runner, self.max_model_len, self.pool.num_blocks)
+
+    def step_s(self, case: Case) -> float:
+        """Run a step: a forward pass and the choice of greedy tokens, read back."""
+        plan = step_plan(case, self.model.config.vocab_size)
+        return elapsed_s(self.model.device, lambda: self.runner.execute(plan))
+
+    def device_s(self, case: Case) -> float:
+        """Run a step on a GPU and return the device's own time."""
+        plan = step_plan(case, self.model.config.vocab_size)
+        launched = []
+        taken_s = device_elapsed_s(
+            self.model.device, lambda: launched.append(self.runner.launch(plan))
+        )
+        self.runner.fetch(launched[0])
+        return taken_s
+
+    def worker(self, policy: SpeculationPolicy, proposers: dict[str, Proposer]) -> LoadedEngine:
+        """Return a worker of its own over the pool; only one may run at a time."""
+        scheduler = Scheduler(
+            SchedulerConfig(MAX_SEQS, STEP_TOKENS),
+            KvBlocks(self.pool.num_blocks, BLOCK_TOKENS),
+            policy,
+            proposers,
+            self.cost,
+        )
+        worker = Worker(scheduler, self.model.tokenizer, self.max_model_len)
+        card = ModelCard(self.model.name, self.model.name, self.max_model_len, None, 0)
+        return LoadedEngine(worker, self.runner, card, proposers)
+
+
+def _runner(decoder: Decoder, pool: KvPool) -> Runner:
+    """Return what runs steps of a decoder over a pool."""
+    return Runner(decoder, pool)
+
+
+def step_plan(case: Case, vocab_size: int) -> StepPlan:
+    """Return the step of a case, each sequence in blocks of its own."""
+    return StepPlan(tuple(_work(case, index, vocab_size) for index in range(case.batch)))
+
+
+def _work(case: Case, index: int, vocab_size: int) -> SequenceWork:
+    plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+    request = GenerationRequest(str(index), (1,), sampling, plan)
+    sequence = Sequence.of(index, request, ResumedChoice(0, ()))
+    blocks = -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS)
+    sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))
+    tokens = tuple(token % vocab_size for token in range(1, case.tokens + 1))
+    start = case.context_tokens
+    if case.name == "prefill":
+        return SequenceWork(sequence, start, tokens, samples=True)
+    return SequenceWork(sequence, start, tokens[:1], samples=True, draft=Draft(tokens[1:]))
+
+
+def most_kv_tokens(cases: list[Case]) -> int:
+    """Return the KV tokens of the largest step, in whole blocks."""
+    return max(
+        case.batch * -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
+        for case in cases
+    )
