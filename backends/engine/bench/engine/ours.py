@@ -19,6 +19,7 @@ from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.load import LoadedEngine
 from backends.engine.model import Decoder
 from backends.engine.runner import Runner
+from backends.engine.served import ServedModel
 from backends.engine.warmup import TIMED_CONTEXT, TIMED_SLOTS, measure_step_cost
 from backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
 from policies.protocols import SpeculationPolicy
@@ -98,7 +99,8 @@ class Ours:
         )
         worker = Worker(scheduler, self.model.tokenizer, self.max_model_len)
         card = ModelCard(self.model.name, self.model.name, self.max_model_len, None, 0)
-        return LoadedEngine(worker, self.runner, card, proposers)
+        served = ServedModel(card, worker.admission, frozenset())
+        return LoadedEngine(worker, self.runner, served, proposers)
 
 
 def _runner(decoder: Decoder, pool: KvPool) -> Runner:

@@ -13,8 +13,9 @@ from typing import Final, Self
 
 from backends.engine.load import LoadedEngine
 from backends.engine.loop import EngineLoop
+from backends.engine.served import ServedModel
 from backends.types import Delta, GenerationRequest, SamplingParams, SpeculationOutcome
-from policies.types import SpeculationMode, SpeculationPlan
+from policies.types import SpeculationMode, SpeculationPlan, WorkerLoad
 
 BATCHES: Final = (1, 8, 32)
 ALONE: Final = 4
@@ -115,12 +116,16 @@ class Serving:
             unfinished -= sum(_add(made, news[0], *each) for each in news[1])
         return made
 
-    def ready(self, engine: LoadedEngine) -> None:
+    def loading(self, share: float) -> None:
+        """It was loaded from the start."""
+
+    def ready(self, served: ServedModel) -> None:
         """It was there from the start."""
 
-    def deltas(self, batch: list[tuple[str, Delta]]) -> None:
+    def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
         """Note when they came."""
-        self._news.put((time.perf_counter(), batch))
+        if batch:
+            self._news.put((time.perf_counter(), batch))
 
     def failed(self, error: BaseException) -> None:
         """Tell who waits."""

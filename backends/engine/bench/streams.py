@@ -24,6 +24,8 @@ from statistics import median
 from typing import Any, Final
 
 from backends.base import WorkerConfig
+from backends.engine.bench.record import provenance
+from backends.engine.load import load_engine
 from backends.types import GenerationRequest, SamplingParams
 from policies.registry import speculation_policy
 from policies.types import RequestView
@@ -112,11 +114,6 @@ def _post(port: int, index: int, tokens: int) -> bytes:
 
 def bare_step_s(streams: int, tokens: int, threads: int) -> float:
     """Return the seconds of a step of the engine alone, in this process and thread."""
-    import torch
-
-    from backends.engine.load import load_engine
-
-    torch.set_num_threads(threads)
     engine = load_engine(worker_config(streams, threads))
     worker, executor = engine.worker, engine.executor
     prompt = tuple(engine.served.admission.tokenizer.encode(PROMPT))
@@ -218,8 +215,6 @@ def main(arguments: list[str] | None = None) -> None:
     if args.bare:
         print(bare_step_s(*args.bare))
         return
-    from backends.engine.bench.record import provenance
-
     facts = provenance()
     result = {**facts, **measure(args.streams, args.tokens, args.threads, args.rounds)}
     if args.json:
