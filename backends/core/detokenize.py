@@ -83,6 +83,8 @@ class TextStream:
         Returns:
             The text that is now certain, and how many tokens were added.
         """
+        if len(token_ids) == 1:  # as in most steps
+            return self.add(token_ids[0]), 1
         text = ""
         for count, token_id in enumerate(token_ids, 1):
             text += self.add(token_id)

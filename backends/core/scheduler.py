@@ -58,10 +58,6 @@ class _StepDraft:
     budget: int
     work: dict[int, SequenceWork] = field(default_factory=dict)  # by sequence key
 
-    def add(self, work: SequenceWork) -> None:
-        self.budget -= len(work.token_ids)
-        self.work[work.sequence.key] = work
-
     def attach(self, key: int, draft: Draft) -> None:
         self.budget -= len(draft)
         self.work[key] = self.work[key]._replace(draft=draft)
@@ -278,11 +274,12 @@ class Scheduler:
 
     def _schedule(self, step: _StepDraft, sequence: Sequence, tokens: int) -> None:
         """Put the next `tokens` pending tokens of the sequence into the step."""
-        start, end = sequence.num_computed, sequence.num_computed + tokens
-        fed = tuple(sequence.token_ids[start:end])
-        samples = end == len(sequence.token_ids)
+        start, known = sequence.num_computed, sequence.token_ids
+        end = start + tokens
+        fed = (known[start],) if tokens == 1 else tuple(known[start:end])
         sequence.last_step = self._step
-        step.add(SequenceWork(sequence, start, fed, samples))
+        step.budget -= tokens
+        step.work[sequence.key] = SequenceWork(sequence, start, fed, end == len(known))
 
     def _make_room(self, sequence: Sequence, step: _StepDraft) -> bool:
         """Give the sequence blocks for all its tokens, preempting the youngest if need be.

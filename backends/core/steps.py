@@ -80,12 +80,12 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens of the step."""
-        return sum(work.num_tokens for work in self.work)
+        return sum([len(work.token_ids) + len(work.draft.token_ids) for work in self.work])
 
     @property
     def kv_tokens(self) -> int:
         """KV tokens read."""
-        return sum(work.context_tokens for work in self.work)
+        return self.num_tokens + sum([work.start for work in self.work])
 
     @property
     def is_plain(self) -> bool:
@@ -95,7 +95,7 @@ class StepPlan:
     @property
     def num_sampling(self) -> int:
         """Sequences that sample."""
-        return sum(work.samples for work in self.work)
+        return sum([work.samples for work in self.work])
 
 
 @dataclass(frozen=True, slots=True)
