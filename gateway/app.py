@@ -141,6 +141,7 @@ async def serve(
         finally:
             await node.fleet.stop()
             await _settle(node)
+            await node.dispatcher.write_decisions()
     await node.store.close()
     await asyncio.to_thread(node.tracing.shutdown)
 

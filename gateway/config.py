@@ -173,6 +173,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sim_acceptance: Annotated[
         float, _meta("sim: chance that a draft token is accepted", ge=0, le=1)
     ] = 0.6
+    decisions_file: (
+        Annotated[str, _meta("Append every decision about speculation to this file, as JSON lines")]
+        | None
+    ) = None
     served_model_name: (
         Annotated[str, _meta("Name clients use (default: the model's own)", gateway=True)] | None
     ) = None

@@ -11,6 +11,7 @@ from typing import Final
 
 from backends.errors import BackendFailed, RequestRejected
 from backends.types import Delta, GenerationRequest, GrammarSpec, SamplingParams
+from gateway.decisions import Decisions
 from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker, least_reserved
 from gateway.lifecycle import Lifecycle
@@ -51,10 +52,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A request with the decision how far it may speculate, and the worker it goes to."""
+    """A request with the decision how far it may speculate, and the worker it goes to.
+
+    Attributes:
+        view, load: what the decision was made from.
+    """
 
     request: GenerationRequest
     worker: FleetWorker
+    view: RequestView
+    load: WorkerLoad
 
     @property
     def tokens(self) -> int:
@@ -67,9 +74,15 @@ class Dispatcher:
     """Runs jobs on this node's workers and knows how many are in flight."""
 
     def __init__(
-        self, fleet: Fleet, policy: SpeculationPolicy, store: Store, lifecycle: Lifecycle
+        self,
+        fleet: Fleet,
+        policy: SpeculationPolicy,
+        store: Store,
+        lifecycle: Lifecycle,
+        decisions: Decisions,
     ) -> None:
         """Serve a fleet; it need not have started yet."""
+        self._decisions = decisions
         self._fleet = fleet
         self._policy = policy
         self._store = store
@@ -139,6 +152,9 @@ class Dispatcher:
             placement = self._place(job, index, workers[chosen])
             reserved[chosen] += placement.tokens
             placements.append(placement)
+        for placed in placements:
+            plan, worker_id = placed.request.speculation, placed.worker.worker_id
+            self._decisions.record(job.request_id, worker_id, placed.view, placed.load, plan)
         return placements
 
     def _place(self, job: Job, index: int, worker: FleetWorker) -> Placement:
@@ -175,7 +191,7 @@ class Dispatcher:
             grammar=job.grammar,
         )
         worker.backend.check(request)
-        return Placement(request, worker)
+        return Placement(request, worker, view, load)
 
     @asynccontextmanager
     async def run(
@@ -198,13 +214,26 @@ class Dispatcher:
                 placed.worker.release(placed.request.request_id)
 
     async def heartbeat(self) -> None:
-        """Publish the workers' loads and renew leases, until cancelled. Survives errors."""
+        """Publish the workers' loads, renew leases, write decisions, until cancelled.
+
+        Survives errors.
+        """
         while True:
             try:
                 await self._beat()
             except Exception as error:  # noqa: BLE001 - a heartbeat that stops looks like death
                 log(logging.ERROR, "heartbeat failed", error=error)
+            await self.write_decisions()
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def write_decisions(self) -> None:
+        """Write what was decided to the file, if there is one. Survives errors."""
+        if not self._decisions.unwritten:
+            return
+        try:
+            await asyncio.to_thread(self._decisions.write)
+        except OSError as error:
+            log(logging.ERROR, "decisions cannot be written", error=error)
 
     async def _beat(self) -> None:
         for worker in self._fleet.workers:

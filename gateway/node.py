@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from gateway.config import ServeConfig
+from gateway.decisions import Decisions
 from gateway.dispatch import Dispatcher
 from gateway.fleet import Fleet
 from gateway.http.validation import Served
@@ -30,7 +34,9 @@ class Node:
         self.tracing = tracing
         self.lifecycle = Lifecycle()
         self.policy = speculation_policy(config.speculation)
-        self.dispatcher = Dispatcher(fleet, self.policy, store, self.lifecycle)
+        path = None if config.decisions_file is None else Path(config.decisions_file)
+        self.decisions = Decisions(path, time.time)
+        self.dispatcher = Dispatcher(fleet, self.policy, store, self.lifecycle, self.decisions)
         self.metrics = Metrics(self._loads, self._model_name)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -80,6 +81,19 @@ def bench(
         typer.echo(f"draftgate: unknown benchmark {what!r}; known: {', '.join(BENCHES)}", err=True)
         raise typer.Exit(BAD_USAGE)
     import_module(BENCHES[what]).main(context.args)
+
+
+@app.command()
+def explain(
+    decisions: Annotated[Path, typer.Argument(help="A file that --decisions-file wrote")],
+    policy: Annotated[str | None, typer.Option(help="Decide anew under this policy")] = None,
+    request: Annotated[str | None, typer.Option(help="Only the decision of this response")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON lines")] = False,
+) -> None:
+    """Show recorded decisions about speculation, and what another policy makes of them."""
+    from gateway.cli.explain import run_explain
+
+    run_explain(decisions, policy, request, as_json=as_json)
 
 
 @app.command("collect-env")

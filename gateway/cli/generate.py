@@ -50,6 +50,7 @@ async def _generate(config: ServeConfig, sample: Sample) -> None:
             await start_workers(node)
         await _stream(node, sample)
     finally:
+        await node.dispatcher.write_decisions()
         await node.fleet.stop()
 
 

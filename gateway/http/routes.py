@@ -15,7 +15,7 @@ from gateway.errors import (
     RouteNotFound,
     as_gateway_error,
 )
-from gateway.http import generation, health, models, tokenize
+from gateway.http import decisions, generation, health, models, tokenize
 from gateway.http.chat import CHAT
 from gateway.http.completions import COMPLETIONS
 from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, client_request_id
@@ -43,6 +43,7 @@ def build_app(node: Node) -> web.Application:
             web.get("/ready", health.ready),
             web.get("/version", health.version),
             web.get("/metrics", health.metrics),
+            web.get("/decisions", decisions.list_decisions),
         ]
     )
     return app

@@ -1,0 +1,121 @@
+"""Recorded decisions: what is kept and written, and that they can be made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backends.types import SamplingParams
+from gateway.config import ServeConfig
+from gateway.decisions import KEPT, Decisions, read_decisions
+from gateway.dispatch import Job
+from gateway.node import Node
+from gateway.state.memory import MemoryStore
+from gateway.telemetry.tracing import NoTracing
+from policies.registry import speculation_policy
+from policies.types import RequestView, SpeculationMode, WorkerLoad
+from tests.gateway.harness import ScriptedBackend, client, running, scripted_fleet
+from tests.gateway.test_cli import draftgate
+
+LOAD = WorkerLoad(3, 1, 5, 8, 0.2, 0.7, ("ngram",))
+
+
+def decide(decisions: Decisions, count: int, policy: str = "auto") -> None:
+    """Let a policy decide for requests that differ, and record it."""
+    decider, modes = speculation_policy(policy), list(SpeculationMode)[:3]
+    for index in range(count):
+        view = RequestView(10 + index, 20, 0.5, modes[index % 3], None)
+        decisions.record(str(index), "w", view, LOAD, decider.decide(view, LOAD))
+
+
+def test_the_latest_are_kept_newest_first() -> None:
+    """However many there were, memory holds the last ones."""
+    decisions = Decisions(None, lambda: 7.0)
+    decide(decisions, KEPT + 5)
+    latest = decisions.latest(3)
+    assert [decision.request_id for decision in latest] == [str(KEPT + n) for n in (4, 3, 2)]
+    assert len(decisions.latest(10 * KEPT)) == KEPT
+    assert latest[0].decided_s == 7.0
+    assert not decisions.unwritten
+
+
+def test_a_file_holds_all_of_them_and_a_replay_agrees(tmp_path: Path) -> None:
+    """What is read back is what was decided, and the same policy decides the same again."""
+    path = tmp_path / "decisions.jsonl"
+    decisions = Decisions(path, lambda: 7.0)
+    for _ in range(2):
+        decide(decisions, 30)
+        decisions.write()
+    found = list(read_decisions(path))
+    assert found == decisions.latest(60)[::-1]
+    assert all(decision.under(speculation_policy("auto")) == decision.plan for decision in found)
+    assert any(decision.under(speculation_policy("fixed:3")) != decision.plan for decision in found)
+
+
+def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
+    """Decisions wait for the file, in order."""
+    path = tmp_path / "there" / "decisions.jsonl"
+    decisions = Decisions(path, lambda: 7.0)
+    decide(decisions, 3)
+    with pytest.raises(OSError, match="there"):
+        decisions.write()
+    decide(decisions, 1)
+    path.parent.mkdir()
+    decisions.write()
+    assert [decision.request_id for decision in read_decisions(path)] == ["0", "1", "2", "0"]
+
+
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
+    """Whoever reads it learns where it is wrong."""
+    path = tmp_path / "decisions.jsonl"
+    decisions = Decisions(path, lambda: 7.0)
+    decide(decisions, 1)
+    decisions.write()
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(ValueError, match=r"decisions\.jsonl, line 2: .*request_id"):
+        list(read_decisions(path))
+
+
+async def test_the_dispatcher_records_what_the_policy_saw(scripted: ScriptedBackend) -> None:
+    """One decision for each prompt, with the inputs from which it follows, and no prompt."""
+    config = ServeConfig(speculation="fixed:4")
+    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
+    await node.start()
+    job = Job("r", ((7, 7), (8, 8, 8)), SamplingParams(1, 0), 5, max_draft_tokens=2)
+    placements = node.dispatcher.decide(job)
+    second, first = node.decisions.latest(9)
+    assert (first.request.prompt_tokens, second.request.prompt_tokens) == (2, 3)
+    assert [first.plan, second.plan] == [placed.request.speculation for placed in placements]
+    assert all(decision.under(node.policy) == decision.plan for decision in (first, second))
+
+
+async def test_decisions_are_listed_over_http() -> None:
+    """The newest come first, and a limit that makes no sense is named."""
+    async with running(speculation="auto") as where, client(where) as http:
+        for tokens in (3, 4):
+            body = {"model": where.node.served.name, "prompt": "x", "max_tokens": tokens}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        found = (await http.get("/decisions", params={"limit": 2})).json()["decisions"]
+        assert [decision["request"]["max_tokens"] for decision in found] == [4, 3]
+        assert found[0]["plan"]["reason"]
+        wrong = await http.get("/decisions", params={"limit": "0"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limit")
+
+
+def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
+    """The command says what was decided and what another policy makes of it."""
+    path = tmp_path / "decisions.jsonl"
+    decisions = Decisions(path, lambda: 7.0)
+    decide(decisions, 3)
+    decisions.write()
+    shown = draftgate("explain", str(path), "--policy", "fixed:9").stdout
+    assert "auto: up to" in shown
+    assert "fixed:9: up to 9 by ngram" in shown
+    assert "fixed:9 decides otherwise in 2 of 3" in shown  # one asked for none
+    one = json.loads(draftgate("explain", str(path), "--request", "1", "--json").stdout)
+    assert one["decision"]["request_id"] == "1"
+    assert one["replayed"] is None
+    missing = draftgate("explain", str(path), "--request", "9")
+    assert (missing.returncode, missing.stderr) == (1, "draftgate: there is no such decision\n")
