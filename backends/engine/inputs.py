@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from backends.core.drafts import ROOT, Draft
 from backends.core.steps import SequenceWork
 from backends.engine.kv_pool import BLOCK_TOKENS
 from backends.engine.linear import padded_rows
+from backends.engine.transfer import to_device
 
 
 class AttentionSpan(NamedTuple):
@@ -58,6 +59,31 @@ class Feed(NamedTuple):
     num_samples: int
 
 
+class RaggedSpans(NamedTuple):
+    """The spans of a step as tensors on its device, for kernels that attend in one launch.
+
+    A chain of drafts counts as confirmed: rows of it see all rows before them.
+
+    Attributes:
+        query_starts: int32 [sequences + 1], the first row of each sequence, and the end of the last
+            one; sequences that are padding have no rows.
+        context_lens: int32 [sequences], slots in use, those of the step included.
+        tables: int32 [sequences, most pages]; what lies behind a context is not read.
+        ancestors: int64 [rows], draft tokens that a row of a tree sees, itself included, as bits.
+        draft_starts: int32 [sequences], tokens before a tree; without one the whole context.
+        positions: int32 [rows], of each row among what it attends to.
+        page_tokens: slots of a page.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    tables: Tensor
+    ancestors: Tensor
+    draft_starts: Tensor
+    positions: Tensor
+    page_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The tensors of a step. `rows` counts padding.
@@ -67,6 +93,7 @@ class StepInputs:
         spans: one for each sequence, and one more for each further branch of a tree.
         sample_rows: rows whose logits are wanted, padded to the row tile.
         num_samples: how many of them are real.
+        ragged: the spans on the device, if they are there already.
     """
 
     token_ids: Tensor
@@ -75,6 +102,17 @@ class StepInputs:
     spans: tuple[AttentionSpan, ...]
     sample_rows: Tensor
     num_samples: int
+    ragged: RaggedSpans | None = None
+
+    def on(self, device: torch.device) -> StepInputs:
+        """Return the same step with its tensors on a device."""
+        if self.token_ids.device == device:
+            return self
+        moved = (self.token_ids, self.positions, self.slots, self.sample_rows)
+        token_ids, positions, slots, sample_rows = (to_device(t, device) for t in moved)
+        return replace(
+            self, token_ids=token_ids, positions=positions, slots=slots, sample_rows=sample_rows
+        )
 
 
 def build_inputs(feeds: Iterable[Feed], dump_slot: int) -> StepInputs:

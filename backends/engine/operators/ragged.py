@@ -1,0 +1,127 @@
+"""The spans of a step as flat arrays: what `paged_attention` reads.
+
+A sequence is a span and the further branches of its draft that follow it (spans with a tail). A
+branch names the slots of its path; the kernel wants the same as bits, one for each token of the
+draft, in the order of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backends.engine.inputs import AttentionSpan, RaggedSpans, slots_of
+from backends.engine.transfer import to_device
+
+MOST_TREE_TOKENS: Final = 64
+"""Draft tokens of a tree: the bits of a mask."""
+
+_TABLE_UNIT: Final = 16
+"""Tables of spans are this many pages wide, or twice, four times as many: Triton compiles a kernel
+anew for strides that are not multiples of it."""
+
+
+@dataclass(slots=True)
+class SpanLists:
+    """The fields of `RaggedSpans`, growing sequence by sequence."""
+
+    query_starts: list[int] = field(default_factory=lambda: [0])
+    context_lens: list[int] = field(default_factory=list)
+    draft_starts: list[int] = field(default_factory=list)
+    ancestors: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    tables: list[Many[int]] = field(default_factory=list)
+
+    def add(self, spans: Many[AttentionSpan]) -> None:
+        """Add a sequence whose rows stand behind those of the sequences before it.
+
+        Args:
+            spans: the sequence's own, then its further branches; rows are counted from anywhere.
+
+        Raises:
+            ValueError: its draft is a tree of more than `MOST_TREE_TOKENS` tokens.
+        """
+        own, *branches = spans
+        rows = spans[-1].rows[1] - own.rows[0]
+        self.query_starts.append(self.query_starts[-1] + rows)
+        self.context_lens.append(own.start + rows)
+        self.tables.append(own.pages)
+        for span in spans:
+            self.positions.extend(range(span.start, span.start + span.rows[1] - span.rows[0]))
+        if not branches:
+            self.draft_starts.append(own.start + rows)
+            self.ancestors.extend([0] * rows)
+            return
+        self.draft_starts.append(branches[0].tail_start)
+        self._add_tree(own, branches)
+
+    def _add_tree(self, own: AttentionSpan, branches: Many[AttentionSpan]) -> None:
+        """Note what the rows of a tree see."""
+        confirmed = branches[0].tail_start - own.start
+        first_branch = own.rows[1] - own.rows[0] - confirmed
+        drafts = branches[-1].rows[1] - own.rows[0] - confirmed
+        if drafts > MOST_TREE_TOKENS:
+            raise ValueError(f"a tree of {drafts} tokens; {MOST_TREE_TOKENS} fit a mask")
+        self.ancestors.extend([0] * confirmed)
+        self.ancestors.extend((1 << (depth + 1)) - 1 for depth in range(first_branch))
+        start = own.start + confirmed
+        slots = slots_of(own.pages, range(start, start + drafts), own.page_tokens)
+        place = {slot: index for index, slot in enumerate(slots)}
+        for branch in branches:
+            seen = 0
+            for depth, slot in enumerate(branch.tail):
+                seen |= 1 << place[slot]
+                if depth >= branch.start - branch.tail_start:
+                    self.ancestors.append(seen)
+
+    def write_tables(self, tables: npt.NDArray[np.int32]) -> None:
+        """Write the page tables into rows [sequences, pages], which are wide enough."""
+        for row, pages in zip(tables, self.tables, strict=False):
+            row[: len(pages)] = pages
+
+
+def grouped(spans: Iterable[AttentionSpan]) -> list[list[AttentionSpan]]:
+    """Return the spans by sequence."""
+    groups: list[list[AttentionSpan]] = []
+    for span in spans:
+        if span.tail:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def as_bits(masks: list[int]) -> npt.NDArray[np.int64]:
+    """Return masks of 64 bits as the signed integers that have them."""
+    return np.array(masks, dtype=np.uint64).view(np.int64)
+
+
+def ragged_spans(spans: Iterable[AttentionSpan], device: torch.device) -> RaggedSpans:
+    """Return spans as tensors, copy by copy: for what does not come with them (`StepInputs`)."""
+    groups = grouped(spans)
+    lists = SpanLists()
+    for group in groups:
+        lists.add(group)
+    longest = max((len(pages) for pages in lists.tables), default=1)
+    width = _TABLE_UNIT << max(0, (-(-longest // _TABLE_UNIT) - 1).bit_length())
+    tables = np.zeros((len(groups), width), dtype=np.int32)
+    lists.write_tables(tables)
+
+    def column(values: list[int]) -> torch.Tensor:
+        return to_device(torch.tensor(values, dtype=torch.int32), device)
+
+    return RaggedSpans(
+        column(lists.query_starts),
+        column(lists.context_lens),
+        to_device(torch.from_numpy(tables), device),
+        to_device(torch.from_numpy(as_bits(lists.ancestors)), device),
+        column(lists.draft_starts),
+        column(lists.positions),
+        groups[0][0].page_tokens if groups else 1,
+    )
