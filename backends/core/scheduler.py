@@ -325,7 +325,8 @@ class Scheduler:
         self._drafting.learn(sequence, emitted)
         kept = tuple(self._until_finished(sequence, emitted))
         if work.num_drafts:
-            sequence.count_draft(work.num_drafts, min(accepted, len(kept)))
+            # By what was kept: some executors end the walk with the sequence, others walk on.
+            sequence.count_draft(work.num_drafts, len(work.draft.walk(kept)))
         sequence.num_computed = work.confirmed_end + accepted
         self._pending.drop(sequence.key)  # the prompt is computed
         self._confirm_blocks(sequence)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from backends.core.drafts import Draft
 from backends.core.steps import SequenceWork, StepPlan
+from backends.engine.transfer import to_device
 from backends.types import SamplingParams
 
 _KEPT_PROMPTS: Final = 64
@@ -77,9 +78,9 @@ def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
         first += work.num_samples
     if not places:
         return
-    place = torch.from_numpy(np.concatenate(places)).to(logits.device)
+    place = to_device(torch.from_numpy(np.concatenate(places)), logits.device)
     terms = torch.from_numpy(np.concatenate(values, axis=1).astype(np.float32))
-    bias, repetition, penalty = terms.to(logits.device)
+    bias, repetition, penalty = to_device(terms, logits.device)
     flat = logits.view(-1)
     biased = flat[place] + bias
     repeated = torch.where(biased > 0, biased / repetition, biased * repetition)
@@ -112,7 +113,7 @@ def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
     packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
     bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : rows.shape[1]]
     allowed = np.pad(bits, ((0, 0), (0, rows.shape[1] - bits.shape[1])))
-    rows.masked_fill_(torch.from_numpy(allowed == 0).to(rows.device), -torch.inf)
+    rows.masked_fill_(to_device(torch.from_numpy(allowed == 0), rows.device), -torch.inf)
 
 
 def _changes_logits(work: SequenceWork) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from backends.core.steps import StepPlan, StepResult
 from backends.engine import logprobs
-from backends.engine.inputs import build_inputs, feed_of, slots_of
+from backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
 from backends.engine.kv_pool import KvPool
 from backends.engine.logits import adjust, forbid
 from backends.engine.logprobs import RowLogprobs
@@ -36,8 +38,45 @@ class LaunchedStep:
     started_s: float
 
 
+class ModelRunner(Protocol):
+    """What loading, warming up and a worker's loop need of a runner.
+
+    Attributes:
+        asynchronous: whether what was launched goes on while the host does something else.
+    """
+
+    asynchronous: ClassVar[bool]
+
+    @property
+    def operators(self) -> Operators:
+        """What computes between the products."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end."""
+        ...
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Begin a step; what is returned goes to `fetch`."""
+        ...
+
+    def fetch(self, step: Any) -> StepResult:
+        """End a step that was launched. Steps are fetched in the order of their launch."""
+        ...
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
+        ...
+
+    def forward(self, feeds: Iterable[Feed]) -> Tensor:
+        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        ...
+
+
 class Runner:
     """Runs steps of one model over one KV pool. Use in one thread only."""
+
+    asynchronous: ClassVar[bool] = False
 
     def __init__(self, decoder: Decoder, pool: KvPool, verify: Verify = "coupled") -> None:
         """Keep them."""
@@ -79,7 +118,12 @@ class Runner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
-        inputs = build_inputs(map(feed_of, plan.work), self._pool.dump_slot)
+        return self.forward(map(feed_of, plan.work))
+
+    @torch.inference_mode()
+    def forward(self, feeds: Iterable[Feed]) -> Tensor:
+        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        inputs = build_inputs(feeds, self._pool.dump_slot)
         return self._decoder.forward(inputs, self._pool.layers)
 
     def _compact(self, plan: StepPlan, walks: Many[Walk]) -> None:

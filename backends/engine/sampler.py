@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.kernels import rejection_ref
 from backends.engine.kernels.sample_verify_ref import RowSampling, sample
+from backends.engine.transfer import to_device
 from backends.types import SamplingParams
 
 Verify = Literal["coupled", "rejection"]
@@ -35,13 +36,26 @@ def draw(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
         logits: float32 [rows, vocab_size], contiguous; the rows of each part in order,
             `num_samples` each.
     """
-    if not len(logits) or all(
-        _temperature(work.sequence.request.sampling) == 0 for work in plan.work
-    ):
+    greedy = all(_temperature(work.sequence.request.sampling) == 0 for work in plan.work)
+    # Of equal logits a GPU's argmax may find any.
+    if not len(logits) or (greedy and not logits.is_cuda):
         return logits.argmax(dim=1)
     rows = row_sampling(plan, logits.device)
-    if verify == "rejection" and any(map(_settles_drafts, plan.work)):
+    if verify == "rejection" and settles_drafts(plan):
         return _draw_by_rejection(plan, logits, rows)
+    return _sample(logits, rows)
+
+
+def settles_drafts(plan: StepPlan) -> bool:
+    """Return whether rejection has something to decide on: drafts that were drawn."""
+    return any(map(_settles_drafts, plan.work))
+
+
+def _sample(logits: Tensor, rows: RowSampling) -> Tensor:
+    if logits.is_cuda:
+        from backends.engine.kernels import sample_verify
+
+        return sample_verify.sample(logits, rows)
     return sample(logits, rows)
 
 
@@ -73,8 +87,39 @@ def walk(plan: StepPlan, tokens: Many[int]) -> list[Walk]:
     return walks
 
 
+class SamplingColumns(NamedTuple):
+    """The fields of `RowSampling` in the same order, as lists of the rows' values."""
+
+    temperature: list[float]
+    top_k: list[int]
+    top_p: list[float]
+    min_p: list[float]
+    seed: list[int]
+    choice: list[int]
+    position: list[int]
+
+
+COLUMN_DTYPES: Final = (
+    torch.float32,
+    torch.int32,
+    torch.float32,
+    torch.float32,
+    torch.int64,
+    torch.int32,
+    torch.int32,
+)
+"""Dtypes of `RowSampling`, field by field."""
+
+
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
     """Return the sampling parameters of every row, drafts' rows included."""
+    columns = zip(sampling_columns(plan), COLUMN_DTYPES, strict=True)
+    tensors = (to_device(torch.tensor(values, dtype=dtype), device) for values, dtype in columns)
+    return RowSampling(*tensors)
+
+
+def sampling_columns(plan: StepPlan) -> SamplingColumns:
+    """Return the sampling parameters of every row as lists."""
     # The token behind position p is drawn with the noise of position p + 1.
     rows = [
         (work, work.confirmed_end + depth)
@@ -83,18 +128,14 @@ def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
         for depth in (0, *work.draft.depths)
     ]
     params = [work.sequence.request.sampling for work, _ in rows]
-
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    return RowSampling(
-        temperature=column([_temperature(p) for p in params], torch.float32),
-        top_k=column([min(p.top_k, _MAX_INT32) for p in params], torch.int32),
-        top_p=column([p.top_p for p in params], torch.float32),
-        min_p=column([p.min_p for p in params], torch.float32),
-        seed=column([_as_int64(p.seed) for p in params], torch.int64),
-        choice=column([work.sequence.choice for work, _ in rows], torch.int32),
-        position=column([position for _, position in rows], torch.int32),
+    return SamplingColumns(
+        temperature=[_temperature(p) for p in params],
+        top_k=[min(p.top_k, _MAX_INT32) for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        seed=[_as_int64(p.seed) for p in params],
+        choice=[work.sequence.choice for work, _ in rows],
+        position=[position for _, position in rows],
     )
 
 
@@ -122,7 +163,7 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
     laws = [work.draft.law[: work.num_drafts] for work in settling]  # type: ignore[index]
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    tokens[plain] = sample(logits[plain], rows.select(plain))
+    tokens[plain] = _sample(logits[plain], rows.select(plain))
     tokens[drafted] = rejection_ref.settle(
         logits[drafted],
         rows.select(drafted),

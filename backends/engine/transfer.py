@@ -7,7 +7,7 @@ again once the copies that use it are done. On a CPU everything here is a plain 
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Mark(Protocol):
         """Wait until the device has passed it."""
         ...
 
-    def elapsed_time(self, end_event: Mark) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         """Return the milliseconds from here to a later mark, both of them passed."""
         ...
 
@@ -70,6 +70,6 @@ class _HostMark:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end_event: Mark) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         assert isinstance(end_event, _HostMark)
         return 1e3 * (end_event._at_s - self._at_s)  # noqa: SLF001 (of its own class)

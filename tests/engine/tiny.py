@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from backends.core.drive import drive
+from backends.core.kv_blocks import KvBlocks
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.worker import Worker
 from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.linear import Linear
 from backends.engine.model import Decoder
 from backends.engine.operators.base import RotaryTables
 from backends.engine.operators.reference import TorchOperators
+from backends.engine.runner import Runner
 from backends.engine.weights import LayerWeights, Weights
 from backends.shipped import SHIPPED_MODEL
+from backends.types import GenerationRequest
+from tests.engine.harness import COST, Outcome, Setup, note
+
+if TYPE_CHECKING:
+    from backends.engine.gpu.runner import GpuRunner
 
 VOCAB = 61
 POSITIONS = 256
@@ -93,3 +106,59 @@ def triton_decoder(config: ModelConfig, weights: Weights) -> Decoder:
 
 def _tables(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
     return RotaryTables(*config.rope.tables(config.head_dim, POSITIONS, dtype))
+
+
+class LetterTokenizer:
+    """Token i is the i-th letter from `A` on: as much of a tokenizer as a worker needs."""
+
+    vocab_size = VOCAB
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+class TinyEngine:
+    """A tiny model behind a worker, driven in the caller's thread."""
+
+    def __init__(self, config: ModelConfig, runner: Runner | GpuRunner, setup: Setup) -> None:
+        self.blocks = KvBlocks(setup.num_blocks, BLOCK_TOKENS)
+        self.runner = runner
+        self.scheduler = Scheduler(
+            SchedulerConfig(setup.max_num_seqs, setup.max_step_tokens, config.eos_ids),
+            self.blocks,
+            setup.policy,
+            setup.proposers(self),
+            COST,
+        )
+        self.worker = Worker(self.scheduler, LetterTokenizer(), POSITIONS)
+
+    def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
+        """Run the requests to their end."""
+        outcome = Outcome()
+        for request in requests:
+            self.worker.check(request)
+            self.worker.submit(request)
+        sequences = self.scheduler.waiting
+        for step in drive(self.worker, self.runner):
+            for request_id, delta in step.deltas:
+                note(outcome, request_id, delta)
+        outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
+        outcome.leaked_blocks = self.blocks.num_blocks - self.blocks.num_free
+        return outcome
+
+
+def cpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
+    """The model on the CPU's runner and torch's operators."""
+    pool = KvPool(config, setup.num_blocks, weights.embedding.dtype)
+    runner = Runner(torch_decoder(config, weights), pool, **of_runner)
+    return TinyEngine(config, runner, setup)
+
+
+def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
+    """The model on the GPU's runner and kernels, wherever its weights lie."""
+    from backends.engine.gpu.runner import gpu_runner
+
+    decoder = triton_decoder(config, weights)
+    pool = KvPool(config, setup.num_blocks, weights.embedding.dtype, decoder.device)
+    bounds = {"max_num_seqs": setup.max_num_seqs, "max_model_len": POSITIONS}
+    return TinyEngine(config, gpu_runner(decoder, pool, **bounds, **of_runner), setup)

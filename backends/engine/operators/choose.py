@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from backends.engine.config import ModelConfig
+from backends.engine.numerics import CPU
 from backends.engine.operators.base import Operators, RotaryTables
 from backends.engine.operators.native import native_operators
 from backends.engine.operators.reference import TorchOperators
-
-CPU = torch.device("cpu")
 
 
 def operators_for(

@@ -81,9 +81,9 @@ class SpanLists:
                     self.ancestors.append(seen)
 
     def write_tables(self, tables: npt.NDArray[np.int32]) -> None:
-        """Write the page tables into rows [sequences, pages], which are wide enough."""
+        """Write the page tables into rows [sequences, pages], as wide as contexts need."""
         for row, pages in zip(tables, self.tables, strict=False):
-            row[: len(pages)] = pages
+            row[: len(pages)] = pages if len(pages) <= len(row) else pages[: len(row)]
 
 
 def grouped(spans: Iterable[AttentionSpan]) -> list[list[AttentionSpan]]:
