@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
@@ -112,4 +112,22 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. The plan has at least one entry."""
+        ...
+
+
+class Launcher(Executor, Protocol):
+    """An executor of steps in two parts.
+
+    Attributes:
+        asynchronous: whether what was launched goes on while the caller does something else.
+    """
+
+    asynchronous: ClassVar[bool]
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Begin a step; what is returned goes to `fetch`. Steps run in the order of launching."""
+        ...
+
+    def fetch(self, step: Any) -> StepResult:
+        """Wait for a launched step and return its result. Steps are fetched in order."""
         ...

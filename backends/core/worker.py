@@ -145,11 +145,25 @@ class Worker:
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
         """Account for a step and return the deltas it gives, with their request ids."""
-        return list(self._deltas(self._scheduler.apply(plan, result)))
+        return self.render(self.apply(plan, result))
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
+        """Account for a step, as far as the next plan needs it; `render` is still to be called."""
+        return self._scheduler.apply(plan, result)
+
+    def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
+        """Return the deltas of a step, with their request ids; what they end is freed at once.
+
+        May be called while the next step is under way: what that one emits for a sequence which
+        ends here at a stop string is dropped, and until it is applied nobody gets its blocks.
+        Requests that were cancelled meanwhile get nothing.
+        """
+        return list(self._deltas(emissions))
 
     def _deltas(self, emissions: list[Emission]) -> Iterator[tuple[str, Delta]]:
         for emission in emissions:
-            yield emission.sequence.request.request_id, self._delta(emission)
+            if emission.sequence.key in self._texts:
+                yield emission.sequence.request.request_id, self._delta(emission)
 
     def _delta(self, emission: Emission) -> Delta:
         sequence = emission.sequence

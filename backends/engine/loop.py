@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from backends.core.pipeline import Pipeline
 from backends.core.worker import Worker
 from backends.engine.load import LoadedEngine
 from backends.errors import BackendError
@@ -93,16 +94,18 @@ class EngineLoop(threading.Thread):
 
     def _run_steps(self, engine: LoadedEngine) -> None:
         worker = engine.worker
+
+        def deliver(batch: list[tuple[str, Delta]]) -> None:
+            # Before anybody hears of the step: who does may look at the load.
+            self.load_snapshot = worker.load()
+            self._events.deltas(batch)
+
+        pipeline = Pipeline(worker, engine.executor, deliver)
         while not self._stopping:
             self._obey(worker)
-            plan = worker.plan()
-            if plan is not None:
-                deltas = worker.complete(plan, engine.executor.execute(plan))
-                self.load_snapshot = worker.load()
-                if deltas:
-                    self._events.deltas(deltas)
-            else:
-                self.load_snapshot = worker.load()
+            stepped = pipeline.step()
+            self.load_snapshot = worker.load()
+            if not stepped:
                 self._sleep()
 
     def _obey(self, worker: Worker) -> None:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from backends.core.steps import StepPlan, StepResult
+from backends.core.steps import Launcher, StepPlan, StepResult
 from backends.engine import logprobs
 from backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
 from backends.engine.kv_pool import KvPool
@@ -38,30 +38,12 @@ class LaunchedStep:
     started_s: float
 
 
-class ModelRunner(Protocol):
-    """What loading, warming up and a worker's loop need of a runner.
-
-    Attributes:
-        asynchronous: whether what was launched goes on while the host does something else.
-    """
-
-    asynchronous: ClassVar[bool]
+class ModelRunner(Launcher, Protocol):
+    """What loading, warming up and a worker's loop need of a runner."""
 
     @property
     def operators(self) -> Operators:
         """What computes between the products."""
-        ...
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end."""
-        ...
-
-    def launch(self, plan: StepPlan) -> Any:
-        """Begin a step; what is returned goes to `fetch`."""
-        ...
-
-    def fetch(self, step: Any) -> StepResult:
-        """End a step that was launched. Steps are fetched in the order of their launch."""
         ...
 
     def logits(self, plan: StepPlan) -> Tensor:
