@@ -17,6 +17,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of main memory on a device; enqueued, not waited for."""
     if device.type != "cuda":
         return tensor
+    if not tensor.numel():
+        return torch.empty_like(tensor, device=device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backends.core.drive import drive
+from backends.core.drafts import ROOT, Draft
 from backends.core.kv_blocks import KvBlocks
+from backends.core.pipeline import Pipeline
 from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.steps import SequenceWork, StepPlan
 from backends.core.worker import Worker
 from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
@@ -22,7 +24,8 @@ from backends.engine.operators.reference import TorchOperators
 from backends.engine.runner import Runner
 from backends.engine.weights import LayerWeights, Weights
 from backends.shipped import SHIPPED_MODEL
-from backends.types import GenerationRequest
+from backends.types import Delta, GenerationRequest
+from tests.engine.feeding import Table
 from tests.engine.harness import COST, Outcome, Setup, note
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 VOCAB = 61
 POSITIONS = 256
+MIXED_BLOCKS = 24
 
 
 def tiny_config(**changes: object) -> ModelConfig:
@@ -56,12 +60,13 @@ def tiny_weights(
     seed: int = 0,
     *,
     exact: bool = False,
+    rounded_to: torch.dtype = torch.float32,
 ) -> Weights:
     """Random weights, large enough for logits that differ."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+        return (torch.randn(shape, generator=generator) * scale).to(rounded_to).to(device, dtype)
 
     def linear(outputs: int, inputs: int, *, bias: bool) -> Linear:
         weight = random(outputs, inputs, scale=inputs**-0.5)
@@ -120,7 +125,14 @@ class LetterTokenizer:
 class TinyEngine:
     """A tiny model behind a worker, driven in the caller's thread."""
 
-    def __init__(self, config: ModelConfig, runner: Runner | GpuRunner, setup: Setup) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        runner: Runner | GpuRunner,
+        setup: Setup,
+        tokenizer: object = None,
+        max_model_len: int = POSITIONS,
+    ) -> None:
         self.blocks = KvBlocks(setup.num_blocks, BLOCK_TOKENS)
         self.runner = runner
         self.scheduler = Scheduler(
@@ -130,18 +142,23 @@ class TinyEngine:
             setup.proposers(self),
             COST,
         )
-        self.worker = Worker(self.scheduler, LetterTokenizer(), POSITIONS)
+        self.worker = Worker(self.scheduler, tokenizer or LetterTokenizer(), max_model_len)
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run the requests to their end."""
         outcome = Outcome()
+
+        def deliver(batch: list[tuple[str, Delta]]) -> None:
+            for request_id, delta in batch:
+                note(outcome, request_id, delta)
+
         for request in requests:
             self.worker.check(request)
             self.worker.submit(request)
         sequences = self.scheduler.waiting
-        for step in drive(self.worker, self.runner):
-            for request_id, delta in step.deltas:
-                note(outcome, request_id, delta)
+        pipeline = Pipeline(self.worker, self.runner, deliver)
+        while pipeline.step():
+            pass
         outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
         outcome.leaked_blocks = self.blocks.num_blocks - self.blocks.num_free
         return outcome
@@ -162,3 +179,39 @@ def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner:
     pool = KvPool(config, setup.num_blocks, weights.embedding.dtype, decoder.device)
     bounds = {"max_num_seqs": setup.max_num_seqs, "max_model_len": POSITIONS}
     return TinyEngine(config, gpu_runner(decoder, pool, **bounds, **of_runner), setup)
+
+
+def mixed_plans() -> list[StepPlan]:
+    """Prompts, then steps that mix chunks, decodes, and chains and trees to verify.
+
+    Blocks are those of a pool of `MIXED_BLOCKS`.
+    """
+    tree = Draft((11, 12, 13, 14, 15, 16, 17, 18), (ROOT, 0, ROOT, 1, 2, 0, 5, 2)).laid_out()
+    table = [
+        Table(blocks) for blocks in ([9, 8, 7, 6, 5, 4], [0, 1, 2], [20, 3, 10], [11, 12, 13, 14])
+    ]
+    text = [tokens_of(60, seed) for seed in range(4)]
+    prompts = (
+        SequenceWork(table[0], 0, text[0][:40], True),
+        SequenceWork(table[1], 0, text[1][:17], True),
+        SequenceWork(table[2], 0, text[2][:13], False),
+    )
+    everything = (
+        SequenceWork(table[0], 40, text[0][40:41], True, tree),
+        SequenceWork(table[1], 17, text[1][17:18], True),
+        SequenceWork(table[2], 13, text[2][13:30], True, tree.first(3).laid_out()),
+        SequenceWork(table[3], 0, text[3][:50], False),
+    )
+    chains = (
+        SequenceWork(table[0], 41, text[0][41:42], True, Draft((1, 2, 3))),
+        SequenceWork(table[1], 18, text[1][18:19], True, Draft(tokens_of(5))),
+        SequenceWork(table[3], 50, text[3][50:51], True),
+    )
+    chunk = (SequenceWork(table[2], 30, text[2][30:35], False),)
+    return [StepPlan(parts) for parts in (prompts, everything, chains, chunk)]
+
+
+def tokens_of(count: int, seed: int = 1) -> tuple[int, ...]:
+    """Tokens that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(VOCAB, (count,), generator=generator).tolist())
