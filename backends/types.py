@@ -57,6 +57,15 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether what is drawn depends on which tokens came before, beyond the model."""
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
+
 
 class GrammarKind(StrEnum):
     """What a grammar is written in."""

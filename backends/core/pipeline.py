@@ -1,20 +1,27 @@
-"""Steps of a worker, one after the other: the host renders texts while the device computes.
+"""Steps of a worker, one after the other: the host works while the device does.
 
-A device that works by itself gets its next step as soon as the last one is accounted for; the texts
-of that one are made and delivered meanwhile. A stop string is so found when the next step is under
-way: what it emits behind the stop is dropped, the text is the same. Blocks that a sequence gives
-back then are handed out by the next plan at the earliest, when that step has been applied; and
-cancelled ones that it still writes to are written again by whoever gets them, in a later step.
+A device that works by itself has its next step before the last one is accounted for, wherever
+that can be planned without knowing its tokens (`Scheduler.plan_behind`); else as soon as it is.
+Texts are rendered and delivered while the next step is under way. So a sequence may turn out to
+have ended in a step, by its token or at a stop string, when another one has been launched: what
+that one gives for it is dropped, and the text is the same.
+
+Its blocks may be handed out at once. Steps run in the order of their launch: what a launched one
+still writes to them is there before whoever gets them writes in a later step, and nobody reads what
+has not been written. Blocks that are known by their content are full, and never written again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from backends.core.scheduler import Emission
-from backends.core.steps import Launcher, StepPlan
+from backends.core.steps import Executor, Launcher, StepPlan
 from backends.core.worker import Worker
 from backends.types import Delta
+
+_Launched = tuple[StepPlan, Any]  # and what its launch returned
 
 Deliver = Callable[[list[tuple[str, Delta]]], None]
 """Takes the deltas of a step, at least one, with their request ids."""
@@ -23,36 +30,54 @@ Deliver = Callable[[list[tuple[str, Delta]]], None]
 class Pipeline:
     """Runs a worker on an executor. One owner, which may use the worker between steps."""
 
-    def __init__(self, worker: Worker, executor: Launcher, deliver: Deliver) -> None:
-        """Keep them."""
+    def __init__(
+        self,
+        worker: Worker,
+        executor: Executor,
+        deliver: Deliver,
+        launcher: Launcher | None = None,
+    ) -> None:
+        """Keep them.
+
+        Args:
+            launcher: runs the steps instead, where the device works by itself.
+        """
         self._worker = worker
         self._executor = executor
         self._deliver = deliver
-        self._untold: list[Emission] = []
+        self._launcher = launcher
+        self._under_way: _Launched | None = None
 
     def step(self) -> bool:
-        """Run the next step; return whether there was anything to do.
+        """Go on by a step; return whether there was anything to do.
 
-        Where the executor is asynchronous, the deltas of this step are delivered by the next call.
+        With a launcher one step stays under way, whose deltas come with the next call.
         """
+        if self._launcher is not None:
+            return self._overlap(self._launcher)
         plan = self._worker.plan()
-        if self._executor.asynchronous:
-            return self._overlapped(plan)
-        if plan is None:
-            return False
-        self._tell(self._worker.apply(plan, self._executor.execute(plan)))
-        return True
-
-    def _overlapped(self, plan: StepPlan | None) -> bool:
-        launched = None if plan is None else self._executor.launch(plan)
-        untold, self._untold = self._untold, []
-        self._tell(untold)
         if plan is not None:
-            self._untold = self._worker.apply(plan, self._executor.fetch(launched))
+            self._tell(self._worker.apply(plan, self._executor.execute(plan)))
         return plan is not None
+
+    def _overlap(self, launcher: Launcher) -> bool:
+        """Launch a step, and end the one that was under way."""
+        if self._under_way is None:
+            self._under_way = _launched(launcher, self._worker.plan())
+            return self._under_way is not None
+        plan, step = self._under_way
+        following = _launched(launcher, self._worker.plan_behind(plan), step)
+        emissions = self._worker.apply(plan, launcher.fetch(step))
+        self._under_way = following or _launched(launcher, self._worker.plan())
+        self._tell(emissions)
+        return True
 
     def _tell(self, emissions: list[Emission]) -> None:
         """Render what a step emitted, and deliver it."""
         deltas = self._worker.render(emissions)
         if deltas:
             self._deliver(deltas)
+
+
+def _launched(launcher: Launcher, plan: StepPlan | None, behind: Any = None) -> _Launched | None:
+    return None if plan is None else (plan, launcher.launch(plan, behind))

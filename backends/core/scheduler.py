@@ -23,7 +23,7 @@ from backends.core.drafts import Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
-from backends.core.steps import SequenceWork, StepPlan, StepResult
+from backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
 from backends.types import FinishReason, TokenLogprob
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost, slot_price
@@ -89,6 +89,7 @@ class Scheduler:
         self._pending = PendingPrefixes()
         self._price = 0.0
         self._step = 0
+        self._assumed: StepPlan | None = None  # planned behind, and not applied yet
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -144,23 +145,61 @@ class Scheduler:
             return None
         return StepPlan(tuple(step.work.values()))
 
+    def plan_behind(self, plan: StepPlan) -> StepPlan | None:
+        """Return the step behind one that was planned last and is not applied yet.
+
+        It takes for granted that every sequence goes on with the token it is about to get, which is
+        `PENDING`. Of a sequence that ends after all, `apply` drops what the step behind gives.
+
+        Returns:
+            None if the first step's result has to be known before: where a proposer, a grammar or a
+            penalty looks at its tokens, where memory is so short that somebody might be preempted,
+            or where there is nothing to do without it.
+        """
+        going_on = [w for w in plan.work if w.sequence.state is SequenceState.RUNNING]
+        # A decode takes a block at most, and comes before all who take what is left.
+        if self.blocks.num_free < len(self._running) or not all(map(self._goes_on, going_on)):
+            return None
+        self._assumed = plan
+        for work in going_on:
+            work.sequence.num_computed = work.confirmed_end
+            if work.samples:
+                work.sequence.token_ids.append(PENDING)
+        return self.plan()
+
     def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
         """Account for a step: confirm tokens, give back rejected tails, end what has ended."""
         emissions = []
+        assumed, self._assumed = plan is self._assumed, None
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             if work.sequence.state is not SequenceState.RUNNING:
                 continue
+            if assumed and work.samples:
+                work.sequence.token_ids.pop()  # here comes the token that was pending
             emission = self._apply_work(work, emitted, logprobs)
             if emission.token_ids:
                 emissions.append(emission)
         self._price = slot_price(self.cost, plan.num_tokens, plan.kv_tokens, plan.num_sampling)
         return emissions
 
+    def _goes_on(self, work: SequenceWork) -> bool:
+        """Return whether a step can be planned behind this work whatever token it draws.
+
+        Work of such a sequence has no draft: only proposers and grammars make any.
+        """
+        sampling, wish = work.sequence.request.sampling, work.sequence.request.speculation
+        return (
+            work.sequence.grammar is None
+            and not sampling.counts_tokens
+            and (wish.max_draft_tokens < 1 or wish.proposer not in self._drafting.names)
+        )
+
     # --- planning -----------------------------------------------------------------------------
 
     def _plan_decodes(self, step: _StepDraft) -> None:
         """Give every decode its one token, those first that waited longest."""
-        decodes = [s for s in self._running if s.pending_tokens == 1]
+        # None remaining: the last token is pending.
+        decodes = [s for s in self._running if s.pending_tokens == 1 and s.remaining_tokens > 0]
         decodes.sort(key=lambda s: (s.last_step, s.key))
         for sequence in decodes:
             if step.budget <= 0:
@@ -331,7 +370,8 @@ class Scheduler:
         self._pending.drop(sequence.key)  # the prompt is computed
         self._confirm_blocks(sequence)
         if sequence.finish_reason is None:
-            self.blocks.trim(sequence.block_table, sequence.num_computed)
+            # The last token is fed next, or has been: to a step planned behind this one.
+            self.blocks.trim(sequence.block_table, len(sequence.token_ids))
         else:
             self.finish(sequence, sequence.finish_reason)
         return Emission(sequence, kept, logprobs[: len(kept)])

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, ClassVar, Protocol
+from typing import Any, Final, Protocol
 
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.types import TokenLogprob
+
+PENDING: Final = -1
+"""A token that a launched step is to draw: known on the device before it is known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +118,18 @@ class Executor(Protocol):
         ...
 
 
-class Launcher(Executor, Protocol):
-    """An executor of steps in two parts.
+class Launcher(Protocol):
+    """Runs steps in two parts, on a device that works by itself. Steps run and end in order."""
 
-    Attributes:
-        asynchronous: whether what was launched goes on while the caller does something else.
-    """
+    def launch(self, plan: StepPlan, behind: Any = None) -> Any:
+        """Begin a step; what is returned goes to `fetch`.
 
-    asynchronous: ClassVar[bool]
-
-    def launch(self, plan: StepPlan) -> Any:
-        """Begin a step; what is returned goes to `fetch`. Steps run in the order of launching."""
+        Args:
+            behind: what the launch before this one returned, if it is not fetched yet. Tokens of
+                the plan which are `PENDING` are those that it draws for their sequences.
+        """
         ...
 
     def fetch(self, step: Any) -> StepResult:
-        """Wait for a launched step and return its result. Steps are fetched in order."""
+        """Wait for a launched step and return its result."""
         ...

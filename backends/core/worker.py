@@ -143,6 +143,10 @@ class Worker:
         """Return the next step, or None when there is nothing to do."""
         return self._scheduler.plan()
 
+    def plan_behind(self, plan: StepPlan) -> StepPlan | None:
+        """Return the step behind one that is not applied yet; None if that has to come first."""
+        return self._scheduler.plan_behind(plan)
+
     def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
         """Account for a step and return the deltas it gives, with their request ids."""
         return self.render(self.apply(plan, result))

@@ -31,7 +31,6 @@ from torch import Tensor
 from backends.core.drafts import Draft
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.transfer import to_device
-from backends.types import SamplingParams
 
 _KEPT_PROMPTS: Final = 64
 """Prompts whose distinct tokens are remembered: as many sequences as a batch often has."""
@@ -118,15 +117,7 @@ def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
 
 def _changes_logits(work: SequenceWork) -> bool:
     sampling = work.sequence.request.sampling
-    return bool(sampling.logit_bias) or _counts_tokens(sampling) or _forbids_ends(work)
-
-
-def _counts_tokens(sampling: SamplingParams) -> bool:
-    return (
-        sampling.repetition_penalty != 1
-        or sampling.frequency_penalty != 0
-        or sampling.presence_penalty != 0
-    )
+    return bool(sampling.logit_bias) or sampling.counts_tokens or _forbids_ends(work)
 
 
 def _forbids_ends(work: SequenceWork) -> bool:
@@ -139,7 +130,7 @@ def _forbids_ends(work: SequenceWork) -> bool:
 def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
     """Return what changes; the cost is that of a pass over the output, whatever the vocabulary."""
     sequence, sampling = work.sequence, work.sequence.request.sampling
-    counts, repeats = _counts_tokens(sampling), sampling.repetition_penalty != 1
+    counts, repeats = sampling.counts_tokens, sampling.repetition_penalty != 1
     # Slices copy: of what is not used, take nothing.
     output = _ids(sequence.token_ids[sequence.prompt_tokens :] if counts else ())
     drafts = _ids(work.draft.token_ids if counts else ())

@@ -100,7 +100,7 @@ class EngineLoop(threading.Thread):
             self.load_snapshot = worker.load()
             self._events.deltas(batch)
 
-        pipeline = Pipeline(worker, engine.executor, deliver)
+        pipeline = Pipeline(worker, engine.executor, deliver, engine.executor.launcher)
         while not self._stopping:
             self._obey(worker)
             stepped = pipeline.step()

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from backends.core.steps import Launcher, StepPlan, StepResult
+from backends.core.steps import Executor, Launcher, StepPlan, StepResult
 from backends.engine import logprobs
 from backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
 from backends.engine.kv_pool import KvPool
@@ -38,8 +38,13 @@ class LaunchedStep:
     started_s: float
 
 
-class ModelRunner(Launcher, Protocol):
+class ModelRunner(Executor, Protocol):
     """What loading, warming up and a worker's loop need of a runner."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What begins steps and ends them later; None where the device does not work by itself."""
+        ...
 
     @property
     def operators(self) -> Operators:
@@ -58,7 +63,7 @@ class ModelRunner(Launcher, Protocol):
 class Runner:
     """Runs steps of one model over one KV pool. Use in one thread only."""
 
-    asynchronous: ClassVar[bool] = False
+    launcher: Final = None
 
     def __init__(self, decoder: Decoder, pool: KvPool, verify: Verify = "coupled") -> None:
         """Keep them."""

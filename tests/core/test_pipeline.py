@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import ClassVar
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 
 from backends.core.kv_blocks import KvBlocks
 from backends.core.pipeline import Pipeline
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence
-from backends.core.steps import StepPlan, StepResult
+from backends.core.steps import PENDING, StepPlan, StepResult
 from backends.core.worker import Worker
-from backends.types import Delta, GenerationRequest, ResumedChoice
+from backends.types import Delta, FinishReason, GenerationRequest, ResumedChoice
 from policies.registry import speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
@@ -33,6 +31,14 @@ class Letters:
         return "".join(chr(ord("A") + token) for token in token_ids)
 
 
+def known(sequence: Sequence) -> list[int]:
+    """The tokens of a sequence, as the device knows them."""
+    return [
+        hashed_token(sequence, place) if token == PENDING else token
+        for place, token in enumerate(sequence.token_ids)
+    ]
+
+
 class FakeDevice(FakeExecutor):
     """Computes what was launched as late as it may: when it is fetched. Has a memory.
 
@@ -40,29 +46,34 @@ class FakeDevice(FakeExecutor):
     before it left: a block that was handed out too early shows as a wrong prefix.
     """
 
-    def __init__(self, *, asynchronous: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.asynchronous: ClassVar[bool] = asynchronous
+        self.behind = 0  # steps launched before the one before them was fetched
         self.memory: dict[tuple[int, int], int] = {}
         self.steps = count()
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.fetch(self.launch(plan))
 
-    def launch(self, plan: StepPlan):
+    def launch(self, plan: StepPlan, behind=None):
         next(self.steps)
+        self.behind += behind is not None
+        for work in plan.work:
+            pending = [place for place, token in enumerate(work.fed_ids) if token == PENDING]
+            assert not pending or pending == [len(work.token_ids) - 1]
+            assert not pending or work.sequence.key in {w.sequence.key for w in behind[0].work}
         tables = [tuple(work.sequence.block_table) for work in plan.work]
-        texts = [tuple(work.sequence.token_ids) for work in plan.work]
+        texts = [known(work.sequence) for work in plan.work]
         return plan, tables, texts, FakeExecutor.execute(self, plan)
 
     def fetch(self, launched) -> StepResult:
         plan, tables, texts, result = launched
         for work, table, text in zip(plan.work, tables, texts, strict=True):
-            self._write(work, table, prefixes(list(text[: work.confirmed_end])))
+            self._write(work, table, prefixes(text[: work.confirmed_end]))
         for work, table, text, emitted in zip(
             plan.work, tables, texts, result.emitted, strict=True
         ):
-            for position, prefix in enumerate(prefixes(list(text[: work.start]))):
+            for position, prefix in enumerate(prefixes(text[: work.start])):
                 assert self.memory[table[position // BLOCK], position % BLOCK] == prefix
             self._compact(work, table, emitted)
         return result
@@ -89,20 +100,21 @@ class FakeDevice(FakeExecutor):
 class Bench:
     """A worker with a pipeline; what it delivered, by request and choice."""
 
-    def __init__(self, *, asynchronous: bool, num_blocks: int, policy: str) -> None:
+    def __init__(self, *, asynchronous: bool, num_blocks: int, policy: str, eos: int = 0) -> None:
         self.blocks = KvBlocks(num_blocks, BLOCK)
         proposer = FakeProposer(is_wrong=lambda key, place: (key + place) % 3 == 0, branches=0.3)
         self.scheduler = Scheduler(
-            SchedulerConfig(4, 16, frozenset({0})),
+            SchedulerConfig(4, 16, frozenset({eos})),
             self.blocks,
             speculation_policy(policy),
             {"ngram": proposer},
             StepCost((64,), (1e-3,)),
         )
         self.worker = Worker(self.scheduler, Letters(), 200)
-        self.device = FakeDevice(asynchronous=asynchronous)
+        self.device = FakeDevice()
         self.delivered: dict[tuple[str, int], list[Delta]] = {}
-        self.pipeline = Pipeline(self.worker, self.device, self._deliver)
+        launcher = self.device if asynchronous else None
+        self.pipeline = Pipeline(self.worker, self.device, self._deliver, launcher)
         self.sequences = []
 
     def _deliver(self, batch) -> None:
@@ -154,19 +166,20 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     wanted=REQUESTS,
+    plain=st.booleans(),
     arrivals=st.lists(st.integers(0, 6), min_size=7, max_size=7),
     cancelled=st.dictionaries(st.integers(0, 6), st.integers(0, 12), max_size=2),
     num_blocks=st.integers(8, 20),
     policy=st.sampled_from(["off", "fixed:3", "auto"]),
 )
 def test_overlapped_steps_tell_what_steps_in_turn_tell(
-    wanted, arrivals, cancelled, num_blocks, policy
+    wanted, plain, arrivals, cancelled, num_blocks, policy
 ) -> None:
     """Whoever is not cancelled gets the same; nothing leaks, no block is handed out too early."""
-    requests = [request(**one) for one in wanted]
+    requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
 
     def told(*, asynchronous: bool) -> dict:
         bench = Bench(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
@@ -191,30 +204,51 @@ def test_overlapped_steps_tell_what_steps_in_turn_tell(
 
 
 def test_texts_are_told_while_the_next_step_is_under_way() -> None:
-    """The deltas of a step come after the launch of the next one, and before its result."""
-    bench = Bench(asynchronous=True, num_blocks=20, policy="off")
-    bench.submit(request(max_tokens=3, ignore_eos=True))
-    launched, delivered = [], []
-    bench.device.launch = lambda plan, launch=bench.device.launch: (
-        launched.append(len(bench.delivered)),
-        launch(plan),
-    )[1]
-    while bench.step():
-        delivered.append(sum(map(len, bench.delivered.values())))
-    assert delivered == [0, 1, 2]
-    assert sum(map(len, bench.delivered.values())) == 3
+    """The deltas of a step come after the launch of the next one, drafts or not."""
+    for drafts in (0, 2):
+        bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
+        bench.submit(request(max_tokens=7, drafts=drafts, ignore_eos=True))
+        launched, launch = [], bench.device.launch
+        bench.device.launch = lambda plan, behind=None, launched=launched, launch=launch: (
+            launched.append(plan),
+            launch(plan, behind),
+        )[1]
+        told = []
+        while bench.step():
+            told.append((len(launched), sum(map(len, bench.delivered.values()))))
+        # The last step has no other behind it.
+        assert told[:-1] == [(step + 1, step) for step in range(len(told) - 1)]
+        assert told[-1] == (len(launched), len(launched))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_comes_behind_a_stop_string_is_dropped(*, asynchronous: bool) -> None:
-    """A stop is seen a step late where steps overlap; its sequence has no part in a third one."""
+def test_plain_decodes_are_launched_before_their_last_token_is_known() -> None:
+    """Every step but the first, and none behind the last token; with drafts or penalties none."""
+
+    def behind(**of_request: object) -> tuple[int, int]:
+        bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
+        bench.submit(request(max_tokens=6, ignore_eos=True, **of_request))
+        bench.run()
+        return next(bench.device.steps), bench.device.behind
+
+    assert behind() == (6, 5)
+    assert behind(logprobs=2, logit_bias=((1, 1.0),), min_tokens=2) == (6, 5)
+    assert behind(presence_penalty=0.5) == (6, 0)
+    steps, others = behind(drafts=2)
+    assert steps <= 6
+    assert others == 0
+
+
+def test_what_comes_behind_the_end_is_dropped() -> None:
+    """Ends are seen a step late where steps overlap: one more step is launched, and no third."""
     first = Sequence.of(0, request(), ResumedChoice(0, ()))
     stream = [hashed_token(first, first.prompt_tokens + place) for place in range(9)]
     end = stream.index(stream[2]) + 1
-    bench = Bench(asynchronous=asynchronous, num_blocks=20, policy="off")
-    bench.submit(request(max_tokens=9, ignore_eos=True, stop=(Letters().decode(stream[2:3]),)))
-    bench.run()
-    ((tokens, text, _, _),) = bench.told().values()
-    assert tokens == stream[:end]
-    assert text == Letters().decode(stream[: end - 1])
-    assert next(bench.device.steps) == end + asynchronous
+    text = Letters().decode(stream[:end])
+    for stop, eos, shown in ((text[-1], 0, text[:-1]), ("no", stream[2], text[:-1])):
+        for asynchronous in (False, True):
+            bench = Bench(asynchronous=asynchronous, num_blocks=20, policy="off", eos=eos)
+            bench.submit(request(max_tokens=9, stop=(stop,)))
+            bench.run()
+            ((tokens, told, _, reasons),) = bench.told().values()
+            assert (tokens, told, reasons) == (stream[:end], shown, [FinishReason.STOP])
+            assert next(bench.device.steps) == end + asynchronous

@@ -156,7 +156,7 @@ class TinyEngine:
             self.worker.check(request)
             self.worker.submit(request)
         sequences = self.scheduler.waiting
-        pipeline = Pipeline(self.worker, self.runner, deliver)
+        pipeline = Pipeline(self.worker, self.runner, deliver, self.runner.launcher)
         while pipeline.step():
             pass
         outcome.preemptions = sum(sequence.preemptions for sequence in sequences)

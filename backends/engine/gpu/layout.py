@@ -54,6 +54,9 @@ _FIELDS: Final = {
     "query_starts": _Field(torch.int32, "sequences", 1),
     "context_lens": _Field(torch.int32, "sequences"),
     "draft_starts": _Field(torch.int32, "sequences"),
+    # Rows whose tokens the step before draws, and in which of its sampled rows.
+    "pending_rows": _Field(torch.int64, "rows"),
+    "pending_sources": _Field(torch.int64, "rows"),
     # What draws tokens (`RowSampling`), one entry for each row that is sampled.
     "temperature": _Field(torch.float32, "rows"),
     "top_k": _Field(torch.int32, "rows"),

@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from backends.core.steps import StepPlan, StepResult
+from backends.core.steps import PENDING, StepPlan, StepResult
 from backends.engine import logprobs
 from backends.engine.gpu.compaction import compact
 from backends.engine.gpu.forward import DeviceForward
-from backends.engine.gpu.layout import StepFields
+from backends.engine.gpu.layout import HostFields, StepFields, StepShape
 from backends.engine.gpu.packing import PackedFeeds, PackedWalks
 from backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from backends.engine.inputs import Feed, feed_of
@@ -36,6 +35,8 @@ from backends.engine.operators.base import Operators
 from backends.engine.sampler import Verify, Walk, draw, settles_drafts
 from backends.engine.transfer import Mark, new_mark, to_device, to_host
 
+_PENDING: Final = ("pending_rows", "pending_sources")
+
 WALK_ROWS: Final = 65
 """Rows that the walk is compiled for: the longest draft of any policy and the row before it."""
 
@@ -45,6 +46,8 @@ class LaunchedStep:
     """A step whose results are, or will be, in main memory.
 
     Attributes:
+        row_of: the sampled row behind the last confirmed token, by sequence key.
+        tokens: int64 [sampled rows], drawn in each, on the device.
         starts: the first sampled row of each part, and the end of the last one.
         results: int64 [2 * sampled rows + parts]: emitted tokens and the rows that drew them, by
             row, then how many there are of each part. Undefined before `ended` is passed.
@@ -52,6 +55,8 @@ class LaunchedStep:
         began, ended: around the step's work.
     """
 
+    row_of: dict[int, int]
+    tokens: Tensor
     starts: list[int]
     results: Tensor
     logprobs: tuple[RowLogprobs | None, ...]
@@ -61,8 +66,6 @@ class LaunchedStep:
 
 class GpuRunner:
     """Runs steps of one model over one KV pool. Use in one thread only."""
-
-    asynchronous: ClassVar[bool] = True
 
     def __init__(
         self, decoder: Decoder, pool: KvPool, forward: DeviceForward, verify: Verify = "coupled"
@@ -83,6 +86,11 @@ class GpuRunner:
         self._forward.capture()
 
     @property
+    def launcher(self) -> GpuRunner:
+        """The runner itself: a GPU works while the host does something else."""
+        return self
+
+    @property
     def operators(self) -> Operators:
         """What computes between the products."""
         return self._decoder.operators
@@ -92,15 +100,18 @@ class GpuRunner:
         return self.fetch(self.launch(plan))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue one step and the copy of its results. Waits for nothing."""
+    def launch(self, plan: StepPlan, behind: LaunchedStep | None = None) -> LaunchedStep:
+        """Enqueue one step and the copy of its results. Waits for nothing.
+
+        Args:
+            behind: the step launched before, which draws what is `PENDING` in this one.
+        """
         device = self._decoder.device
         began, ended = new_mark(device), new_mark(device)
         began.record()
         packed, walks = PackedFeeds.of(map(feed_of, plan.work)), PackedWalks.of(plan)
-        shape, fields = self._forward.place(packed, partial(walks.write, plan))
-        rows = len(packed.sample_rows)
-        logits = self._forward.run(shape, fields, rows)
+        shape, fields = self._place(plan, packed, walks, behind)
+        logits = self._forward.run(shape, fields, len(packed.sample_rows))
         wanted = logprobs.model_logprobs(plan, logits)
         forbid(plan, logits)
         adjust(plan, logits, self._eos_ids)
@@ -109,16 +120,13 @@ class GpuRunner:
             None if row is None else RowLogprobs(*map(to_host, row))
             for row in logprobs.look_up(plan, wanted, tokens)
         )
-        walked = self._walk(tokens, fields, walks.longest)
-        if walks.has_trees:
-            moved = fields["slots"][fields["sample_rows"][:rows]]
-            compact(
-                self._pool.memory, moved, fields["sample_starts"], walked.kept_rows, walks.longest
-            )
+        walked = self._walk(tokens, fields, walks)
         parts = walked.num_emitted[: len(plan.work)]
         results = to_host(torch.cat([walked.emitted, walked.kept_rows.long(), parts.long()]))
         ended.record()
-        return LaunchedStep(walks.sample_starts, results, found, began, ended)
+        return LaunchedStep(
+            _rows_of_sequences(plan), tokens, walks.sample_starts, results, found, began, ended
+        )
 
     def fetch(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step. The one place that waits for the device."""
@@ -136,24 +144,50 @@ class GpuRunner:
         """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
         return self._forward(feeds)
 
+    def _place(
+        self,
+        plan: StepPlan,
+        packed: PackedFeeds,
+        walks: PackedWalks,
+        behind: LaunchedStep | None,
+    ) -> tuple[StepShape, StepFields]:
+        """Bring a step to the device, and fill in the tokens that are known there alone."""
+        pending = _pending(plan, behind) if behind is not None else ([], [])
+
+        def write(host: HostFields) -> None:
+            walks.write(plan, host)
+            for name, places in zip(_PENDING, pending, strict=True):
+                host.write(name, places)
+
+        shape, fields = self._forward.place(packed, write)
+        if behind is not None and pending[0]:
+            rows, sources = (fields[name][: len(pending[0])] for name in _PENDING)
+            fields["token_ids"].index_copy_(0, rows, behind.tokens[sources])
+        return shape, fields
+
     def _draw(self, plan: StepPlan, logits: Tensor, fields: StepFields) -> Tensor:
         """Return the token of every row: int64 [rows]."""
         if self._verify == "rejection" and settles_drafts(plan):
             return draw(plan, logits, self._verify)
         return sample(logits, fields.sampling(len(logits)))
 
-    def _walk(self, tokens: Tensor, fields: StepFields, longest: int) -> Acceptance:
-        """Walk the drafts up to where a sequence ends."""
+    def _walk(self, tokens: Tensor, fields: StepFields, walks: PackedWalks) -> Acceptance:
+        """Walk the drafts up to where a sequence ends; put what was accepted where it belongs."""
         rows = len(tokens)
-        return accept_walk(
+        walked = accept_walk(
             tokens,
             fields["draft_tokens"][:rows],
             fields["draft_parents"][:rows],
             fields["sample_starts"],
             StopRules(fields["remaining"], self._ends, fields["ignore_eos"]),
             fields["lengths"],
-            max_rows=max(longest, WALK_ROWS),
+            max_rows=max(walks.longest, WALK_ROWS),
         )
+        if walks.has_trees:
+            slots = fields["slots"][fields["sample_rows"][:rows]]
+            starts = fields["sample_starts"]
+            compact(self._pool.memory, slots, starts, walked.kept_rows, walks.longest)
+        return walked
 
 
 def gpu_runner(
@@ -173,6 +207,29 @@ def gpu_runner(
     shapes = Shapes(ROW_BUCKETS[-1], max_num_seqs, max_model_len, BLOCK_TOKENS)
     forward = DeviceForward(decoder, pool.layers, pool.dump_slot, shapes)
     return GpuRunner(decoder, pool, forward, verify)
+
+
+def _pending(plan: StepPlan, behind: LaunchedStep) -> tuple[list[int], list[int]]:
+    """Return the rows of pending tokens, and the rows of the step before that draw them."""
+    rows: list[int] = []
+    sources: list[int] = []
+    first = 0
+    for work in plan.work:
+        if work.token_ids[-1] == PENDING:
+            rows.append(first + len(work.token_ids) - 1)
+            sources.append(behind.row_of[work.sequence.key])
+        first += work.num_tokens
+    return rows, sources
+
+
+def _rows_of_sequences(plan: StepPlan) -> dict[int, int]:
+    rows: dict[int, int] = {}
+    first = 0
+    for work in plan.work:
+        if work.samples:
+            rows[work.sequence.key] = first
+        first += work.num_samples
+    return rows
 
 
 def _walks(starts: Many[int], results: list[int]) -> list[Walk]:
