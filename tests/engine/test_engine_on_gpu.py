@@ -216,6 +216,27 @@ def test_the_host_never_waits_while_it_launches(captured: bool) -> None:
     assert trees
 
 
+def test_a_whole_run_waits_for_nothing_but_results() -> None:
+    """Plain decodes, each step launched before the last one is known, and its results read late."""
+    config, chosen = tiny_config(), Off()
+    engine = gpu_engine(
+        config, tiny_weights(config, torch.bfloat16, GPU), Setup(chosen, num_blocks=64)
+    )
+    engine.runner.capture()
+    launch, behind = engine.runner.launch, []
+    engine.runner.launch = lambda plan, step=None: (behind.append(step), launch(plan, step))[1]
+    wanted = [
+        request(f"{place}", [7, place, 9], chosen, max_tokens=30, logprobs=place % 2 or None)
+        for place in range(6)
+    ]
+    expected = engine.run(wanted)  # what is launched for the first time is compiled
+    behind.clear()
+    with no_waiting():
+        found = engine.run(wanted)
+    assert found.tokens == expected.tokens
+    assert sum(step is not None for step in behind) >= 25
+
+
 def test_a_worker_starts_on_a_gpu_and_says_so() -> None:
     """Loading measures memory and steps, captures graphs, and names device and driver."""
     config = WorkerConfig(device="cuda", max_model_len=512, gpu_memory_utilization=0.3)
