@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -15,29 +16,32 @@ from backends.checkpoints import checkpoint_id, find_checkpoint
 from backends.core.drafts import Proposer
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.steps import Executor
 from backends.core.worker import Worker
 from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.gpu.shapes import ROW_BUCKETS
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
-from backends.engine.memory import measured_kv_bytes
+from backends.engine.memory import measured_kv_bytes, taken_bytes
 from backends.engine.model import Decoder
-from backends.engine.numerics import choose_device, choose_dtype, numerics_class
+from backends.engine.numerics import choose_device, choose_dtype, fix_sums, numerics_class
 from backends.engine.proposers.registry import (
     ProposerSetup,
     check_proposer_name,
     make_proposers,
 )
-from backends.engine.runner import Runner
+from backends.engine.runner import ModelRunner, Runner
 from backends.engine.sampler import Verify
 from backends.engine.served import ServedModel
-from backends.engine.warmup import exactness, measure_step_cost
-from backends.engine.weights import load_weights
+from backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
+from backends.engine.weights import Weights, load_weights
 from backends.errors import CheckpointError
 from backends.grammar import LlGrammars
 from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
 from policies.registry import speculation_policy
+
+if TYPE_CHECKING:
+    from backends.engine.gpu.runner import GpuRunner
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
@@ -55,7 +59,7 @@ class LoadedEngine:
     """
 
     worker: Worker
-    executor: Executor
+    executor: ModelRunner
     served: ServedModel
     proposers: dict[str, Proposer]
 
@@ -80,7 +84,11 @@ def load_engine(
     check_proposer_name(config.proposer, has_draft=draft_directory is not None)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    device = choose_device(config.device)
+    device = choose_device(config.device, config.device_index)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if config.exact:
+            fix_sums()
     directory = find_checkpoint(config.model)
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
@@ -89,6 +97,7 @@ def load_engine(
         directory,
         model,
         dtype,
+        device=device,
         exact=config.exact,
         progress=lambda share: progress(LOADED_SHARE * share),
     )
@@ -97,17 +106,22 @@ def load_engine(
     )
     decoder, draft = Decoder(model, weights, max_model_len), None
     if draft_directory is not None and config.proposer in {None, "draft_model"}:
-        draft = _load_draft(draft_directory, tokenizer, dtype, max_model_len, _window(config))
-    num_blocks = _num_blocks(config, model, max_model_len, dtype, device)
+        draft_weights = _draft_weights(draft_directory, tokenizer, dtype, device, _window(config))
+        draft = Decoder(*draft_weights, max_model_len)
+    num_blocks = _num_blocks(config, decoder, max_model_len, dtype)
     pool = KvPool(model, num_blocks, dtype, device)
-    runner = Runner(decoder, pool, VERIFICATIONS[config.verify])
+    runner = _runner(config, decoder, pool, max_model_len)
 
     most_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
-    exact = exactness(runner, model, dtype, most_tokens, asked=config.exact)
+    exact = exactness(runner, model, dtype, most_tokens, device, asked=config.exact)
     progress(PROBED_SHARE)
     blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
-    cost = measure_step_cost(runner, most_tokens, num_blocks)
-    proposers = make_proposers(ProposerSetup(config, decoder, pool, blocks, cost, draft))
+    buckets = ROW_BUCKETS if device.type == "cuda" else TOKEN_BUCKETS
+    most_sequences = min(num_blocks, config.max_num_seqs)
+    cost = measure_step_cost(runner, most_tokens, most_sequences, buckets)
+    proposers = make_proposers(
+        ProposerSetup(config, decoder, pool, blocks, cost, draft, max_model_len, runner.forward)
+    )
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
         blocks,
@@ -115,7 +129,9 @@ def load_engine(
         proposers,
         cost,
     )
-    numerics = numerics_class(weights.checkpoint_hash, dtype, decoder.operators.name, exact=exact)
+    numerics = numerics_class(
+        weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
+    )
     card = _card(config, numerics, max_model_len)
     grammars = LlGrammars(tokenizer, model.eos_ids)
     worker = Worker(scheduler, tokenizer, max_model_len, grammars)
@@ -123,24 +139,65 @@ def load_engine(
     return LoadedEngine(worker, runner, served, proposers)
 
 
+def _runner(
+    config: WorkerConfig, decoder: Decoder, pool: KvPool, max_model_len: int
+) -> ModelRunner:
+    """Return what runs steps on the decoder's device, its graphs captured."""
+    if decoder.device.type != "cuda":
+        return Runner(decoder, pool, VERIFICATIONS[config.verify])
+    runner = _uncaptured(config, decoder, pool, max_model_len)
+    runner.capture()
+    return runner
+
+
+def _uncaptured(
+    config: WorkerConfig, decoder: Decoder, pool: KvPool, max_model_len: int
+) -> GpuRunner:
+    # Not everywhere is Triton.
+    from backends.engine.gpu.runner import gpu_runner
+
+    return gpu_runner(
+        decoder,
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        verify=VERIFICATIONS[config.verify],
+    )
+
+
 def _num_blocks(
-    config: WorkerConfig,
-    model: ModelConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
 ) -> int:
     """Return how many KV blocks to allocate.
 
     Raises:
         ValueError: the memory holds not even one.
     """
+    model, device = decoder.config, decoder.device
     kv_bytes = config.kv_bytes
     if kv_bytes is None:
-        kv_bytes = measured_kv_bytes(device, config.gpu_memory_utilization, config.num_workers)
+        spare_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
+        kv_bytes = measured_kv_bytes(
+            device, config.gpu_memory_utilization, config.num_workers, spare_bytes
+        )
     # More memory than every sequence at full length is of no use.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(model, kv_bytes, dtype.itemsize), most)
+
+
+def _largest_step_bytes(
+    config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
+) -> int:
+    """Run the largest step on a GPU, and return what it took: graphs need as much for themselves.
+
+    A CPU needs none of it: what is free there is shared with everybody anyway.
+    """
+    if decoder.device.type != "cuda":
+        return 0
+    tokens = min(config.max_step_tokens, max_model_len)
+    pool = KvPool(decoder.config, -(-tokens // BLOCK_TOKENS), dtype, decoder.device)
+    runner = _uncaptured(config, decoder, pool, max_model_len)
+    return taken_bytes(decoder.device, partial(rehearse, runner, tokens))
 
 
 def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
@@ -165,9 +222,13 @@ def _draft_directory(config: WorkerConfig) -> Path | None:
     return find_checkpoint(config.draft_model)
 
 
-def _load_draft(
-    directory: Path, target: Tokenizer, dtype: torch.dtype, max_model_len: int, window: int | None
-) -> Decoder:
+def _draft_weights(
+    directory: Path,
+    target: Tokenizer,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None,
+) -> tuple[ModelConfig, Weights]:
     """Return the draft model, whose token ids mean what the target's do.
 
     Args:
@@ -185,7 +246,7 @@ def _load_draft(
         )
     if window is not None:
         model = replace(model, windows=tuple(min(w or window, window) for w in model.windows))
-    return Decoder(model, load_weights(directory, model, dtype, exact=False), max_model_len)
+    return model, load_weights(directory, model, dtype, device=device, exact=False)
 
 
 def _window(config: WorkerConfig) -> int | None:
