@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Final
 
@@ -23,7 +24,7 @@ of attention covers the bound, and each wave of empty programs costs a few micro
 (`paged_attention`): with a factor of 4 at most three quarters are empty. Not measured."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shapes:
     """The shapes of a model's steps.
 
@@ -39,12 +40,12 @@ class Shapes:
     most_context: int
     page_tokens: int
 
-    @property
+    @cached_property
     def row_buckets(self) -> tuple[int, ...]:
         """Rows of captured steps, ascending."""
         return tuple(takewhile(lambda rows: rows <= self.most_rows, ROW_BUCKETS))
 
-    @property
+    @cached_property
     def contexts(self) -> tuple[int, ...]:
         """Bounds on the longest context of a step, ascending; the last holds any."""
         bounds = [FIRST_CONTEXT]
