@@ -241,7 +241,7 @@ def test_a_worker_starts_on_a_gpu_and_says_so() -> None:
     """Loading measures memory and steps, captures graphs, and names device and driver."""
     config = WorkerConfig(device="cuda", max_model_len=512, gpu_memory_utilization=0.3)
     engine = load_engine(config)
-    numerics = engine.card.numerics_class
+    numerics = engine.served.card.numerics_class
     assert "/cuda-" in numerics
     assert "triton-" in numerics
     assert numerics.endswith("/threads-any/inexact")
@@ -276,4 +276,4 @@ def test_exact_is_probed_on_the_gpu(dtype: str) -> None:
     config = WorkerConfig(
         device="cuda", dtype=dtype, exact=True, max_model_len=512, kv_bytes=64 << 20
     )
-    assert load_engine(config).card.numerics_class.endswith("/exact")
+    assert load_engine(config).served.card.numerics_class.endswith("/exact")

@@ -117,6 +117,7 @@ class LetterTokenizer:
     """Token i is the i-th letter from `A` on: as much of a tokenizer as a worker needs."""
 
     vocab_size = VOCAB
+    texts = tuple(chr(ord("A") + token) for token in range(VOCAB))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         return "".join(chr(ord("A") + token) for token in token_ids)
@@ -153,7 +154,7 @@ class TinyEngine:
                 note(outcome, request_id, delta)
 
         for request in requests:
-            self.worker.check(request)
+            self.worker.admission.check(request)
             self.worker.submit(request)
         sequences = self.scheduler.waiting
         pipeline = Pipeline(self.worker, self.runner, deliver, self.runner.launcher)
