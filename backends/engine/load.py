@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
@@ -39,9 +39,6 @@ from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
 from policies.registry import speculation_policy
-
-if TYPE_CHECKING:
-    from backends.engine.gpu.runner import GpuRunner
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
@@ -82,13 +79,7 @@ def load_engine(
         known = ", ".join(VERIFICATIONS)
         raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
     check_proposer_name(config.proposer, has_draft=draft_directory is not None)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = choose_device(config.device, config.device_index)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if config.exact:
-            fix_sums()
+    device = _prepared_device(config)
     directory = find_checkpoint(config.model)
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
@@ -110,7 +101,13 @@ def load_engine(
         draft = Decoder(*draft_weights, max_model_len)
     num_blocks = _num_blocks(config, decoder, max_model_len, dtype)
     pool = KvPool(model, num_blocks, dtype, device)
-    runner = _runner(config, decoder, pool, max_model_len)
+    runner = runner_for(
+        decoder,
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        verify=VERIFICATIONS[config.verify],
+    )
 
     most_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
     exact = exactness(runner, model, dtype, most_tokens, device, asked=config.exact)
@@ -139,30 +136,49 @@ def load_engine(
     return LoadedEngine(worker, runner, served, proposers)
 
 
-def _runner(
-    config: WorkerConfig, decoder: Decoder, pool: KvPool, max_model_len: int
+def _prepared_device(config: WorkerConfig) -> torch.device:
+    """Return the device to compute on; what is to be set before its first use is set.
+
+    Raises:
+        ValueError: there is none such.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device, config.device_index)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if config.exact:
+            fix_sums()
+    return device
+
+
+def runner_for(
+    decoder: Decoder,
+    pool: KvPool,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    verify: Verify = "coupled",
+    captured: bool = True,
 ) -> ModelRunner:
-    """Return what runs steps on the decoder's device, its graphs captured."""
+    """Return what runs steps on the decoder's device.
+
+    Args:
+        max_num_seqs: most parts of a step.
+        max_model_len: most slots of a context.
+        captured: a GPU's steps are captured as graphs; else they run kernel by kernel.
+    """
     if decoder.device.type != "cuda":
-        return Runner(decoder, pool, VERIFICATIONS[config.verify])
-    runner = _uncaptured(config, decoder, pool, max_model_len)
-    runner.capture()
-    return runner
-
-
-def _uncaptured(
-    config: WorkerConfig, decoder: Decoder, pool: KvPool, max_model_len: int
-) -> GpuRunner:
+        return Runner(decoder, pool, verify)
     # Not everywhere is Triton.
     from backends.engine.gpu.runner import gpu_runner
 
-    return gpu_runner(
-        decoder,
-        pool,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        verify=VERIFICATIONS[config.verify],
+    runner = gpu_runner(
+        decoder, pool, max_num_seqs=max_num_seqs, max_model_len=max_model_len, verify=verify
     )
+    if captured:
+        runner.capture()
+    return runner
 
 
 def _num_blocks(
@@ -196,7 +212,13 @@ def _largest_step_bytes(
         return 0
     tokens = min(config.max_step_tokens, max_model_len)
     pool = KvPool(decoder.config, -(-tokens // BLOCK_TOKENS), dtype, decoder.device)
-    runner = _uncaptured(config, decoder, pool, max_model_len)
+    runner = runner_for(
+        decoder,
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        captured=False,
+    )
     return taken_bytes(decoder.device, partial(rehearse, runner, tokens))
 
 
