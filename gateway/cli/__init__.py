@@ -61,7 +61,11 @@ def load(context: typer.Context) -> None:
     loadgen(context.args, prog_name="draftgate load")
 
 
-BENCHES = {"engine": "backends.engine.bench.engine", "host": "backends.engine.bench.host"}
+BENCHES = {
+    "engine": "backends.engine.bench.engine",
+    "host": "backends.engine.bench.host",
+    "kernels": "backends.engine.bench.kernels",
+}
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -69,7 +73,7 @@ def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
 ) -> None:
-    """Measure this machine: `bench engine --json OUT` (steps), `bench host` (CPU beside them)."""
+    """Measure this machine: `bench engine --json OUT` (steps), `host` (CPU beside), `kernels` (GPU)."""
     from importlib import import_module
 
     if what not in BENCHES:

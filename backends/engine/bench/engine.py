@@ -26,7 +26,7 @@ from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.bench.loading import random_checkpoint
-from backends.engine.bench.record import BUSY_LIMIT, provenance
+from backends.engine.bench.record import provenance, refuse_if_disturbed
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
@@ -235,11 +235,7 @@ def measure(dtypes: list[str], *, allow_busy: bool) -> dict[str, Any]:
         SystemExit: the machine is busy.
     """
     facts = provenance()
-    if facts["disturbed"] and not allow_busy:
-        raise SystemExit(
-            f"others use {facts['busy_share_before']:.0%} of this machine, and more than "
-            f"{BUSY_LIMIT:.0%} is too much to measure beside; --allow-busy measures all the same"
-        )
+    refuse_if_disturbed(facts, allow_busy=allow_busy)
     read_s = 1 / bandwidth()
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,23 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def refuse_if_disturbed(facts: dict[str, Any], *, allow_busy: bool) -> None:
+    """Stop before a measurement that others' work would spoil.
+
+    Args:
+        facts: of `provenance`.
+        allow_busy: measure all the same; the record says that it was disturbed.
+
+    Raises:
+        SystemExit: the machine is busy.
+    """
+    if facts["disturbed"] and not allow_busy:
+        raise SystemExit(
+            f"others use {facts['busy_share_before']:.0%} of this machine, and more than "
+            f"{BUSY_LIMIT:.0%} is too much to measure beside; --allow-busy measures all the same"
+        )
+
+
 def cpu_name() -> str:
     """Return the processor's model and the cores we may use."""
     info = Path("/proc/cpuinfo")
