@@ -2,10 +2,10 @@
 
 A launch specialises its kernel on what it is given: on types, on pointers that begin at multiples
 of 16 bytes (those of torch do) and on integers that are multiples of 16. So the public functions
-themselves are called, on tensors without memory (`torch.device("meta")`), with a driver in place
-that knows the device's name and no device; instead of being launched, each kernel is compiled with
-the tiles and the number of warps that the function chose. The figures are what `cuobjdump`, which
-Triton carries, reads from the machine code.
+themselves are called, on tensors without memory, with a driver in place that knows what GPU it is
+for and has none; instead of being launched, each kernel is compiled with the tiles and the number
+of warps that its function chose. The figures are what `cuobjdump`, which Triton carries, reads from
+the machine code.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -91,6 +92,18 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
         Launch(kernel.name, kernel.metadata.num_warps, kernel.asm["ptx"], _usage(kernel))
         for kernel in compiled
     ]
+
+
+def assert_lean(launches: list[Launch], programs: int = 1) -> None:
+    """Asserts that no launch spills, and that a multiprocessor holds so many programs of each."""
+    for launch in launches:
+        assert launch.usage.stack_bytes == 0, launch.usage
+        assert launch.programs() >= programs, launch.usage
+
+
+def on_paper(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns a tensor that has no memory, as the arguments of what is only compiled."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @contextmanager

@@ -105,8 +105,8 @@ def _attend_keys(
     """
     dims = tl.arange(0, HEAD_PAD)
     # A path has two tiles at most: a pipeline, and what is hoisted, would only hold registers. In
-    # float32, where a product is a sum in each thread, the tile itself would hold more of them.
-    STAGES: tl.constexpr = None if not PATH else 2 if query.dtype == tl.float32 else 1
+    # float32, where products have no tensor cores, the tile itself would hold more of them.
+    STAGES: tl.constexpr = (2 if query.dtype == tl.float32 else 1) if PATH else None
     for first in tl.range(first_key, last_key, KEY_TILE, num_stages=STAGES, disable_licm=PATH):
         keys = first + tl.arange(0, KEY_TILE)
         # Past the last key it is read again: a slot there may hold anything, and 0 * NaN is NaN.

@@ -51,7 +51,9 @@ def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
 
     Chosen by what ptxas reports (Triton 3.6 and 3.7, 2026-11-21); not timed on a GPU yet. In 16
     bits two programs share a multiprocessor with heads up to 128: one computes while the other
-    waits. In float32 products have no tensor cores, and their operands take many registers.
+    waits. In float32 products have no tensor cores, and their operands take many registers. One
+    variant does spill, 56 bytes a thread: heads beyond 128 with trees, looping over splits. No
+    supported model has such heads.
 
     Args:
       dtype: of the query.
