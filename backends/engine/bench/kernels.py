@@ -207,7 +207,7 @@ def measure(*, allow_busy: bool) -> dict[str, Any]:
 
     from backends.engine.bench.kernel_cases import FULL, Inputs, cases
 
-    facts = provenance()
+    facts = provenance(torch.device("cuda"))
     require_quiet(facts, allow_busy=allow_busy)
     every = list(cases(Inputs(FULL, "cuda", torch.bfloat16)))
     for case in every:
@@ -221,7 +221,6 @@ def measure(*, allow_busy: bool) -> dict[str, Any]:
         print(line, flush=True)
     return {
         **facts,
-        "gpu": torch.cuda.get_device_name(),
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "rounds": ROUNDS,
