@@ -74,11 +74,7 @@ def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
 ) -> None:
-<<<<<<< ours
     """Measure: `engine` (steps), `kernels` (GPU), `host` (CPU beside them), `streams` (HTTP)."""
-=======
-    """Measure this machine, `--json OUT`: steps (`engine`), the CPU beside (`host`), `kernels`."""
->>>>>>> theirs
     from importlib import import_module
 
     if what not in BENCHES:

@@ -49,7 +49,6 @@ Sources: the packing of heads with tokens follows the unified attention kernel o
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 import torch
@@ -440,7 +439,7 @@ def paged_attention(
         query_heads, scale * _LOG2_E, GROUP=group, BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim), KEY_TILE=sizes.KEY_TILE,
         SPLIT=split_size, ROWS=tiles.query_rows, WINDOW=window or 0, TREES=trees is not None,
-        PARALLEL=parallel_splits, WIDE=sizes.is_wide(layer_kv), UPCAST=_interpreting(),
+        PARALLEL=parallel_splits, WIDE=sizes.is_wide(layer_kv), UPCAST=sizes.interpreting(),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
     )  # fmt: skip
     if weighted is not None and stats is not None:
@@ -449,8 +448,3 @@ def paged_attention(
             window=window, split_size=split_size,
         )  # fmt: skip
     return out
-
-
-def _interpreting() -> bool:
-    """Whether Triton interprets; its bfloat16 ``tl.dot`` is wrong, so inputs are upcast there."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"

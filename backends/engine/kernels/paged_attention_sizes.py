@@ -11,6 +11,7 @@ what its rows reach: written once and read once. Prefill with loops over the spl
 
 from __future__ import annotations
 
+import os
 from typing import Final, NamedTuple
 
 import torch
@@ -154,3 +155,8 @@ def _check_trees(trees: DraftTrees, tokens: int) -> None:
 def _power_of_2(number: int) -> int:
     """Returns the least power of two that is not smaller."""
     return 1 << (number - 1).bit_length()
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets; its bfloat16 ``tl.dot`` is wrong, so inputs are upcast there."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
