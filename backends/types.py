@@ -59,14 +59,21 @@ class SamplingParams:
     logprobs: int | None = None
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether what is drawn depends on which tokens came before, beyond the model."""
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
+
+    @property
     def leaves_logits(self) -> bool:
         """Whether nothing here reads or changes logits before temperature and filters."""
         return (
             self.logprobs is None
             and not self.logit_bias
-            and self.repetition_penalty == 1
-            and self.frequency_penalty == 0
-            and self.presence_penalty == 0
+            and not self.counts_tokens
             and self.min_tokens == 0
         )
 

@@ -25,7 +25,7 @@ from backends.core.drafts import NO_DRAFT, Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
-from backends.core.steps import SequenceWork, StepPlan, StepResult
+from backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
 from backends.types import FinishReason, TokenLogprob
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost, slot_price
@@ -88,6 +88,7 @@ class Scheduler:
         self._pending = PendingPrefixes()
         self._price = 0.0
         self._step = 0
+        self._assumed: StepPlan | None = None  # planned behind, and not applied yet
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -143,9 +144,32 @@ class Scheduler:
             return None
         return StepPlan(tuple(step.work.values()))
 
+    def plan_behind(self, plan: StepPlan) -> StepPlan | None:
+        """Return the step behind one that was planned last and is not applied yet.
+
+        It takes for granted that every sequence goes on with the token it is about to get, which is
+        `PENDING`. Of a sequence that ends after all, `apply` drops what the step behind gives.
+
+        Returns:
+            None if the first step's result has to be known before: where a proposer, a grammar or a
+            penalty looks at its tokens, where memory is so short that somebody might be preempted,
+            or where there is nothing to do without it.
+        """
+        going_on = [w for w in plan.work if w.sequence.state is SequenceState.RUNNING]
+        # A decode takes a block at most, and comes before all who take what is left.
+        if self.blocks.num_free < len(self._running) or not all(map(self._goes_on, going_on)):
+            return None
+        self._assumed = plan
+        for work in going_on:
+            work.sequence.num_computed = work.confirmed_end
+            if work.samples:
+                work.sequence.token_ids.append(PENDING)
+        return self.plan()
+
     def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
         """Account for a step: confirm tokens, give back rejected tails, end what has ended."""
         emissions: list[Emission] = []
+        assumed, self._assumed = plan is self._assumed, None
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             sequence = work.sequence
             if sequence.state is not SequenceState.RUNNING:
@@ -154,16 +178,35 @@ class Scheduler:
                 sequence.num_computed = work.confirmed_end
                 self._confirm_blocks(sequence)
                 continue
+            if assumed:
+                sequence.token_ids.pop()  # here comes the token that was pending
             kept = self._confirm(work, emitted)
             emissions.append((sequence, kept, logprobs[: len(kept)]))
         self._price = slot_price(self.cost, plan.num_tokens, plan.kv_tokens, plan.num_sampling)
         return emissions
 
+    def _goes_on(self, work: SequenceWork) -> bool:
+        """Return whether a step can be planned behind this work whatever token it draws.
+
+        Work of such a sequence has no draft: only proposers and grammars make any.
+        """
+        sampling, wish = work.sequence.request.sampling, work.sequence.request.speculation
+        return (
+            work.sequence.grammar is None
+            and not sampling.counts_tokens
+            and (wish.max_draft_tokens < 1 or wish.proposer not in self._drafting.names)
+        )
+
     # --- planning -----------------------------------------------------------------------------
 
     def _plan_decodes(self, step: _StepDraft) -> None:
         """Give every decode its one token, those first that waited longest."""
-        decodes = [s for s in self._running if len(s.token_ids) - s.num_computed == 1]
+        # None remaining: the last token is pending.
+        decodes = [
+            s
+            for s in self._running
+            if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
+        ]
         decodes.sort(key=_LEAST_RECENTLY_SERVED)
         for sequence in decodes:
             if step.budget <= 0:
@@ -330,18 +373,20 @@ class Scheduler:
         within_block = sequence.num_computed % self.blocks.block_size
         fed_one = len(work.token_ids) == 1 and not work.draft.token_ids
         if not (within_block and fed_one) or sequence.finish_reason is not None:
-            self._settle(work, accepted, len(kept))
+            self._settle(work, kept)
         return kept
 
-    def _settle(self, work: SequenceWork, accepted: int, kept: int) -> None:
+    def _settle(self, work: SequenceWork, kept: tuple[int, ...]) -> None:
         """Account for drafts, share full blocks, give back those that are not needed."""
         sequence = work.sequence
         if work.num_drafts:
-            sequence.count_draft(work.num_drafts, min(accepted, kept))
+            # By what was kept: some executors end the walk with the sequence, others walk on.
+            sequence.count_draft(work.num_drafts, len(work.draft.walk(kept)))
         self._pending.drop(sequence.key)  # the prompt is computed
         self._confirm_blocks(sequence)
         if sequence.finish_reason is None:
-            self.blocks.trim(sequence.block_table, sequence.num_computed)
+            # The last token is fed next, or has been: to a step planned behind this one.
+            self.blocks.trim(sequence.block_table, len(sequence.token_ids))
         else:
             self.finish(sequence, sequence.finish_reason)
 

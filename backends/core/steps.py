@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from backends.core.drafts import NO_DRAFT, Draft
 from backends.core.sequence import Sequence
 from backends.types import TokenLogprob
+
+PENDING: Final = -1
+"""A token that a launched step is to draw: known on the device before it is known here."""
 
 
 class SequenceWork(NamedTuple):
@@ -119,4 +122,21 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. The plan has at least one entry."""
+        ...
+
+
+class Launcher(Protocol):
+    """Runs steps in two parts, on a device that works by itself. Steps run and end in order."""
+
+    def launch(self, plan: StepPlan, behind: Any = None) -> Any:
+        """Begin a step; what is returned goes to `fetch`.
+
+        Args:
+            behind: what the launch before this one returned, if it is not fetched yet. Tokens of
+                the plan which are `PENDING` are those that it draws for their sequences.
+        """
+        ...
+
+    def fetch(self, step: Any) -> StepResult:
+        """Wait for a launched step and return its result."""
         ...

@@ -11,7 +11,7 @@ from itertools import count
 from backends.core.admission import Admission
 from backends.core.detokenize import TextStream
 from backends.core.grammar import Grammar, Grammars
-from backends.core.scheduler import Scheduler
+from backends.core.scheduler import Emission, Scheduler
 from backends.core.sequence import Sequence
 from backends.core.steps import StepPlan, StepResult
 from backends.tokenizer import Tokenizer
@@ -97,11 +97,29 @@ class Worker:
         """Return the next step, or None when there is nothing to do."""
         return self._scheduler.plan()
 
+    def plan_behind(self, plan: StepPlan) -> StepPlan | None:
+        """Return the step behind one that is not applied yet; None if that has to come first."""
+        return self._scheduler.plan_behind(plan)
+
     def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
         """Account for a step and return the deltas it gives, with their request ids."""
+        return self.render(self.apply(plan, result))
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
+        """Account for a step, as far as the next plan needs it; `render` is still to be called."""
+        return self._scheduler.apply(plan, result)
+
+    def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
+        """Return the deltas of a step, with their request ids; what they end is freed at once.
+
+        May be called while the next step is under way: what that one emits for a sequence which
+        ends here at a stop string is dropped, and until it is applied nobody gets its blocks.
+        Requests that were cancelled meanwhile get nothing.
+        """
         return [
-            (emission[0].request.request_id, self._delta(*emission))
-            for emission in self._scheduler.apply(plan, result)
+            (sequence.request.request_id, self._delta(sequence, token_ids, logprobs))
+            for sequence, token_ids, logprobs in emissions
+            if sequence.key in self._texts
         ]
 
     def _delta(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from backends.core.drafts import ROOT, Draft
 from backends.core.steps import SequenceWork
 from backends.engine.kv_pool import BLOCK_TOKENS
 from backends.engine.linear import padded_rows
+from backends.engine.transfer import to_device
 
 
 class AttentionSpan(NamedTuple):
@@ -91,6 +92,31 @@ class Feed(NamedTuple):
     spans: tuple[AttentionSpan, ...] = ()
 
 
+class RaggedSpans(NamedTuple):
+    """The spans of a step as tensors on its device, for kernels that attend in one launch.
+
+    A chain of drafts counts as confirmed: rows of it see all rows before them.
+
+    Attributes:
+        query_starts: int32 [sequences + 1], the first row of each sequence, and the end of the last
+            one; sequences that are padding have no rows.
+        context_lens: int32 [sequences], slots in use, those of the step included.
+        tables: int32 [sequences, most pages]; what lies behind a context is not read.
+        ancestors: int64 [rows], draft tokens that a row of a tree sees, itself included, as bits.
+        draft_starts: int32 [sequences], tokens before a tree; without one the whole context.
+        positions: int32 [rows], of each row among what it attends to.
+        page_tokens: slots of a page.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    tables: Tensor
+    ancestors: Tensor
+    draft_starts: Tensor
+    positions: Tensor
+    page_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """The tensors of a step. `rows` counts padding.
@@ -100,6 +126,7 @@ class StepInputs:
         spans: one for each sequence, and one more for each further branch of a tree.
         sample_rows: rows whose logits are wanted, padded to the row tile.
         num_samples: how many of them are real.
+        ragged: the spans on the device, if they are there already.
     """
 
     token_ids: Tensor
@@ -108,22 +135,46 @@ class StepInputs:
     spans: AttentionSpans
     sample_rows: Tensor
     num_samples: int
+    ragged: RaggedSpans | None = None
+
+    def on(self, device: torch.device) -> StepInputs:
+        """Return the same step with its tensors on a device."""
+        if self.token_ids.device == device:
+            return self
+        moved = (self.token_ids, self.positions, self.slots, self.sample_rows)
+        token_ids, positions, slots, sample_rows = (to_device(t, device) for t in moved)
+        return replace(
+            self, token_ids=token_ids, positions=positions, slots=slots, sample_rows=sample_rows
+        )
 
 
-def build_inputs(
-    feeds: Iterable[Feed], dump_slot: int, page_tokens: int = BLOCK_TOKENS
-) -> StepInputs:
-    """Lay feeds out as one ragged batch, padded to the row tile.
+@dataclass(slots=True)
+class StepRows:
+    """Feeds laid out as one ragged batch, without padding.
+
+    Attributes:
+        token_ids, positions, slots: of each row.
+        sample_rows: rows whose logits are wanted.
+        spans: who attends to what.
+    """
+
+    spans: AttentionSpans
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    sample_rows: list[int] = field(default_factory=list)
+
+
+def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
+    """Return feeds as one ragged batch.
 
     Args:
-        dump_slot: where padding rows write.
         page_tokens: slots of a page.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    samples: list[int] = []
     spans = AttentionSpans(page_tokens)
+    batch = StepRows(spans)
+    token_ids, positions, slots = batch.token_ids, batch.positions, batch.slots
+    samples = batch.sample_rows
     span_rows, span_starts, span_pages = spans.rows, spans.starts, spans.pages
     rows = 0
     for fed, start, pages, num_samples, shown_at, own_spans in feeds:
@@ -148,15 +199,27 @@ def build_inputs(
             span_rows.append(count)
             span_starts.append(start)
             span_pages.append(pages)
+    return batch
+
+
+def build_inputs(
+    feeds: Iterable[Feed], dump_slot: int, page_tokens: int = BLOCK_TOKENS
+) -> StepInputs:
+    """Lay feeds out as one ragged batch, padded to the row tile.
+
+    Args:
+        dump_slot: where padding rows write.
+        page_tokens: slots of a page.
+    """
+    batch = lay_out(feeds, page_tokens)
+    rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
     padding = padded_rows(rows) - rows
-    num_samples = len(samples)
-    samples += [0] * (padded_rows(num_samples) - num_samples)
     return StepInputs(
-        _tensor(token_ids + [0] * padding),
-        _tensor(positions + [0] * padding),
-        _tensor(slots + [dump_slot] * padding),
-        spans,
-        _tensor(samples),
+        _tensor(batch.token_ids + [0] * padding),
+        _tensor(batch.positions + [0] * padding),
+        _tensor(batch.slots + [dump_slot] * padding),
+        batch.spans,
+        _tensor(batch.sample_rows + [0] * (padded_rows(num_samples) - num_samples)),
         num_samples,
     )
 

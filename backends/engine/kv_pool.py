@@ -63,8 +63,9 @@ class KvPool:
         """Allocate; zeros, because masked reads must be finite."""
         self.num_blocks = num_blocks
         slots = num_blocks * BLOCK_TOKENS + KV_TILE
-        self._memory = _zeros((_strips(config), slots, config.head_dim), dtype, device)
-        self.layers: Layers = self._memory.split(2 * config.num_kv_heads)
+        self.memory = _zeros((_strips(config), slots, config.head_dim), dtype, device)
+        """[strips, slots, head_dim], all layers."""
+        self.layers: Layers = self.memory.split(2 * config.num_kv_heads)
         self.dump_slot = slots - 1
 
     def move(self, sources: list[int], targets: list[int]) -> None:
@@ -72,9 +73,9 @@ class KvPool:
 
         All sources are read before any target is written.
         """
-        device = self._memory.device
-        moved = self._memory.index_select(1, torch.tensor(sources, device=device))
-        self._memory.index_copy_(1, torch.tensor(targets, device=device), moved)
+        device = self.memory.device
+        moved = self.memory.index_select(1, torch.tensor(sources, device=device))
+        self.memory.index_copy_(1, torch.tensor(targets, device=device), moved)
 
     def draft_layers(self, draft: ModelConfig) -> DraftLayers:
         """Return the view of a draft model, in the target's dtype.
@@ -82,7 +83,7 @@ class KvPool:
         Raises:
             ValueError: the draft model's keys and values do not go into the target's blocks.
         """
-        strips, _, head_dim = self._memory.shape
+        strips, _, head_dim = self.memory.shape
         block_elements = BLOCK_TOKENS * head_dim
         # Wider heads would have fewer tokens of slack behind the blocks than a tile reads.
         fits = _strips(draft) <= strips and draft.head_dim <= head_dim
@@ -93,12 +94,12 @@ class KvPool:
             )
         groups = strips // _strips(draft)
         # The strips of one of the draft's own, group by group, lie behind each other.
-        taken = self._memory[: _strips(draft) * groups]
+        taken = self.memory[: _strips(draft) * groups]
         layers = taken.view(_strips(draft), -1, draft.head_dim).split(2 * draft.num_kv_heads)
         return DraftLayers(
             layers,
             groups,
-            group_pages=self._memory.shape[1] // BLOCK_TOKENS,
+            group_pages=self.memory.shape[1] // BLOCK_TOKENS,
             page_tokens=block_elements // draft.head_dim,
             dump_slot=layers[0].shape[1] - 1,
         )

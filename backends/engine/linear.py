@@ -32,6 +32,13 @@ PACKED_FOR: Final = 16
 EXACT_ROWS: Final = 32
 """Most rows of a bfloat16 product when exactness is promised."""
 
+GPU_EXACT_ROWS: Final = 128
+"""Rows of every product on a GPU when exactness is promised: one shape for each weight, so one
+kernel. It is the tile of a Hopper matrix instruction for two warp groups, and about what a GPU
+multiplies while it reads a weight (790 TFLOP/s over 4.3 TB/s in bfloat16 are 184 rows), so decodes
+should pay little for the padding; prefill reads a weight again for every so many tokens. From the
+data sheet, not measured."""
+
 
 def padded_rows(rows: int) -> int:
     """Return the rows of a product for so many, padding included; none for none."""
@@ -60,7 +67,8 @@ class Linear:
             weight: may be freed by the caller when it is packed.
             bias: [out_features].
             exact: bfloat16 products have at most `EXACT_ROWS` rows, which costs prefill (on Zen 4
-                about a tenth of a step of 256 tokens); float32 needs no such bound.
+                about a tenth of a step of 256 tokens); float32 needs no such bound. On a GPU all
+                have `GPU_EXACT_ROWS`.
             pack: copy the weight into the fastest layout; without, it is used as it lies, so that
                 a tied embedding is held once (same bits in float32 and bfloat16; the product
                 takes 1.8 to 2.5 times as long for 4 rows, 1.3 to 1.5 for 32; Zen 4).
@@ -72,6 +80,7 @@ class Linear:
             self._weight = _pack(self._weight, PACKED_FOR)
         self._bias = bias
         self._most_rows = EXACT_ROWS if exact and weight.dtype is torch.bfloat16 else None
+        self._tile_rows = GPU_EXACT_ROWS if exact and weight.device.type == "cuda" else None
 
     @property
     def dense(self) -> Tensor | None:
@@ -94,6 +103,8 @@ class Linear:
 
     def _in_parts(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Multiply at most `_most_rows` rows at a time, and never fewer than `LEAST_ROWS`."""
+        if self._tile_rows is not None:
+            return _in_tiles(multiply, x, self._tile_rows)
         if self._most_rows is None or len(x) <= self._most_rows:
             return multiply(x)
         tiles = x.view(-1, ROW_TILE, x.shape[1])
@@ -107,6 +118,9 @@ class Linear:
         return torch.nn.functional.linear(x, self._weight, self._bias)
 
     def _multiply_wide(self, x: Tensor) -> Tensor:
+        if x.is_cuda and x.dtype is not torch.float32 and self._bias is None:
+            # The sums are float32 there, and need not be rounded at all.
+            return torch.mm(x, self._weight.T, out_dtype=torch.float32)
         rounded = self._multiply(x)
         if rounded.dtype is torch.float32:
             return rounded
@@ -114,3 +128,10 @@ class Linear:
             return rounded.float()
         lost: Tensor = _product.binary(x, rounded.neg(), self._weight, self._bias, "add")
         return rounded.float() + lost.float()
+
+
+def _in_tiles(multiply: Callable[[Tensor], Tensor], x: Tensor, tile_rows: int) -> Tensor:
+    """Multiply rows by tiles of one size, the last one padded with zeros."""
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % tile_rows))
+    tiles = [multiply(tile) for tile in padded.split(tile_rows)]
+    return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[: len(x)]

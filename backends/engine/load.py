@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,23 +16,23 @@ from backends.checkpoints import checkpoint_id, find_checkpoint
 from backends.core.drafts import Proposer
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.steps import Executor
 from backends.core.worker import Worker
 from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.gpu.shapes import ROW_BUCKETS
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
-from backends.engine.memory import measured_kv_bytes
+from backends.engine.memory import measured_kv_bytes, taken_bytes
 from backends.engine.model import Decoder
-from backends.engine.numerics import choose_device, choose_dtype, numerics_class
+from backends.engine.numerics import choose_device, choose_dtype, fix_sums, numerics_class
 from backends.engine.proposers.registry import (
     ProposerSetup,
     check_proposer_name,
     make_proposers,
 )
-from backends.engine.runner import Runner
+from backends.engine.runner import ModelRunner, Runner
 from backends.engine.sampler import Verify
 from backends.engine.served import ServedModel
-from backends.engine.warmup import exactness, measure_step_cost
-from backends.engine.weights import load_weights
+from backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
+from backends.engine.weights import Weights, load_weights
 from backends.errors import CheckpointError
 from backends.grammar import LlGrammars
 from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
@@ -55,7 +56,7 @@ class LoadedEngine:
     """
 
     worker: Worker
-    executor: Executor
+    executor: ModelRunner
     served: ServedModel
     proposers: dict[str, Proposer]
 
@@ -78,9 +79,7 @@ def load_engine(
         known = ", ".join(VERIFICATIONS)
         raise ValueError(f"unknown verification {config.verify!r}; known: {known}")
     check_proposer_name(config.proposer, has_draft=draft_directory is not None)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = choose_device(config.device)
+    device = _prepared_device(config)
     directory = find_checkpoint(config.model)
     model = read_model_config(directory)
     tokenizer = _tokenizer(directory, model)
@@ -89,6 +88,7 @@ def load_engine(
         directory,
         model,
         dtype,
+        device=device,
         exact=config.exact,
         progress=lambda share: progress(LOADED_SHARE * share),
     )
@@ -97,17 +97,28 @@ def load_engine(
     )
     decoder, draft = Decoder(model, weights, max_model_len), None
     if draft_directory is not None and config.proposer in {None, "draft_model"}:
-        draft = _load_draft(draft_directory, tokenizer, dtype, max_model_len, _window(config))
-    num_blocks = _num_blocks(config, model, max_model_len, dtype, device)
+        draft_weights = _draft_weights(draft_directory, tokenizer, dtype, device, _window(config))
+        draft = Decoder(*draft_weights, max_model_len)
+    num_blocks = _num_blocks(config, decoder, max_model_len, dtype)
     pool = KvPool(model, num_blocks, dtype, device)
-    runner = Runner(decoder, pool, VERIFICATIONS[config.verify])
+    runner = runner_for(
+        decoder,
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        verify=VERIFICATIONS[config.verify],
+    )
 
     most_tokens = min(num_blocks * BLOCK_TOKENS, max_model_len)
-    exact = exactness(runner, model, dtype, most_tokens, asked=config.exact)
+    exact = exactness(runner, model, dtype, most_tokens, device, asked=config.exact)
     progress(PROBED_SHARE)
     blocks = KvBlocks(num_blocks, BLOCK_TOKENS)
-    cost = measure_step_cost(runner, most_tokens, num_blocks)
-    proposers = make_proposers(ProposerSetup(config, decoder, pool, blocks, cost, draft))
+    buckets = ROW_BUCKETS if device.type == "cuda" else TOKEN_BUCKETS
+    most_sequences = min(num_blocks, config.max_num_seqs)
+    cost = measure_step_cost(runner, most_tokens, most_sequences, buckets)
+    proposers = make_proposers(
+        ProposerSetup(config, decoder, pool, blocks, cost, draft, max_model_len, runner.forward)
+    )
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens, model.eos_ids),
         blocks,
@@ -115,7 +126,9 @@ def load_engine(
         proposers,
         cost,
     )
-    numerics = numerics_class(weights.checkpoint_hash, dtype, decoder.operators.name, exact=exact)
+    numerics = numerics_class(
+        weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
+    )
     card = _card(config, numerics, max_model_len)
     grammars = LlGrammars(tokenizer, model.eos_ids)
     worker = Worker(scheduler, tokenizer, max_model_len, grammars)
@@ -123,24 +136,90 @@ def load_engine(
     return LoadedEngine(worker, runner, served, proposers)
 
 
-def _num_blocks(
-    config: WorkerConfig,
-    model: ModelConfig,
+def _prepared_device(config: WorkerConfig) -> torch.device:
+    """Return the device to compute on; what is to be set before its first use is set.
+
+    Raises:
+        ValueError: there is none such.
+    """
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config.device, config.device_index)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if config.exact:
+            fix_sums()
+    return device
+
+
+def runner_for(
+    decoder: Decoder,
+    pool: KvPool,
+    *,
+    max_num_seqs: int,
     max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    verify: Verify = "coupled",
+    captured: bool = True,
+) -> ModelRunner:
+    """Return what runs steps on the decoder's device.
+
+    Args:
+        max_num_seqs: most parts of a step.
+        max_model_len: most slots of a context.
+        captured: a GPU's steps are captured as graphs; else they run kernel by kernel.
+    """
+    if decoder.device.type != "cuda":
+        return Runner(decoder, pool, verify)
+    # Not everywhere is Triton.
+    from backends.engine.gpu.runner import gpu_runner
+
+    runner = gpu_runner(
+        decoder, pool, max_num_seqs=max_num_seqs, max_model_len=max_model_len, verify=verify
+    )
+    if captured:
+        runner.capture()
+    return runner
+
+
+def _num_blocks(
+    config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
 ) -> int:
     """Return how many KV blocks to allocate.
 
     Raises:
         ValueError: the memory holds not even one.
     """
+    model, device = decoder.config, decoder.device
     kv_bytes = config.kv_bytes
     if kv_bytes is None:
-        kv_bytes = measured_kv_bytes(device, config.gpu_memory_utilization, config.num_workers)
+        spare_bytes = _largest_step_bytes(config, decoder, max_model_len, dtype)
+        kv_bytes = measured_kv_bytes(
+            device, config.gpu_memory_utilization, config.num_workers, spare_bytes
+        )
     # More memory than every sequence at full length is of no use.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(model, kv_bytes, dtype.itemsize), most)
+
+
+def _largest_step_bytes(
+    config: WorkerConfig, decoder: Decoder, max_model_len: int, dtype: torch.dtype
+) -> int:
+    """Run the largest step on a GPU, and return what it took: graphs need as much for themselves.
+
+    A CPU needs none of it: what is free there is shared with everybody anyway.
+    """
+    if decoder.device.type != "cuda":
+        return 0
+    tokens = min(config.max_step_tokens, max_model_len)
+    pool = KvPool(decoder.config, -(-tokens // BLOCK_TOKENS), dtype, decoder.device)
+    runner = runner_for(
+        decoder,
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        captured=False,
+    )
+    return taken_bytes(decoder.device, partial(rehearse, runner, tokens))
 
 
 def _tokenizer(directory: Path, model: ModelConfig) -> Tokenizer:
@@ -165,9 +244,13 @@ def _draft_directory(config: WorkerConfig) -> Path | None:
     return find_checkpoint(config.draft_model)
 
 
-def _load_draft(
-    directory: Path, target: Tokenizer, dtype: torch.dtype, max_model_len: int, window: int | None
-) -> Decoder:
+def _draft_weights(
+    directory: Path,
+    target: Tokenizer,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None,
+) -> tuple[ModelConfig, Weights]:
     """Return the draft model, whose token ids mean what the target's do.
 
     Args:
@@ -185,7 +268,7 @@ def _load_draft(
         )
     if window is not None:
         model = replace(model, windows=tuple(min(w or window, window) for w in model.windows))
-    return Decoder(model, load_weights(directory, model, dtype, exact=False), max_model_len)
+    return model, load_weights(directory, model, dtype, device=device, exact=False)
 
 
 def _window(config: WorkerConfig) -> int | None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from backends.core.drafts import Draft
 from backends.core.steps import SequenceWork, StepPlan
-from backends.types import SamplingParams
+from backends.engine.transfer import to_device
 
 _KEPT_PROMPTS: Final = 64
 """Prompts whose distinct tokens are remembered: as many sequences as a batch often has."""
@@ -77,9 +77,9 @@ def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
         first += work.num_samples
     if not places:
         return
-    place = torch.from_numpy(np.concatenate(places)).to(logits.device)
+    place = to_device(torch.from_numpy(np.concatenate(places)), logits.device)
     terms = torch.from_numpy(np.concatenate(values, axis=1).astype(np.float32))
-    bias, repetition, penalty = terms.to(logits.device)
+    bias, repetition, penalty = to_device(terms, logits.device)
     flat = logits.view(-1)
     biased = flat[place] + bias
     repeated = torch.where(biased > 0, biased / repetition, biased * repetition)
@@ -112,20 +112,12 @@ def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
     packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
     bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : rows.shape[1]]
     allowed = np.pad(bits, ((0, 0), (0, rows.shape[1] - bits.shape[1])))
-    rows.masked_fill_(torch.from_numpy(allowed == 0).to(rows.device), -torch.inf)
+    rows.masked_fill_(to_device(torch.from_numpy(allowed == 0), rows.device), -torch.inf)
 
 
 def _changes_logits(work: SequenceWork) -> bool:
     sampling = work.sequence.request.sampling
-    return bool(sampling.logit_bias) or _counts_tokens(sampling) or _forbids_ends(work)
-
-
-def _counts_tokens(sampling: SamplingParams) -> bool:
-    return (
-        sampling.repetition_penalty != 1
-        or sampling.frequency_penalty != 0
-        or sampling.presence_penalty != 0
-    )
+    return bool(sampling.logit_bias) or sampling.counts_tokens or _forbids_ends(work)
 
 
 def _forbids_ends(work: SequenceWork) -> bool:
@@ -138,7 +130,7 @@ def _forbids_ends(work: SequenceWork) -> bool:
 def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
     """Return what changes; the cost is that of a pass over the output, whatever the vocabulary."""
     sequence, sampling = work.sequence, work.sequence.request.sampling
-    counts, repeats = _counts_tokens(sampling), sampling.repetition_penalty != 1
+    counts, repeats = sampling.counts_tokens, sampling.repetition_penalty != 1
     # Slices copy: of what is not used, take nothing.
     output = _ids(sequence.token_ids[sequence.prompt_tokens :] if counts else ())
     drafts = _ids(work.draft.token_ids if counts else ())

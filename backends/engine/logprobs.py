@@ -72,8 +72,16 @@ def look_up(
     return tuple(found)
 
 
-def read(found: Many[RowLogprobs | None], walks: Walks) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """Fetch the log probabilities of the emitted tokens; waits for the device where any are."""
+def read(
+    found: Many[RowLogprobs | None] | None, walks: Walks
+) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """Fetch the log probabilities of the emitted tokens; waits for the device where any are.
+
+    Args:
+        found: of `look_up`; None if no part asks.
+    """
+    if found is None:
+        return ((),) * len(walks.rows)
     return tuple(
         () if looked_up is None else tuple(_entries(looked_up, rows, emitted))
         for looked_up, rows, emitted in zip(found, *walks, strict=True)

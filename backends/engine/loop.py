@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from backends.core.pipeline import Pipeline
 from backends.core.worker import Worker
 from backends.engine.served import ServedModel
 from backends.errors import BackendError
@@ -95,13 +96,14 @@ class EngineLoop(threading.Thread):
 
     def _run_steps(self, engine: LoadedEngine) -> None:
         worker = engine.worker
+
+        def deliver(batch: list[tuple[str, Delta]]) -> None:
+            self._events.stepped(batch, worker.load())
+
+        pipeline = Pipeline(worker, engine.executor, deliver, engine.executor.launcher)
         while not self._stopping:
             self._obey(worker)
-            plan = worker.plan()
-            if plan is not None:
-                deltas = worker.complete(plan, engine.executor.execute(plan))
-                self._events.stepped(deltas, worker.load())
-            else:
+            if not pipeline.step():
                 self._events.stepped([], worker.load())
                 self._sleep()
 

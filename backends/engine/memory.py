@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -15,19 +16,31 @@ machine has other programs and a page cache, too. Pages are only touched once th
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
-def measured_kv_bytes(device: torch.device, utilization: float, num_workers: int) -> int:
+def measured_kv_bytes(
+    device: torch.device, utilization: float, num_workers: int, spare_bytes: int = 0
+) -> int:
     """Return the bytes a KV cache may take now, weights and activations being in memory already.
 
     Args:
         device: where the cache will lie.
         utilization: share of a GPU's memory which everything together may take.
         num_workers: workers that share a CPU's memory, and load at the same time.
+        spare_bytes: of a GPU's memory, what is still to be taken by others.
     """
     if device.type != "cuda":
         return int(CPU_SHARE * available_bytes() / num_workers)
     free, total = torch.cuda.mem_get_info(device)
     # What torch holds but does not use now was needed by the largest step, and will be again.
-    return max(0, int(utilization * total) - (total - free))
+    return max(0, int(utilization * total) - (total - free) - spare_bytes)
+
+
+def taken_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """Run something on a GPU and return the most memory it had at once; torch keeps hold of it."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def available_bytes() -> int:

@@ -19,7 +19,8 @@ class Decoder:
         """Keep the weights, tabulate the rotations of all positions, choose the operators."""
         self.config = config
         self._weights = weights
-        self.operators = operators_for(config, weights.embedding.dtype, max_model_len)
+        self.device = weights.embedding.device
+        self.operators = operators_for(config, weights.embedding.dtype, max_model_len, self.device)
 
     def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
         """Write the step's keys and values to the layers of a pool and return the logits.
@@ -27,7 +28,22 @@ class Decoder:
         Returns:
             float32 [num_samples, vocab_size].
         """
+        return self.logits(self.last_hidden(inputs, kv))[: inputs.num_samples]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of what `last_hidden` returned: float32 [rows, vocab_size]."""
+        if not len(hidden):  # prefill chunks alone
+            return hidden.new_empty(0, self.config.vocab_size).float()
+        return self.operators.logits(hidden, self._weights.lm_head)
+
+    def last_hidden(self, inputs: StepInputs, kv: Layers) -> Tensor:
+        """Write the step's keys and values; return what the LM head multiplies.
+
+        Returns:
+            [sample_rows, hidden_size]; none if no row's logits are wanted.
+        """
         does = self.operators
+        inputs = inputs.on(self.device)
         step = does.begin(inputs)
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
         delta = None
@@ -38,9 +54,8 @@ class Decoder:
             attended = layer.output(does.attend(step, queries, layer_kv, window))
             gate_up = layer.gate_up(does.add_norm(hidden, attended, layer.mlp_norm))
             delta = layer.down(does.gate(gate_up))
-        if not inputs.num_samples:  # prefill chunks alone
-            return hidden.new_empty(0, self.config.vocab_size).float()
+        if not inputs.num_samples:
+            return hidden[:0]
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]
-        final = does.add_norm(hidden[rows], last, self._weights.final_norm)
-        return does.logits(final, self._weights.lm_head)[: inputs.num_samples]
+        return does.add_norm(hidden[rows], last, self._weights.final_norm)

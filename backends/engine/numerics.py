@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -21,21 +22,47 @@ DTYPES: Final = {
 
 DEVICES: Final = ("auto", "cpu", "cuda")
 
+CPU: Final = torch.device("cpu")
+
 STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes by the name that safetensors gives them."""
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that `--device` means. The engine runs on CPUs so far: `auto` is one, too.
+CUBLAS_WORKSPACES: Final = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+"""Memory in which cuBLAS may add up parts of a sum: too little for it to split one. As vLLM does it
+on Hopper (`batch_invariant.py`); read when cuBLAS is first used."""
+
+
+def choose_device(name: str, index: int = 0) -> torch.device:
+    """Return the device that `--device` means: `auto` is a GPU where there is one.
+
+    Args:
+        index: which GPU.
 
     Raises:
-        ValueError: no such device, or a GPU was asked for.
+        ValueError: no such device, or not on this machine.
     """
     if name not in DEVICES:
         raise ValueError(f"unknown device {name!r}; known: {', '.join(DEVICES)}")
-    if name == "cuda":
-        raise ValueError("device cuda: the engine runs on CPUs so far; use --device cpu or auto")
-    return torch.device("cpu")
+    found = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not found):
+        return torch.device("cpu")
+    if index >= found:
+        raise ValueError(f"device cuda: GPU {index} was asked for, and torch finds {found}")
+    return torch.device("cuda", index)
+
+
+def fix_sums() -> None:
+    """Make cuBLAS add in one order, for products of one shape: before it is first used.
+
+    A product of another number of rows may still be another kernel: `linear.GPU_EXACT_ROWS`.
+    """
+    os.environ.update(CUBLAS_WORKSPACES)
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    # No reduction in less than float32, and none in parts.
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype:
@@ -70,7 +97,14 @@ def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return STORED[num_bytes.most_common(1)[0][0]] if num_bytes else torch.float32
 
 
-def numerics_class(checkpoint_hash: str, dtype: torch.dtype, operators: str, *, exact: bool) -> str:
+def numerics_class(
+    checkpoint_hash: str,
+    dtype: torch.dtype,
+    operators: str,
+    device: torch.device = CPU,
+    *,
+    exact: bool,
+) -> str:
     """Return the name of the class: checkpoint, dtype, device, libraries, threads, exactness.
 
     Texts are promised to be equal between workers of one class (contract). `exact`: a row's bits
@@ -80,15 +114,27 @@ def numerics_class(checkpoint_hash: str, dtype: torch.dtype, operators: str, *, 
         operators: the name of what computes between the products.
     """
     torch_name = f"torch-{torch.__version__}"
+    on_gpu = device.type == "cuda"
     parts = (
         checkpoint_hash,
         str(dtype).removeprefix("torch."),
-        _cpu(),
+        _gpu(device) if on_gpu else _cpu(),
         torch_name if operators == torch_name else f"{torch_name}-{operators}",
-        f"threads-{torch.get_num_threads()}",
+        # A GPU's bits do not depend on the threads of its host.
+        "threads-any" if on_gpu else f"threads-{torch.get_num_threads()}",
         "exact" if exact else "inexact",
     )
     return "/".join(parts)
+
+
+def _gpu(device: torch.device) -> str:
+    """Return the GPU's name, compute capability, and the versions of its driver and of CUDA."""
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "_").replace("/", "_")
+    major, minor = torch.cuda.get_device_capability(device)
+    # Nothing public tells, and the stubs of CPU builds lack it.
+    bindings: Any = torch._C  # noqa: SLF001
+    driver = bindings._cuda_getDriverVersion()  # noqa: SLF001
+    return f"cuda-{name}-sm{major}{minor}-driver-{driver}-cuda-{torch.version.cuda}"
 
 
 def _cpu() -> str:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Many
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from backends.core.steps import StepPlan, StepResult
+from backends.core.steps import Executor, Launcher, StepPlan, StepResult
 from backends.engine import logprobs
-from backends.engine.inputs import build_inputs, feed_of, slots_of
+from backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
 from backends.engine.kv_pool import KvPool
 from backends.engine.logits import adjust, forbid
 from backends.engine.logprobs import RowLogprobs
 from backends.engine.model import Decoder
 from backends.engine.operators.base import Operators
 from backends.engine.sampler import Verify, Walks, draw, walk
-from backends.types import TokenLogprob
-
-NO_LOGPROBS: Final[tuple[tuple[TokenLogprob, ...]]] = ((),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,32 @@ class LaunchedStep:
     started_s: float
 
 
+class ModelRunner(Executor, Protocol):
+    """What loading, warming up and a worker's loop need of a runner."""
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What begins steps and ends them later; None where the device does not work by itself."""
+        ...
+
+    @property
+    def operators(self) -> Operators:
+        """What computes between the products."""
+        ...
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
+        ...
+
+    def forward(self, feeds: Iterable[Feed]) -> Tensor:
+        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        ...
+
+
 class Runner:
     """Runs steps of one model over one KV pool. Use in one thread only."""
+
+    launcher: Final = None
 
     def __init__(self, decoder: Decoder, pool: KvPool, verify: Verify = "coupled") -> None:
         """Keep them."""
@@ -79,15 +100,18 @@ class Runner:
         """Wait for a launched step and walk its drafts. The one place that waits for the device."""
         walks = walk(step.plan, step.tokens.tolist())
         self._compact(step.plan, walks)
-        found: Many[tuple[TokenLogprob, ...]] = NO_LOGPROBS * len(step.plan.work)
-        if step.logprobs is not None:
-            found = logprobs.read(step.logprobs, walks)
+        found = logprobs.read(step.logprobs, walks)
         return StepResult(walks.emitted, found, time.perf_counter() - step.started_s)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
-        inputs = build_inputs(map(feed_of, plan.work), self._pool.dump_slot)
+        return self.forward(map(feed_of, plan.work))
+
+    @torch.inference_mode()
+    def forward(self, feeds: Iterable[Feed]) -> Tensor:
+        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        inputs = build_inputs(feeds, self._pool.dump_slot)
         return self._decoder.forward(inputs, self._pool.layers)
 
     def _compact(self, plan: StepPlan, walks: Walks) -> None:

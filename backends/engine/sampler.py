@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from torch import Tensor
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.kernels import rejection_ref
 from backends.engine.kernels.sample_verify_ref import RowSampling, sample
+from backends.engine.transfer import to_device
 from backends.types import SamplingParams
 
 Verify = Literal["coupled", "rejection"]
@@ -40,13 +41,26 @@ def draw(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
         logits: float32 [rows, vocab_size], contiguous; the rows of each part in order,
             `num_samples` each.
     """
-    if not len(logits) or all(
-        _temperature(work.sequence.request.sampling) == 0 for work in plan.work
-    ):
+    greedy = all(_temperature(work.sequence.request.sampling) == 0 for work in plan.work)
+    # Of equal logits a GPU's argmax may find any.
+    if not len(logits) or (greedy and not logits.is_cuda):
         return logits.argmax(dim=1)
     rows = row_sampling(plan, logits.device)
-    if verify == "rejection" and any(map(_settles_drafts, plan.work)):
+    if verify == "rejection" and settles_drafts(plan):
         return _draw_by_rejection(plan, logits, rows)
+    return _sample(logits, rows)
+
+
+def settles_drafts(plan: StepPlan) -> bool:
+    """Return whether rejection has something to decide on: drafts that were drawn."""
+    return any(map(_settles_drafts, plan.work))
+
+
+def _sample(logits: Tensor, rows: RowSampling) -> Tensor:
+    if logits.is_cuda:
+        from backends.engine.kernels import sample_verify
+
+        return sample_verify.sample(logits, rows)
     return sample(logits, rows)
 
 
@@ -84,7 +98,26 @@ def walk(plan: StepPlan, tokens: Many[int]) -> Walks:
     return Walks(stand, emitted)
 
 
+class SamplingColumns(NamedTuple):
+    """The fields of `RowSampling` in the same order, in main memory."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.int64]
+    choice: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int32]
+
+
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
+    """Return the sampling parameters of every row, drafts' rows included."""
+    # Through numpy: `torch.tensor` takes five times as long.
+    columns = map(torch.from_numpy, sampling_columns(plan))
+    return RowSampling(*(to_device(column, device) for column in columns))
+
+
+def sampling_columns(plan: StepPlan) -> SamplingColumns:
     """Return the sampling parameters of every row, drafts' rows included."""
     # The token behind position p is drawn with the noise of position p + 1.
     sampling = [work for work in plan.work if work.samples]
@@ -97,18 +130,17 @@ def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
     repeats = [work.num_samples for work in sampling]
     params = [work.sequence.request.sampling for work in sampling]
 
-    def column(values: list[float] | list[int], dtype: npt.DTypeLike) -> Tensor:
-        # Through numpy: `torch.tensor` takes five times as long.
-        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), repeats)).to(device)
+    def column(values: list[float] | list[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.repeat(np.array(values, dtype=dtype), repeats)
 
-    return RowSampling(
+    return SamplingColumns(
         temperature=column([_temperature(p) for p in params], np.float32),
         top_k=column([min(p.top_k, _MAX_INT32) for p in params], np.int32),
         top_p=column([p.top_p for p in params], np.float32),
         min_p=column([p.min_p for p in params], np.float32),
         seed=column([_as_int64(p.seed) for p in params], np.int64),
         choice=column([work.sequence.choice for work in sampling], np.int32),
-        position=torch.from_numpy(np.array(positions, dtype=np.int32)).to(device),
+        position=np.array(positions, dtype=np.int32),
     )
 
 
@@ -136,7 +168,7 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
     laws = [work.draft.law[: work.num_drafts] for work in settling]  # type: ignore[index]
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    tokens[plain] = sample(logits[plain], rows.select(plain))
+    tokens[plain] = _sample(logits[plain], rows.select(plain))
     tokens[drafted] = rejection_ref.settle(
         logits[drafted],
         rows.select(drafted),

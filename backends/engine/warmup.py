@@ -18,8 +18,9 @@ from backends.engine.config import ModelConfig
 from backends.engine.inputs import AttentionSpan, attending
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
 from backends.engine.linear import padded_rows
+from backends.engine.numerics import CPU
 from backends.engine.operators.choose import operators_for
-from backends.engine.runner import Runner
+from backends.engine.runner import ModelRunner
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.speculation import Off
 from policies.step_cost import StepCost
@@ -60,7 +61,12 @@ PROBE_WINDOW: Final = 50
 """Sliding windows are probed with a short one, as a model's own would need a long context."""
 
 
-def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> StepCost:
+def measure_step_cost(
+    runner: ModelRunner,
+    max_tokens: int,
+    max_sequences: int,
+    token_buckets: tuple[int, ...] = TOKEN_BUCKETS,
+) -> StepCost:
     """Time verify steps of one sequence by tokens, what each further sequence adds, and KV reads.
 
     Without what reading the cache costs, a batch of long contexts looks cheap, and the slots that
@@ -69,8 +75,9 @@ def measure_step_cost(runner: Runner, max_tokens: int, max_sequences: int) -> St
     Args:
         max_tokens: most tokens the KV pool can hold for one sequence.
         max_sequences: most sequences of a batch the pool has a block for.
+        token_buckets: token counts that are timed, ascending.
     """
-    buckets = [tokens for tokens in TOKEN_BUCKETS if tokens <= max_tokens] or [max_tokens]
+    buckets = [tokens for tokens in token_buckets if tokens <= max_tokens] or [max_tokens]
     step_s: list[float] = []
     for tokens in buckets:
         measured_s = _time_s(runner, StepPlan((_verify(tokens),)))
@@ -108,10 +115,12 @@ def measure_depths(draft: Callable[[int], object], most: int) -> StepCost:
 def _timed_s(draft: Callable[[int], object], count: int) -> float:
     started_s = time.perf_counter()
     draft(count)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # what was drafted may still be on its way
     return time.perf_counter() - started_s
 
 
-def _attention_s(runner: Runner, context_tokens: int) -> tuple[float, float]:
+def _attention_s(runner: ModelRunner, context_tokens: int) -> tuple[float, float]:
     """Return the seconds by which each KV token makes a decode longer, and each further token.
 
     The second is per pair of a token verified behind the first and a KV token.
@@ -131,19 +140,30 @@ def _attention_s(runner: Runner, context_tokens: int) -> tuple[float, float]:
     return decode_s / context_tokens, slots_s / (TIMED_SLOTS * context_tokens)
 
 
+def rehearse(runner: ModelRunner, tokens: int) -> None:
+    """Run the step that takes the most memory: so many tokens, the logits of all of them wanted."""
+    runner.execute(StepPlan((_verify(tokens),)))
+
+
 def exactness(
-    runner: Runner, config: ModelConfig, dtype: torch.dtype, max_tokens: int, *, asked: bool
+    runner: ModelRunner,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_tokens: int,
+    device: torch.device = CPU,
+    *,
+    asked: bool,
 ) -> bool:
-    """Return whether the worker promises exact bits: in float32, or if `--exact` asks for it.
+    """Return whether the worker promises exact bits: in float32 on a CPU, or if `--exact` asks.
 
     A promise is probed before it is made.
 
     Raises:
         ValueError: it was asked for, and the probe found that it would not hold.
     """
-    if not asked and dtype is not torch.float32:
+    if not asked and (dtype is not torch.float32 or device.type != "cpu"):
         return False
-    exact = rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype)
+    exact = rows_are_exact(runner, max_tokens) and windows_are_exact(config, dtype, device)
     if asked and not exact:
         raise ValueError(
             f"--exact cannot be kept in {str(dtype).removeprefix('torch.')} on this machine: "
@@ -153,7 +173,7 @@ def exactness(
     return exact
 
 
-def rows_are_exact(runner: Runner, max_tokens: int) -> bool:
+def rows_are_exact(runner: ModelRunner, max_tokens: int) -> bool:
     """Return whether logits of tokens one by one equal those in blocks, bit for bit.
 
     Blocks of tokens are read from one run, from two that meet in a tile, and from scattered ones.
@@ -171,19 +191,19 @@ def rows_are_exact(runner: Runner, max_tokens: int) -> bool:
     return all(torch.equal(alone, other) for other in others)
 
 
-def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
+def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.device = CPU) -> bool:
     """Return whether attention in a sliding window gives equal bits one by one and in blocks."""
     if all(window is None for window in config.windows):
         return True
     probed = replace(config, windows=(PROBE_WINDOW,))
-    operators = operators_for(probed, dtype, 1)
+    operators = operators_for(probed, dtype, 1, device)
     random = torch.Generator().manual_seed(0)
     stop = PROBE_START + PROBE_TOKENS
     pages = range(-(-stop // BLOCK_TOKENS))
     shape = (2 * config.num_kv_heads, 2 * KV_TILE, config.head_dim)
-    layer_kv = torch.randn(shape, generator=random).to(dtype)
+    layer_kv = torch.randn(shape, generator=random).to(device, dtype)
     shape = (padded_rows(stop), config.num_heads, config.head_dim)
-    queries = torch.randn(shape, generator=random).to(dtype)
+    queries = torch.randn(shape, generator=random).to(device, dtype)
 
     def attended(width: int) -> torch.Tensor:
         rows = []
@@ -191,7 +211,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
             tokens = min(width, stop - start)
             span = AttentionSpan(tokens, start, pages)
             step = queries[start : start + padded_rows(tokens)]
-            begun = operators.begin(attending(span, len(step)))
+            begun = operators.begin(attending(span, len(step)).on(device))
             rows.append(operators.attend(begun, step, layer_kv, PROBE_WINDOW)[:tokens])
         return torch.cat(rows)
 
@@ -199,7 +219,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype) -> bool:
     return all(torch.equal(alone, other) for other in others)
 
 
-def _probe(runner: Runner, blocks: list[int], edges: list[int], first: int) -> torch.Tensor:
+def _probe(runner: ModelRunner, blocks: list[int], edges: list[int], first: int) -> torch.Tensor:
     """Return the logits of positions from `first` on, fed in steps between the edges."""
     steps = [
         _verify(end - start, start=start, blocks=blocks, wanted=min(end - first, end - start))
@@ -209,7 +229,7 @@ def _probe(runner: Runner, blocks: list[int], edges: list[int], first: int) -> t
     return torch.cat([runner.logits(StepPlan((work,))) for work in steps])
 
 
-def _time_s(runner: Runner, plan: StepPlan) -> float:
+def _time_s(runner: ModelRunner, plan: StepPlan) -> float:
     runner.execute(plan)  # first runs allocate and choose kernels
     return median(runner.execute(plan).step_s for _ in range(TIMED_RUNS))
 

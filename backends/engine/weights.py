@@ -14,6 +14,7 @@ from torch import Tensor
 from backends.engine.checkpoint import Checkpoint, TensorReader, checkpoint_hash
 from backends.engine.config import ModelConfig
 from backends.engine.linear import Linear
+from backends.engine.numerics import CPU
 from backends.engine.operators.compiler import compiler_version
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -63,15 +64,17 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     *,
+    device: torch.device = CPU,
     exact: bool = False,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Weights:
     """Load, convert, fuse and prepack the weights, layer by layer.
 
     Beyond the weights themselves it takes memory for the largest matrix and for the pages of one
-    layer. The files are hashed meanwhile.
+    layer, main memory if they go to a GPU. The files are hashed meanwhile.
 
     Args:
+        device: where they will lie.
         exact: rows of products do not depend on each other in bfloat16 either (`linear.py`).
         progress: hears the share of bytes that are loaded, 0 to 1, after each tensor.
 
@@ -88,7 +91,9 @@ def load_weights(
         **layer_shapes(config),
     }
     total_bytes = checkpoint.require(shapes)
-    loader = _Loader(checkpoint, config, dtype, exact, lambda done: progress(done / total_bytes))
+    loader = _Loader(
+        checkpoint, config, dtype, device, exact, lambda done: progress(done / total_bytes)
+    )
     with ThreadPoolExecutor(1) as beside:
         hashed = beside.submit(checkpoint_hash, directory)
         # The largest matrices first: the room that packing takes for a moment is used again.
@@ -118,6 +123,7 @@ class _Loader:
         checkpoint: Checkpoint,
         config: ModelConfig,
         dtype: torch.dtype,
+        device: torch.device,
         exact: bool,
         on_bytes: Callable[[int], None],
     ) -> None:
@@ -125,20 +131,22 @@ class _Loader:
         self._checkpoint = checkpoint
         self._config = config
         self._dtype = dtype
+        self._device = device
         self._exact = exact
         self._on_bytes = on_bytes
         self._done_bytes = 0
 
     def tensor(self, name: str) -> Tensor:
         with self._reader() as reader:
-            return reader.read([name])
+            return reader.read([name]).to(self._device)
 
     def head_and_embedding(self, head: str, embedding: str) -> tuple[Linear, Tensor]:
         """Return the two; of one name, they share memory unless a copy is cheap."""
         weight = self.tensor(head)
         tied = head == embedding
         # What C reads as it lies is not packed for torch.
-        as_it_lies = self._dtype is torch.bfloat16 and compiler_version() is not None
+        on_cpu = self._device.type == "cpu"
+        as_it_lies = on_cpu and self._dtype is torch.bfloat16 and compiler_version() is not None
         pack = not as_it_lies and (not tied or weight.nbytes <= TIED_COPY_BYTES)
         linear = Linear(weight, exact=self._exact, pack=pack)
         if tied:
@@ -151,13 +159,16 @@ class _Loader:
         prefix = f"model.layers.{index}."
         with self._reader() as reader:
 
+            def read(names: list[str]) -> Tensor:
+                return reader.read([f"{prefix}{name}" for name in names]).to(self._device)
+
             def linear(modules: tuple[str, ...], *, bias: bool) -> Linear:
-                weights = reader.read([f"{prefix}{module}.weight" for module in modules])
-                offsets = [f"{prefix}{module}.bias" for module in modules]
-                return Linear(weights, reader.read(offsets) if bias else None, exact=self._exact)
+                weights = read([f"{module}.weight" for module in modules])
+                offsets = read([f"{module}.bias" for module in modules]) if bias else None
+                return Linear(weights, offsets, exact=self._exact)
 
             def norm(module: str) -> Tensor:
-                return reader.read([f"{prefix}{module}.weight"])
+                return read([f"{module}.weight"])
 
             qk_norm = None
             if config.qk_norm:

@@ -66,6 +66,7 @@ BENCHES = {
     "engine": "backends.engine.bench.engine",
     "host": "backends.engine.bench.host",
     "streams": "backends.engine.bench.streams",
+    "kernels": "backends.engine.bench.kernels",
 }
 
 
@@ -74,7 +75,7 @@ def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
 ) -> None:
-    """Measure this machine: `engine` (steps), `host` (CPU beside them), `streams` (under HTTP)."""
+    """Measure: `engine` (steps), `kernels` (GPU), `host` (CPU beside them), `streams` (HTTP)."""
     from importlib import import_module
 
     if what not in BENCHES:

@@ -129,7 +129,7 @@ class Engine:
         sequences = self.scheduler.waiting
         for step in drive(self.worker, self.runner):
             for request_id, delta in step.deltas:
-                _note(outcome, request_id, delta)
+                note(outcome, request_id, delta)
         outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
         outcome.leaked_blocks = self.blocks.num_blocks - self.blocks.num_free
         return outcome
@@ -140,7 +140,8 @@ def run(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> Ou
     return Engine(model, setup).run(requests)
 
 
-def _note(outcome: Outcome, request_id: str, delta: Delta) -> None:
+def note(outcome: Outcome, request_id: str, delta: Delta) -> None:
+    """Add a delta to what a run gave."""
     key = (request_id, delta.choice)
     outcome.tokens.setdefault(key, []).extend(delta.token_ids)
     outcome.text[key] = outcome.text.get(key, "") + delta.text

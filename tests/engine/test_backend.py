@@ -19,7 +19,7 @@ from backends.types import FinishReason, GenerationRequest
 from policies.registry import speculation_policy
 from tests.engine.harness import request
 
-SMALL = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)
+SMALL = WorkerConfig(device="cpu", max_model_len=512, kv_bytes=4 << 20, threads=1)
 """42 blocks of 16 tokens: a dozen long sequences preempt each other."""
 
 

@@ -128,10 +128,10 @@ def test_every_batch_is_prefilled_anew(shipped: Ours) -> None:
     prompt = shipped.model.prompts(1)
     cached = []
     with Serving(shipped.worker(speculation_policy("off"), {})) as serving:
-        deltas = serving.deltas
-        serving.deltas = lambda batch: (
+        stepped = serving.stepped
+        serving.stepped = lambda batch, load: (
             cached.extend(d.cached_tokens for _, d in batch),
-            deltas(batch),
+            stepped(batch, load),
         )
         first, again = (serving.run(greedy_requests(prompt, 4, PLAIN)) for _ in range(2))
     assert first.outputs == again.outputs

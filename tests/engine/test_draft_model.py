@@ -124,7 +124,7 @@ def test_what_is_out_of_reach_is_not_computed(shipped: Model) -> None:
 
     def drafts(reach_tokens: int | None) -> list[tuple[int, ...]]:
         drafter = Drafter(shipped, window=24)
-        drafter.pool._memory.normal_(generator=torch.Generator().manual_seed(0))  # what lay there
+        drafter.pool.memory.normal_(generator=torch.Generator().manual_seed(0))  # what lay there
         assert drafter.proposer._model.reach_tokens == 48
         drafter.proposer._model.reach_tokens = reach_tokens
         found = []
@@ -196,12 +196,12 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="vocabulary is not the model's own"):
-        load_engine(WorkerConfig(draft_model=str(other)))
+        load_engine(WorkerConfig(device="cpu", draft_model=str(other)))
 
 
 def test_a_draft_model_must_be_there_to_be_asked_for() -> None:
     """A model without one says how to get one."""
-    config = WorkerConfig(model=str(SHIPPED_MODEL), proposer="draft_model")
+    config = WorkerConfig(device="cpu", model=str(SHIPPED_MODEL), proposer="draft_model")
     with pytest.raises(ValueError, match="--draft-model"):
         load_engine(config)
 

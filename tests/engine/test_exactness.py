@@ -338,11 +338,24 @@ def test_dtypes_fit_their_device() -> None:
         choose_dtype("float16", SHIPPED_MODEL)
     assert choose_dtype("float16", SHIPPED_MODEL, "cuda") is torch.float16
     assert choose_dtype("auto", SHIPPED_MODEL, "cuda") is torch.bfloat16
-    assert choose_device("cpu") == choose_device("auto") == torch.device("cpu")
+    assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="unknown device 'tpu'"):
         choose_device("tpu")
-    with pytest.raises(ValueError, match="runs on CPUs so far"):
+
+
+def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is the GPU of that index, else the CPU; `cuda` without it says what was found."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="GPU 0 was asked for, and torch finds 0"):
         choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == choose_device("cuda", 1) == torch.device("cuda", 1)
+    assert choose_device("cpu", 1) == torch.device("cpu")
+    for name in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="GPU 2 was asked for, and torch finds 2"):
+            choose_device(name, 2)
 
 
 def test_the_numerics_class_names_all_that_bits_depend_on() -> None:

@@ -1,121 +1,152 @@
-"""Attention compiles for a Hopper GPU that need not be there, and rounds alike in all variants."""
+"""Attention compiles for a Hopper GPU that need not be there: no spills, one rounding for all."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import merge_splits, paged_attention
-from tests.kernels.compiling import compile_for_hopper
+from backends.engine.kernels.merge_splits import merge_splits
+from backends.engine.kernels.paged_attention import paged_attention
+from backends.engine.kernels.paged_attention_ref import DraftTrees
+from tests.kernels.compiling import Launch, assert_lean, launches_of, on_paper
 
-_DATA = ("out_ptr", "query_ptr", "key_ptr", "value_ptr")
-_INDICES = ("cu_query_lens_ptr", "context_lens_ptr", "block_tables_ptr")
-_SIZES = (
-    "num_sequences",
-    "num_splits",
-    "table_stride",
-    "query_token_stride",
-    "query_head_stride",
-    "strip_stride",
-    "token_stride",
-    "num_query_heads",
-)
-_TREES = {"ancestors_ptr": "*i64", "draft_starts_ptr": "*i32", "positions_ptr": "*i32"}
-_SCRATCH = {"scratch_ptr": "*fp32", "scratch_stats_ptr": "*fp32"}
-_TILES = {"GROUP": 4, "BLOCK_SIZE": 16, "KEY_TILE": 64, "SPLIT": 512, "ROWS": 64}
+_HALVES = (torch.bfloat16, torch.float16)
 
 
-def _ptx(
-    dtype: str, head_dim: int, head_pad: int, window: int, *, trees: bool, parallel: bool
-) -> str:
-    types = {
-        **dict.fromkeys(_DATA, dtype),
-        **dict.fromkeys(_INDICES, "*i32"),
-        **dict.fromkeys(_SIZES, "i32"),
-        "score_scale": "fp32",
-    }
-    constants: dict[str, Any] = {
-        **_TILES,
-        "HEAD_DIM": head_dim,
-        "HEAD_PAD": head_pad,
-        "WINDOW": window,
-        "TREES": trees,
-        "PARALLEL": parallel,
-        "UPCAST": False,
-    }
-    for pointers, there in ((_TREES, trees), (_SCRATCH, parallel)):
-        if there:
-            types |= pointers
-        else:
-            constants |= dict.fromkeys(pointers)
-    compiled = compile_for_hopper(paged_attention._attention_kernel, types, constants)
-    return str(compiled.asm["ptx"])
+def _launches(
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    *,
+    trees: bool,
+    parallel: bool,
+    window: int | None = None,
+    slots: int = 1 << 20,
+) -> list[Launch]:
+    """Returns what 64 sequences of 5 tokens launch, given (query heads, kv heads, dimensions)."""
+    query_heads, kv_heads, head_dim = heads
+    tokens, index = 320, torch.int32
+    drafts = DraftTrees(
+        on_paper(tokens, dtype=torch.int64),
+        on_paper(64, dtype=index),
+        on_paper(tokens, dtype=torch.int64),
+    )
+    return launches_of(
+        lambda: paged_attention(
+            on_paper(tokens, query_heads, head_dim, dtype=dtype),
+            on_paper(2 * kv_heads, slots, head_dim, dtype=dtype),
+            on_paper(65, dtype=index),
+            on_paper(64, dtype=index),
+            on_paper(64, 512, dtype=index),
+            block_size=16,
+            scale=1.0,
+            window=window,
+            trees=drafts if trees else None,
+            parallel_splits=parallel,
+        )
+    )
 
 
-# Large float32 tiles take LLVM ten seconds, so that type is compiled for a small head.
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "head_pad"), [("*bf16", 80, 128), ("*fp16", 64, 64), ("*fp32", 20, 32)]
+    ("dtype", "heads"),
+    [
+        (torch.bfloat16, (32, 8, 128)),
+        (torch.bfloat16, (28, 4, 128)),
+        (torch.bfloat16, (32, 32, 128)),
+        (torch.float16, (32, 32, 80)),
+        (torch.bfloat16, (14, 2, 64)),
+    ],
 )
-def test_attention_kernel_compiles(
-    dtype: str, head_dim: int, head_pad: int, parallel: bool
+def test_two_programs_share_a_multiprocessor(
+    dtype: torch.dtype, heads: tuple[int, int, int], parallel: bool, trees: bool, window: int | None
 ) -> None:
-    """Attention compiles for other heads and types, with splits in parallel and in a loop."""
-    _ptx(dtype, head_dim, head_pad, 0, trees=False, parallel=parallel)
+    """In 16 bits nothing spills, and one program can compute while another one waits for keys."""
+    launches = _launches(dtype, heads, trees=trees, parallel=parallel, window=window)
+    assert_lean(launches, programs=2)
+    assert len(launches) == 1 + parallel
 
 
-def _float_operations(ptx: str) -> Counter[str]:
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.float16, 32), (torch.float32, 20), (torch.float32, 64), (torch.float32, 128)],
+)
+def test_other_heads_and_types_do_not_spill(
+    dtype: torch.dtype, head_dim: int, parallel: bool, trees: bool
+) -> None:
+    """Small heads, and float32, whose tiles are others, fit the registers too."""
+    assert_lean(_launches(dtype, (8, 2, head_dim), trees=trees, parallel=parallel))
+
+
+@pytest.mark.parametrize(("trees", "parallel"), [(False, False), (False, True), (True, True)])
+def test_large_heads_do_not_spill(trees: bool, parallel: bool) -> None:
+    """Heads of 256 fit the registers, but for trees in a loop over splits, which `tiles` tells."""
+    assert_lean(_launches(torch.bfloat16, (8, 2, 256), trees=trees, parallel=parallel))
+
+
+def test_a_pool_beyond_32_bits_is_addressed() -> None:
+    """Where an offset needs more than 32 bits the kernel computes it in 64, without spilling."""
+    wide = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 27)
+    narrow = _launches(torch.bfloat16, (4, 2, 32), trees=True, parallel=False, slots=1 << 20)
+    assert_lean(wide)
+    assert wide[0].ptx.count("mul.wide") != narrow[0].ptx.count("mul.wide")
+
+
+def _float_operations(launch: Launch) -> Counter[str]:
     """Returns how often each instruction occurs that rounds or compares float32, products too."""
-    return Counter(re.findall(r"^\s*(?:@%p\d+ )?((?!selp|setp)\w+\.\S*f32\S*)", ptx, re.MULTILINE))
+    pattern = r"^\s*(?:@%p\d+ )?((?!selp|setp)\w+\.\S*f32\S*)"
+    return Counter(re.findall(pattern, launch.ptx, re.MULTILINE))
 
 
-@pytest.mark.parametrize("window", [0, 4096])
-def test_variants_round_alike(window: int) -> None:
+@pytest.mark.parametrize("window", [None, 4096])
+def test_variants_round_alike(window: int | None) -> None:
     """Rows meet the same arithmetic with and without trees, windows and parallel splits.
 
     Only then does a row that is verified among trees have the bits of its decode. The plain kernel
     with parallel splits has one loop over tiles, trees have it twice; loops over splits add the
     merge. A product that the compiler fused in one variant alone would not add up.
     """
-    plain, tiles, trees, loops = (
-        _float_operations(_ptx("*bf16", 128, 128, width, trees=tree, parallel=parallel))
+    plain, tiles, trees, loops, merged = (
+        _float_operations(
+            _launches(torch.bfloat16, (32, 8, 128), trees=tree, parallel=parallel, window=width)[0]
+        )
         for width, tree, parallel in (
-            (0, False, True),
+            (None, False, True),
             (window, False, True),
             (window, True, True),
             (window, True, False),
+            (None, False, False),
         )
     )
-    merge = _float_operations(_ptx("*bf16", 128, 128, 0, trees=False, parallel=False)) - plain
+    merge = merged - plain
     assert any(name.startswith("wgmma") for name in plain)
     assert tiles == plain
     assert trees == plain + plain
     assert loops == trees + merge
 
 
-@pytest.mark.parametrize("trees", [False, True])
-@pytest.mark.parametrize("out", ["*bf16", "*fp32"])
-def test_merge_kernel_compiles(out: str, trees: bool) -> None:
-    """The merge of splits compiles."""
-    types = {
-        "out_ptr": out,
-        "weighted_ptr": "*fp32",
-        "stats_ptr": "*fp32",
-        "cu_query_lens_ptr": "*i32",
-        "context_lens_ptr": "*i32",
-        "num_sequences": "i32",
-        "num_splits": "i32",
-        "num_query_heads": "i32",
-    }
-    constants: dict[str, Any] = {"HEAD_DIM": 80, "HEAD_PAD": 128, "SPLIT": 512}
-    constants |= {"WINDOW": 4096 if trees else 0, "TREES": trees}
-    if trees:
-        types["positions_ptr"] = "*i64"
-    else:
-        constants["positions_ptr"] = None
-    compile_for_hopper(merge_splits._merge_kernel, types, constants, num_warps=1)
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("dtype", [*_HALVES, torch.float32])
+def test_merge_does_not_spill(dtype: torch.dtype, positions: bool) -> None:
+    """The merge of splits is lean enough for 32 programs, as many as a multiprocessor takes."""
+    rows, index = (64, 32), torch.int32
+    launches = launches_of(
+        lambda: merge_splits(
+            on_paper(*rows, 80, dtype=dtype),
+            on_paper(*rows, 16, 80),
+            on_paper(*rows, 16, 2),
+            on_paper(65, dtype=index),
+            on_paper(64, dtype=index),
+            on_paper(64, dtype=torch.int64) if positions else None,
+            window=4096 if positions else None,
+        )
+    )
+    assert_lean(launches, programs=32)

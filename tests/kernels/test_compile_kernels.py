@@ -1,87 +1,53 @@
-"""Every Triton kernel compiles for a Hopper GPU, on machines without one."""
+"""Noise and sampling compile for a Hopper GPU, on machines without one, and spill nothing."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import noise_triton, sample_verify
-from tests.kernels.compiling import compile_for_hopper
+from backends.engine.kernels import noise_triton
+from backends.engine.kernels.sample_verify import sample
+from backends.engine.kernels.sample_verify_ref import RowSampling
+from tests.kernels.compiling import assert_lean, launches_of, on_paper
 
-_ROW_PARAMETERS = {"temperature_ptr": "*fp32", "row_stride": "i32", "vocab": "i32"}
-
-
-@pytest.mark.parametrize(("kind", "out"), [(0, "*i64"), (1, "*fp32"), (2, "*fp32")])
-def test_noise_kernel_compiles(kind: int, out: str) -> None:
-    """The noise kernel compiles for words, uniforms and Gumbel noise."""
-    types = {
-        "out_ptr": out,
-        "seed_ptr": "*i64",
-        "choice_ptr": "*i32",
-        "position_ptr": "*i32",
-        "purpose": "i32",
-        "num_tokens": "i32",
-    }
-    compile_for_hopper(noise_triton._noise_kernel, types, {"KIND": kind, "TILE": 1024})
+_ROWS = 320
+_VOCABS = [49152, 128256, 151936]
 
 
-def test_gumbel_uses_an_accurate_logarithm() -> None:
-    """The compiled noise has no lg2.approx, whose error near u = 1 would make infinities."""
-    types = {
-        "out_ptr": "*fp32",
-        "seed_ptr": "*i64",
-        "choice_ptr": "*i32",
-        "position_ptr": "*i32",
-        "purpose": "i32",
-        "num_tokens": "i32",
-    }
-    compiled = compile_for_hopper(noise_triton._noise_kernel, types, {"KIND": 2, "TILE": 1024})
-    assert "lg2.approx" not in compiled.asm["ptx"]
-
-
-def test_cutoff_kernel_compiles() -> None:
-    """The search for cut-offs compiles."""
-    types = {
-        **_ROW_PARAMETERS,
-        "logits_ptr": "*fp32",
-        "top_k_ptr": "*i32",
-        "top_p_ptr": "*fp32",
-        "min_p_ptr": "*fp32",
-        "cut_logit_ptr": "*fp32",
-        "cut_id_ptr": "*i32",
-        "floor_ptr": "*fp32",
-    }
-    constants = {"PIVOTS": 8, "TILE": 2048}
-    compile_for_hopper(sample_verify._cutoff_kernel, types, constants, num_warps=8)
-
-
-def test_tile_winner_kernel_compiles() -> None:
-    """The race inside a vocabulary tile compiles."""
-    types = {
-        **_ROW_PARAMETERS,
-        "logits_ptr": "*fp32",
-        "seed_ptr": "*i64",
-        "choice_ptr": "*i32",
-        "position_ptr": "*i32",
-        "cut_logit_ptr": "*fp32",
-        "cut_id_ptr": "*i32",
-        "floor_ptr": "*fp32",
-        "tile_max_ptr": "*fp32",
-        "tile_arg_ptr": "*i32",
-    }
-    compiled = compile_for_hopper(
-        sample_verify._tile_winner_kernel, types, {"TILE": 4096}, num_warps=8
+def _row_sampling() -> RowSampling:
+    integers = [on_paper(_ROWS, dtype=torch.int32) for _ in range(3)]
+    numbers = [on_paper(_ROWS) for _ in range(3)]
+    seed = on_paper(_ROWS, dtype=torch.int64)
+    return RowSampling(
+        numbers[0], integers[0], numbers[1], numbers[2], seed, integers[1], integers[2]
     )
-    assert "lg2.approx" not in compiled.asm["ptx"]
 
 
-def test_row_winner_kernel_compiles() -> None:
-    """The race between the tiles of a row compiles."""
-    types = {
-        "tile_max_ptr": "*fp32",
-        "tile_arg_ptr": "*i32",
-        "num_tiles": "i32",
-        "token_ptr": "*i64",
-    }
-    compile_for_hopper(sample_verify._row_winner_kernel, types, {"TILES": 64})
+@pytest.mark.parametrize("name", ["philox_words", "uniform", "gumbel"])
+def test_noise_does_not_spill(name: str) -> None:
+    """Words, uniforms and Gumbel noise fill a multiprocessor; logarithms are accurate ones.
+
+    The error of lg2.approx near u = 1 would make infinities.
+    """
+    rows = _row_sampling()
+    arguments = (rows.seed, rows.choice, rows.position, 0, 128256)
+    (launch,) = launches_of(lambda: getattr(noise_triton, name)(*arguments))
+    assert_lean([launch], programs=16)
+    assert "lg2.approx" not in launch.ptx
+
+
+@pytest.mark.parametrize("vocab", _VOCABS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampling_does_not_spill(dtype: torch.dtype, vocab: int) -> None:
+    """Cut-offs, races of tiles and of rows spill nothing; two programs hide each other's waits."""
+    logits = on_paper(_ROWS, vocab, dtype=dtype)
+    launches = launches_of(lambda: sample(logits, _row_sampling()))
+    assert_lean(launches, programs=2)
+    assert [launch.name for launch in launches] == [
+        "_cutoff_kernel",
+        "_tile_winner_kernel",
+        "_row_winner_kernel",
+    ]
+    assert "lg2.approx" not in launches[1].ptx

@@ -2,84 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-import triton
-from triton.compiler import ASTSource
+from backends.engine.kernels.kv_move import kv_move
+from backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
+from backends.engine.kernels.rope_kv import rope_kv
+from backends.engine.kernels.swiglu import swiglu
+from tests.kernels.compiling import Launch, assert_lean, launches_of, on_paper
 
-from backends.engine.kernels import kv_move, rms_norm, rope_kv, swiglu
-from tests.kernels.compiling import HOPPER, compile_for_hopper
-
-_DTYPES = ["*bf16", "*fp32"]
-_ROPE_SIZES = {"NUM_HEADS": 32, "KV_HEADS": 8, "HALF": 64, "HALF_PAD": 64, "HEADS": 8}
-
-
-def _rope_arguments(dtype: str, *, normed: bool) -> tuple[dict[str, str], dict[str, Any]]:
-    """Returns types and constants of the kernel that rotates."""
-    data = ("query_ptr", "layer_kv_ptr", "qkv_ptr", "cos_ptr", "sin_ptr")
-    types = {
-        **dict.fromkeys(data, dtype),
-        **dict.fromkeys(("positions_ptr", "slots_ptr"), "*i64"),
-        **dict.fromkeys(("eps", "query_scale"), "fp32"),
-        "strip_stride": "i32",
-    }
-    if normed:
-        return types | {"qk_norm_ptr": dtype}, dict(_ROPE_SIZES)
-    return types, _ROPE_SIZES | {"qk_norm_ptr": None}
+_ROWS = 320
+_DTYPES = [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("hidden", [576, 4096])
-def test_norm_kernels_compile(dtype: str, hidden: int) -> None:
-    """The norm compiles alone and with the residual, also for sizes that are no power of two."""
-    constants = {"HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden)}
-    types = dict.fromkeys(("out_ptr", "x_ptr", "weight_ptr"), dtype) | {"eps": "fp32"}
-    compile_for_hopper(rms_norm._rms_norm_kernel, types, constants, num_warps=8)
-    types |= dict.fromkeys(("summed_ptr", "residual_ptr"), dtype)
-    compile_for_hopper(rms_norm._add_rms_norm_kernel, types, constants, num_warps=8)
+@pytest.mark.parametrize(("hidden", "programs"), [(576, 8), (4096, 4), (8192, 2)])
+def test_norms_do_not_spill(hidden: int, programs: int, dtype: torch.dtype) -> None:
+    """A row fits the registers, alone and with the residual; others' loads hide its sum."""
+    x, weight = on_paper(_ROWS, hidden, dtype=dtype), on_paper(hidden, dtype=dtype)
+    assert_lean(launches_of(lambda: rms_norm(x, weight, 1e-5)), programs)
+    assert_lean(launches_of(lambda: add_rms_norm(x, x, weight, 1e-5)), programs)
+
+
+def _rope_launches(dtype: torch.dtype, head_dim: int, *, normed: bool) -> list[Launch]:
+    table = on_paper(8192, head_dim // 2, dtype=dtype)
+    index = on_paper(_ROWS, dtype=torch.int64)
+    return launches_of(
+        lambda: rope_kv(
+            on_paper(_ROWS, 48 * head_dim, dtype=dtype),
+            index,
+            index,
+            table,
+            table,
+            on_paper(16, 1 << 20, head_dim, dtype=dtype),
+            qk_norm=on_paper(40, head_dim, dtype=dtype) if normed else None,
+            eps=1e-6,
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_kernel_compiles(dtype: str, normed: bool) -> None:
-    """The rotation compiles with and without head norms."""
-    compile_for_hopper(rope_kv._rope_kv_kernel, *_rope_arguments(dtype, normed=normed), num_warps=2)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES)
-def test_swiglu_kernel_compiles(dtype: str) -> None:
-    """The gated activation compiles."""
-    types = {"out_ptr": dtype, "gate_up_ptr": dtype, "intermediate": "i32"}
-    compile_for_hopper(swiglu._swiglu_kernel, types, {"TILE": 1024})
-
-
-@pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("stride", ["i32", "i64"])
-def test_move_kernel_compiles(dtype: str, stride: str) -> None:
-    """The walk of moves compiles, also where a strip has more than 2**31 elements."""
-    types = {
-        "memory_ptr": dtype,
-        "sources_ptr": "*i64",
-        "targets_ptr": "*i64",
-        "num_strips": "i32",
-        "strip_stride": stride,
-    }
-    constants = {"MAX_DEPTH": 9, "DEPTH_PAD": 16, "HEAD_DIM": 128, "HEAD_PAD": 128, "STRIPS": 16}
-    compile_for_hopper(kv_move._kv_move_kernel, types, constants)
+def test_rotation_does_not_spill(dtype: torch.dtype, head_dim: int, normed: bool) -> None:
+    """Heads fit the registers with and without their norms, 16 programs at a time."""
+    assert_lean(_rope_launches(dtype, head_dim, normed=normed), programs=16)
 
 
 def test_rotation_rounds_its_products() -> None:
     """With the options of the launch no product of the rotation is fused into a sum."""
-    types, constants = _rope_arguments("*bf16", normed=False)
-    names = [parameter.name for parameter in rope_kv._rope_kv_kernel.params]
-    source = ASTSource(
-        fn=rope_kv._rope_kv_kernel,
-        signature={name: types.get(name, "constexpr") for name in names},
-        constexprs=constants,
-    )
-    compiled = triton.compile(source, target=HOPPER, options=rope_kv.LAUNCH_OPTIONS)
-    assert "fma.rn" not in compiled.asm["ptx"]
+    (launch,) = _rope_launches(torch.bfloat16, 128, normed=False)
+    assert "fma.rn" not in launch.ptx
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("intermediate", [1536, 14336])
+def test_gate_does_not_spill(dtype: torch.dtype, intermediate: int) -> None:
+    """The gated activation fills a multiprocessor with warps."""
+    gate_up = on_paper(_ROWS, 2 * intermediate, dtype=dtype)
+    assert_lean(launches_of(lambda: swiglu(gate_up)), programs=16)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("slots", [1 << 20, 1 << 25])
+@pytest.mark.parametrize("max_depth", [4, 64])
+def test_moves_do_not_spill(max_depth: int, slots: int, dtype: torch.dtype) -> None:
+    """The walk of moves is lean, also where a strip has more than 2**31 elements."""
+    memory = on_paper(512, slots, 128, dtype=dtype)
+    places = on_paper(64, max_depth, dtype=torch.int64)
+    assert_lean(launches_of(lambda: kv_move(memory, places, places)), programs=8)

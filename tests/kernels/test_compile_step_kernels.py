@@ -1,76 +1,84 @@
-"""The kernels of a step's decisions compile for a Hopper GPU, on machines without one."""
+"""The kernels of a step's decisions compile for a Hopper GPU without one, and spill nothing."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import accept_walk, ngram_scan, trim_drafts
-from tests.kernels.compiling import compile_for_hopper
+from backends.engine.kernels.accept_walk import accept_walk
+from backends.engine.kernels.accept_walk_ref import StopRules, TokenHistory
+from backends.engine.kernels.ngram_scan import ngram_scan
+from backends.engine.kernels.trim_drafts import trim_drafts
+from tests.kernels.compiling import assert_lean, launches_of, on_paper
 
-_HISTORY = {
-    **dict.fromkeys(("history_ptr", "rows_ptr", "lengths_ptr"), "*i32"),
-    **dict.fromkeys(("history_stride", "max_len"), "i32"),
-    "best_ptr": "*i64",
-}
+_SEQUENCES = 256
 
 
-@pytest.mark.parametrize("flags", ["*i8", "*i1"])
+def _index(*shape: int) -> torch.Tensor:
+    return on_paper(*shape, dtype=torch.int32)
+
+
+def _tokens(*shape: int) -> torch.Tensor:
+    return on_paper(*shape, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("flags", [torch.int8, torch.bool])
 @pytest.mark.parametrize("num_eos", [0, 3])
 @pytest.mark.parametrize("has_history", [False, True])
-def test_accept_walk_kernel_compiles(flags: str, num_eos: int, has_history: bool) -> None:
-    """The walk compiles for 64 drafts, with and without eos tokens and a history."""
-    indices = (
-        "num_emitted_ptr",
-        "kept_rows_ptr",
-        "draft_parents_ptr",
-        "cu_rows_ptr",
-        "remaining_ptr",
-        "seq_lens_ptr",
+@pytest.mark.parametrize("max_rows", [5, 65])
+def test_walks_do_not_spill(
+    max_rows: int, has_history: bool, num_eos: int, flags: torch.dtype
+) -> None:
+    """A walk over 4 or 64 drafts is lean enough for 32 programs, as many as can be."""
+    rows = _SEQUENCES * max_rows
+    stop = StopRules(_index(_SEQUENCES), _tokens(num_eos), on_paper(_SEQUENCES, dtype=flags))
+    history = TokenHistory(_index(512, 8192), _index(_SEQUENCES)) if has_history else None
+    launches = launches_of(
+        lambda: accept_walk(
+            _tokens(rows),
+            _tokens(rows),
+            _index(rows),
+            _index(_SEQUENCES + 1),
+            stop,
+            _index(_SEQUENCES),
+            max_rows=max_rows,
+            history=history,
+        )
     )
-    types = {
-        **dict.fromkeys(("emitted_ptr", "sampled_ptr", "draft_tokens_ptr", "eos_ptr"), "*i64"),
-        **dict.fromkeys(indices, "*i32"),
-        "finished_ptr": "*i8",
-        "ignore_eos_ptr": flags,
-        "history_stride": "i32",
-    }
-    constants: dict[str, Any] = {"NUM_EOS": num_eos, "ROWS": 128}
-    history = ("history_ptr", "history_rows_ptr")
-    if has_history:
-        types |= dict.fromkeys(history, "*i32")
-    else:
-        constants |= dict.fromkeys(history)
-    compile_for_hopper(accept_walk._accept_walk_kernel, types, constants, num_warps=1)
+    assert_lean(launches, programs=32)
 
 
-@pytest.mark.parametrize("flags", ["*i8", "*i1"])
-@pytest.mark.parametrize(("sequences", "slots", "warps"), [(512, 64, 32), (64, 8, 1), (1, 1, 1)])
-def test_trim_kernel_compiles(flags: str, sequences: int, slots: int, warps: int) -> None:
-    """The trim compiles for the largest batch, a common one and the smallest."""
-    types = {
-        **dict.fromkeys(("kept_ptr", "cu_rows_ptr", "valid_ptr", "budget_ptr"), "*i32"),
-        **dict.fromkeys(("row_stride", "num_sequences", "num_slots"), "i32"),
-        "survivals_ptr": "*fp32",
-        "active_ptr": flags,
-    }
-    constants = {"SEQUENCES": sequences, "SLOTS": slots}
-    compile_for_hopper(trim_drafts._trim_drafts_kernel, types, constants, num_warps=warps)
+@pytest.mark.parametrize("flags", [torch.int8, torch.bool])
+@pytest.mark.parametrize(("sequences", "slots"), [(512, 64), (256, 16), (256, 8), (64, 8), (1, 1)])
+def test_trim_does_not_spill(sequences: int, slots: int, flags: torch.dtype) -> None:
+    """The one program of a trim holds the largest batch in registers, and every smaller one."""
+    launches = launches_of(
+        lambda: trim_drafts(
+            on_paper(sequences, slots),
+            _index(sequences),
+            on_paper(sequences, dtype=flags),
+            _index(),
+        )
+    )
+    assert_lean(launches)
 
 
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 8), (2, 2)])
-def test_scan_kernel_compiles(min_n: int, max_n: int) -> None:
-    """The scan compiles for the shortest and the longest n-grams."""
-    constants = {"MIN_N": min_n, "MAX_N": max_n, "TILE": 256}
-    compile_for_hopper(ngram_scan._scan_kernel, _HISTORY, constants, num_warps=2)
-
-
-@pytest.mark.parametrize(("num_drafts", "padded"), [(1, 1), (5, 8), (64, 64)])
-def test_finalise_kernel_compiles(num_drafts: int, padded: int) -> None:
-    """The copy of the draft compiles for chains of any length."""
-    types = _HISTORY | {"drafts_ptr": "*i64", "match_lens_ptr": "*i32", "valid_ptr": "*i32"}
-    constants = {"NUM_DRAFTS": num_drafts, "DRAFTS_PAD": padded}
-    compile_for_hopper(ngram_scan._finalise_kernel, types, constants, num_warps=1)
+@pytest.mark.parametrize("num_drafts", [1, 5, 64])
+def test_look_up_does_not_spill(num_drafts: int, min_n: int, max_n: int) -> None:
+    """Scan and copy are lean enough for 32 programs, for chains and n-grams of any length."""
+    history = _index(512, 8192)
+    launches = launches_of(
+        lambda: ngram_scan(
+            history,
+            _index(_SEQUENCES),
+            _index(_SEQUENCES),
+            num_drafts=num_drafts,
+            min_n=min_n,
+            max_n=max_n,
+        )
+    )
+    assert_lean(launches, programs=16)
+    assert len(launches) == 2

@@ -1,9 +1,10 @@
 """Ragged paged attention in Triton: one kernel for prefill chunks, decode and verification.
 
-The definition is ``paged_attention_ref``. A program owns ``QUERY_ROWS`` rows of one key-value head:
-the query heads of its group packed with neighbouring query tokens, so that verifying several tokens
-reads the keys and values once. It finds its sequence by bisection in ``cu_query_lens``: the grid is
-an upper bound that needs no lengths on the host, so it can be captured in a graph.
+The definition is ``paged_attention_ref``. A program owns 64 rows (``paged_attention_sizes.tiles``)
+of one key-value head: the query heads of its group packed with neighbouring query tokens, so that
+verifying several tokens reads the keys and values once. It finds its sequence by bisection in
+``cu_query_lens``: the grid is an upper bound that needs no lengths on the host, so it can be
+captured in a graph.
 
 Bits of a row. A verified token must get the bits it gets when decoded alone, so nothing that
 touches a row's sums may depend on the batch:
@@ -18,10 +19,11 @@ touches a row's sums may depend on the batch:
 Trees. A product adds its keys in the order of their places in the tile, so a mask over the slots of
 a tree would give other bits than a chain wherever a path has gaps. Instead, tiles that reach behind
 ``draft_starts`` are read once for each leaf among the rows of a program, the keys of its path
-gathered to the places of their *positions* (draft token of the d-th set bit of the ancestor mask to
-position draft_start + d); rows off that path see none of them. So every row of every branch has
-the bits of its path as a chain. The tiles before are shared by all rows. Cost: 1 or 2 more tiles (a
-path of up to 64 tokens touches two) for each leaf but the first. A chain has one leaf.
+gathered to the places of their *positions* (``tree_paths``: draft token of the d-th set bit of the
+ancestor mask to position draft_start + d); rows of other leaves see none of them. So every row of
+every branch has the bits of its path as a chain. The tiles before are shared by all rows. Cost: 1
+or 2 more tiles (a path of up to 64 tokens touches two) for each leaf but the first. A chain has one
+leaf.
 
 Few programs: splits run in parallel and a second kernel merges them (scratch:
 ``paged_attention_sizes``). Many programs (prefill): each one loops over the splits and merges in
@@ -33,7 +35,7 @@ other query blocks of the sequence; query and output once. Floor of a decode: th
 key-value heads / bandwidth, e.g. 16.8 MB and 3.5 us for 4096 tokens of 8 heads of 128 in bfloat16
 at 4.8 TB/s.
 
-Empty programs: the grid has (tokens * group // QUERY_ROWS + sequences) * kv_heads programs, times
+Empty programs: the grid has (tokens * group // rows + sequences) * kv_heads programs, times
 ceil(max_context / split_size) in parallel, whatever the lengths. One without keys bisects
 (log2(sequences) dependent loads), loads up to four words and returns: a few microseconds in which
 it holds a place on its multiprocessor. Contexts far below ``max_context`` pay for these, so graphs
@@ -47,7 +49,6 @@ Sources: the packing of heads with tokens follows the unified attention kernel o
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 import torch
@@ -63,22 +64,9 @@ from backends.engine.kernels.merge_splits import (
     normalise,
 )
 from backends.engine.kernels.paged_attention_ref import DraftTrees
+from backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
 
 _LOG2_E: Final = 1.4426950408889634
-
-
-@triton.jit
-def _path_slots(positions, draft_start, path):
-    """Returns which tokens of the cache have these positions [KEY_TILE] on a path (an int64 mask).
-
-    The draft token of the d-th set bit has position ``draft_start + d``.
-    """
-    drafts = tl.arange(0, 64)
-    on_path = ((path >> drafts) & 1).to(tl.int32)
-    depth = tl.cumsum(on_path, axis=0) - on_path
-    found = (positions - draft_start)[:, None] == tl.where(on_path != 0, depth, -1)[None, :]
-    draft = tl.sum(tl.where(found, drafts[None, :], 0), axis=1)
-    return tl.where(positions < draft_start, positions, draft_start + draft)
 
 
 @triton.jit
@@ -93,8 +81,9 @@ def _attend_keys(
     draft_start,
     path,
     key_ptr,
-    value_ptr,
+    values_offset,
     table_ptr,
+    table_start,
     token_stride,
     score_scale,
     BLOCK_SIZE: tl.constexpr,
@@ -103,30 +92,42 @@ def _attend_keys(
     KEY_TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     PATH: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Goes on with an online softmax: the keys at positions ``first_key .. last_key``.
+
+    Rows whose results count see none at ``last_key`` and behind.
 
     The state (largest score, sum of weights, weighted values) is relative to the largest score, in
     base 2. Rows that see none of the keys, e.g. with position -1, keep it bit for bit.
     """
     dims = tl.arange(0, HEAD_PAD)
-    for first in range(first_key, last_key, KEY_TILE):
+    # A path has two tiles at most: a pipeline, and what is hoisted, would only hold registers. In
+    # float32, where products have no tensor cores, the tile itself would hold more of them.
+    STAGES: tl.constexpr = (2 if query.dtype == tl.float32 else 1) if PATH else None
+    for first in tl.range(first_key, last_key, KEY_TILE, num_stages=STAGES, disable_licm=PATH):
         keys = first + tl.arange(0, KEY_TILE)
-        inside = keys < last_key
-        tokens = keys
+        # Past the last key it is read again: a slot there may hold anything, and 0 * NaN is NaN.
+        tokens = tl.minimum(keys, last_key - 1)
         if PATH:
-            tokens = _path_slots(keys, draft_start, path)
-        block = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        offset = (block * BLOCK_SIZE + tokens % BLOCK_SIZE) * token_stride
-        # Masked, since a cache slot past the context may hold anything, and 0 * NaN is NaN.
-        mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-        key = tl.load(key_ptr + offset[:, None] + dims[None, :], mask=mask, other=0.0)
-        value = tl.load(value_ptr + offset[:, None] + dims[None, :], mask=mask, other=0.0)
+            tokens = path_slots(tokens, draft_start, path)
+        block = tl.load(table_ptr + (table_start + tokens // BLOCK_SIZE))
+        if WIDE:
+            block = block.to(tl.int64)
+        cells = ((block * BLOCK_SIZE + tokens % BLOCK_SIZE) * token_stride)[:, None] + dims[None, :]
+        if HEAD_DIM == HEAD_PAD:
+            key = tl.load(key_ptr + cells)
+            value = tl.load(key_ptr + cells + values_offset)
+        else:
+            key = tl.load(key_ptr + cells, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            value = tl.load(
+                key_ptr + cells + values_offset, mask=(dims < HEAD_DIM)[None, :], other=0.0
+            )
         if UPCAST:
             key = key.to(tl.float32)
         scores = tl.dot(query, tl.trans(key), input_precision="ieee")
-        visible = inside[None, :] & (keys[None, :] <= position[:, None])
+        visible = keys[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (keys[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
@@ -152,15 +153,18 @@ def _attend_keys(
 def _attend_split(
     query,
     position,
-    ancestors,
+    leaves,
     draft_start,
+    ancestors_ptr,
     first_key,
     last_key,
     key_ptr,
-    value_ptr,
+    values_offset,
     table_ptr,
+    table_start,
     token_stride,
     score_scale,
+    GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -168,6 +172,7 @@ def _attend_split(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     TREES: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Softmax over the keys of a split that rows [ROWS] see; ``first_key`` begins a tile.
@@ -180,41 +185,81 @@ def _attend_split(
         shared_end = tl.minimum(last_key, draft_start // KEY_TILE * KEY_TILE)
     largest, total, weighted = _attend_keys(
         largest, total, weighted, query, position, first_key, shared_end, 0, 0,
-        key_ptr, value_ptr, table_ptr, token_stride, score_scale,
-        BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, False, UPCAST,
+        key_ptr, values_offset, table_ptr, table_start, token_stride, score_scale,
+        BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, False, WIDE, UPCAST,
     )  # fmt: skip
     if TREES:
         first_key = tl.maximum(first_key, shared_end)
-        rows = tl.arange(0, ROWS)
-        ahead = tl.where((position >= first_key) & (first_key < last_key), rows, -1)
-        # Depth first, the last of the rows that are still ahead is a leaf among them.
+        ahead = tl.where((position >= first_key) & (first_key < last_key), leaves, -1)
         leaf = tl.max(ahead, axis=0)
         while leaf >= 0:
-            path = tl.sum(tl.where(rows == leaf, ancestors, 0), axis=0)
-            on_path = (ahead >= 0) & ((ancestors & ~path) == 0)
-            seeing = tl.where(on_path, position, -1)
+            path = tl.load(ancestors_ptr + leaf // GROUP)
+            seeing = tl.where(leaves == leaf, position, -1)
             path_end = tl.minimum(last_key, tl.max(seeing, axis=0) + 1)
             largest, total, weighted = _attend_keys(
                 largest, total, weighted, query, seeing, first_key, path_end, draft_start, path,
-                key_ptr, value_ptr, table_ptr, token_stride, score_scale,
-                BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, True, UPCAST,
+                key_ptr, values_offset, table_ptr, table_start, token_stride, score_scale,
+                BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, WINDOW, True, WIDE, UPCAST,
             )  # fmt: skip
-            ahead = tl.where(on_path, -1, ahead)
-            leaf = tl.max(ahead, axis=0)
+            leaf = tl.max(tl.where(ahead < leaf, ahead, -1), axis=0)
     return largest, total, weighted
 
 
 @triton.jit
-def _find_block(cu_query_lens_ptr, num_sequences, BLOCK_Q: tl.constexpr):
-    """Returns the program's sequence, its first token, its tokens, and which is the block's first.
+def _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q: tl.constexpr):
+    """Returns the sequence's first token, its tokens, and which of them is the program's first.
 
-    Blocks past the last of a sequence begin behind its tokens.
+    Blocks past the last of a sequence begin behind its tokens. Loads anew with every call: what is
+    needed first and last had better not be held in registers in between.
     """
-    sequence = find_sequence(cu_query_lens_ptr, tl.program_id(0), num_sequences, BLOCK_Q)
-    begin = tl.load(cu_query_lens_ptr + sequence)
-    query_len = tl.load(cu_query_lens_ptr + sequence + 1) - begin
+    begin = tl.load(cu_query_lens_ptr + sequence, volatile=True)
+    query_len = tl.load(cu_query_lens_ptr + sequence + 1, volatile=True) - begin
     first_query = (tl.program_id(0) - begin // BLOCK_Q - sequence) * BLOCK_Q
-    return sequence, begin, query_len, first_query
+    return begin, query_len, first_query
+
+
+@triton.jit
+def _load_query(
+    query_ptr,
+    token,
+    real,
+    token_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Returns the queries of the program's rows: [ROWS, HEAD_PAD], zero where there is none."""
+    head = tl.program_id(1) * GROUP + tl.arange(0, ROWS) % GROUP
+    dims = tl.arange(0, HEAD_PAD)
+    cells = (token.to(tl.int64) * token_stride + head * head_stride)[:, None] + dims[None, :]
+    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
+    query = tl.load(query_ptr + cells, mask=mask, other=0.0)
+    return query.to(tl.float32) if UPCAST else query
+
+
+@triton.jit
+def _store_rows(ptr, rows, values, stored, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Writes [ROWS, HEAD_PAD] values to rows (int64) of HEAD_DIM."""
+    dims = tl.arange(0, HEAD_PAD)
+    mask = stored[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=mask)
+
+
+@triton.jit
+def _result_rows(
+    cu_query_lens_ptr, sequence, num_query_heads, GROUP: tl.constexpr, ROWS: tl.constexpr
+):
+    """Returns the program's rows among all rows (token x query head), int64, and which exist."""
+    BLOCK_Q: tl.constexpr = ROWS // GROUP
+    begin, query_len, first_query = _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
+    rows = tl.arange(0, ROWS)
+    in_group = first_query * GROUP + rows
+    real = (rows < BLOCK_Q * GROUP) & (in_group < query_len * GROUP)
+    head = tl.program_id(1) * GROUP + in_group % GROUP
+    return ((begin + in_group // GROUP) * num_query_heads + head).to(tl.int64), real
 
 
 @triton.jit
@@ -228,7 +273,6 @@ def _attention_kernel(
     out_ptr,
     query_ptr,
     key_ptr,
-    value_ptr,
     cu_query_lens_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -242,6 +286,7 @@ def _attention_kernel(
     table_stride,
     query_token_stride,
     query_head_stride,
+    values_offset,
     strip_stride,
     token_stride,
     num_query_heads,
@@ -256,6 +301,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     TREES: tl.constexpr,
     PARALLEL: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Grid (query blocks, kv heads, splits or 1). WINDOW is 0 for none.
@@ -267,7 +313,8 @@ def _attention_kernel(
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    sequence, begin, query_len, first_query = _find_block(cu_query_lens_ptr, num_sequences, BLOCK_Q)
+    sequence = find_sequence(cu_query_lens_ptr, tl.program_id(0), num_sequences, BLOCK_Q)
+    begin, query_len, first_query = _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
     if first_query >= query_len:
         return
     context = tl.load(context_lens_ptr + sequence)
@@ -285,45 +332,44 @@ def _attention_kernel(
     rows = tl.arange(0, ROWS)
     in_sequence = first_query + rows // GROUP
     real = (rows < BLOCK_Q * GROUP) & (in_sequence < query_len)
-    token = (begin + in_sequence).to(tl.int64)
+    token = begin + in_sequence
     position = first_position + rows // GROUP
-    ancestors = token
+    leaves = rows
     if TREES:
         position = tl.load(positions_ptr + token, mask=real, other=-1).to(tl.int32)
         ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
-    head = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, HEAD_PAD)
-    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    query_ptr += (token * query_token_stride + head * query_head_stride)[:, None]
-    query = tl.load(query_ptr + dims[None, :], mask=mask, other=0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
-    table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
+        leaves = leaves_of_rows(ancestors, real, ROWS)
+        ancestors_ptr += begin + first_query
+    query = _load_query(
+        query_ptr, token, real, query_token_stride, query_head_stride,
+        GROUP, HEAD_DIM, HEAD_PAD, ROWS, UPCAST,
+    )  # fmt: skip
     key_ptr += kv_head.to(tl.int64) * strip_stride
-    value_ptr += kv_head.to(tl.int64) * strip_stride
-    out_row = token * num_query_heads + head
     if PARALLEL:
         first_split, end_split = split, split + 1
     sum_largest, sum_total, sum_weighted = no_keys(ROWS, HEAD_PAD)
-    for index in range(first_split, end_split):
+    for index in tl.range(first_split, end_split, disable_licm=True):
         largest, total, weighted = _attend_split(
-            query, position, ancestors, draft_start,
+            query, position, leaves, draft_start, ancestors_ptr,
             tl.maximum(index * SPLIT, key_begin), tl.minimum((index + 1) * SPLIT, key_end),
-            key_ptr, value_ptr, table_ptr, token_stride, score_scale,
-            BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, ROWS, WINDOW, TREES, UPCAST,
+            key_ptr, values_offset, block_tables_ptr, sequence * table_stride, token_stride,
+            score_scale, GROUP, BLOCK_SIZE, HEAD_DIM, HEAD_PAD, KEY_TILE, ROWS, WINDOW, TREES,
+            WIDE, UPCAST,
         )  # fmt: skip
         if PARALLEL:
-            slot = out_row * num_splits + index
-            tl.store(scratch_ptr + slot[:, None] * HEAD_DIM + dims[None, :], weighted, mask=mask)
-            tl.store(scratch_stats_ptr + slot * 2, largest, mask=real)
-            tl.store(scratch_stats_ptr + slot * 2 + 1, total, mask=real)
+            row, stored = _result_rows(cu_query_lens_ptr, sequence, num_query_heads, GROUP, ROWS)
+            slot = row * num_splits + index
+            _store_rows(scratch_ptr, slot, weighted, stored, HEAD_DIM, HEAD_PAD)
+            tl.store(scratch_stats_ptr + slot * 2, largest, mask=stored)
+            tl.store(scratch_stats_ptr + slot * 2 + 1, total, mask=stored)
         else:
             sum_largest, sum_total, sum_weighted = merge(
                 sum_largest, sum_total, sum_weighted, largest, total, weighted
             )
     if not PARALLEL:
+        row, stored = _result_rows(cu_query_lens_ptr, sequence, num_query_heads, GROUP, ROWS)
         result = normalise(sum_weighted, sum_total)
-        tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
+        _store_rows(out_ptr, row, result, stored, HEAD_DIM, HEAD_PAD)
 
 
 def paged_attention(
@@ -376,8 +422,8 @@ def paged_attention(
     if tokens == 0 or sequences == 0:
         return out
     group = query_heads // kv_heads
-    rows = sizes.program_rows(group)
-    query_blocks = tokens // (rows // group) + sequences
+    tiles = sizes.tiles(query.dtype, head_dim, group)
+    query_blocks = tokens // (tiles.query_rows // group) + sequences
     num_splits = triton.cdiv(max_context or block_tables.shape[1] * block_size, split_size)
     if parallel_splits is None:
         parallel_splits = sizes.runs_parallel(num_splits, query_blocks * kv_heads)
@@ -386,13 +432,15 @@ def paged_attention(
     if parallel_splits:
         weighted, stats = sizes.scratch_views(scratch, query, num_splits)
     _attention_kernel[(query_blocks, kv_heads, num_splits if parallel_splits else 1)](
-        out, query, layer_kv, layer_kv[kv_heads:], cu_query_lens, context_lens, block_tables,
+        out, query, layer_kv, cu_query_lens, context_lens, block_tables,
         ancestors, draft_starts, positions, weighted, stats, sequences, num_splits,
-        block_tables.stride(0), query.stride(0), query.stride(1), layer_kv.stride(0),
-        layer_kv.stride(1), query_heads, scale * _LOG2_E, GROUP=group, BLOCK_SIZE=block_size,
+        block_tables.stride(0), query.stride(0), query.stride(1),
+        kv_heads * layer_kv.stride(0), layer_kv.stride(0), layer_kv.stride(1),
+        query_heads, scale * _LOG2_E, GROUP=group, BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim, HEAD_PAD=sizes.padded_head(head_dim), KEY_TILE=sizes.KEY_TILE,
-        SPLIT=split_size, ROWS=rows, WINDOW=window or 0, TREES=trees is not None,
-        PARALLEL=parallel_splits, UPCAST=_interpreting(), num_warps=4,
+        SPLIT=split_size, ROWS=tiles.query_rows, WINDOW=window or 0, TREES=trees is not None,
+        PARALLEL=parallel_splits, WIDE=sizes.is_wide(layer_kv), UPCAST=sizes.interpreting(),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, maxnreg=tiles.max_registers,
     )  # fmt: skip
     if weighted is not None and stats is not None:
         merge_splits(
@@ -400,8 +448,3 @@ def paged_attention(
             window=window, split_size=split_size,
         )  # fmt: skip
     return out
-
-
-def _interpreting() -> bool:
-    """Whether Triton interprets; its bfloat16 ``tl.dot`` is wrong, so inputs are upcast there."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"

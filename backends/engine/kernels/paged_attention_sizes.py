@@ -11,7 +11,8 @@ what its rows reach: written once and read once. Prefill with loops over the spl
 
 from __future__ import annotations
 
-from typing import Final
+import os
+from typing import Final, NamedTuple
 
 import torch
 
@@ -19,9 +20,6 @@ from backends.engine.kernels.paged_attention_ref import DraftTrees
 
 SPLIT_SIZE: Final = 512
 """Keys per split; part of the numerics class."""
-
-QUERY_ROWS: Final = 64
-"""Rows (query heads of a group x query tokens) of a program; part of the numerics class."""
 
 KEY_TILE: Final = 64
 """Keys multiplied at once; part of the numerics class."""
@@ -36,9 +34,45 @@ def padded_head(head_dim: int) -> int:
     return max(16, _power_of_2(head_dim))
 
 
-def program_rows(group: int) -> int:
-    """Returns the rows of a program for ``group`` query heads per key-value head."""
-    return max(QUERY_ROWS, _power_of_2(group))
+class Tiles(NamedTuple):
+    """What a program computes with; part of the numerics class."""
+
+    query_rows: int
+    """Rows (query heads of a group x query tokens) of a program."""
+    num_warps: int
+    num_stages: int
+    """Of the pipeline of key tiles. One is spent on the block table, half of the rest is how many
+    tiles are ahead: with 5 stages 2, in three buffers of 32 KiB (16 bits, heads of 128)."""
+    max_registers: int | None = None
+    """Of a thread; ptxas would rather spill than have one program less on a multiprocessor."""
+
+
+def tiles(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
+    """Returns tiles that compile for sm_90 without spilling a register.
+
+    Chosen by what ptxas reports (Triton 3.6 and 3.7, 2026-11-21); not timed on a GPU yet. In 16
+    bits two programs share a multiprocessor with heads up to 128: one computes while the other
+    waits. In float32 products have no tensor cores, and their operands take many registers. One
+    variant does spill, 56 bytes a thread: heads beyond 128 with trees, looping over splits. No
+    supported model has such heads.
+
+    Args:
+      dtype: of the query.
+      head_dim: dimensions of a head.
+      group: query heads per key-value head.
+    """
+    if dtype == torch.float32:
+        chosen = Tiles(query_rows=16, num_warps=8, num_stages=3, max_registers=255)
+    elif padded_head(head_dim) <= 128:
+        chosen = Tiles(query_rows=64, num_warps=4, num_stages=5)
+    else:
+        chosen = Tiles(query_rows=64, num_warps=8, num_stages=3)
+    return chosen._replace(query_rows=max(chosen.query_rows, _power_of_2(group)))
+
+
+def is_wide(layer_kv: torch.Tensor) -> bool:
+    """Whether offsets inside a strip of keys or values need more than 32 bits."""
+    return layer_kv.shape[1] * layer_kv.stride(1) >= 1 << 31
 
 
 def runs_parallel(num_splits: int, programs: int) -> bool:
@@ -121,3 +155,8 @@ def _check_trees(trees: DraftTrees, tokens: int) -> None:
 def _power_of_2(number: int) -> int:
     """Returns the least power of two that is not smaller."""
     return 1 << (number - 1).bit_length()
+
+
+def interpreting() -> bool:
+    """Whether Triton interprets; its bfloat16 ``tl.dot`` is wrong, so inputs are upcast there."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -60,6 +60,8 @@ def _add_rms_norm_kernel(
     x = tl.load(x_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + cells, mask=inside, other=0.0).to(tl.float32)
     summed = (residual + x).to(summed_ptr.dtype.element_ty)
+    # The sum may go where the residual lies, and short rows are read by several warps each.
+    tl.debug_barrier()
     tl.store(summed_ptr + cells, summed, mask=inside)
     normed = _normed(summed.to(tl.float32), weight_ptr, columns, eps, HIDDEN)
     tl.store(out_ptr + cells, normed, mask=inside)
@@ -93,22 +95,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    summed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``rms_norm_ref.add_rms_norm``; never synchronises with the device.
 
     Args:
       x: float32, float16 or bfloat16 ``[rows, hidden]``, contiguous; hidden is any size.
-      residual: like x; not modified.
+      residual: like x; not modified, unless it is to get the sum.
       weight: ``[hidden]``, contiguous.
       eps: added to the mean square.
+      summed: like x, gets the sum; may be the residual itself. Allocated otherwise.
 
     Returns:
       ``(rms_norm(residual + x), residual + x)``, both ``[rows, hidden]`` in the dtype of x.
     """
     _check(x, residual, weight)
     rows, hidden = x.shape
-    out, summed = torch.empty_like(x), torch.empty_like(x)
+    out = torch.empty_like(x)
+    if summed is None:
+        summed = torch.empty_like(x)
+    _check(summed, residual, weight)
     if rows:
         _add_rms_norm_kernel[(rows,)](
             out,

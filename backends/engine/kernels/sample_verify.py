@@ -47,7 +47,8 @@ def _key_of_float(value):
 def _load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
     """Loads a tile of logits: (ids int32 [TILE], logits float32 [TILE], -inf past the end)."""
     ids = first + tl.arange(0, TILE)
-    return ids, tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+    logits = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
+    return ids, logits.to(tl.float32)
 
 
 @triton.jit
@@ -245,8 +246,10 @@ def _tile_winner_kernel(
         scaled = tl.div_rn(logits, temperature)
         kept = (logits > cut_logit) | ((logits == cut_logit) & (ids <= cut_id))
         kept = kept & (scaled >= floor) & (ids < vocab)
-        gumbel = gumbel_tile(key, position, _PURPOSE_OUTPUT, first, TILE)
-        scores = tl.where(kept, scaled + gumbel, float("-inf"))
+        scores = tl.where(kept, scaled, float("-inf"))
+        # Behind a top-p few tiles have a token left, and noise is what takes time.
+        if tl.max(scores, axis=0) > float("-inf"):
+            scores += gumbel_tile(key, position, _PURPOSE_OUTPUT, first, TILE)
     best, offset = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
     slot = row.to(tl.int64) * tl.num_programs(1) + tile
     tl.store(tile_max_ptr + slot, best)
@@ -269,12 +272,13 @@ def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torc
     """As ``sample_verify_ref.sample``: the token of every row, int64 ``[rows]``.
 
     Args:
-      logits: float32 ``[rows, vocab]``, unit stride along the vocabulary; not modified.
+      logits: float32, bfloat16 or float16 ``[rows, vocab]``, unit stride along the vocabulary; not
+        modified.
       rows: parameters per row, with the dtypes that ``RowSampling`` states.
       tile: logits per program, a power of two. Does not change the result.
 
-    Never synchronises with the device. Moves 4 bytes per logit; rows with top-k or top-p read their
-    logits again from cache while they search.
+    Never synchronises with the device. Reads each logit once; rows with top-k or top-p read theirs
+    again from cache while they search.
     """
     num_rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, tile)
@@ -298,9 +302,11 @@ def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torc
         cut_logit,
         cut_id,
         floor,
-        PIVOTS=8,
-        TILE=min(tile, 2048),
+        PIVOTS=4,
+        TILE=min(tile, 1024),
         num_warps=8,
+        # Two rows on a multiprocessor at least: one searches while the other waits.
+        maxnreg=96,
     )
     _tile_winner_kernel[(num_rows, num_tiles)](
         logits,

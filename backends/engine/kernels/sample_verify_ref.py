@@ -74,12 +74,13 @@ def sample(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     """Returns the token of every row.
 
     Args:
-      logits: float32 ``[rows, vocab]``, contiguous; not modified.
+      logits: float32, bfloat16 or float16 ``[rows, vocab]``, contiguous; not modified.
       rows: parameters per row.
 
     Returns:
       int64 ``[rows]``. A row's token depends on that row alone.
     """
+    logits = logits.float()
     drawn = rows.temperature > 0
     if bool(drawn.all()):
         return _sample_drawn(logits, rows)

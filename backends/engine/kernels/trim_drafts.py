@@ -75,15 +75,16 @@ def _trim_drafts_kernel(
     budget = tl.load(budget_ptr)
     cutoff = _cutoff(keys, budget)
 
-    above = (keys > cutoff).to(tl.int32)
-    ties = budget - tl.sum(above)
-    equal = ((keys == cutoff) & (keys > 0)).to(tl.int32)
-    per_slot = tl.sum(equal, axis=0)
+    # Where budget is left there are no ties: no key is -1, the pattern of a NaN.
+    tie = tl.where(cutoff > 0, cutoff, -1)
+    ties = budget - tl.sum((keys > cutoff).to(tl.int32))
+    per_slot = tl.sum((keys == tie).to(tl.int32), axis=0)
     last_slot = tl.sum((tl.cumsum(per_slot, axis=0) < ties).to(tl.int32), axis=0)
-    whole = tl.where(slots < last_slot, 1, 0)
-    of_last = tl.sum(tl.where((slots == last_slot)[None, :], equal, 0), axis=1)
-    rank = tl.sum(per_slot * whole, axis=0) + tl.cumsum(of_last, axis=0)
-    kept = tl.sum(above + equal * whole[None, :], axis=1)
+    # Comparisons again, instead of what they gave: half the registers.
+    whole = (slots < last_slot)[None, :] & (keys == tie)
+    kept = tl.sum(((keys > cutoff) | whole).to(tl.int32), axis=1)
+    of_last = tl.sum(((slots == last_slot)[None, :] & (keys == tie)).to(tl.int32), axis=1)
+    rank = tl.sum(tl.where(slots < last_slot, per_slot, 0), axis=0) + tl.cumsum(of_last, axis=0)
     kept += tl.where(rank <= ties, of_last, 0)
 
     ends = tl.cumsum(tl.where(active, 1 + kept, 0), axis=0)

@@ -5,16 +5,24 @@ from __future__ import annotations
 import torch
 
 from backends.engine.config import ModelConfig
+from backends.engine.numerics import CPU
 from backends.engine.operators.base import Operators, RotaryTables
 from backends.engine.operators.native import native_operators
 from backends.engine.operators.reference import TorchOperators
 
 
-def operators_for(config: ModelConfig, dtype: torch.dtype, max_positions: int) -> Operators:
-    """Return the fastest operators that serve a model on this machine.
+def operators_for(
+    config: ModelConfig, dtype: torch.dtype, max_positions: int, device: torch.device = CPU
+) -> Operators:
+    """Return the fastest operators that serve a model on a device.
 
     Args:
         max_positions: positions that will be asked for.
     """
+    if device.type == "cuda":
+        # Not everywhere is Triton, and where it is, importing it takes a while.
+        from backends.engine.operators.triton import triton_operators
+
+        return triton_operators(config, max_positions, device)
     tables = RotaryTables(*config.rope.tables(config.head_dim, max_positions, dtype))
     return native_operators(config, tables, dtype) or TorchOperators(config, tables)

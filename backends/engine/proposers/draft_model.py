@@ -21,7 +21,7 @@ from backends.core.sequence import Sequence
 from backends.engine.inputs import Feed, build_inputs
 from backends.engine.kv_pool import DraftLayers
 from backends.engine.model import Decoder
-from backends.engine.proposers.chains import draw_chains
+from backends.engine.proposers.chains import Forward, draw_chains
 from policies.step_cost import StepCost
 
 
@@ -33,13 +33,21 @@ class DraftModel:
             the windows of all layers; None where a layer sees everything.
     """
 
-    def __init__(self, decoder: Decoder, kv: DraftLayers, vocab_size: int) -> None:
-        """Keep them. `vocab_size` is the target's."""
+    def __init__(
+        self, decoder: Decoder, kv: DraftLayers, vocab_size: int, forward: Forward | None = None
+    ) -> None:
+        """Keep them.
+
+        Args:
+            vocab_size: the target's.
+            forward: runs the decoder over `kv`; None leaves it to the decoder.
+        """
         windows = decoder.config.windows
         self.kv = kv
         self.reach_tokens = None if None in windows else sum(window or 0 for window in windows)
         self._decoder = decoder
         self._vocab_size = vocab_size
+        self._forward = forward or self._run
 
     @torch.inference_mode()
     def forward(self, feeds: Many[Feed]) -> Tensor:
@@ -47,12 +55,15 @@ class DraftModel:
 
         Vocabularies differ by padding alone: what only one of them has is never drafted.
         """
-        inputs = build_inputs(feeds, self.kv.dump_slot, self.kv.page_tokens)
-        logits = self._decoder.forward(inputs, self.kv.layers)
+        logits = self._forward(feeds)
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[:, : self._vocab_size].contiguous()
+
+    def _run(self, feeds: Many[Feed]) -> Tensor:
+        inputs = build_inputs(feeds, self.kv.dump_slot, self.kv.page_tokens)
+        return self._decoder.forward(inputs, self.kv.layers)
 
 
 class DraftModelProposer:

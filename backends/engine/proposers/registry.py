@@ -11,9 +11,12 @@ from backends.base import WorkerConfig
 from backends.core.draft_pages import DraftPages
 from backends.core.drafts import Proposer
 from backends.core.kv_blocks import KvBlocks
+from backends.engine.gpu.forward import DeviceForward
+from backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from backends.engine.inputs import Feed
-from backends.engine.kv_pool import KvPool
+from backends.engine.kv_pool import DraftLayers, KvPool
 from backends.engine.model import Decoder
+from backends.engine.proposers.chains import Forward
 from backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
 from backends.engine.proposers.ngram import NgramProposer
 from backends.engine.proposers.sparse_self import SparseSelfProposer
@@ -32,6 +35,8 @@ class ProposerSetup:
         decoder, pool, blocks: the target, its memory, and who hands that out.
         cost: of the target's steps.
         draft: the draft model; None if there is none.
+        max_model_len: most tokens of a sequence; None is as many as the model can.
+        forward: runs the target over its pool; None leaves it to the decoder.
     """
 
     config: WorkerConfig
@@ -40,6 +45,8 @@ class ProposerSetup:
     blocks: KvBlocks
     cost: StepCost
     draft: Decoder | None = None
+    max_model_len: int | None = None
+    forward: Forward | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -69,13 +76,15 @@ def _sparse_self(setup: ProposerSetup) -> Proposer:
         eos_ids=setup.eos_ids,
         with_laws=setup.with_laws,
         cost=setup.cost,
+        forward=setup.forward,
     )
 
 
 def _draft_model(setup: ProposerSetup) -> Proposer:
     assert setup.draft is not None
     kv = setup.pool.draft_layers(setup.draft.config)
-    model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size)
+    forward = None if setup.draft.device.type == "cpu" else _captured(setup, setup.draft, kv)
+    model = DraftModel(setup.draft, kv, setup.decoder.config.vocab_size, forward)
     return DraftModelProposer(
         model,
         DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
@@ -87,6 +96,17 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
             setup.config.max_num_seqs,
         ),
     )
+
+
+def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> Forward:
+    """Return what runs a draft model on a GPU, with a graph for any batch that drafts a depth."""
+    longest = setup.max_model_len or setup.decoder.config.max_position_embeddings
+    most = setup.config.max_num_seqs
+    rows = next((rows for rows in ROW_BUCKETS if rows >= most), ROW_BUCKETS[-1])
+    shapes = Shapes(rows, most, longest, kv.page_tokens)
+    forward = DeviceForward(draft, kv.layers, kv.dump_slot, shapes)
+    forward.capture()
+    return forward
 
 
 _BUILT_IN: Final[dict[str, ProposerFactory]] = {

@@ -34,7 +34,7 @@ from backends.core.sequence import Sequence
 from backends.engine.inputs import AttentionSpan, Feed, build_inputs
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.model import Decoder
-from backends.engine.proposers.chains import draw_chains
+from backends.engine.proposers.chains import Forward, draw_chains
 from policies.step_cost import StepCost
 
 
@@ -51,6 +51,7 @@ class SparseSelfProposer:
         eos_ids: frozenset[int],
         with_laws: bool,
         cost: StepCost,
+        forward: Forward | None = None,
     ) -> None:
         """Keep no state per sequence.
 
@@ -64,6 +65,7 @@ class SparseSelfProposer:
             eos_ids: tokens that end a sequence; all below the vocabulary's size.
             with_laws: whether sampled drafts carry their laws, for rejection.
             cost: of the target's steps.
+            forward: runs the decoder over the pool; None leaves it to the decoder.
 
         Raises:
             ValueError: the sizes are not positive, or leave no page for the latest tokens.
@@ -83,6 +85,7 @@ class SparseSelfProposer:
         self._eos_ids = eos_ids
         self._with_laws = with_laws
         self._cost = cost
+        self._forward = forward or self._run
 
     def depth_s(self, sequences: int) -> float:
         """Return the predicted seconds of a step of one token each that reads the budget."""
@@ -122,6 +125,6 @@ class SparseSelfProposer:
         place = position - left_out * BLOCK_TOKENS
         return Feed((token,), position, table, 1, spans=(AttentionSpan(1, place, shown),))
 
-    def _forward(self, feeds: Many[Feed]) -> Tensor:
+    def _run(self, feeds: Many[Feed]) -> Tensor:
         inputs = build_inputs(feeds, self._pool.dump_slot)
         return self._decoder.forward(inputs, self._pool.layers)

@@ -39,7 +39,7 @@ from backends.engine.bench.engine.serving import BATCHES
 from backends.engine.bench.engine.speedup import Replayed, measure_speedups
 from backends.engine.bench.engine.steps import measure_steps
 from backends.engine.bench.record import provenance, require_quiet
-from backends.engine.numerics import DEVICES, DTYPES, choose_device
+from backends.engine.numerics import DEVICES, DTYPES, choose_device, fix_sums
 
 PARTS: Final = ("steps", "replay", "idle", "generation")
 DTYPES_MEASURED: Final = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
@@ -146,6 +146,8 @@ def measure(asked: argparse.Namespace) -> Run:
         ValueError: there is no such device.
     """
     device = choose_device(asked.device)
+    if asked.exact and device.type == "cuda":
+        fix_sums()
     facts = provenance(device)
     require_quiet(facts, allow_busy=asked.allow_busy)
     default = GRIDS[device.type]

@@ -112,7 +112,7 @@ class StoredModel:
         return Tokenizer(self.directory or SHIPPED_MODEL)
 
     def weights(self, *, exact: bool) -> Weights:
-        return load_weights(self.path, self.config, self.dtype, exact=exact)
+        return load_weights(self.path, self.config, self.dtype, device=self.device, exact=exact)
 
     def transformers(self) -> Any:
         from transformers import AutoModelForCausalLM

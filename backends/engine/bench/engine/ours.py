@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks
@@ -15,12 +15,18 @@ from backends.core.worker import Worker
 from backends.engine.bench.engine.cases import Case
 from backends.engine.bench.engine.device import device_elapsed_s, elapsed_s
 from backends.engine.bench.engine.models import Model
+from backends.engine.gpu.shapes import ROW_BUCKETS
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.load import LoadedEngine
+from backends.engine.load import LoadedEngine, runner_for
 from backends.engine.model import Decoder
-from backends.engine.runner import Runner
+from backends.engine.runner import ModelRunner
 from backends.engine.served import ServedModel
-from backends.engine.warmup import TIMED_CONTEXT, TIMED_SLOTS, measure_step_cost
+from backends.engine.warmup import (
+    TIMED_CONTEXT,
+    TIMED_SLOTS,
+    TOKEN_BUCKETS,
+    measure_step_cost,
+)
 from backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
 from policies.protocols import SpeculationPolicy
 from policies.speculation import Off
@@ -41,7 +47,7 @@ class Ours:
 
     model: Model
     pool: KvPool
-    runner: Runner
+    runner: ModelRunner
     max_model_len: int
 
     @classmethod
@@ -61,17 +67,20 @@ class Ours:
         for layer in pool.layers:
             layer.uniform_(-1.0, 1.0)  # else it is one page of zeros, which fits any cache
         decoder = Decoder(model.config, model.weights(exact=exact), longest)
-        return cls(model, pool, _runner(decoder, pool), longest)
+        return cls(model, pool, _runner(decoder, pool, longest), longest)
 
     def exact(self) -> Ours:
         """Return the engine that promises exact bits, over the same pool."""
         decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
-        return Ours(self.model, self.pool, _runner(decoder, self.pool), self.max_model_len)
+        runner = _runner(decoder, self.pool, self.max_model_len)
+        return Ours(self.model, self.pool, runner, self.max_model_len)
 
     @cached_property
     def cost(self) -> StepCost:
         """What a worker measures at its start."""
-        return measure_step_cost(self.runner, self.max_model_len, self.pool.num_blocks)
+        buckets = ROW_BUCKETS if self.model.device.type == "cuda" else TOKEN_BUCKETS
+        most_sequences = min(MAX_SEQS, self.pool.num_blocks)
+        return measure_step_cost(self.runner, self.max_model_len, most_sequences, buckets)
 
     def step_s(self, case: Case) -> float:
         """Run a step: a forward pass and the choice of greedy tokens, read back."""
@@ -81,11 +90,12 @@ class Ours:
     def device_s(self, case: Case) -> float:
         """Run a step on a GPU and return the device's own time."""
         plan = step_plan(case, self.model.config.vocab_size)
-        launched = []
+        launcher, launched = self.runner.launcher, list[Any]()
+        assert launcher is not None
         taken_s = device_elapsed_s(
-            self.model.device, lambda: launched.append(self.runner.launch(plan))
+            self.model.device, lambda: launched.append(launcher.launch(plan))
         )
-        self.runner.fetch(launched[0])
+        launcher.fetch(launched[0])
         return taken_s
 
     def worker(self, policy: SpeculationPolicy, proposers: dict[str, Proposer]) -> LoadedEngine:
@@ -103,9 +113,9 @@ class Ours:
         return LoadedEngine(worker, self.runner, served, proposers)
 
 
-def _runner(decoder: Decoder, pool: KvPool) -> Runner:
-    """Return what runs steps of a decoder over a pool."""
-    return Runner(decoder, pool)
+def _runner(decoder: Decoder, pool: KvPool, longest: int) -> ModelRunner:
+    """Return what runs steps of a decoder over a pool, those of the largest batch too."""
+    return runner_for(decoder, pool, max_num_seqs=MAX_SEQS, max_model_len=longest)
 
 
 def step_plan(case: Case, vocab_size: int) -> StepPlan:

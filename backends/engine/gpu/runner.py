@@ -1,0 +1,251 @@
+"""Turns a `StepPlan` into a `StepResult` on a GPU, which works while the host goes on.
+
+`launch` copies the plan over, enqueues all that is to be done with it, and reads nothing back:
+forward pass, draw, walk, compaction, and one copy of what was emitted into pinned memory. `fetch`
+waits for the mark behind that copy. Grammars, penalties, log probabilities and rejection come in
+between as they do on a CPU (`runner.py`); only rejection makes the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from backends.core.steps import PENDING, StepPlan, StepResult
+from backends.engine import logprobs
+from backends.engine.gpu.compaction import compact
+from backends.engine.gpu.forward import DeviceForward
+from backends.engine.gpu.layout import HostFields, StepFields, StepShape
+from backends.engine.gpu.packing import PackedFeeds, PackedWalks
+from backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
+from backends.engine.inputs import Feed, feed_of
+from backends.engine.kernels.accept_walk import accept_walk
+from backends.engine.kernels.accept_walk_ref import Acceptance, StopRules
+from backends.engine.kernels.sample_verify import sample
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from backends.engine.logits import adjust, forbid
+from backends.engine.logprobs import RowLogprobs
+from backends.engine.model import Decoder
+from backends.engine.operators.base import Operators
+from backends.engine.sampler import Verify, Walks, draw, settles_drafts
+from backends.engine.transfer import Mark, new_mark, to_device, to_host
+
+_PENDING: Final = ("pending_rows", "pending_sources")
+
+WALK_ROWS: Final = 65
+"""Rows that the walk is compiled for: the longest draft of any policy and the row before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose results are, or will be, in main memory.
+
+    Attributes:
+        row_of: the sampled row behind the last confirmed token, by sequence key.
+        tokens: int64 [sampled rows], drawn in each, on the device.
+        starts: the first sampled row of each part, and the end of the last one.
+        results: int64 [2 * sampled rows + parts]: emitted tokens and the rows that drew them, by
+            row, then how many there are of each part. Undefined before `ended` is passed.
+        logprobs: one entry for each part of the plan, in main memory, None where it does not ask;
+            None where nobody does.
+        began, ended: around the step's work.
+    """
+
+    row_of: dict[int, int]
+    tokens: Tensor
+    starts: list[int]
+    results: Tensor
+    logprobs: tuple[RowLogprobs | None, ...] | None
+    began: Mark
+    ended: Mark
+
+
+class GpuRunner:
+    """Runs steps of one model over one KV pool. Use in one thread only."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KvPool, forward: DeviceForward, verify: Verify = "coupled"
+    ) -> None:
+        """Keep them. `forward` runs the decoder over the pool."""
+        self._decoder = decoder
+        self._pool = pool
+        self._forward = forward
+        self._verify = verify
+        config = decoder.config
+        # Some checkpoints name ends that their vocabulary does not have.
+        self._eos_ids = frozenset(i for i in config.eos_ids if 0 <= i < config.vocab_size)
+        ends = torch.tensor(sorted(self._eos_ids), dtype=torch.int64)
+        self._ends = to_device(ends, decoder.device)
+
+    def capture(self) -> None:
+        """Capture the graphs of all shapes that recur. Takes seconds to minutes."""
+        self._forward.capture()
+
+    @property
+    def launcher(self) -> GpuRunner:
+        """The runner itself: a GPU works while the host does something else."""
+        return self
+
+    @property
+    def operators(self) -> Operators:
+        """What computes between the products."""
+        return self._decoder.operators
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end."""
+        return self.fetch(self.launch(plan))
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, behind: LaunchedStep | None = None) -> LaunchedStep:
+        """Enqueue one step and the copy of its results. Waits for nothing.
+
+        Args:
+            behind: the step launched before, which draws what is `PENDING` in this one.
+        """
+        device = self._decoder.device
+        began, ended = new_mark(device), new_mark(device)
+        began.record()
+        packed, walks = PackedFeeds.of(map(feed_of, plan.work)), PackedWalks.of(plan)
+        shape, fields = self._place(plan, packed, walks, behind)
+        logits = self._forward.run(shape, fields, len(packed.sample_rows))
+        tokens, found = self._sample(plan, logits, fields)
+        walked = self._walk(tokens, fields, walks)
+        parts = walked.num_emitted[: len(plan.work)]
+        results = to_host(torch.cat([walked.emitted, walked.kept_rows.long(), parts.long()]))
+        ended.record()
+        return LaunchedStep(
+            _rows_of_sequences(plan), tokens, walks.sample_starts, results, found, began, ended
+        )
+
+    def fetch(self, step: LaunchedStep) -> StepResult:
+        """Wait for a launched step. The one place that waits for the device."""
+        step.ended.synchronize()
+        walks = _walks(step.starts, step.results.tolist())
+        found = logprobs.read(step.logprobs, walks)
+        return StepResult(walks.emitted, found, step.began.elapsed_time(step.ended) / 1e3)
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
+        return self.forward(map(feed_of, plan.work))
+
+    def forward(self, feeds: Iterable[Feed]) -> Tensor:
+        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        return self._forward(feeds)
+
+    def _place(
+        self,
+        plan: StepPlan,
+        packed: PackedFeeds,
+        walks: PackedWalks,
+        behind: LaunchedStep | None,
+    ) -> tuple[StepShape, StepFields]:
+        """Bring a step to the device, and fill in the tokens that are known there alone."""
+        pending = _pending(plan, behind) if behind is not None else ([], [])
+
+        def write(host: HostFields) -> None:
+            walks.write(plan, host)
+            for name, places in zip(_PENDING, pending, strict=True):
+                host.write(name, places)
+
+        shape, fields = self._forward.place(packed, write)
+        if behind is not None and pending[0]:
+            rows, sources = (fields[name][: len(pending[0])] for name in _PENDING)
+            fields["token_ids"].index_copy_(0, rows, behind.tokens[sources])
+        return shape, fields
+
+    def _sample(
+        self, plan: StepPlan, logits: Tensor, fields: StepFields
+    ) -> tuple[Tensor, tuple[RowLogprobs | None, ...] | None]:
+        """Return the token of every row, and what was asked about them, on its way here."""
+        if plan.is_plain:
+            return self._draw(plan, logits, fields), None
+        wanted = logprobs.model_logprobs(plan, logits)
+        forbid(plan, logits)
+        adjust(plan, logits, self._eos_ids)
+        tokens = self._draw(plan, logits, fields)
+        found = tuple(
+            None if row is None else RowLogprobs(*map(to_host, row))
+            for row in logprobs.look_up(plan, wanted, tokens)
+        )
+        return tokens, found
+
+    def _draw(self, plan: StepPlan, logits: Tensor, fields: StepFields) -> Tensor:
+        """Return the token of every row: int64 [rows]."""
+        if self._verify == "rejection" and settles_drafts(plan):
+            return draw(plan, logits, self._verify)
+        return sample(logits, fields.sampling(len(logits)))
+
+    def _walk(self, tokens: Tensor, fields: StepFields, walks: PackedWalks) -> Acceptance:
+        """Walk the drafts up to where a sequence ends; put what was accepted where it belongs."""
+        rows = len(tokens)
+        walked = accept_walk(
+            tokens,
+            fields["draft_tokens"][:rows],
+            fields["draft_parents"][:rows],
+            fields["sample_starts"],
+            StopRules(fields["remaining"], self._ends, fields["ignore_eos"]),
+            fields["lengths"],
+            max_rows=max(walks.longest, WALK_ROWS),
+        )
+        if walks.has_trees:
+            slots = fields["slots"][fields["sample_rows"][:rows]]
+            starts = fields["sample_starts"]
+            compact(self._pool.memory, slots, starts, walked.kept_rows, walks.longest)
+        return walked
+
+
+def gpu_runner(
+    decoder: Decoder,
+    pool: KvPool,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    verify: Verify = "coupled",
+) -> GpuRunner:
+    """Return a runner whose steps run kernel by kernel until `capture`.
+
+    Args:
+        max_num_seqs: most parts of a step.
+        max_model_len: most slots of a context.
+    """
+    shapes = Shapes(ROW_BUCKETS[-1], max_num_seqs, max_model_len, BLOCK_TOKENS)
+    forward = DeviceForward(decoder, pool.layers, pool.dump_slot, shapes)
+    return GpuRunner(decoder, pool, forward, verify)
+
+
+def _pending(plan: StepPlan, behind: LaunchedStep) -> tuple[list[int], list[int]]:
+    """Return the rows of pending tokens, and the rows of the step before that draw them."""
+    rows: list[int] = []
+    sources: list[int] = []
+    first = 0
+    for work in plan.work:
+        if work.token_ids[-1] == PENDING:
+            rows.append(first + len(work.token_ids) - 1)
+            sources.append(behind.row_of[work.sequence.key])
+        first += work.num_tokens
+    return rows, sources
+
+
+def _rows_of_sequences(plan: StepPlan) -> dict[int, int]:
+    rows: dict[int, int] = {}
+    first = 0
+    for work in plan.work:
+        if work.samples:
+            rows[work.sequence.key] = first
+        first += work.num_samples
+    return rows
+
+
+def _walks(starts: Many[int], results: list[int]) -> Walks:
+    """Return what each part emits."""
+    rows = starts[-1]
+    walks = Walks([], [])
+    for begin, count in zip(starts, results[2 * rows :], strict=False):
+        walks.rows.append(tuple(results[rows + begin : rows + begin + count]))
+        walks.emitted.append(tuple(results[begin : begin + count]))
+    return walks

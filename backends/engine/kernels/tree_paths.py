@@ -1,0 +1,64 @@
+"""Places on the paths of draft trees, in Triton; the definitions are in ``tree_paths_ref``.
+
+Pieces of attention, which calls them in its own program: they read and write no memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def leaves_of_rows(ancestors, real, ROWS: tl.constexpr):
+    """As ``tree_paths_ref.leaves_of_rows``; ancestors int64, real int1 [ROWS]."""
+    rows = tl.arange(0, ROWS)
+    descends = real[None, :] & ((ancestors[:, None] & ~ancestors[None, :]) == 0)
+    return tl.max(tl.where(descends, rows[None, :], -1), axis=1)
+
+
+@triton.jit
+def _popcounts(bits):
+    """Returns how many bits are set in each field of 2, 4, 8, 16 and all 32 bits of an int32."""
+    by_2 = bits - ((bits >> 1) & 0x55555555)
+    by_4 = (by_2 & 0x33333333) + ((by_2 >> 2) & 0x33333333)
+    by_8 = (by_4 + (by_4 >> 4)) & 0x0F0F0F0F
+    by_16 = (by_8 + (by_8 >> 8)) & 0x00FF00FF
+    return by_2, by_4, by_8, by_16, (by_16 + (by_16 >> 16)) & 0xFF
+
+
+@triton.jit
+def _skip(bit, rank, counts, WIDTH: tl.constexpr):
+    """Goes on by WIDTH bits where no more than ``rank`` are set in them, and takes those off."""
+    count = (counts >> bit) & (WIDTH * 2 - 1)
+    passes = rank >= count
+    return tl.where(passes, bit + WIDTH, bit), tl.where(passes, rank - count, rank)
+
+
+@triton.jit
+def _place_of_bit(path, rank):
+    """Returns the place in an int64 of its set bit number ``rank``, int32 of any shape; from 0.
+
+    Descends by the counts of set bits in fields of 32, 16, ... 1 bits: six steps, few registers.
+    For a rank that no set bit has, some place. Source: S. Anderson, "Bit twiddling hacks".
+    """
+    low = path.to(tl.int32)
+    high = (path >> 32).to(tl.int32)
+    low_2, low_4, low_8, low_16, low_32 = _popcounts(low)
+    high_2, high_4, high_8, high_16, _ = _popcounts(high)
+    in_high = rank >= low_32
+    rank = tl.where(in_high, rank - low_32, rank)
+    bit = rank * 0
+    bit, rank = _skip(bit, rank, tl.where(in_high, high_16, low_16), 16)
+    bit, rank = _skip(bit, rank, tl.where(in_high, high_8, low_8), 8)
+    bit, rank = _skip(bit, rank, tl.where(in_high, high_4, low_4), 4)
+    bit, rank = _skip(bit, rank, tl.where(in_high, high_2, low_2), 2)
+    bit, rank = _skip(bit, rank, tl.where(in_high, high, low), 1)
+    return tl.where(in_high, bit + 32, bit)
+
+
+@triton.jit
+def path_slots(positions, draft_start, path):
+    """As ``tree_paths_ref.path_slots``; positions int32 of any shape, path an int64 scalar."""
+    draft = _place_of_bit(path, positions - draft_start)
+    return tl.where(positions < draft_start, positions, draft_start + draft)

@@ -1,0 +1,141 @@
+"""The spans of a step as flat arrays: what `paged_attention` reads.
+
+A sequence is a span and the further branches of its draft that follow it (spans with a tail). A
+branch names the slots of its path; the kernel wants the same as bits, one for each token of the
+draft, in the order of slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backends.engine.inputs import AttentionSpan, AttentionSpans, RaggedSpans, slots_of
+from backends.engine.transfer import to_device
+
+MOST_TREE_TOKENS: Final = 64
+"""Draft tokens of a tree: the bits of a mask."""
+
+_TABLE_UNIT: Final = 16
+"""Tables of spans are this many pages wide, or twice, four times as many: Triton compiles a kernel
+anew for strides that are not multiples of it."""
+
+
+@dataclass(slots=True)
+class SpanLists:
+    """The fields of `RaggedSpans` as lists."""
+
+    query_starts: list[int] = field(default_factory=lambda: [0])
+    context_lens: list[int] = field(default_factory=list)
+    draft_starts: list[int] = field(default_factory=list)
+    ancestors: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    tables: list[Many[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, spans: AttentionSpans) -> SpanLists:
+        """Return the spans of a step.
+
+        Raises:
+            ValueError: a draft is a tree of more than `MOST_TREE_TOKENS` tokens.
+        """
+        lists = cls()
+        if spans.tails:
+            for group in _grouped(spans):
+                lists._add(group, spans.page_tokens)
+            return lists
+        lists.query_starts.extend(accumulate(spans.rows))
+        ends = [start + rows for start, rows in zip(spans.starts, spans.rows, strict=True)]
+        lists.context_lens, lists.draft_starts = ends, ends
+        for start, end in zip(spans.starts, ends, strict=True):
+            lists.positions.extend(range(start, end))
+        lists.ancestors = [0] * len(lists.positions)
+        lists.tables = spans.pages
+        return lists
+
+    def _add(self, spans: Many[AttentionSpan], page_tokens: int) -> None:
+        """Add a sequence: its own span, then its further branches."""
+        own, *branches = spans
+        rows = sum(span.rows for span in spans)
+        self.query_starts.append(self.query_starts[-1] + rows)
+        self.context_lens.append(own.start + rows)
+        self.tables.append(own.pages)
+        for span in spans:
+            self.positions.extend(range(span.start, span.start + span.rows))
+        if not branches:
+            self.draft_starts.append(own.start + rows)
+            self.ancestors.extend([0] * rows)
+            return
+        self.draft_starts.append(branches[0].tail_start)
+        self._add_tree(own, branches, page_tokens)
+
+    def _add_tree(
+        self, own: AttentionSpan, branches: Many[AttentionSpan], page_tokens: int
+    ) -> None:
+        """Note what the rows of a tree see."""
+        confirmed = branches[0].tail_start - own.start
+        first_branch = own.rows - confirmed
+        drafts = first_branch + sum(branch.rows for branch in branches)
+        if drafts > MOST_TREE_TOKENS:
+            raise ValueError(f"a tree of {drafts} tokens; {MOST_TREE_TOKENS} fit a mask")
+        self.ancestors.extend([0] * confirmed)
+        self.ancestors.extend((1 << (depth + 1)) - 1 for depth in range(first_branch))
+        start = own.start + confirmed
+        slots = slots_of(own.pages, range(start, start + drafts), page_tokens)
+        place = {slot: index for index, slot in enumerate(slots)}
+        for branch in branches:
+            seen = 0
+            for depth, slot in enumerate(branch.tail):
+                seen |= 1 << place[slot]
+                if depth >= branch.start - branch.tail_start:
+                    self.ancestors.append(seen)
+
+    def write_tables(self, tables: npt.NDArray[np.int32]) -> None:
+        """Write the page tables into rows [sequences, pages], as wide as contexts need."""
+        for row, pages in zip(tables, self.tables, strict=False):
+            row[: len(pages)] = pages if len(pages) <= len(row) else pages[: len(row)]
+
+
+def as_bits(masks: list[int]) -> npt.NDArray[np.int64]:
+    """Return masks of 64 bits as the signed integers that have them."""
+    return np.array(masks, dtype=np.uint64).view(np.int64)
+
+
+def ragged_spans(spans: AttentionSpans, device: torch.device) -> RaggedSpans:
+    """Return spans as tensors, copy by copy: for what does not come with them (`StepInputs`)."""
+    lists = SpanLists.of(spans)
+    longest = max((len(pages) for pages in lists.tables), default=1)
+    width = _TABLE_UNIT << max(0, (-(-longest // _TABLE_UNIT) - 1).bit_length())
+    tables = np.zeros((len(lists.tables), width), dtype=np.int32)
+    lists.write_tables(tables)
+
+    def column(values: list[int]) -> torch.Tensor:
+        return to_device(torch.tensor(values, dtype=torch.int32), device)
+
+    return RaggedSpans(
+        column(lists.query_starts),
+        column(lists.context_lens),
+        to_device(torch.from_numpy(tables), device),
+        to_device(torch.from_numpy(as_bits(lists.ancestors)), device),
+        column(lists.draft_starts),
+        column(lists.positions),
+        spans.page_tokens,
+    )
+
+
+def _grouped(spans: Iterable[AttentionSpan]) -> list[list[AttentionSpan]]:
+    """Return the spans by sequence."""
+    groups: list[list[AttentionSpan]] = []
+    for span in spans:
+        if span.tail:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups

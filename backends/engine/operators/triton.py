@@ -1,0 +1,110 @@
+"""Operators for GPUs: the Triton kernels of `engine/kernels`, each defined by its torch reference.
+
+Every row has the bits it has alone (the kernels say why). Products are torch's (`linear.py`). All
+kernels run on what lies in their tensors and read nothing back, so a step can be captured in a
+graph and replayed for another one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from backends.engine.config import ModelConfig
+from backends.engine.inputs import RaggedSpans, StepInputs
+from backends.engine.kernels.paged_attention import paged_attention
+from backends.engine.kernels.paged_attention_ref import DraftTrees
+from backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
+from backends.engine.kernels.rope_kv import rope_kv
+from backends.engine.kernels.swiglu import swiglu
+from backends.engine.linear import Linear
+from backends.engine.operators.base import RotaryTables
+from backends.engine.operators.ragged import ragged_spans
+
+
+class TritonStep(NamedTuple):
+    """A step: where its rows stand, and who attends to what."""
+
+    positions: Tensor
+    slots: Tensor
+    ragged: RaggedSpans
+
+
+class TritonOperators:
+    """Satisfies `Operators`. All tensors lie on one GPU, or on the CPU for Triton's interpreter."""
+
+    def __init__(self, config: ModelConfig, tables: RotaryTables) -> None:
+        """Keep the tables, [positions, head_dim / 2], on the device."""
+        self.name = f"triton-{triton.__version__}"
+        self._config = config
+        self._cosines, self._sines = (table.contiguous() for table in tables)
+
+    def begin(self, inputs: StepInputs) -> TritonStep:
+        """Take the step's spans as they are on the device, or bring them there."""
+        ragged = inputs.ragged
+        if ragged is None:
+            ragged = ragged_spans(inputs.spans, inputs.positions.device)
+        return TritonStep(inputs.positions, inputs.slots, ragged)
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """As `Operators.add_norm`."""
+        eps = self._config.rms_norm_eps
+        if delta is None:
+            return rms_norm(hidden, weight, eps)
+        normed, _ = add_rms_norm(delta, hidden, weight, eps, summed=hidden)
+        return normed
+
+    def turn_and_store(
+        self, step: TritonStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None
+    ) -> Tensor:
+        """As `Operators.turn_and_store`."""
+        return rope_kv(
+            fused,
+            step.positions,
+            step.slots,
+            self._cosines,
+            self._sines,
+            layer_kv,
+            qk_norm=qk_norm,
+            eps=self._config.rms_norm_eps,
+        )
+
+    def attend(
+        self, step: TritonStep, queries: Tensor, layer_kv: Tensor, window: int | None
+    ) -> Tensor:
+        """As `Operators.attend`; rows that do not attend are undefined.
+
+        Trees are always compiled in: whether a step has one is not known when it is captured.
+        """
+        ragged = step.ragged
+        attended = paged_attention(
+            queries,
+            layer_kv,
+            ragged.query_starts,
+            ragged.context_lens,
+            ragged.tables,
+            block_size=ragged.page_tokens,
+            scale=1.0,  # the queries are scaled
+            window=window,
+            trees=DraftTrees(ragged.ancestors, ragged.draft_starts, ragged.positions),
+        )
+        return attended.view(len(queries), -1)
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        """As `Operators.logits`."""
+        return head.float32(hidden)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """As `Operators.gate`."""
+        return swiglu(gate_up)
+
+
+def triton_operators(
+    config: ModelConfig, max_positions: int, device: torch.device
+) -> TritonOperators:
+    """Return operators for a model; its rotations are tabulated in float32, which costs nothing."""
+    tables = config.rope.tables(config.head_dim, max_positions, torch.float32)
+    return TritonOperators(config, RotaryTables(*(table.to(device) for table in tables)))

@@ -1,0 +1,254 @@
+"""Texts made while the next step is under way: the same texts, and nobody's blocks overwritten."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from backends.core.kv_blocks import KvBlocks
+from backends.core.pipeline import Pipeline
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.sequence import Sequence
+from backends.core.steps import PENDING, StepPlan, StepResult
+from backends.core.worker import Worker
+from backends.types import Delta, FinishReason, GenerationRequest, ResumedChoice
+from policies.registry import speculation_policy
+from policies.step_cost import StepCost
+from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
+from tests.core.house import BLOCK, prefixes
+
+LETTERS = 50
+
+
+class Letters:
+    """Token i is the i-th letter, so stop strings are found in hashed streams."""
+
+    vocab_size = LETTERS
+    texts = tuple(chr(ord("A") + token) for token in range(LETTERS))
+
+    def decode(self, token_ids) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+def known(sequence: Sequence) -> list[int]:
+    """The tokens of a sequence, as the device knows them."""
+    return [
+        hashed_token(sequence, place) if token == PENDING else token
+        for place, token in enumerate(sequence.token_ids)
+    ]
+
+
+class FakeDevice(FakeExecutor):
+    """Computes what was launched as late as it may: when it is fetched. Has a memory.
+
+    Where a launched step writes was decided when it was launched, and it reads what the steps
+    before it left: a block that was handed out too early shows as a wrong prefix.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind = 0  # steps launched before the one before them was fetched
+        self.memory: dict[tuple[int, int], int] = {}
+        self.steps = count()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self.fetch(self.launch(plan))
+
+    def launch(self, plan: StepPlan, behind=None):
+        next(self.steps)
+        self.behind += behind is not None
+        for work in plan.work:
+            pending = [place for place, token in enumerate(work.fed_ids) if token == PENDING]
+            assert not pending or pending == [len(work.token_ids) - 1]
+            assert not pending or work.sequence.key in {w.sequence.key for w in behind[0].work}
+        tables = [tuple(work.sequence.block_table) for work in plan.work]
+        texts = [known(work.sequence) for work in plan.work]
+        return plan, tables, texts, FakeExecutor.execute(self, plan)
+
+    def fetch(self, launched) -> StepResult:
+        plan, tables, texts, result = launched
+        for work, table, text in zip(plan.work, tables, texts, strict=True):
+            self._write(work, table, prefixes(text[: work.confirmed_end]))
+        for work, table, text, emitted in zip(
+            plan.work, tables, texts, result.emitted, strict=True
+        ):
+            for position, prefix in enumerate(prefixes(text[: work.start])):
+                assert self.memory[table[position // BLOCK], position % BLOCK] == prefix
+            self._compact(work, table, emitted)
+        return result
+
+    def _write(self, work, table, known: list[int]) -> None:
+        for position in range(work.start, work.confirmed_end):
+            self.memory[table[position // BLOCK], position % BLOCK] = known[position]
+        for place, token in enumerate(work.draft.token_ids):
+            before = self._place(work, table, work.draft.parent(place))
+            prefix = hash((self.memory[before], token))
+            self.memory[self._place(work, table, place)] = prefix
+
+    def _compact(self, work, table, emitted: tuple[int, ...]) -> None:
+        for depth, place in enumerate(work.draft.walk(emitted)):
+            source = self.memory[self._place(work, table, place)]
+            self.memory[self._place(work, table, depth)] = source
+
+    @staticmethod
+    def _place(work, table, place: int) -> tuple[int, int]:
+        position = work.confirmed_end + place
+        return table[position // BLOCK], position % BLOCK
+
+
+class Bench:
+    """A worker with a pipeline; what it delivered, by request and choice."""
+
+    def __init__(self, *, asynchronous: bool, num_blocks: int, policy: str, eos: int = 0) -> None:
+        self.blocks = KvBlocks(num_blocks, BLOCK)
+        proposer = FakeProposer(is_wrong=lambda key, place: (key + place) % 3 == 0, branches=0.3)
+        self.scheduler = Scheduler(
+            SchedulerConfig(4, 16, frozenset({eos})),
+            self.blocks,
+            speculation_policy(policy),
+            {"ngram": proposer},
+            StepCost((64,), (1e-3,)),
+        )
+        self.worker = Worker(self.scheduler, Letters(), 200)
+        self.device = FakeDevice()
+        self.delivered: dict[tuple[str, int], list[Delta]] = {}
+        launcher = self.device if asynchronous else None
+        self.pipeline = Pipeline(self.worker, self.device, self._deliver, launcher)
+        self.sequences = []
+
+    def _deliver(self, batch) -> None:
+        for request_id, delta in batch:
+            self.delivered.setdefault((request_id, delta.choice), []).append(delta)
+
+    def submit(self, one: GenerationRequest) -> None:
+        self.worker.admission.check(one)
+        self.worker.submit(one)
+        self.sequences = [*{*self.sequences, *self.scheduler.waiting, *self.scheduler.running}]
+
+    def step(self) -> bool:
+        stepped = self.pipeline.step()
+        self.blocks.check_integrity([sequence.block_table for sequence in self.sequences])
+        return stepped
+
+    def run(self) -> None:
+        while self.step():
+            pass
+        assert self.worker.open_requests == ()
+        assert self.blocks.num_free == self.blocks.num_blocks
+
+    def told(self) -> dict:
+        """Of each choice: tokens, text, log probabilities, why it ended."""
+        return {
+            key: (
+                [token for delta in deltas for token in delta.token_ids],
+                "".join(delta.text for delta in deltas),
+                [entry for delta in deltas for entry in delta.logprobs],
+                [delta.finish_reason for delta in deltas if delta.finish_reason is not None],
+            )
+            for key, deltas in self.delivered.items()
+        }
+
+
+REQUESTS = st.lists(
+    st.builds(
+        dict,
+        prompt=st.integers(1, 14),
+        max_tokens=st.integers(1, 14),
+        drafts=st.integers(0, 5),
+        n=st.integers(1, 2),
+        ignore_eos=st.booleans(),
+        stop=st.lists(st.text("ABCDEF", min_size=1, max_size=2), max_size=3).map(tuple),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=300)
+@given(
+    wanted=REQUESTS,
+    plain=st.booleans(),
+    arrivals=st.lists(st.integers(0, 6), min_size=7, max_size=7),
+    cancelled=st.dictionaries(st.integers(0, 6), st.integers(0, 12), max_size=2),
+    num_blocks=st.integers(8, 20),
+    policy=st.sampled_from(["off", "fixed:3", "auto"]),
+)
+def test_overlapped_steps_tell_what_steps_in_turn_tell(
+    wanted, plain, arrivals, cancelled, num_blocks, policy
+) -> None:
+    """Whoever is not cancelled gets the same; nothing leaks, no block is handed out too early."""
+    requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
+
+    def told(*, asynchronous: bool) -> dict:
+        bench = Bench(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
+        for turn in range(14):
+            for index, one in enumerate(requests):
+                if arrivals[index] == turn:
+                    bench.submit(one)
+                if cancelled.get(index) == turn:
+                    bench.worker.cancel(one.request_id)
+            bench.step()
+        bench.run()
+        return bench.told()
+
+    in_turn, overlapped = told(asynchronous=False), told(asynchronous=True)
+    for index, one in enumerate(requests):
+        # One that is cancelled before it arrives runs to its end.
+        gone = arrivals[index] <= cancelled.get(index, -1)
+        for choice in range(0 if gone else one.n):
+            key = one.request_id, choice
+            assert overlapped[key] == in_turn[key]
+            assert len(overlapped[key][3]) == 1
+
+
+def test_texts_are_told_while_the_next_step_is_under_way() -> None:
+    """The deltas of a step come after the launch of the next one, drafts or not."""
+    for drafts in (0, 2):
+        bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
+        bench.submit(request(max_tokens=7, drafts=drafts, ignore_eos=True))
+        launched, launch = [], bench.device.launch
+        bench.device.launch = lambda plan, behind=None, launched=launched, launch=launch: (
+            launched.append(plan),
+            launch(plan, behind),
+        )[1]
+        told = []
+        while bench.step():
+            told.append((len(launched), sum(map(len, bench.delivered.values()))))
+        # The last step has no other behind it.
+        assert told[:-1] == [(step + 1, step) for step in range(len(told) - 1)]
+        assert told[-1] == (len(launched), len(launched))
+
+
+def test_plain_decodes_are_launched_before_their_last_token_is_known() -> None:
+    """Every step but the first, and none behind the last token; with drafts or penalties none."""
+
+    def behind(**of_request: object) -> tuple[int, int]:
+        bench = Bench(asynchronous=True, num_blocks=20, policy="fixed:2")
+        bench.submit(request(max_tokens=6, ignore_eos=True, **of_request))
+        bench.run()
+        return next(bench.device.steps), bench.device.behind
+
+    assert behind() == (6, 5)
+    assert behind(logprobs=2, logit_bias=((1, 1.0),), min_tokens=2) == (6, 5)
+    assert behind(presence_penalty=0.5) == (6, 0)
+    steps, others = behind(drafts=2)
+    assert steps <= 6
+    assert others == 0
+
+
+def test_what_comes_behind_the_end_is_dropped() -> None:
+    """Ends are seen a step late where steps overlap: one more step is launched, and no third."""
+    first = Sequence.of(0, request(), ResumedChoice(0, ()))
+    stream = [hashed_token(first, first.prompt_tokens + place) for place in range(9)]
+    end = stream.index(stream[2]) + 1
+    text = Letters().decode(stream[:end])
+    for stop, eos, shown in ((text[-1], 0, text[:-1]), ("no", stream[2], text[:-1])):
+        for asynchronous in (False, True):
+            bench = Bench(asynchronous=asynchronous, num_blocks=20, policy="off", eos=eos)
+            bench.submit(request(max_tokens=9, stop=(stop,)))
+            bench.run()
+            ((tokens, told, _, reasons),) = bench.told().values()
+            assert (tokens, told, reasons) == (stream[:end], shown, [FinishReason.STOP])
+            assert next(bench.device.steps) == end + asynchronous

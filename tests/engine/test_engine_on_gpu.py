@@ -1,0 +1,279 @@
+"""The engine on a GPU, where there is one: the reference's values, the same text whatever is
+drafted, graphs that replay what runs kernel by kernel, and a host that never waits in between."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from backends.base import WorkerConfig
+from backends.core.drafts import Proposer
+from backends.core.steps import StepPlan
+from backends.engine.backend import EngineBackend
+from backends.engine.config import read_model_config
+from backends.engine.demo import train
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from backends.engine.load import load_engine
+from backends.engine.model import Decoder
+from backends.engine.runner import Runner
+from backends.engine.weights import load_weights
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+from backends.types import FinishReason
+from policies.protocols import SpeculationPolicy
+from policies.speculation import Fixed, Off
+from tests.engine.harness import (
+    MAX_MODEL_LEN,
+    HostileProposer,
+    Outcome,
+    RandomSlots,
+    Setup,
+    request,
+)
+from tests.engine.tiny import (
+    MIXED_BLOCKS,
+    VOCAB,
+    TinyEngine,
+    gpu_engine,
+    mixed_plans,
+    tiny_config,
+    tiny_weights,
+    torch_decoder,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0") == "1",
+        reason="needs a CUDA device and compiled kernels",
+    ),
+]
+
+GPU = "cuda:0"
+
+CONFIGS = {
+    "plain": {},
+    "windows": {"windows": (20, None)},
+    "norms and biases": {"qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "one head for all": {"num_heads": 3, "num_kv_heads": 1, "tied_embeddings": True},
+}
+
+# Relative to the spread of the logits; two layers of half precision lose about two bits.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+SAMPLINGS = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 50, "presence_penalty": 0.3, "logprobs": 2},
+)
+
+
+def tiny_engine(
+    changes: dict[str, object],
+    dtype: torch.dtype,
+    *,
+    exact: bool = False,
+    chosen: SpeculationPolicy | None = None,
+) -> TinyEngine:
+    """A tiny model on the GPU, its graphs not captured."""
+    config = tiny_config(**changes)
+    weights = tiny_weights(config, dtype, GPU, exact=exact)
+    return gpu_engine(config, weights, Setup(chosen or Off(), num_blocks=MIXED_BLOCKS))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("captured", [False, True])
+def test_logits_are_those_of_the_cpu(
+    captured: bool, changes: dict[str, object], dtype: torch.dtype
+) -> None:
+    """Chunks, decodes, chains and trees have the logits of torch's operators in float32."""
+    engine = tiny_engine(changes, dtype)
+    if captured:
+        engine.runner.capture()
+    config = tiny_config(**changes)
+    weights = tiny_weights(config, rounded_to=dtype)
+    pool = KvPool(config, MIXED_BLOCKS, torch.float32)
+    reference = Runner(torch_decoder(config, weights), pool)
+    for plan in mixed_plans():
+        found, expected = engine.runner.logits(plan).cpu(), reference.logits(plan)
+        assert found.dtype is torch.float32
+        assert found.shape == expected.shape
+        if len(expected):
+            error = (found - expected).abs().max() / expected.std()
+            assert error < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_replays_what_runs_kernel_by_kernel(dtype: torch.dtype) -> None:
+    """Bit for bit: the same kernels of the same shapes, on what lies in their tensors."""
+    eager, captured = (tiny_engine({"windows": (20, None)}, dtype) for _ in range(2))
+    captured.runner.capture()
+    for _ in range(2):
+        for plan in mixed_plans():
+            assert torch.equal(captured.runner.logits(plan), eager.runner.logits(plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_the_same_alone_and_together(dtype: torch.dtype) -> None:
+    """With exact products a plan's rows have the bits they have one part at a time."""
+    together, alone = (tiny_engine({}, dtype, exact=True) for _ in range(2))
+    together.runner.capture()
+    for plan in mixed_plans():
+        parts = [alone.runner.logits(StepPlan((work,))) for work in plan.work]
+        assert torch.equal(together.runner.logits(plan), torch.cat(parts))
+
+
+class Shipped:
+    """The shipped model on the GPU with exact products, its graphs captured."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        config = read_model_config(SHIPPED_MODEL)
+        weights = load_weights(SHIPPED_MODEL, config, dtype, device=torch.device(GPU), exact=True)
+        self.decoder = Decoder(config, weights, MAX_MODEL_LEN)
+        self.dtype = dtype
+        self.tokenizer = Tokenizer(SHIPPED_MODEL)
+
+    def engine(self, setup: Setup) -> TinyEngine:
+        from backends.engine.gpu.runner import gpu_runner
+
+        config = self.decoder.config
+        pool = KvPool(config, setup.num_blocks, self.dtype, self.decoder.device)
+        runner = gpu_runner(
+            self.decoder, pool, max_num_seqs=setup.max_num_seqs, max_model_len=MAX_MODEL_LEN
+        )
+        runner.capture()
+        return TinyEngine(config, runner, setup, self.tokenizer, MAX_MODEL_LEN)
+
+    def run(self, chosen: SpeculationPolicy, **bounds: int) -> Outcome:
+        """24 requests, greedy and sampled, that begin like a file of this repository."""
+        text = inspect.getsource(train)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        wanted = [
+            request(
+                f"{place}", ids[40 * place : 40 * place + 60 + 9 * place], chosen,
+                max_tokens=48, seed=place, **SAMPLINGS[place % len(SAMPLINGS)],
+            )
+            for place in range(24)
+        ]  # fmt: skip
+        return self.engine(Setup(chosen, self._proposers, **bounds)).run(wanted)
+
+    def _proposers(self, _engine: object) -> dict[str, Proposer]:
+        return {"ngram": HostileProposer(self.decoder.config.vocab_size, random.Random(4))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_draft_and_no_batch_changes_a_text(dtype: torch.dtype) -> None:
+    """Trees, wrong drafts, small budgets and preemption give the tokens of decoding one by one."""
+    shipped = Shipped(dtype)
+    plain = shipped.run(Off(), max_num_seqs=1)
+    drafted = shipped.run(RandomSlots(random.Random(5)), max_num_seqs=16, num_blocks=80)
+    assert drafted.accepted > 0
+    assert drafted.rejected > 0
+    assert drafted.preemptions > 0
+    assert plain.leaked_blocks == drafted.leaked_blocks == 0
+    assert drafted.tokens == plain.tokens
+    assert drafted.text == plain.text
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any call that would make the host wait for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_host_never_waits_while_it_launches(captured: bool) -> None:
+    """Launching any step, one behind the other, with trees and every sampling, is asynchronous."""
+    config = tiny_config()
+    chosen = Fixed(8)
+    hostile = HostileProposer(VOCAB, random.Random(4))
+    setup = Setup(chosen, lambda _: {"ngram": hostile}, num_blocks=64)
+    engine = gpu_engine(config, tiny_weights(config, torch.bfloat16, GPU), setup)
+    if captured:
+        engine.runner.capture()
+    for place, sampling in enumerate(SAMPLINGS):
+        one = request(f"{place}", [3, 1, 4, 1, 5] * 9, chosen, max_tokens=24, **sampling)
+        engine.worker.submit(one)
+    trees = False
+    while (plan := engine.worker.plan()) is not None:
+        trees = trees or any(not work.draft.is_chain for work in plan.work)
+        engine.runner.execute(plan)  # what is launched for the first time is compiled
+        with no_waiting():
+            launched = engine.runner.launch(plan)
+        engine.worker.complete(plan, engine.runner.fetch(launched))
+    assert trees
+
+
+def test_a_whole_run_waits_for_nothing_but_results() -> None:
+    """Plain decodes, each step launched before the last one is known, and its results read late."""
+    config, chosen = tiny_config(), Off()
+    engine = gpu_engine(
+        config, tiny_weights(config, torch.bfloat16, GPU), Setup(chosen, num_blocks=64)
+    )
+    engine.runner.capture()
+    launch, behind = engine.runner.launch, []
+    engine.runner.launch = lambda plan, step=None: (behind.append(step), launch(plan, step))[1]
+    wanted = [
+        request(f"{place}", [7, place, 9], chosen, max_tokens=30, logprobs=place % 2 or None)
+        for place in range(6)
+    ]
+    expected = engine.run(wanted)  # what is launched for the first time is compiled
+    behind.clear()
+    with no_waiting():
+        found = engine.run(wanted)
+    assert found.tokens == expected.tokens
+    assert sum(step is not None for step in behind) >= 25
+
+
+def test_a_worker_starts_on_a_gpu_and_says_so() -> None:
+    """Loading measures memory and steps, captures graphs, and names device and driver."""
+    config = WorkerConfig(device="cuda", max_model_len=512, gpu_memory_utilization=0.3)
+    engine = load_engine(config)
+    numerics = engine.served.card.numerics_class
+    assert "/cuda-" in numerics
+    assert "triton-" in numerics
+    assert numerics.endswith("/threads-any/inexact")
+    assert engine.worker.load().kv_blocks_total >= 64 * 512 // BLOCK_TOKENS
+    assert set(engine.proposers) == {"ngram", "draft_model", "sparse_self"}
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "draft_model", "sparse_self"])
+async def test_requests_are_served_with_any_proposer(proposer: str) -> None:
+    """The whole way: prompt in, drafts of every kind, and one ending."""
+    config = WorkerConfig(
+        device="cuda", max_model_len=512, kv_bytes=64 << 20, speculation="fixed:4",
+        proposer=proposer,
+    )  # fmt: skip
+    backend = EngineBackend(config)
+    await backend.start()
+    try:
+        ids = backend.tokenizer.encode("def read(path):\n    with open(path) as file:\n")
+        one = request("one", ids, Fixed(4), max_tokens=40, temperature=0.0)
+        plan = replace(one.speculation, proposer=proposer)
+        deltas = [d async for d in backend.generate(replace(one, speculation=plan))]
+    finally:
+        await backend.stop()
+    assert sum(len(delta.token_ids) for delta in deltas) == 40
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert deltas[-1].outcome.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_is_probed_on_the_gpu(dtype: str) -> None:
+    """`--exact` starts where the probe holds, and the numerics class promises it."""
+    config = WorkerConfig(
+        device="cuda", dtype=dtype, exact=True, max_model_len=512, kv_bytes=64 << 20
+    )
+    assert load_engine(config).served.card.numerics_class.endswith("/exact")

@@ -1,0 +1,151 @@
+"""How a step for a GPU is packed: shapes, layout, masks. None of it needs a GPU."""
+
+from __future__ import annotations
+
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from backends.core.drafts import ROOT, Draft
+from backends.core.steps import SequenceWork
+from backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
+from backends.engine.gpu.packing import PackedFeeds
+from backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
+from backends.engine.inputs import feed_of, lay_out
+from backends.engine.kv_pool import BLOCK_TOKENS
+from backends.engine.linear import Linear
+from backends.engine.operators.ragged import ragged_spans
+from tests.engine.feeding import Table
+
+CPU = torch.device("cpu")
+
+
+@given(
+    rows=st.integers(1, 600),
+    sequences=st.integers(1, 80),
+    context=st.integers(1, 40_000),
+    most_sequences=st.integers(1, 80),
+    page_tokens=st.sampled_from([16, 24, 128]),
+)
+def test_every_step_has_a_shape_that_holds_it(
+    rows: int, sequences: int, context: int, most_sequences: int, page_tokens: int
+) -> None:
+    """Rows, sequences and pages fit; a shape said to be captured is one of those captured."""
+    shapes = Shapes(ROW_BUCKETS[-1], most_sequences, 40_000, page_tokens)
+    sequences = min(sequences, rows, most_sequences)
+    shape, captured = shapes.shape(rows, sequences, context)
+    assert shape.rows >= rows
+    assert shape.sequences >= sequences
+    assert shape.pages * page_tokens >= context
+    assert captured == (rows <= ROW_BUCKETS[-1])
+    assert not captured or shape in set(shapes.captured())
+
+
+def test_the_largest_shape_is_captured_first() -> None:
+    """So that the memory of the first holds the others."""
+    shapes = list(Shapes(ROW_BUCKETS[-1], 64, 30_000, BLOCK_TOKENS).captured())
+    assert shapes == sorted(shapes, reverse=True)
+    assert len(set(shapes)) == len(shapes) == 3 * len(ROW_BUCKETS)
+    assert shapes[0] == StepShape(256, 64, 2048)
+    assert not list(Shapes(0, 64, 30_000, BLOCK_TOKENS).captured())
+
+
+def test_what_is_written_on_the_host_is_read_on_the_device() -> None:
+    """Fields are aligned, do not overlap, and padding is what was asked for."""
+    layout = StepLayout(StepShape(rows=7, sequences=3, pages=5))
+    memory = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
+    host, fields = HostFields(layout, memory), layout.fields(memory)
+    names = [name for name in fields if name != "tables"]
+    for number, name in enumerate(names):
+        host.write(name, [number, number], number + 100)
+    host.tables[:] = 1000
+    for number, name in enumerate(names):
+        assert fields[name].tolist()[:2] == [number, number]
+        assert set(fields[name].tolist()[2:]) == {number + 100}
+        assert (fields[name].data_ptr() - memory.data_ptr()) % 64 == 0
+    assert fields["tables"].tolist() == [[1000] * 5] * 3
+    assert layout.used_bytes(3) == layout.num_bytes
+
+
+@given(seed=st.integers(0, 10_000), confirmed=st.integers(1, 5), start=st.integers(0, 40))
+def test_masks_are_the_ancestors_of_each_row(seed: int, confirmed: int, start: int) -> None:
+    """Bits, positions and starts of any tree, whatever its blocks; a chain counts as confirmed."""
+    rng = Random(seed)
+    size = rng.randrange(65)
+    parents = tuple(rng.randrange(ROOT, place) if place else ROOT for place in range(size))
+    draft = Draft(tuple(range(size)), parents).laid_out()
+    blocks = rng.sample(range(50), 8)
+    works = [
+        SequenceWork(Table([60, 61]), 3, (1, 2), False),
+        SequenceWork(Table(blocks), start, (5,) * confirmed, True, draft),
+    ]
+    packed = PackedFeeds.of(map(feed_of, works))
+    rows = confirmed + len(draft)
+    assert packed.spans.query_starts == [0, 2, 2 + rows]
+    assert packed.spans.context_lens == [5, start + rows]
+    assert packed.spans.positions[2:] == list(works[1].positions)
+    own = packed.spans.ancestors[2:]
+    if draft.is_chain:
+        assert own == [0] * rows
+        assert packed.spans.draft_starts == [5, start + rows]
+        return
+    assert packed.spans.draft_starts == [5, start + confirmed]
+    assert own[:confirmed] == [0] * confirmed
+    for place, mask in enumerate(own[confirmed:]):
+        parent = draft.parent(place)
+        before = own[confirmed + parent] if parent != ROOT else 0
+        assert mask == before | 1 << place
+
+
+def test_a_tree_that_no_mask_holds_is_refused() -> None:
+    """64 tokens fit; the 65th does not."""
+
+    def packed(tokens: int) -> PackedFeeds:
+        star = Draft(tuple(range(tokens)), (ROOT,) * tokens)
+        return PackedFeeds.of([feed_of(SequenceWork(Table(list(range(8))), 0, (1,), True, star))])
+
+    assert packed(64).spans.ancestors == [0, *(1 << place for place in range(64))]
+    with pytest.raises(ValueError, match="a tree of 65 tokens; 64 fit a mask"):
+        packed(65)
+
+
+def test_spans_give_the_same_whether_packed_or_brought_one_by_one() -> None:
+    """Both ways to a device agree, and padding sequences have no rows."""
+    tree = Draft((1, 2, 3, 4), (ROOT, 0, ROOT, 2))
+    works = [
+        SequenceWork(Table([3, 9, 4]), 30, (7, 8), True, tree),
+        SequenceWork(Table([5]), 2, (6,), True),
+    ]
+    feeds = [feed_of(work) for work in works]
+    packed = PackedFeeds.of(feeds)
+    layout = StepLayout(StepShape(rows=8, sequences=4, pages=16))
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    packed.write(HostFields(layout, memory), dump_slot=77)
+    inputs = StepFields(layout.fields(memory), BLOCK_TOKENS).inputs(len(packed.sample_rows))
+    found, direct = inputs.ragged, ragged_spans(lay_out(feeds).spans, CPU)
+    assert found.query_starts.tolist() == [*direct.query_starts.tolist(), 7, 7]
+    assert inputs.slots.tolist()[7:] == [77]
+    assert inputs.sample_rows.tolist() == [1, 2, 3, 4, 5, 6]
+    assert torch.equal(found.tables[0, :3], direct.tables[0, :3])
+    for name in ("ancestors", "positions"):
+        assert torch.equal(getattr(found, name)[:7], getattr(direct, name))
+    for name in ("context_lens", "draft_starts"):
+        assert torch.equal(getattr(found, name)[:2], getattr(direct, name))
+    assert found.page_tokens == direct.page_tokens == BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_product_in_tiles_gives_a_row_the_same_bits_among_any_rows(*, wide: bool) -> None:
+    """As `--exact` multiplies on a GPU: one shape, however many rows there are."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(s, generator=generator) for s in ((48, 1000), (48,), (70, 1000)))
+    linear = Linear(weight, bias, pack=False)
+    linear._tile_rows = 16
+    multiply = linear.float32 if wide else linear
+    together = multiply(x)
+    torch.testing.assert_close(together, x @ weight.T + bias, rtol=1e-4, atol=1e-4)
+    for first, last in ((0, 1), (3, 20), (69, 70), (0, 64)):
+        assert torch.equal(multiply(x[first:last]), together[first:last])

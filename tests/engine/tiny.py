@@ -1,0 +1,218 @@
+"""Models so small that Triton's interpreter runs them, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from backends.core.drafts import ROOT, Draft
+from backends.core.kv_blocks import KvBlocks
+from backends.core.pipeline import Pipeline
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.steps import SequenceWork, StepPlan
+from backends.core.worker import Worker
+from backends.engine.config import ModelConfig, read_model_config
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from backends.engine.linear import Linear
+from backends.engine.model import Decoder
+from backends.engine.operators.base import RotaryTables
+from backends.engine.operators.reference import TorchOperators
+from backends.engine.runner import Runner
+from backends.engine.weights import LayerWeights, Weights
+from backends.shipped import SHIPPED_MODEL
+from backends.types import Delta, GenerationRequest
+from tests.engine.feeding import Table
+from tests.engine.harness import COST, Outcome, Setup, note
+
+if TYPE_CHECKING:
+    from backends.engine.gpu.runner import GpuRunner
+
+VOCAB = 61
+POSITIONS = 256
+MIXED_BLOCKS = 24
+
+
+def tiny_config(**changes: object) -> ModelConfig:
+    """Two layers, two query heads for each KV head, every width odd in some way."""
+    shape: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 40,
+        "intermediate_size": 56,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "windows": (None, None),
+        "max_position_embeddings": POSITIONS,
+        "eos_ids": frozenset({0}),
+    }
+    return replace(read_model_config(SHIPPED_MODEL), **{**shape, **changes})
+
+
+def tiny_weights(
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    *,
+    exact: bool = False,
+    rounded_to: torch.dtype = torch.float32,
+) -> Weights:
+    """Random weights, large enough for logits that differ."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(rounded_to).to(device, dtype)
+
+    def linear(outputs: int, inputs: int, *, bias: bool) -> Linear:
+        weight = random(outputs, inputs, scale=inputs**-0.5)
+        return Linear(weight, random(outputs) if bias else None, exact=exact)
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads = config.num_heads + config.num_kv_heads
+    layers = tuple(
+        LayerWeights(
+            input_norm=random(hidden),
+            qkv=linear(queries + 2 * keys, hidden, bias=config.qkv_bias),
+            qk_norm=random(heads, config.head_dim) if config.qk_norm else None,
+            output=linear(hidden, queries, bias=config.output_bias),
+            mlp_norm=random(hidden),
+            gate_up=linear(2 * inner, hidden, bias=config.mlp_bias),
+            down=linear(hidden, inner, bias=config.mlp_bias),
+        )
+        for _ in range(config.num_layers)
+    )
+    embedding = random(config.vocab_size, hidden)
+    # A wide head makes laws peaked, so that drafts of a similar model are accepted now and then.
+    head = embedding if config.tied_embeddings else random(config.vocab_size, hidden)
+    return Weights(embedding, layers, random(hidden), Linear(head, exact=exact, pack=False), "tiny")
+
+
+def torch_decoder(config: ModelConfig, weights: Weights) -> Decoder:
+    """The model on the operators that define all others."""
+    decoder = Decoder(config, weights, POSITIONS)
+    decoder.operators = TorchOperators(config, _tables(config, weights.embedding.dtype))
+    return decoder
+
+
+def triton_decoder(config: ModelConfig, weights: Weights) -> Decoder:
+    """The model on the Triton kernels, wherever its weights lie."""
+    from backends.engine.operators.triton import triton_operators
+
+    decoder = Decoder(config, weights, POSITIONS)
+    decoder.operators = triton_operators(config, POSITIONS, decoder.device)
+    return decoder
+
+
+def _tables(config: ModelConfig, dtype: torch.dtype) -> RotaryTables:
+    return RotaryTables(*config.rope.tables(config.head_dim, POSITIONS, dtype))
+
+
+class LetterTokenizer:
+    """Token i is the i-th letter from `A` on: as much of a tokenizer as a worker needs."""
+
+    vocab_size = VOCAB
+    texts = tuple(chr(ord("A") + token) for token in range(VOCAB))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in token_ids)
+
+
+class TinyEngine:
+    """A tiny model behind a worker, driven in the caller's thread."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        runner: Runner | GpuRunner,
+        setup: Setup,
+        tokenizer: object = None,
+        max_model_len: int = POSITIONS,
+    ) -> None:
+        self.blocks = KvBlocks(setup.num_blocks, BLOCK_TOKENS)
+        self.runner = runner
+        self.scheduler = Scheduler(
+            SchedulerConfig(setup.max_num_seqs, setup.max_step_tokens, config.eos_ids),
+            self.blocks,
+            setup.policy,
+            setup.proposers(self),
+            COST,
+        )
+        self.worker = Worker(self.scheduler, tokenizer or LetterTokenizer(), max_model_len)
+
+    def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
+        """Run the requests to their end."""
+        outcome = Outcome()
+
+        def deliver(batch: list[tuple[str, Delta]]) -> None:
+            for request_id, delta in batch:
+                note(outcome, request_id, delta)
+
+        for request in requests:
+            self.worker.admission.check(request)
+            self.worker.submit(request)
+        sequences = self.scheduler.waiting
+        pipeline = Pipeline(self.worker, self.runner, deliver, self.runner.launcher)
+        while pipeline.step():
+            pass
+        outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
+        outcome.leaked_blocks = self.blocks.num_blocks - self.blocks.num_free
+        return outcome
+
+
+def cpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
+    """The model on the CPU's runner and torch's operators."""
+    pool = KvPool(config, setup.num_blocks, weights.embedding.dtype)
+    runner = Runner(torch_decoder(config, weights), pool, **of_runner)
+    return TinyEngine(config, runner, setup)
+
+
+def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
+    """The model on the GPU's runner and kernels, wherever its weights lie."""
+    from backends.engine.gpu.runner import gpu_runner
+
+    decoder = triton_decoder(config, weights)
+    pool = KvPool(config, setup.num_blocks, weights.embedding.dtype, decoder.device)
+    bounds = {"max_num_seqs": setup.max_num_seqs, "max_model_len": POSITIONS}
+    return TinyEngine(config, gpu_runner(decoder, pool, **bounds, **of_runner), setup)
+
+
+def mixed_plans() -> list[StepPlan]:
+    """Prompts, then steps that mix chunks, decodes, and chains and trees to verify.
+
+    Blocks are those of a pool of `MIXED_BLOCKS`.
+    """
+    tree = Draft((11, 12, 13, 14, 15, 16, 17, 18), (ROOT, 0, ROOT, 1, 2, 0, 5, 2)).laid_out()
+    table = [
+        Table(blocks) for blocks in ([9, 8, 7, 6, 5, 4], [0, 1, 2], [20, 3, 10], [11, 12, 13, 14])
+    ]
+    text = [tokens_of(60, seed) for seed in range(4)]
+    prompts = (
+        SequenceWork(table[0], 0, text[0][:40], True),
+        SequenceWork(table[1], 0, text[1][:17], True),
+        SequenceWork(table[2], 0, text[2][:13], False),
+    )
+    everything = (
+        SequenceWork(table[0], 40, text[0][40:41], True, tree),
+        SequenceWork(table[1], 17, text[1][17:18], True),
+        SequenceWork(table[2], 13, text[2][13:30], True, tree.first(3).laid_out()),
+        SequenceWork(table[3], 0, text[3][:50], False),
+    )
+    chains = (
+        SequenceWork(table[0], 41, text[0][41:42], True, Draft((1, 2, 3))),
+        SequenceWork(table[1], 18, text[1][18:19], True, Draft(tokens_of(5))),
+        SequenceWork(table[3], 50, text[3][50:51], True),
+    )
+    chunk = (SequenceWork(table[2], 30, text[2][30:35], False),)
+    return [StepPlan(parts) for parts in (prompts, everything, chains, chunk)]
+
+
+def tokens_of(count: int, seed: int = 1) -> tuple[int, ...]:
+    """Tokens that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(VOCAB, (count,), generator=generator).tolist())

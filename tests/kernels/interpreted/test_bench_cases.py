@@ -1,0 +1,36 @@
+"""The cases of `draftgate bench kernels` in the interpreter, at tiny shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backends.engine.bench.kernel_cases import Inputs, KernelCase, Sizes, cases
+
+# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+_TINY = Sizes(
+    sequences=3,
+    context=70,
+    verified=5,
+    chunk=9,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    layers=2,
+    hidden=48,
+    intermediate=40,
+    vocab=300,
+    looked_up=4,
+)
+_CASES = list(cases(Inputs(_TINY, "cpu", torch.float32)))
+
+
+@pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
+def test_every_case_calls_its_kernel_and_its_reference_alike(case: KernelCase) -> None:
+    """What is timed does what its definition does, the first time and after it was run before."""
+    case.check()
+    case.run()
+    case.check()
+    assert case.bytes_moved > 0

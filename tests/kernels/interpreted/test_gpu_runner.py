@@ -1,0 +1,129 @@
+"""The runner for GPUs, interpreted on the CPU, against the CPU's own runner."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from backends.types import GenerationRequest, TokenLogprob
+from policies.protocols import SpeculationPolicy
+from policies.registry import speculation_policy
+from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, request
+from tests.engine.tiny import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
+
+# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
+    # Padding rows attend to nothing and go on with whatever lay in memory.
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
+]
+
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "filtered": {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 2},
+    "changed": {
+        "temperature": 0.9,
+        "max_tokens": 12,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.2,
+        "logit_bias": ((5, 2.0), (9, -3.0), (0, 2.0)),
+        "min_tokens": 4,
+        "ignore_eos": False,
+    },
+    "stopped": {"temperature": 0.8, "stop": ("BA", "Z", "QX"), "logprobs": 0, "ignore_eos": False},
+}
+
+
+def requests(policy: SpeculationPolicy, **of_all: object) -> list[GenerationRequest]:
+    """One of each sampling, their prompts full of repetitions and partly shared."""
+    rng = random.Random(3)
+    shared = [rng.randrange(VOCAB) for _ in range(18)]
+    return [
+        request(
+            name,
+            (shared + [rng.randrange(VOCAB) for _ in range(4)] * 3)[index:],
+            policy,
+            seed=index,
+            **{"n": 1 + index % 2, "max_tokens": 7, **sampling, **of_all},
+        )
+        for index, (name, sampling) in enumerate(SAMPLINGS.items())
+    ]
+
+
+def setup(policy: SpeculationPolicy, **bounds: int) -> Setup:
+    """Drafts that are right and wrong, with branches."""
+    proposers = lambda _: {"ngram": HostileProposer(VOCAB, random.Random(1))}  # noqa: E731
+    return Setup(policy, proposers, **{"max_num_seqs": 4, "num_blocks": 64, **bounds})
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    """The same tokens and texts, log probabilities to rounding, and nothing left behind."""
+    assert found.tokens == expected.tokens
+    assert found.text == expected.text
+    assert found.finish_reasons == expected.finish_reasons
+    assert (found.accepted, found.rejected) == (expected.accepted, expected.rejected)
+    assert found.leaked_blocks == expected.leaked_blocks == 0
+    for key, entries in expected.logprobs.items():
+        for one, other in zip(found.logprobs[key], entries, strict=True):
+            assert_close(one, other)
+
+
+def assert_close(found: TokenLogprob, expected: TokenLogprob) -> None:
+    assert found.token_id == expected.token_id
+    assert found.logprob == pytest.approx(expected.logprob, abs=1e-5)
+    assert [token for token, _ in found.top] == [token for token, _ in expected.top]
+
+
+def test_the_runner_for_gpus_gives_what_the_cpus_gives() -> None:
+    """Through the whole worker: prefill in chunks, prefix cache, preemption, trees, stops."""
+
+    def outcome(make: object) -> Outcome:
+        chosen = RandomSlots(random.Random(2))
+        bounds = {"max_step_tokens": 24, "num_blocks": 7}
+        return make(config, weights, setup(chosen, **bounds)).run(requests(chosen))
+
+    config = tiny_config(windows=(None, 24))
+    weights = tiny_weights(config)
+    expected, found = outcome(cpu_engine), outcome(gpu_engine)
+    assert_equal(found, expected)
+    assert min(expected.preemptions, found.preemptions) > 0
+    assert min(expected.accepted, expected.rejected) > 0
+
+
+def test_tokens_that_the_host_does_not_know_are_fed_on_the_device() -> None:
+    """Most steps are launched behind one that is under way, and the outcome is the same."""
+    config = tiny_config()
+    weights, chosen = tiny_weights(config), speculation_policy("off")
+    plain = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    wanted = requests(chosen, **plain)
+    expected = cpu_engine(config, weights, setup(chosen)).run(wanted)
+    engine = gpu_engine(config, weights, setup(chosen))
+    behind, launch = [], engine.runner.launch
+    engine.runner.launch = lambda plan, step=None: (behind.append(step), launch(plan, step))[1]
+    assert_equal(engine.run(wanted), expected)
+    assert sum(step is not None for step in behind) > len(behind) // 2
+
+
+def test_what_was_launched_can_be_fetched_late() -> None:
+    """Results belong to the step that was launched, however late they are fetched."""
+    config = tiny_config()
+    chosen = speculation_policy("off")
+    engines = [gpu_engine(config, tiny_weights(config), setup(chosen)) for _ in range(2)]
+    for engine in engines:
+        for one in requests(chosen, n=1, logprobs=1)[:2]:
+            engine.worker.submit(one)
+    plans = [engine.worker.plan() for engine in engines]
+    late, at_once = engines[0].runner, engines[1].runner
+    first = late.launch(plans[0])
+    late.launch(plans[0])
+    expected = at_once.execute(plans[1])
+    result = late.fetch(first)
+    assert result.emitted == expected.emitted
+    assert result.logprobs == expected.logprobs
+    assert result.step_s > 0
+    torch.testing.assert_close(
+        torch.cat(late._pool.layers)[:, :64], torch.cat(at_once._pool.layers)[:, :64]
+    )

@@ -1,0 +1,48 @@
+"""The decoder on the Triton kernels against the same decoder in torch, in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from backends.engine.runner import Runner
+from tests.engine.tiny import (
+    MIXED_BLOCKS,
+    mixed_plans,
+    tiny_config,
+    tiny_weights,
+    torch_decoder,
+    triton_decoder,
+)
+
+# Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")
+
+CONFIGS = {
+    "plain": {},
+    "windows": {"windows": (20, None)},
+    "norms and biases": {"qk_norm": True, "qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "one head for all": {"num_heads": 3, "num_kv_heads": 1, "tied_embeddings": True},
+    "no groups": {"num_heads": 2, "num_kv_heads": 2, "head_dim": 10},
+}
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
+def test_the_decoder_on_triton_equals_the_decoder_in_torch(changes: dict[str, object]) -> None:
+    """Chunks, decodes, chains and trees in one batch have torch's logits, keys and values."""
+    config = tiny_config(**changes)
+    weights = tiny_weights(config)
+    pools = [KvPool(config, MIXED_BLOCKS, torch.float32) for _ in range(2)]
+    runners = [
+        Runner(make(config, weights), pool)
+        for make, pool in zip((torch_decoder, triton_decoder), pools, strict=True)
+    ]
+    with torch.inference_mode():
+        for plan in mixed_plans():
+            expected, found = (runner.logits(plan) for runner in runners)
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    used = MIXED_BLOCKS * BLOCK_TOKENS
+    for layer, wanted in zip(pools[1].layers, pools[0].layers, strict=True):
+        torch.testing.assert_close(layer[:, :used], wanted[:, :used], rtol=1e-5, atol=1e-5)
