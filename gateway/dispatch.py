@@ -12,7 +12,7 @@ from typing import Final
 from backends.errors import BackendFailed, RequestRejected
 from backends.types import Delta, GenerationRequest, GrammarSpec, SamplingParams
 from gateway.errors import InvalidRequest
-from gateway.fleet import Fleet, FleetWorker, least_reserved
+from gateway.fleet import Choose, Fleet, FleetWorker, least_reserved
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
 from gateway.telemetry.logs import log
@@ -67,13 +67,19 @@ class Dispatcher:
     """Runs jobs on this node's workers and knows how many are in flight."""
 
     def __init__(
-        self, fleet: Fleet, policy: SpeculationPolicy, store: Store, lifecycle: Lifecycle
+        self,
+        fleet: Fleet,
+        policy: SpeculationPolicy,
+        store: Store,
+        lifecycle: Lifecycle,
+        choose: Choose = least_reserved,
     ) -> None:
-        """Serve a fleet; it need not have started yet."""
+        """Serve a fleet; it need not have started yet. `choose` picks each request's worker."""
         self._fleet = fleet
         self._policy = policy
         self._store = store
         self._lifecycle = lifecycle
+        self._choose = choose
         self._leases: set[str] = set()
         self._lost: set[str] = set()  # workers that broke, as far as the heartbeat has told
         self._in_flight = 0
@@ -135,7 +141,7 @@ class Dispatcher:
         reserved = [worker.reserved_tokens for worker in workers]
         placements = []
         for index in range(len(job.prompts)):
-            chosen = least_reserved(reserved)
+            chosen = self._choose(reserved)
             placement = self._place(job, index, workers[chosen])
             reserved[chosen] += placement.tokens
             placements.append(placement)

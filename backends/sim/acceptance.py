@@ -28,6 +28,9 @@ class Guess(NamedTuple):
     agreed: int
 
 
+NOTHING: Final = Guess(0, 0, 0)
+
+
 class Acceptance(Protocol):
     """Knows which drafts will be accepted. A guess depends on its position alone."""
 
@@ -82,8 +85,10 @@ class ReplayedAcceptance:
         if place is None:
             place = self._places[sequence.key] = self._chosen(sequence)
         text, first = place
+        drafts = text.drafts.get(proposer)
+        if drafts is None:  # it was not recorded with such texts
+            return NOTHING
         at = (first + sequence.output_tokens) % text.length
-        drafts = text.drafts[proposer]
         proposed = min(most, drafts.proposed[at])
         return Guess(drafts.evidence[at], proposed, min(proposed, drafts.agreed[at]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from functools import cache
 from hashlib import blake2b
 from random import Random
 from typing import Final, TypeVar
@@ -32,12 +33,7 @@ class Truth:
 
     def __init__(self, vocabulary: Iterable[int]) -> None:
         """Draw tokens from `vocabulary`, at least two token ids."""
-        known = tuple(vocabulary)
-        random = Random(0)
-        drawn = [random.randrange(len(known)) for _ in range(CYCLE)]
-        self._tokens = _cycle(tuple(known[index] for index in drawn))
-        self._others = _cycle(tuple(known[(index + 1) % len(known)] for index in drawn))
-        self._uniforms = _cycle(tuple(random.random() for _ in range(CYCLE)))
+        self._tokens, self._others, self._uniforms = _cycles(tuple(vocabulary))
         self._offsets: dict[int, int] = {}  # by sequence key
 
     def tokens(self, sequence: Sequence, position: int, count: int = 1) -> tuple[int, ...]:
@@ -73,7 +69,20 @@ class Truth:
         return (offset + position) % CYCLE
 
 
-def _cycle(values: tuple[T, ...]) -> tuple[T, ...]:
+@cache
+def _cycles(
+    vocabulary: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """Return the cycles of true tokens, of others that differ from them, and of uniforms."""
+    random = Random(0)
+    drawn = [random.randrange(len(vocabulary)) for _ in range(CYCLE)]
+    tokens = tuple(vocabulary[index] for index in drawn)
+    others = tuple(vocabulary[(index + 1) % len(vocabulary)] for index in drawn)
+    uniforms = tuple(random.random() for _ in range(CYCLE))
+    return _closed(tokens), _closed(others), _closed(uniforms)
+
+
+def _closed(values: tuple[T, ...]) -> tuple[T, ...]:
     """Return the values with their beginning repeated behind the end, for looks across it."""
     return values + values[:LONGEST_LOOK]
 
