@@ -33,7 +33,7 @@ BLOCK_TOKENS: Final = 16
 DEFAULT_MODEL_LEN: Final = 8192
 
 PROPOSER: Final = SpeculationMode.NGRAM.value
-"""The served simulator's drafter: policies and clients see what the cheapest real one looks like."""
+"""The served simulator's drafter: clients see what the cheapest real one looks like."""
 
 
 class StepWorker(Protocol):

@@ -28,22 +28,18 @@ class Deliveries:
 
 
 class Ledger:
-    """The deliveries of all requests that run, by their ids. Shared by the workers of a cluster."""
+    """The deliveries of all requests that run, by their ids. Shared by the workers of a cluster.
+
+    Attributes:
+        came: of each request that was submitted and not taken.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[str, Deliveries] = {}
-
-    def note(self, request_id: str, now_s: float, tokens: int) -> None:
-        """Note tokens that came."""
-        deliveries = self._open.get(request_id)
-        if deliveries is None:
-            deliveries = self._open[request_id] = Deliveries()
-        deliveries.at_s.append(now_s)
-        deliveries.tokens.append(tokens)
+        self.came: dict[str, Deliveries] = {}
 
     def take(self, request_id: str) -> Deliveries:
         """Return what came for a request, and forget it: it has ended."""
-        return self._open.pop(request_id, None) or Deliveries()
+        return self.came.pop(request_id)
 
 
 class TextlessWorker:
@@ -67,6 +63,7 @@ class TextlessWorker:
         """See `StepWorker`."""
         sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
+        self._ledger.came[request.request_id] = Deliveries()
         for sequence in sequences:
             self._scheduler.add(sequence)
 
@@ -86,9 +83,12 @@ class TextlessWorker:
     def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
         """See `StepWorker`; only last deltas are returned, without tokens."""
         now_s, last = self._clock.now_s(), []
+        came = self._ledger.came
         for sequence, tokens, _ in self._scheduler.apply(plan, result):
             request_id = sequence.request.request_id
-            self._ledger.note(request_id, now_s, len(tokens))
+            deliveries = came[request_id]
+            deliveries.at_s.append(now_s)
+            deliveries.tokens.append(len(tokens))
             if sequence.finish_reason is not None:
                 self._forget(sequence)
                 last.append((request_id, _last_delta(sequence)))

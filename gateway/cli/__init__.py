@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gateway.cli.options import config_from, with_settings
+from gateway.cli.simulate.flags import simulate
 from gateway.config import ConfigError
 from gateway.config import settings as all_settings
 
@@ -59,6 +60,9 @@ def load(context: typer.Context) -> None:
     from loadgen.cli import app as loadgen
 
     loadgen(context.args, prog_name="draftgate load")
+
+
+app.command()(simulate)
 
 
 BENCHES = {

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, overload
 
 from msgspec import to_builtins
 
 from backends.sim.worker import Deliveries
 from backends.types import Delta
+from gateway.cli.simulate.prompts import without_text
 from gateway.dispatch import Placement
 from gateway.http.answer import speculation_reply
-from gateway.cli.simulate.prompts import without_text
 from loadgen.audit import Verdict
 from loadgen.types import Arrived, Planned, Record
 
@@ -26,6 +27,9 @@ class Chunks(Sequence[Arrived]):
 
     def __len__(self) -> int:
         return len(self._came.at_s)
+
+    def __iter__(self) -> Iterator[Arrived]:
+        return map(Arrived, self._came.at_s, self._came.tokens, repeat(0))
 
     @overload
     def __getitem__(self, place: int) -> Arrived: ...
