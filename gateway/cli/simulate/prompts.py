@@ -33,9 +33,9 @@ RECORDED: Final = {
 }
 """Which records a class of requests replays, and the temperature it has where none is asked for.
 
-Chosen by what n-gram drafts of up to 8 bring in each record, beside what prompt look-up brought in a
-replay of Llama-3.1-8B's texts (research notes, 2026): chat 1.63 tokens a step (ShareGPT: 1.67), code
-completion 1.72 (no figure), retrieval 2.5 (news 1.56, code editing 3.15), quotations 3.7."""
+Chosen by what n-gram drafts of up to 8 bring in each record, beside what prompt look-up brought in
+a replay of Llama-3.1-8B's texts: chat 1.63 tokens a step (ShareGPT: 1.67), code completion 1.72 (no
+figure), retrieval 2.5 (news 1.56, code editing 3.15), quotations 3.7 (2026-11-21)."""
 
 OTHERWISE: Final = ("completion", 0.8)
 """What other classes replay: those of traces, which tell lengths only."""

@@ -35,13 +35,12 @@ HEAD: Final = (
     "TTFT p99",
     "TPOT",
     "tokens/s",
-    "goodput",
     "promised",
-    "against first",
+    "vs first",
 )
 
 NOTES: Final = (
-    "Means, unless said; times in ms; tokens and goodput per second; promised: share that met its SLO."
+    "Means, unless said; times in ms; promised: share of requests that met their SLO."
     " Last column: paired difference of mean latency, with its 95 % interval."
 )
 
@@ -73,7 +72,6 @@ def _rows(results: Results) -> Iterator[list[str]]:
             outcome.policy,
             *times,
             number(summary["accepted_tokens_per_s"], 0),
-            number(summary["goodput_rps"]),
             percent(summary["attainment"]),
             "" if outcome is first else _difference(outcome, first),
         ]
