@@ -69,6 +69,7 @@ BENCHES = {
     "engine": "backends.engine.bench.engine",
     "host": "backends.engine.bench.host",
     "streams": "backends.engine.bench.streams",
+    "simulator": "gateway.cli.simulate.prediction",
 }
 
 
@@ -77,7 +78,7 @@ def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
 ) -> None:
-    """Measure this machine: `engine` (steps), `host` (CPU beside them), `streams` (under HTTP)."""
+    """Measure: `engine` (steps), `host` (CPU beside them), `streams` (HTTP), `simulator` (error)."""
     from importlib import import_module
 
     if what not in BENCHES:

@@ -14,11 +14,12 @@ from backends.errors import RequestRejected
 from backends.sim.backend import SimBackend
 from backends.sim.clock import LoopClock, run_virtual
 from backends.sim.simulated import World, simulation_policy
+from backends.sim.worker import Deliveries
 from backends.types import Delta
 from gateway.cli.simulate.prompts import job_of
 from gateway.cli.simulate.records import record_of, refusal_of
 from gateway.dispatch import Dispatcher, Job
-from gateway.fleet import Choose, Fleet, RoundRobin, least_reserved
+from gateway.fleet import BackendFactory, Choose, Fleet, RoundRobin, least_reserved
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
 from loadgen.types import Planned, Record
@@ -68,41 +69,27 @@ async def _simulate(
     on_record: Callable[[Record], None],
     to_job: Callable[[Planned], Job],
 ) -> list[Record]:
-    clock, records = LoopClock(), list[Record]()
-
-    def over(task: asyncio.Task[Record]) -> None:
-        open_requests.discard(task)
-        if not task.cancelled() and task.exception() is None:
-            records.append(task.result())
-            on_record(task.result())
-
-    async with _started(cluster) as dispatcher:
-        open_requests = set[asyncio.Task[Record]]()
-        for planned in requests:
-            assert planned.at_s is not None
-            await clock.sleep_s(planned.at_s - clock.now_s())
-            asked = _ask(dispatcher, cluster.world, planned, to_job(planned))
-            task = asyncio.create_task(asked)
-            open_requests.add(task)
-            task.add_done_callback(over)
-        await asyncio.gather(*open_requests)
-    return records
+    factory = partial(SimBackend, build=cluster.world.parts)
+    take = cluster.world.ledger.take
+    async with started(factory, cluster.config, cluster.workers, cluster.routing) as dispatcher:
+        return await send(dispatcher, requests, to_job, on_record, take)
 
 
 @asynccontextmanager
-async def _started(cluster: Cluster) -> AsyncIterator[Dispatcher]:
+async def started(
+    factory: BackendFactory, config: WorkerConfig, workers: int, routing: str
+) -> AsyncIterator[Dispatcher]:
     """Start the workers of a node, as a gateway does; stop them at the end."""
-    configs = [replace(cluster.config, device_index=i) for i in range(cluster.workers)]
-    factory = partial(SimBackend, build=cluster.world.parts)
+    configs = [replace(config, device_index=index) for index in range(workers)]
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)
     dispatcher = Dispatcher(
         fleet,
-        simulation_policy(cluster.config.speculation),
+        simulation_policy(config.speculation),
         MemoryStore(asyncio.get_running_loop().time),
         lifecycle,
-        ROUTINGS[cluster.routing](),
+        ROUTINGS[routing](),
     )
     heartbeat = asyncio.create_task(dispatcher.heartbeat())
     try:
@@ -112,13 +99,53 @@ async def _started(cluster: Cluster) -> AsyncIterator[Dispatcher]:
         await fleet.stop()
 
 
-async def _ask(dispatcher: Dispatcher, world: World, planned: Planned, job: Job) -> Record:
+async def send(
+    dispatcher: Dispatcher,
+    requests: Iterable[Planned],
+    to_job: Callable[[Planned], Job],
+    on_record: Callable[[Record], None] = lambda _record: None,
+    take: Callable[[str], Deliveries] | None = None,
+) -> list[Record]:
+    """Send requests at their instants, from now on, and return what became of them.
+
+    Args:
+        take: returns what came for a request, where workers keep that; else deltas are timed here.
+    """
+    clock, records = LoopClock(), list[Record]()
+    start_s = clock.now_s()
+
+    def over(task: asyncio.Task[Record]) -> None:
+        open_requests.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            records.append(task.result())
+            on_record(task.result())
+
+    open_requests = set[asyncio.Task[Record]]()
+    for planned in requests:
+        assert planned.at_s is not None
+        job = to_job(planned)
+        await clock.sleep_s(start_s + planned.at_s - clock.now_s())
+        task = asyncio.create_task(_ask(dispatcher, planned, job, start_s, take))
+        open_requests.add(task)
+        task.add_done_callback(over)
+    await asyncio.gather(*open_requests)
+    return records
+
+
+async def _ask(
+    dispatcher: Dispatcher,
+    planned: Planned,
+    job: Job,
+    start_s: float,
+    take: Callable[[str], Deliveries] | None,
+) -> Record:
     """Send a request and wait for its end.
 
     Raises:
-        BackendFailed: a worker broke, which is a fault of the simulator.
+        BackendFailed: a worker broke.
     """
     last: Delta | None = None
+    came, now_s = Deliveries(), asyncio.get_running_loop().time
     with dispatcher.admitted():
         try:
             (placed,) = dispatcher.decide(job)
@@ -127,5 +154,10 @@ async def _ask(dispatcher: Dispatcher, world: World, planned: Planned, job: Job)
         async with dispatcher.run([placed]) as deltas:
             async for delta in deltas:
                 last = delta
+                if take is None and delta.token_ids:
+                    came.at_s.append(now_s() - start_s)
+                    came.tokens.append(len(delta.token_ids))
     assert last is not None
-    return record_of(planned, placed, last, world.ledger.take(placed.request.request_id))
+    if take is not None:
+        came = take(placed.request.request_id)
+    return record_of(planned, placed, last, came)
