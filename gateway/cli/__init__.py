@@ -78,7 +78,7 @@ def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
 ) -> None:
-    """Measure: `engine` (steps), `host` (CPU beside them), `streams` (HTTP), `simulator` (error)."""
+    """Measure `engine` (steps), `host` (CPU beside), `streams` (HTTP) or `simulator` (error)."""
     from importlib import import_module
 
     if what not in BENCHES:

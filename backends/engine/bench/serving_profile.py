@@ -1,11 +1,11 @@
-"""A `profile/1` of the shipped model as it is served: steps with all that a worker does around them.
+"""A `profile/1` of the shipped model as it is served: steps with what a worker does around them.
 
     python -m backends.engine.bench.serving_profile --json FILE
 
-What a worker measures at its start is the device's part of a step. Between two steps it also plans,
-accounts for tokens and makes text; `draftgate bench simulator`, which predicts whole requests, needs
-that, too. Batches are decoded by the bare worker, and what their steps took beyond the device's part
-is laid on the table as a constant and a term for each sequence.
+What a worker measures at its start is the device's part of a step. Between two steps it also
+plans, accounts for tokens and makes text; `draftgate bench simulator`, which predicts whole
+requests, needs that, too. Batches are decoded by the bare worker, and what their steps took beyond
+the device's part is laid on the table as a constant and a term for each sequence.
 """
 
 from __future__ import annotations

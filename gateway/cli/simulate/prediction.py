@@ -3,9 +3,10 @@
     draftgate bench simulator --rate 2 --requests 60 --json OUT
 
 Measures the profile of the shipped model as a worker runs it, sends an open loop of requests to the
-real engine through the production dispatcher, then simulates exactly that: the same arrivals, token
-ids and lengths, devices that do just what the profile says. Prints the errors of mean and P90 of TTFT
-and TPOT. With a policy other than `off` the simulator replays recorded acceptance, not this run's.
+real engine through the production dispatcher, measures the profile again, then simulates exactly
+that: the same arrivals, token ids and lengths, on a device that does just what a profile says, once
+with each; their mean is the prediction, and how far they are apart tells how quiet the machine was.
+With a policy other than `off` the simulator replays recorded acceptance, not this run's.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_tokens=args.max_tokens,
         seed=args.seed,
     )
-    result = predict(load, args.speculation)
+    result = {"command": _command(arguments), **predict(load, args.speculation)}
     for row in result["results"]:
         print(row)
     if args.json is not None:
@@ -82,17 +83,18 @@ def predict(load: Load, speculation: str) -> dict[str, Any]:
         speculation=speculation, proposer="ngram", max_model_len=MAX_MODEL_LEN, kv_bytes=KV_BYTES
     )
     with tempfile.TemporaryDirectory() as directory:
-        profile = Path(directory) / "measured.json"
-        _measure_profile(profile)
+        profiles = [Path(directory) / name for name in ("before.json", "after.json")]
+        _measure_profile(profiles[0])
         real = asyncio.run(_engine_run(config, planned, to_job))
-        simulated = replace(config, profile=str(profile))
-        world = World(load.seed, belief_error=0.0, roofline=False)
-        predicted = simulate(Cluster(simulated, 1, "least-loaded", world), planned, to_job=to_job)
-        source = load_profile(str(profile)).source
+        _measure_profile(profiles[1])
+        predicted = [
+            _simulated(replace(config, profile=str(path)), load.seed, planned, to_job)
+            for path in profiles
+        ]
+        sources = [load_profile(str(path)).source for path in profiles]
     return {
-        "command": " ".join(["draftgate bench simulator", *sys.argv[2:]]),
         "environment": collect_environment(),
-        "profile": source,
+        "profiles": [source.replace(directory, "TEMPORARY") for source in sources],
         "requests": len(planned),
         "rate_rps": load.rate_rps,
         "speculation": speculation,
@@ -100,20 +102,38 @@ def predict(load: Load, speculation: str) -> dict[str, Any]:
     }
 
 
-def compared(real: list[Record], predicted: list[Record]) -> list[dict[str, Any]]:
-    """Return figure by figure what was measured and predicted, and the relative error."""
+def compared(real: list[Record], predicted: list[list[Record]]) -> list[dict[str, Any]]:
+    """Return figure by figure what was measured and predicted, and the relative error.
+
+    Args:
+        predicted: by profile; `apart` is how much the largest prediction exceeds the least.
+    """
     rows = []
     for key, value in MEASURED:
-        found, expected = (
-            distribution(values_of(FIGURE[key], records)) for records in (real, predicted)
-        )
-        if found is None or expected is None:
-            raise ValueError(f"no {key} was measured or predicted")
-        measured, simulated = found.as_dict()[value], expected.as_dict()[value]
-        error = simulated / measured - 1
-        row = {"figure": f"{key}.{value}", "engine": measured, "simulator": simulated}
-        rows.append({**row, "error": round(error, 4)})
+        measured, *guesses = (_figure(key, value, records) for records in (real, *predicted))
+        guess = sum(guesses) / len(guesses)
+        row = {"figure": f"{key}.{value}", "engine": measured, "simulator": guess}
+        apart = max(guesses) / min(guesses) - 1
+        rows.append({**row, "error": round(guess / measured - 1, 4), "apart": round(apart, 4)})
     return rows
+
+
+def _figure(key: str, value: str, records: list[Record]) -> float:
+    found = distribution(values_of(FIGURE[key], records))
+    if found is None:
+        raise ValueError(f"there is no {key} to compare")
+    return found.as_dict()[value]
+
+
+def _simulated(
+    config: WorkerConfig, seed: int, planned: list[Planned], to_job: Callable[[Planned], Job]
+) -> list[Record]:
+    world = World(seed, belief_error=0.0, roofline=False)
+    return simulate(Cluster(config, 1, "least-loaded", world), planned, to_job=to_job)
+
+
+def _command(arguments: Sequence[str] | None) -> str:
+    return " ".join(["draftgate bench simulator", *(arguments or sys.argv[1:])])
 
 
 def _encoded(tokenizer: Tokenizer) -> Callable[[Planned], Job]:
