@@ -142,7 +142,7 @@ class Work:
         """Add up a plan."""
         tokens = kv_tokens = splits = pairs = 0
         for work in plan.work:
-            fed = work.num_tokens
+            fed = len(work.token_ids) + len(work.draft.token_ids)
             end = work.start + fed
             tokens += fed
             kv_tokens += end

@@ -28,7 +28,7 @@ class SimExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         """Return the true tokens: drafts as far as they agree, and the one behind them."""
         self.drafting_s = self._device.drafting_s()
-        emitted = tuple(self._emit(work) for work in plan.work)
+        emitted = tuple(map(self._emit, plan.work))
         if plan.is_plain:
             logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
         else:

@@ -21,8 +21,8 @@ from backends.tokenizer import Tokenizer
 T = TypeVar("T")
 
 CYCLE: Final = 1 << 16
-"""Tokens of the cycle: two of a thousand sequences begin within 100 tokens of each other, which is
-of no consequence: they read the same nonsense."""
+"""Tokens of the cycle. Of a hundred sequences some two begin within 100 tokens of each other, so
+parts of their texts are alike; nothing follows from that, as caches know tokens by all before."""
 
 LONGEST_LOOK: Final = 128
 """Most tokens that are looked up at once: more than the longest draft."""
@@ -63,8 +63,9 @@ class Truth:
         self._offsets.pop(sequence.key, None)
 
     def _at(self, sequence: Sequence, position: int) -> int:
-        offset = self._offsets.get(sequence.key)
-        if offset is None:
+        try:
+            offset = self._offsets[sequence.key]
+        except KeyError:
             offset = self._offsets[sequence.key] = _hash(sequence)
         return (offset + position) % CYCLE
 

@@ -78,7 +78,10 @@ def _rows(results: Results) -> Iterator[list[str]]:
 
 
 def _ms(distribution: dict[str, Any] | None, value: str) -> str:
-    return "-" if distribution is None else f"{distribution[value] * 1e3:.4g}"
+    if distribution is None:
+        return "-"
+    shown = distribution[value] * 1e3
+    return f"{shown:.4g}" if shown < 1e4 else f"{shown:.0f}"
 
 
 def _difference(outcome: Outcome, first: Outcome) -> str:
