@@ -13,7 +13,7 @@ from backends.errors import BackendFailed, RequestRejected
 from backends.types import Delta, GenerationRequest, GrammarSpec, SamplingParams
 from gateway.decisions import Decisions
 from gateway.errors import InvalidRequest
-from gateway.fleet import Fleet, FleetWorker, least_reserved
+from gateway.fleet import Choose, Fleet, FleetWorker, least_reserved
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
 from gateway.telemetry.logs import log
@@ -80,13 +80,15 @@ class Dispatcher:
         store: Store,
         lifecycle: Lifecycle,
         decisions: Decisions,
+        choose: Choose = least_reserved,
     ) -> None:
-        """Serve a fleet; it need not have started yet."""
+        """Serve a fleet; it need not have started yet. `choose` picks each request's worker."""
         self._decisions = decisions
         self._fleet = fleet
         self._policy = policy
         self._store = store
         self._lifecycle = lifecycle
+        self._choose = choose
         self._leases: set[str] = set()
         self._lost: set[str] = set()  # workers that broke, as far as the heartbeat has told
         self._in_flight = 0
@@ -148,7 +150,7 @@ class Dispatcher:
         reserved = [worker.reserved_tokens for worker in workers]
         placements = []
         for index in range(len(job.prompts)):
-            chosen = least_reserved(reserved)
+            chosen = self._choose(reserved)
             placement = self._place(job, index, workers[chosen])
             reserved[chosen] += placement.tokens
             placements.append(placement)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from backends.base import Backend, WorkerConfig
 from backends.errors import BackendFailed
@@ -20,26 +21,28 @@ BackendFactory = Callable[[WorkerConfig], Backend]
 
 
 class FleetWorker:
-    """A worker of this node, and the tokens promised to requests that run on it."""
+    """A worker of this node, and the tokens promised to requests that run on it.
+
+    Attributes:
+        reserved_tokens: tokens of prompt and output of the requests that have not ended.
+    """
 
     def __init__(self, worker_id: str, backend: Backend) -> None:
         """Begin with nothing reserved."""
         self.worker_id = worker_id
         self.backend = backend
         self._reserved: dict[str, int] = {}
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens of prompt and output of the requests that have not ended."""
-        return sum(self._reserved.values())
+        self.reserved_tokens = 0
 
     def reserve(self, request_id: str, tokens: int) -> None:
         """Count a request in."""
+        self.release(request_id)
         self._reserved[request_id] = tokens
+        self.reserved_tokens += tokens
 
     def release(self, request_id: str) -> None:
         """Count it out. Idempotent."""
-        self._reserved.pop(request_id, None)
+        self.reserved_tokens -= self._reserved.pop(request_id, 0)
 
 
 class Fleet:
@@ -93,7 +96,15 @@ class Fleet:
             CheckpointError, ValueError: the model cannot be loaded, or a setting does not fit it.
         """
         factory = await asyncio.to_thread(self._load_factory)
-        name = f"w-{secrets.token_hex(4)}"
+        await self.start_with(factory, f"w-{secrets.token_hex(4)}")
+
+    async def start_with(self, factory: BackendFactory, name: str) -> None:
+        """As `start`, with a factory that is there already.
+
+        Args:
+            factory: builds a backend from each configuration.
+            name: the workers' ids are this and their number.
+        """
         self.workers = tuple(
             FleetWorker(f"{name}-{index}", factory(config))
             for index, config in enumerate(self._configs)
@@ -108,6 +119,22 @@ class Fleet:
         if not self.workers:
             raise BackendFailed("the workers have not started")
         return self.workers[0].backend
+
+
+Choose = Callable[[Sequence[int]], int]
+"""Chooses the index of a worker, given the tokens reserved on each."""
+
+
+class RoundRobin:
+    """Chooses the workers in turn, whatever their load: a baseline."""
+
+    def __init__(self) -> None:
+        """Begin with the first."""
+        self._turns = count()
+
+    def __call__(self, reserved_tokens: Sequence[int]) -> int:
+        """Return the index of the worker whose turn it is."""
+        return next(self._turns) % len(reserved_tokens)
 
 
 def least_reserved(reserved_tokens: Sequence[int]) -> int:

@@ -128,8 +128,8 @@ class Plan:
     """Requests, and how to send them.
 
     Attributes:
-        requests: made beforehand; without end, and made as they are needed beyond `AHEAD`, if only
-            the duration of a closed loop ends them.
+        requests: made beforehand, if not asked for lazily; without end, and made as they are needed
+            beyond `AHEAD`, if only the duration of a closed loop ends them.
         concurrency: clients of a closed loop; None is an open one.
         schedule_s: how long an open loop's schedule is: the duration, or if the number of requests
             ends it, to the instant at which the next one would have come. So requests over
@@ -150,6 +150,7 @@ def make_plan(
     rows: Sequence[TraceRow] = (),
     counter: TokenCounter | None = None,
     max_model_len: int | None = None,
+    lazily: bool = False,
 ) -> Plan:
     """Return the requests of a load; the same for the same arguments.
 
@@ -157,6 +158,8 @@ def make_plan(
         rows: of the trace, if one is replayed.
         counter: measures prompts.
         max_model_len: what the server holds, if that is known.
+        lazily: make the questions of an open loop as they are taken: for simulations, whose clock
+            waits, and whose texts together may be more than memory holds.
 
     Raises:
         OSError: the text file cannot be read.
@@ -174,8 +177,8 @@ def make_plan(
         later = (Planned(i, None, question(i)) for i in count(AHEAD)) if total is None else ()
         return Plan(chain(made, later), load.clients, None, total)
     instants, schedule_s = _schedule(load, rows)
-    scheduled = [Planned(i, at_s, question(i)) for i, at_s in enumerate(instants)]
-    return Plan(scheduled, None, schedule_s, len(scheduled))
+    scheduled = (Planned(i, at_s, question(i)) for i, at_s in enumerate(instants))
+    return Plan(scheduled if lazily else list(scheduled), None, schedule_s, len(instants))
 
 
 def _schedule(load: Load, rows: Sequence[TraceRow]) -> tuple[list[float], float]:

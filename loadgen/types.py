@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +125,7 @@ class Record:
     end_s: float
     verdict: str
     detail: str = ""
-    chunks: tuple[Arrived, ...] = ()
+    chunks: Sequence[Arrived] = ()
     texts: tuple[str, ...] = ()
     finish_reasons: tuple[str | None, ...] = ()
     usage: dict[str, Any] | None = None

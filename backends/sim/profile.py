@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -15,8 +16,19 @@ PROFILES: Final = Path(__file__).parent / "profiles"
 DEFAULT_KV_TOKEN_BYTES: Final = 16384
 """KV bytes per token where a profile does not say: a model of some 100M parameters in bf16."""
 
+DEFAULT_KV_BYTES: Final = 1 << 30
+"""Memory of the KV cache where a profile does not say: there is nothing to measure."""
+
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What drafting costs, in the form of a file; the meaning is in `DraftCost`."""
+
+    sequences: tuple[_Count, ...] = (1,)
+    depth_s: tuple[_Seconds, ...] = (0.0,)
+    call_s: _Seconds = 0.0
 
 
 class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -31,8 +43,26 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     kv_token_s: _Seconds
     sequence_s: _Seconds
     prefill_attention_s: _Seconds
-    draft: dict[str, Any] = {}
+    draft: dict[str, _DraftFile] = {}
     kv_token_bytes: _Count = DEFAULT_KV_TOKEN_BYTES
+    kv_bytes: _Count = DEFAULT_KV_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCost:
+    """What drafting costs with one proposer.
+
+    Attributes:
+        depths: seconds of drafting one token deeper; its tokens are sequences. 0 for look-ups.
+        call_s: seconds of each step in which it drafts, at any depth: what a look-up takes.
+    """
+
+    depths: StepCost = field(default_factory=lambda: StepCost((1,), (0.0,)))
+    call_s: float = 0.0
+
+    def depth_s(self, sequences: int) -> float:
+        """Return the seconds of drafting one token deeper for that many sequences."""
+        return self.depths.seconds(sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +72,19 @@ class Profile:
     Attributes:
         name: the shipped name, or the file's name without its ending.
         source: where the figures come from.
-        cost: seconds of a step from its tokens, KV tokens and sequences.
-        prefill_attention_s: seconds per pair of a fed token and a KV token it attends to, of work
-            that feeds several confirmed tokens.
+        cost: seconds of a step from its tokens, KV tokens, sequences and pairs. The file's
+            `prefill_attention_s` is its `pair_s`.
+        draft: what drafting costs, by proposer.
         kv_token_bytes: KV memory of one token.
+        kv_bytes: memory the device has for the KV cache.
     """
 
     name: str
     source: str
     cost: StepCost
-    prefill_attention_s: float = 0.0
+    draft: Mapping[str, DraftCost] = field(default_factory=dict)
     kv_token_bytes: int = DEFAULT_KV_TOKEN_BYTES
+    kv_bytes: int = DEFAULT_KV_BYTES
 
 
 def profile_names() -> tuple[str, ...]:
@@ -71,12 +103,22 @@ def load_profile(name_or_file: str) -> Profile:
     try:
         content = path.read_bytes()
         read = msgspec.json.decode(content, type=_ProfileFile)
-        cost = StepCost(read.token_buckets, read.step_s, read.kv_token_s, read.sequence_s)
+        cost = StepCost(
+            read.token_buckets,
+            read.step_s,
+            read.kv_token_s,
+            read.sequence_s,
+            read.prefill_attention_s,
+        )
+        draft = {
+            name: DraftCost(StepCost(told.sequences, told.depth_s), told.call_s)
+            for name, told in read.draft.items()
+        }
     except OSError as error:
         raise ValueError(f"cannot read profile {path}: {error.strerror}") from error
     except (ValueError, msgspec.MsgspecError) as error:
         raise ValueError(f"damaged profile {path}: {error}") from error
-    return Profile(path.stem, read.source, cost, read.prefill_attention_s, read.kv_token_bytes)
+    return Profile(path.stem, read.source, cost, draft, read.kv_token_bytes, read.kv_bytes)
 
 
 def _path(name_or_file: str) -> Path:

@@ -1,50 +1,67 @@
-"""A drafter of known quality."""
+"""Drafters of known quality and cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
+from typing import Protocol
 
-from backends.core.drafts import Draft, DraftRequest
+from backends.core.drafts import NO_DRAFT, Draft, DraftRequest
 from backends.core.sequence import Sequence
+from backends.sim.acceptance import Acceptance
+from backends.sim.profile import DraftCost
 from backends.sim.truth import Truth
 
 
-class SimProposer:
-    """Drafts the tokens that will come, each wrong with probability `1 - acceptance`.
+class DraftingDevice(Protocol):
+    """What drafting takes time of."""
 
-    Whether the draft at a position is right depends on the position alone, so drafting it again
-    in another step or batch changes nothing.
+    def draft(self, proposer: str, sequences: int, depth: int) -> None:
+        """Spend the time of one draft for each of so many sequences, `depth` tokens deep."""
+        ...
+
+
+class SimProposer:
+    """Drafts tokens of which as many are right as `Acceptance` says.
+
+    What it says that it costs (`depth_s`) is what the worker believes; the device knows better.
     """
 
-    def __init__(self, truth: Truth, acceptance: float) -> None:
-        """Draft with this chance of being right.
-
-        Raises:
-            ValueError: it is no probability.
-        """
-        if not 0.0 <= acceptance <= 1.0:
-            raise ValueError(f"sim_acceptance must be between 0 and 1, not {acceptance}")
+    def __init__(
+        self,
+        name: str,
+        truth: Truth,
+        acceptance: Acceptance,
+        believed: DraftCost,
+        device: DraftingDevice,
+    ) -> None:
+        self._name = name
         self._truth = truth
         self._acceptance = acceptance
+        self._believed = believed
+        self._device = device
 
     def depth_s(self, sequences: int) -> float:
-        """Return 0: the truth is looked up."""
-        return 0.0
+        """Return the believed seconds of a depth; 0 for look-ups."""
+        return self._believed.depth_s(sequences)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain of exactly `max_tokens` tokens for each."""
+        """Return a chain for each, as long as the proposer has something to say."""
+        depth = max((request.max_tokens for request in requests), default=0)
+        self._device.draft(self._name, len(requests), depth)
         return [self._draft(request.sequence, request.max_tokens) for request in requests]
 
-    def _draft(self, sequence: Sequence, max_tokens: int) -> Draft:
-        first = len(sequence.token_ids)
-        tokens = (self._token(sequence, first + ahead) for ahead in range(max_tokens))
-        return Draft(tuple(tokens), evidence=1)
+    def agreed(self, sequence: Sequence, most: int) -> int:
+        """Return how many tokens of a draft of `most` would be accepted: for oracles."""
+        return self._acceptance.guess(self._name, sequence, most).agreed
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the sequence's hash state: it has finished."""
+        """Drop what is kept for the sequence: it has finished."""
         self._truth.forget(sequence)
+        self._acceptance.forget(sequence)
 
-    def _token(self, sequence: Sequence, position: int) -> int:
-        if self._truth.uniform(sequence, position) < self._acceptance:
-            return self._truth.token(sequence, position)
-        return self._truth.another_token(sequence, position)
+    def _draft(self, sequence: Sequence, most: int) -> Draft:
+        evidence, proposed, agreed = self._acceptance.guess(self._name, sequence, most)
+        if not proposed:
+            return NO_DRAFT
+        first = len(sequence.token_ids)
+        return Draft(self._truth.draft(sequence, first, agreed, proposed), evidence=evidence)

@@ -1,65 +1,100 @@
 """What a simulated model "says": tokens that depend on nothing but their place.
 
-The token at a position is a hash of prompt, seed, choice and position. Drafts, batch, preemption
-and worker have no part in it, so simulated text is as independent of every decision as real text.
+The tokens of a sequence are a stretch of one long cycle of random tokens; where it begins is a hash
+of prompt, seed and choice. Drafts, batch, preemption and worker have no part in it, so simulated
+text is as independent of every decision as real text. Looking a token up costs next to nothing, as
+millions are in a large simulation.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from functools import cache
 from hashlib import blake2b
-from typing import Final
+from random import Random
+from typing import Final, TypeVar
 
 from backends.core.sequence import Sequence
 from backends.tokenizer import Tokenizer
 
-TOKEN, AGREEMENT = b"token", b"agree"
-_UNIT: Final = 2.0**-64
+T = TypeVar("T")
+
+CYCLE: Final = 1 << 16
+"""Tokens of the cycle. Of a hundred sequences some two begin within 100 tokens of each other, so
+parts of their texts are alike; nothing follows from that, as caches know tokens by all before."""
+
+LONGEST_LOOK: Final = 128
+"""Most tokens that are looked up at once: more than the longest draft."""
 
 
 class Truth:
-    """The token streams of all sequences. Keeps one hash state per sequence; pure otherwise."""
+    """The token streams of all sequences. Keeps one number per sequence; pure otherwise."""
 
     def __init__(self, vocabulary: Iterable[int]) -> None:
         """Draw tokens from `vocabulary`, at least two token ids."""
-        self._vocabulary = tuple(vocabulary)
-        self._prefixes: dict[int, bytes] = {}  # by sequence key
+        self._tokens, self._others, self._uniforms = _cycles(tuple(vocabulary))
+        self._offsets: dict[int, int] = {}  # by sequence key
 
-    def token(self, sequence: Sequence, position: int) -> int:
-        """Return the sequence's token at an absolute position behind its prompt."""
-        return self._vocabulary[self._index(sequence, position)]
+    def tokens(self, sequence: Sequence, position: int, count: int = 1) -> tuple[int, ...]:
+        """Return the sequence's tokens from an absolute position behind its prompt on.
 
-    def another_token(self, sequence: Sequence, position: int) -> int:
-        """Return a token that is not the one at the position."""
-        return self._vocabulary[(self._index(sequence, position) + 1) % len(self._vocabulary)]
+        Args:
+            count: at most `LONGEST_LOOK`.
+        """
+        at = self._at(sequence, position)
+        return self._tokens[at : at + count]
 
-    def uniform(self, sequence: Sequence, position: int) -> float:
-        """Return a number in [0, 1) for the position, independent of the token there."""
-        return self._hash(sequence, position, AGREEMENT) * _UNIT
+    def draft(self, sequence: Sequence, position: int, right: int, count: int) -> tuple[int, ...]:
+        """Return so many tokens from a position on, of which the first `right` are the true ones.
+
+        All the others are wrong.
+        """
+        at = self._at(sequence, position)
+        return self._tokens[at : at + right] + self._others[at + right : at + count]
+
+    def uniforms(self, sequence: Sequence, position: int, count: int) -> tuple[float, ...]:
+        """Return numbers in [0, 1) for positions, independent of the tokens there."""
+        at = self._at(sequence, position)
+        return self._uniforms[at : at + count]
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for the sequence. Idempotent."""
-        self._prefixes.pop(sequence.key, None)
+        self._offsets.pop(sequence.key, None)
 
-    def _index(self, sequence: Sequence, position: int) -> int:
-        return self._hash(sequence, position, TOKEN) % len(self._vocabulary)
+    def _at(self, sequence: Sequence, position: int) -> int:
+        try:
+            offset = self._offsets[sequence.key]
+        except KeyError:
+            offset = self._offsets[sequence.key] = _hash(sequence)
+        return (offset + position) % CYCLE
 
-    def _hash(self, sequence: Sequence, position: int, purpose: bytes) -> int:
-        data = self._prefix(sequence) + struct.pack("<q", position)
-        digest = blake2b(data, digest_size=8, person=purpose).digest()
-        return int.from_bytes(digest, "little")
 
-    def _prefix(self, sequence: Sequence) -> bytes:
-        prefix = self._prefixes.get(sequence.key)
-        if prefix is None:
-            request = sequence.request
-            prompt = struct.pack(f"<{len(request.prompt_ids)}q", *request.prompt_ids)
-            seed = request.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
-            prefix = blake2b(prompt, digest_size=16).digest()
-            prefix += struct.pack("<QI", seed, sequence.choice)
-            self._prefixes[sequence.key] = prefix
-        return prefix
+@cache
+def _cycles(
+    vocabulary: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """Return the cycles of true tokens, of others that differ from them, and of uniforms."""
+    random = Random(0)
+    drawn = [random.randrange(len(vocabulary)) for _ in range(CYCLE)]
+    tokens = tuple(vocabulary[index] for index in drawn)
+    others = tuple(vocabulary[(index + 1) % len(vocabulary)] for index in drawn)
+    uniforms = tuple(random.random() for _ in range(CYCLE))
+    return _closed(tokens), _closed(others), _closed(uniforms)
+
+
+def _closed(values: tuple[T, ...]) -> tuple[T, ...]:
+    """Return the values with their beginning repeated behind the end, for looks across it."""
+    return values + values[:LONGEST_LOOK]
+
+
+def _hash(sequence: Sequence) -> int:
+    request = sequence.request
+    prompt = struct.pack(f"<{len(request.prompt_ids)}q", *request.prompt_ids)
+    digest = blake2b(prompt, digest_size=8)
+    seed = request.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
+    digest.update(struct.pack("<QI", seed, sequence.choice))
+    return int.from_bytes(digest.digest(), "little")
 
 
 def printable_vocabulary(tokenizer: Tokenizer) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gateway.cli.options import config_from, with_settings
+from gateway.cli.simulate.flags import simulate
 from gateway.config import ConfigError
 from gateway.config import settings as all_settings
 
@@ -62,11 +63,15 @@ def load(context: typer.Context) -> None:
     loadgen(context.args, prog_name="draftgate load")
 
 
+app.command()(simulate)
+
+
 BENCHES = {
     "engine": "backends.engine.bench.engine",
     "host": "backends.engine.bench.host",
     "streams": "backends.engine.bench.streams",
     "kernels": "backends.engine.bench.kernels",
+    "simulator": "gateway.cli.simulate.prediction",
 }
 
 
@@ -75,7 +80,7 @@ def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
 ) -> None:
-    """Measure: `engine` (steps), `kernels` (GPU), `host` (CPU beside them), `streams` (HTTP)."""
+    """Measure what the argument names; `--help` behind it tells what that is."""
     from importlib import import_module
 
     if what not in BENCHES:

@@ -78,14 +78,14 @@ class Answer:
         """Return the decisions and what came of them, a prompt's choices summed."""
         first = self._placements[0]
         prompts = [
-            PromptMetrics(placed.worker.worker_id, _speculation(placed, outcome))
+            PromptMetrics(placed.worker.worker_id, speculation_reply(placed, outcome))
             for placed, outcome in zip(self._placements, self._outcomes, strict=True)
         ]
         return ResponseMetrics(
             first.request.sampling.seed,
             first.worker.backend.card.numerics_class,
             first.worker.worker_id,
-            _speculation(first, self.watch.outcome),
+            speculation_reply(first, self.watch.outcome),
             prompts if len(prompts) > 1 else UNSET,
         )
 
@@ -108,7 +108,8 @@ class Answer:
         )
 
 
-def _speculation(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
+def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:
+    """Return what was decided for a request, and what came of it."""
     plan = placed.request.speculation
     return SpeculativeDecoding(
         plan.policy,

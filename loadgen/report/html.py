@@ -31,11 +31,16 @@ from loadgen.verify import LosslessCheck
 def page(run: Run, lossless: LosslessCheck | None = None) -> str:
     """Return the page of a run."""
     title = f"Load of {run.settings.get('model', 'a model')} at {run.settings.get('url', '?')}"
+    return document(title, _body(title, run, lossless))
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """Return a page of such parts; it holds plotly and all else that its figures need."""
     return Template(_part("page.html")).substitute(
         title=escape(title),
         style=_part("page.css"),
         plotly=get_plotlyjs(),
-        body="\n".join(_body(title, run, lossless)),
+        body="\n".join(body),
         script=_part("page.js"),
     )
 
@@ -55,13 +60,13 @@ def _body(title: str, run: Run, lossless: LosslessCheck | None) -> Iterator[str]
     drawn = charts(run)
     if drawn:
         yield "<h2>Plots</h2>"
-        yield f'<div class="charts">{"".join(map(_figure, drawn))}</div>'
-    yield "<h2>Figures</h2>" + _figures(run)
-    yield "<h2>Classes</h2>" + _classes(run)
+        yield f'<div class="charts">{"".join(map(figure_part, drawn))}</div>'
+    yield "<h2>Figures</h2>" + figures_part(run)
+    yield "<h2>Classes</h2>" + classes_part(run)
     if errors(run.records):
         yield "<h2>Failed</h2>" + _errors(run)
     if (told_of := decisions(run.records)) is not None:
-        yield "<h2>Decisions of the server</h2>" + _decisions(told_of)
+        yield "<h2>Decisions of the server</h2>" + decisions_part(told_of)
     if lossless is not None:
         yield "<h2>Lossless?</h2>" + _lossless(lossless)
     yield "<h2>The run</h2>" + _settings(run)
@@ -89,7 +94,8 @@ def _tiles(run: Run) -> str:
     return f'<div class="tiles">{cells}</div>'
 
 
-def _figure(chart: Chart) -> str:
+def figure_part(chart: Chart) -> str:
+    """Return a plot."""
     # JSON in a script element must not hold the characters that could end it.
     spec = json.dumps({"data": chart.data, "layout": chart.layout}).replace("<", "\\u003c")
     kind = ' class="wide"' if chart.wide else ""
@@ -100,7 +106,8 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _figures(run: Run) -> str:
+def figures_part(run: Run) -> str:
+    """Return the table of all figures."""
     rows = []
     for figure in FIGURES:
         found = distribution(values_of(figure, run.records))
@@ -109,10 +116,11 @@ def _figures(run: Run) -> str:
             rows.append([figure.title, *values, str(found.count), figure.formula])
     head = ["figure", "mean", *(f"p{p}" for p in PERCENTILES), "values", "formula"]
     notes = f"Of intact answers. {FORMULAS['percentiles']}."
-    return _table(head, rows, notes, words=(len(head) - 1,))
+    return table_part(head, rows, notes, words=(len(head) - 1,))
 
 
-def _classes(run: Run) -> str:
+def classes_part(run: Run) -> str:
+    """Return the table of classes."""
     seconds = schedule_s(run)
     rows = []
     for c in [attainment(run.records), *attainment_by_class(run.records)]:
@@ -121,7 +129,7 @@ def _classes(run: Run) -> str:
         rows.append([c.class_name or "all", *counts, share_of(c), goodput])
     head = ["class", "requests", "intact", "TTFT met", "TPOT met", "both met"]
     notes = f"As promised: {FORMULAS['attainment']}. Goodput: {FORMULAS['goodput_rps']}."
-    return _table([*head, "as promised", "goodput/s"], rows, notes)
+    return table_part([*head, "as promised", "goodput/s"], rows, notes)
 
 
 def _errors(run: Run) -> str:
@@ -129,10 +137,11 @@ def _errors(run: Run) -> str:
     for cause, count in errors(run.records).items():
         example = next(r.detail for r in run.records if r.verdict == cause)
         rows.append([cause, str(count), example])
-    return _table(["cause", "requests", "for example"], rows, words=(2,), kind="failed")
+    return table_part(["cause", "requests", "for example"], rows, words=(2,), kind="failed")
 
 
-def _decisions(told: Decisions) -> str:
+def decisions_part(told: Decisions) -> str:
+    """Return the table of what was decided."""
     counters = (
         ("mode", told.modes),
         ("proposer", told.proposers),
@@ -148,7 +157,7 @@ def _decisions(told: Decisions) -> str:
     accepted = f"{told.drafted} drafted, {told.accepted} accepted ({percent(told.acceptance)})"
     rows.append(["draft tokens", accepted])
     rows.append(["accepted per step", number(told.accepted_per_step)])
-    return _table(["decision", "requests"], rows, words=(1,))
+    return table_part(["decision", "requests"], rows, words=(1,))
 
 
 def _lossless(check: LosslessCheck) -> str:
@@ -166,7 +175,7 @@ def _lossless(check: LosslessCheck) -> str:
     rows = [[str(d.index), str(d.at), d.run, d.replay] for d in check.differences]
     rows += [[str(index), "", "", words] for index, words in check.failed]
     head = ["request", "from character", "in the run", "in the replay"]
-    table = _table(head, rows, words=(2, 3), kind="failed") if rows else ""
+    table = table_part(head, rows, words=(2, 3), kind="failed") if rows else ""
     kind = "" if check.passed else ' class="failed"'
     return f"<p{kind}>{escape(told + bound)}</p>{table}"
 
@@ -181,7 +190,9 @@ def _settings(run: Run) -> str:
         rows.append(["generator's lag behind schedule", lags])
         rows.append(["generator's CPU", f"{health.cpu_share:.0%} of a core"])
         rows.append(["generator's longest stall", f"{health.loop_stall_s * 1e3:.2f} ms"])
-    return _table(["setting", "value"], [[name, str(value)] for name, value in rows], words=(1,))
+    return table_part(
+        ["setting", "value"], [[name, str(value)] for name, value in rows], words=(1,)
+    )
 
 
 def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -193,7 +204,7 @@ def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _table(
+def table_part(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
     notes: str = "",
@@ -201,6 +212,8 @@ def _table(
     words: Sequence[int] = (),
     kind: str = "",
 ) -> str:
+    """Return a table; columns of `words` hold no numbers, `kind` is the class of its style."""
+
     def cells(tag: str, values: Sequence[str]) -> str:
         kinds = (' class="words"' if place in words else "" for place in range(len(values)))
         made = (f"<{tag}{k}>{escape(v)}</{tag}>" for k, v in zip(kinds, values, strict=True))

@@ -261,10 +261,10 @@ def test_a_profile_charges_attention_within_a_prefill_once(tmp_path: Path) -> No
     path = tmp_path / "p.json"
     path.write_text(json.dumps(content), encoding="utf-8")
     profile = load_profile(str(path))
-    assert profile.prefill_attention_s == pair_s
+    assert profile.cost.pair_s == pair_s
     for tokens, measured_s in zip(cost.token_buckets, cost.step_s, strict=True):
         pairs = tokens * (tokens + 1) // 2
-        predicted_s = profile.cost.seconds(tokens) + profile.prefill_attention_s * pairs
+        predicted_s = profile.cost.seconds(tokens) + profile.cost.pair_s * pairs
         assert predicted_s == pytest.approx(measured_s, abs=1e-7)
 
 

@@ -16,7 +16,7 @@ from backends.types import GenerationRequest, SamplingParams
 from gateway.app import Listening, StartError, drain, start_workers
 from gateway.config import ServeConfig
 from gateway.dispatch import Job
-from gateway.fleet import least_reserved
+from gateway.fleet import FleetWorker, RoundRobin, least_reserved
 from gateway.lifecycle import NodeState
 from tests.gateway.harness import (
     ScriptedBackend,
@@ -312,3 +312,24 @@ async def test_two_workers_say_what_one_says(settings: dict[str, object]) -> Non
     assert [text for text, _ in together] == [text for text, _ in alone]
     assert len({worker for _, worker in alone}) == 1
     assert len({worker for _, worker in together}) == 2
+
+
+def test_reserved_tokens_are_those_of_open_requests() -> None:
+    """Counting in twice counts once, counting out twice counts once, and nothing remains."""
+    worker = FleetWorker("w", None)
+    worker.reserve("a", 10)
+    worker.reserve("a", 12)
+    worker.reserve("b", 5)
+    assert worker.reserved_tokens == 17
+    worker.release("a")
+    worker.release("a")
+    worker.release("unknown")
+    assert worker.reserved_tokens == 5
+    worker.release("b")
+    assert worker.reserved_tokens == 0
+
+
+def test_round_robin_takes_turns_whatever_the_load() -> None:
+    """Every worker gets every n-th request."""
+    choose = RoundRobin()
+    assert [choose([9, 0, 5]) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]

@@ -157,3 +157,12 @@ def test_an_unknown_workload_is_refused() -> None:
     """With the names of those there are."""
     with pytest.raises(ValueError, match="long_document"):
         make_plan(Load(workload="poetry"))
+
+
+def test_a_lazy_plan_is_the_same_plan() -> None:
+    """Questions made as they are taken equal those made beforehand, with the same schedule."""
+    load = Load(prompt="hi", rate_rps=5.0, requests=7, seed=3)
+    eager, lazy = make_plan(load), make_plan(load, lazily=True)
+    assert list(lazy.requests) == list(eager.requests)
+    assert not list(lazy.requests)  # taken once
+    assert (lazy.total, lazy.schedule_s) == (eager.total, eager.schedule_s)

@@ -234,7 +234,7 @@ def test_the_card_tells_what_is_simulated() -> None:
     assert (card.model_id, card.max_model_len) == ("draftgate-demo", 100)
     assert card.numerics_class == "sim:h100-8b"
     assert load.proposers == ("ngram",)
-    assert load.kv_blocks_total == (1 << 30) // (16 * 131072)
+    assert load.kv_blocks_total == 53_900_000_000 // (16 * 131072)
 
 
 def test_logprobs_are_given_when_asked_for() -> None:

@@ -19,7 +19,7 @@ GOOD = {
     "kv_token_s": 1e-8,
     "sequence_s": 1e-5,
     "prefill_attention_s": 1e-9,
-    "draft": {"ngram": {"token_s": 0.0}},
+    "draft": {"draft_model": {"sequences": [1, 4], "depth_s": [1e-4, 2e-4], "call_s": 3e-4}},
 }
 
 
@@ -39,11 +39,21 @@ def test_every_shipped_profile_loads_and_names_its_source(name: str) -> None:
 
 
 def test_the_h100_profile_is_the_published_fit() -> None:
-    """5.886 ms + 21.0 us per token + 39.3 ns per KV token, at a bucket and beyond the table."""
+    """5.886 ms + 1.21 ms overhead + 21.0 us a token + 39.3 ns a KV token, within and beyond it."""
     cost = load_profile("h100-8b").cost
     for tokens in (1, 64, 512, 2000):
-        expected = 5.886e-3 + 21.0e-6 * tokens + 39.3e-9 * 1000
+        expected = 5.886e-3 + 1.21e-3 + 21.0e-6 * tokens + 39.3e-9 * 1000
         assert cost.seconds(tokens, 1000, 4) == pytest.approx(expected)
+
+
+def test_the_h200_profile_is_the_h100_one_with_its_own_bandwidth() -> None:
+    """Reading takes 3.35 / 4.8 of the time, arithmetic the same."""
+    h100, h200 = (load_profile(name).cost for name in ("h100-8b", "h200-8b"))
+    assert h200.kv_token_s == pytest.approx(h100.kv_token_s * 3.35 / 4.8, rel=0.01)
+    saved_s = 15.0e9 / 3.35e12 - 15.0e9 / 4.8e12
+    for tokens in (1, 64, 512, 2000):
+        assert h100.seconds(tokens) - h200.seconds(tokens) == pytest.approx(saved_s, rel=0.01)
+    assert h200.pair_s == h100.pair_s
 
 
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
@@ -51,7 +61,9 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
     profile = load_profile(write(tmp_path / "mine.json", kv_token_bytes=512))
     assert (profile.name, profile.source) == ("mine", "made up for a test")
     assert profile.cost.seconds(3, 100, 2) == pytest.approx(0.002 + 1e-6 + 2e-5)
-    assert (profile.prefill_attention_s, profile.kv_token_bytes) == (1e-9, 512)
+    assert (profile.cost.pair_s, profile.kv_token_bytes) == (1e-9, 512)
+    assert profile.draft["draft_model"].depth_s(2) == 2e-4
+    assert profile.draft["draft_model"].call_s == 3e-4
 
 
 @pytest.mark.parametrize(
@@ -81,5 +93,5 @@ def test_what_is_no_json_or_no_profile_is_refused(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"damaged profile .*bad\.json"):
         load_profile(str(path))
-    with pytest.raises(ValueError, match="cpu-demo, h100-8b"):
+    with pytest.raises(ValueError, match="cpu-demo, h100-8b, h200-8b"):
         load_profile("h100")

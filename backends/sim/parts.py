@@ -1,0 +1,145 @@
+"""What a simulated worker is made of, and who puts it together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from backends.base import WorkerConfig
+from backends.checkpoints import checkpoint_id, find_checkpoint
+from backends.core.admission import Admission
+from backends.core.kv_blocks import KvBlocks
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.steps import StepPlan, StepResult
+from backends.core.worker import Worker
+from backends.shipped import SHIPPED_MODEL_ID
+from backends.sim.acceptance import ConstantAcceptance
+from backends.sim.clock import Clock
+from backends.sim.device import Device, ProfileDevice
+from backends.sim.executor import SimExecutor
+from backends.sim.profile import DraftCost, Profile, load_profile
+from backends.sim.proposer import SimProposer
+from backends.sim.service import ServiceDevice, constant_service
+from backends.sim.truth import Truth, printable_vocabulary
+from backends.tokenizer import Tokenizer, read_json
+from backends.types import Delta, GenerationRequest, ModelCard
+from policies.registry import speculation_policy
+from policies.types import SpeculationMode, WorkerLoad
+
+BLOCK_TOKENS: Final = 16
+DEFAULT_MODEL_LEN: Final = 8192
+
+PROPOSER: Final = SpeculationMode.NGRAM.value
+"""The served simulator's drafter: clients see what the cheapest real one looks like."""
+
+
+class StepWorker(Protocol):
+    """A worker without I/O, as `backends.core.worker.Worker` is."""
+
+    @property
+    def admission(self) -> Admission:
+        """What can run here."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue every choice of a request that `admission` accepted."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request and free its blocks at once; no-op if it has ended already."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """Return the load."""
+        ...
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step, or None when there is nothing to do."""
+        ...
+
+    def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
+        """Account for a step and return the deltas it gives, with their request ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A worker, its device, and what it serves."""
+
+    worker: StepWorker
+    executor: SimExecutor
+    tokenizer: Tokenizer
+    card: ModelCard
+
+
+Builder = Callable[[WorkerConfig, Clock], Parts]
+"""Puts a worker together.
+
+Raises:
+    CheckpointError: there is no tokenizer, or it is damaged.
+    ValueError: the profile, the policy or a setting of the simulator is wrong.
+"""
+
+
+def serving_parts(config: WorkerConfig, clock: Clock) -> Parts:
+    """Return a worker that gives text: deterministic nonsense in the words of a tokenizer.
+
+    It knows its device, whose drafts are right with a constant chance.
+    """
+    del clock  # the device is the same at all times
+    if config.proposer not in {None, PROPOSER}:
+        raise ValueError(f"the simulator drafts as {PROPOSER!r}, not {config.proposer!r}")
+    # Of a hub's model only small files are fetched: not worth a thread.
+    directory = find_checkpoint(config.model, weights=False)
+    profile = load_profile(config.profile)
+    tokenizer = Tokenizer(directory)
+    truth = Truth(printable_vocabulary(tokenizer))
+    device = _device(config, profile)
+    proposer = SimProposer(
+        PROPOSER, truth, ConstantAcceptance(truth, config.sim_acceptance), DraftCost(), device
+    )
+    scheduler = Scheduler(
+        SchedulerConfig(config.max_num_seqs, config.max_step_tokens),
+        KvBlocks(num_blocks(config.kv_bytes, profile), BLOCK_TOKENS),
+        speculation_policy(config.speculation),
+        {PROPOSER: proposer},
+        profile.cost,
+    )
+    max_model_len = _max_model_len(config, directory)
+    card = ModelCard(
+        model_id=checkpoint_id(config.model),
+        root=config.model or SHIPPED_MODEL_ID,
+        max_model_len=max_model_len,
+        numerics_class=f"sim:{profile.name}",
+        created_s=int(time.time()),
+    )
+    worker = Worker(scheduler, tokenizer, max_model_len)
+    return Parts(worker, SimExecutor(truth, device), tokenizer, card)
+
+
+def _device(config: WorkerConfig, profile: Profile) -> Device:
+    if config.sim_service_ms is not None:
+        return ServiceDevice(constant_service(config.sim_service_ms / 1e3))
+    return ProfileDevice(profile)
+
+
+def _max_model_len(config: WorkerConfig, directory: Path) -> int:
+    shape = read_json(directory / "config.json", missing={})
+    longest = int(shape.get("max_position_embeddings", DEFAULT_MODEL_LEN))
+    return min(longest, config.max_model_len or longest)
+
+
+def num_blocks(kv_bytes: int | None, profile: Profile) -> int:
+    """Return how many KV blocks the memory holds; None is the device's own.
+
+    Raises:
+        ValueError: not even one.
+    """
+    held = profile.kv_bytes if kv_bytes is None else kv_bytes
+    block_bytes = BLOCK_TOKENS * profile.kv_token_bytes
+    if held < block_bytes:
+        raise ValueError(f"kv_bytes is {held}, but one KV block needs {block_bytes} bytes")
+    return held // block_bytes

@@ -1,0 +1,113 @@
+"""A worker without text: what a simulation of many requests needs of `backends.core.worker`.
+
+Text costs more than everything else that is simulated, and nobody reads it. What clients would see
+is kept in a `Ledger` instead: when tokens came, and how many.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from itertools import count
+
+from backends.core.admission import Admission
+from backends.core.scheduler import Scheduler
+from backends.core.sequence import Sequence
+from backends.core.steps import StepPlan, StepResult
+from backends.sim.clock import Clock
+from backends.types import Delta, FinishReason, GenerationRequest
+from policies.types import WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Deliveries:
+    """What came for a request: each time at which tokens came, and how many tokens that were."""
+
+    at_s: array[float] = field(default_factory=lambda: array("d"))
+    tokens: array[int] = field(default_factory=lambda: array("H"))
+
+
+class Ledger:
+    """The deliveries of all requests that run, by their ids. Shared by the workers of a cluster.
+
+    Attributes:
+        came: of each request that was submitted and not taken.
+    """
+
+    def __init__(self) -> None:
+        self.came: dict[str, Deliveries] = {}
+
+    def take(self, request_id: str) -> Deliveries:
+        """Return what came for a request, and forget it: it has ended."""
+        return self.came.pop(request_id)
+
+
+class TextlessWorker:
+    """Requests and their choices on top of a scheduler; a choice gives one delta, its last.
+
+    Without text there are no stop strings and no grammars.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, admission: Admission, ledger: Ledger, clock: Clock
+    ) -> None:
+        """Start empty; nobody else may use the scheduler."""
+        self._scheduler = scheduler
+        self.admission = admission
+        self._ledger = ledger
+        self._clock = clock
+        self._keys = count()
+        self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
+
+    def submit(self, request: GenerationRequest) -> None:
+        """See `StepWorker`."""
+        sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
+        self._requests[request.request_id] = sequences
+        self._ledger.came[request.request_id] = Deliveries()
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """See `StepWorker`."""
+        for sequence in self._requests.pop(request_id, ()):
+            self._scheduler.finish(sequence, FinishReason.ABORT)
+
+    def load(self) -> WorkerLoad:
+        """See `StepWorker`."""
+        return self._scheduler.load()
+
+    def plan(self) -> StepPlan | None:
+        """See `StepWorker`."""
+        return self._scheduler.plan()
+
+    def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
+        """See `StepWorker`; only last deltas are returned, without tokens."""
+        now_s, last = self._clock.now_s(), []
+        came = self._ledger.came
+        for sequence, tokens, _ in self._scheduler.apply(plan, result):
+            request_id = sequence.request.request_id
+            deliveries = came[request_id]
+            deliveries.at_s.append(now_s)
+            deliveries.tokens.append(len(tokens))
+            if sequence.finish_reason is not None:
+                self._forget(sequence)
+                last.append((request_id, _last_delta(sequence)))
+        return last
+
+    def _forget(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        open_choices = self._requests[request_id]
+        open_choices.remove(sequence)
+        if not open_choices:
+            del self._requests[request_id]
+
+
+def _last_delta(sequence: Sequence) -> Delta:
+    return Delta(
+        sequence.choice,
+        (),
+        "",
+        finish_reason=sequence.finish_reason,
+        outcome=sequence.outcome(),
+        cached_tokens=sequence.cached_tokens,
+    )

@@ -1,0 +1,166 @@
+"""One simulation: a load through dispatcher and workers, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from backends.base import WorkerConfig
+from backends.errors import RequestRejected
+from backends.sim.backend import SimBackend
+from backends.sim.clock import LoopClock, run_virtual
+from backends.sim.simulated import World, simulation_policy
+from backends.sim.worker import Deliveries
+from backends.types import Delta
+from gateway.cli.simulate.prompts import job_of
+from gateway.cli.simulate.records import record_of, refusal_of
+from gateway.decisions import Decisions
+from gateway.dispatch import Dispatcher, Job
+from gateway.fleet import BackendFactory, Choose, Fleet, RoundRobin, least_reserved
+from gateway.lifecycle import Lifecycle, NodeState
+from gateway.state.memory import MemoryStore
+from loadgen.types import Planned, Record
+
+ROUTINGS: Final[dict[str, Callable[[], Choose]]] = {
+    "least-loaded": lambda: least_reserved,
+    "round-robin": RoundRobin,
+}
+"""How the dispatcher chooses workers: by fewest reserved tokens, or in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is simulated.
+
+    Attributes:
+        config: of every worker; the policy is `config.speculation`.
+        workers: how many there are.
+        routing: of `ROUTINGS`.
+        world: what is true; its ledger must be this cluster's own.
+    """
+
+    config: WorkerConfig
+    workers: int
+    routing: str
+    world: World
+
+
+def simulate(
+    cluster: Cluster,
+    requests: Iterable[Planned],
+    on_record: Callable[[Record], None] = lambda _record: None,
+    to_job: Callable[[Planned], Job] = job_of,
+) -> list[Record]:
+    """Return what became of the requests, in order of the plan. Each has an instant `at_s`.
+
+    Raises:
+        ValueError: a setting is wrong.
+    """
+    records = run_virtual(_simulate(cluster, requests, on_record, to_job))
+    return sorted(records, key=lambda record: record.planned.index)
+
+
+async def _simulate(
+    cluster: Cluster,
+    requests: Iterable[Planned],
+    on_record: Callable[[Record], None],
+    to_job: Callable[[Planned], Job],
+) -> list[Record]:
+    factory = partial(SimBackend, build=cluster.world.parts)
+    take = cluster.world.ledger.take
+    async with started(factory, cluster.config, cluster.workers, cluster.routing) as dispatcher:
+        return await send(dispatcher, requests, to_job, on_record, take)
+
+
+@asynccontextmanager
+async def started(
+    factory: BackendFactory, config: WorkerConfig, workers: int, routing: str
+) -> AsyncIterator[Dispatcher]:
+    """Start the workers of a node, as a gateway does; stop them at the end."""
+    configs = [replace(config, device_index=index) for index in range(workers)]
+    fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
+    await fleet.start_with(factory, "w")
+    lifecycle.move_to(NodeState.READY)
+    now_s = asyncio.get_running_loop().time
+    dispatcher = Dispatcher(
+        fleet,
+        simulation_policy(config.speculation),
+        MemoryStore(now_s),
+        lifecycle,
+        Decisions(None, now_s),
+        ROUTINGS[routing](),
+    )
+    heartbeat = asyncio.create_task(dispatcher.heartbeat())
+    try:
+        yield dispatcher
+    finally:
+        heartbeat.cancel()
+        await fleet.stop()
+
+
+async def send(
+    dispatcher: Dispatcher,
+    requests: Iterable[Planned],
+    to_job: Callable[[Planned], Job],
+    on_record: Callable[[Record], None] = lambda _record: None,
+    take: Callable[[str], Deliveries] | None = None,
+) -> list[Record]:
+    """Send requests at their instants, from now on, and return what became of them.
+
+    Args:
+        take: returns what came for a request, where workers keep that; else deltas are timed here.
+    """
+    clock, records = LoopClock(), list[Record]()
+    start_s = clock.now_s()
+
+    def over(task: asyncio.Task[Record]) -> None:
+        open_requests.discard(task)
+        if not task.cancelled() and task.exception() is None:
+            records.append(task.result())
+            on_record(task.result())
+
+    open_requests = set[asyncio.Task[Record]]()
+    for planned in requests:
+        assert planned.at_s is not None
+        job = to_job(planned)
+        await clock.sleep_s(start_s + planned.at_s - clock.now_s())
+        task = asyncio.create_task(_ask(dispatcher, planned, job, start_s, take))
+        open_requests.add(task)
+        task.add_done_callback(over)
+    await asyncio.gather(*open_requests)
+    return records
+
+
+async def _ask(
+    dispatcher: Dispatcher,
+    planned: Planned,
+    job: Job,
+    start_s: float,
+    take: Callable[[str], Deliveries] | None,
+) -> Record:
+    """Send a request and wait for its end.
+
+    Raises:
+        BackendFailed: a worker broke.
+    """
+    last: Delta | None = None
+    came, now_s = Deliveries(), asyncio.get_running_loop().time
+    with dispatcher.admitted():
+        try:
+            (placed,) = dispatcher.decide(job)
+        except RequestRejected as error:
+            return refusal_of(planned, 400, str(error))
+        async with dispatcher.run([placed]) as deltas:
+            async for delta in deltas:
+                last = delta
+                if take is None and delta.token_ids:
+                    came.at_s.append(now_s() - start_s)
+                    came.tokens.append(len(delta.token_ids))
+    assert last is not None
+    if take is not None:
+        came = take(placed.request.request_id)
+    return record_of(planned, placed, last, came)

@@ -1,0 +1,253 @@
+"""`draftgate simulate`: the same numbers again, the same requests for all, and honest refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from typer.testing import CliRunner
+
+from backends.base import WorkerConfig
+from gateway.cli import app
+from gateway.cli.simulate.experiment import Setup, run_experiment
+from gateway.cli.simulate.intervals import batch_means, estimate, student_quantile
+from gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
+from gateway.cli.simulate.report import page
+from gateway.cli.simulate.results import as_json
+from loadgen.plan import Load
+from loadgen.types import Slo
+from loadgen.workloads import WORKLOADS, make_workload
+
+CONTRACT = {"requests", "valid", "goodput_rps", "attainment", "errors", "accepted_tokens_per_s"}
+CONTRACT |= {"ttft_s", "tpot_s", "latency_s"}
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory) -> Path:
+    """A small text: reading Python's own sources takes seconds."""
+    path = tmp_path_factory.mktemp("text") / "text.py"
+    lines = [f"def f_{n}(value, other):\n    return value * {n} + other\n\n" for n in range(3000)]
+    path.write_text("".join(lines))
+    return path
+
+
+def setup(text_file: Path, **changes) -> Setup:
+    """Return a small setup; `workload` and `rate` are the load's, the rest the setup's."""
+    of_load = {
+        name: changes.pop(name)
+        for name in ("workload", "rate_rps", "requests", "seed", "temperature")
+        if name in changes
+    }
+    given = {"workload": "mixed", "rate_rps": 20.0, "requests": 60, "slo": Slo(1.0, 0.02)}
+    load = Load(**given | of_load, text_file=text_file)
+    config = WorkerConfig(profile="h100-8b", max_num_seqs=64, max_model_len=16_384)
+    defaults = {"policies": ("off", "fixed:4"), "workers": 2}
+    return Setup(load, config, **defaults | changes)
+
+
+def test_the_same_seed_gives_the_same_json(text_file) -> None:
+    """All policies, two workers, noise and stalls: the same bytes again; another seed, others."""
+    one = setup(text_file, policies=("off", "fixed:4", "auto", "oracle"))
+    first, again = (json.dumps(as_json(one, run_experiment(one))) for _ in range(2))
+    assert first == again
+    other = setup(text_file, policies=one.policies, seed=1)
+    assert json.dumps(as_json(other, run_experiment(other))) != first
+
+
+def test_policies_meet_the_same_requests(text_file) -> None:
+    """Arrivals, prompts, lengths, seeds and classes are equal under two policies; times are not."""
+    off, fixed = run_experiment(setup(text_file)).outcomes
+    for one, other in zip(off.run.records, fixed.run.records, strict=True):
+        assert one.planned == other.planned
+        assert one.scheduled_s == other.scheduled_s
+        for count in ("prompt_tokens", "completion_tokens"):
+            assert one.usage[count] == other.usage[count]
+    ends = [[r.end_s for r in outcome.run.records] for outcome in (off, fixed)]
+    assert ends[0] != ends[1]
+
+
+def test_json_has_the_contracts_form_for_each_policy(text_file) -> None:
+    """`summary/1` by policy, intervals, paired differences, and all settings to repeat it."""
+    one = setup(text_file)
+    told = as_json(one, run_experiment(one))
+    for summary in told["policies"].values():
+        assert set(summary) >= CONTRACT
+        assert summary["requests"] == 60
+        assert summary["valid"] is True
+        assert set(summary["ttft_s"]) == {"mean", "p50", "p90", "p99"}
+        low, high = summary["intervals"]["latency_s.mean"]["interval"]
+        assert low < summary["latency_s"]["mean"] < high
+    assert set(told["differences"]) == {"fixed:4"}
+    assert told["differences"]["fixed:4"]["to"] == "off"
+    assert told["settings"]["seeds"] == [0]
+    assert "SpecDecode-Bench" in told["profile"]
+
+
+def test_differences_are_surer_than_means(text_file) -> None:
+    """Common random numbers: the interval of a paired difference is narrower than the means'."""
+    one = setup(text_file, workload="chat", rate_rps=4.0, requests=120)
+    told = as_json(one, run_experiment(one))
+    figure = "latency_s.mean"
+
+    def width(interval: dict) -> float:
+        low, high = interval["interval"]
+        return high - low
+
+    difference = told["differences"]["fixed:4"][figure]
+    of_means = [width(told["policies"][p]["intervals"][figure]) for p in ("off", "fixed:4")]
+    assert width(difference) < min(of_means)
+    assert difference["mean"] < 0  # at low load drafts save time, surely
+    assert difference["interval"][1] < 0
+
+
+def test_seeds_give_intervals_of_percentiles_and_rates(text_file) -> None:
+    """With `--repeat` every figure is averaged over seeds, whose summaries are all there."""
+    one = setup(text_file, repeat=3, requests=30)
+    told = as_json(one, run_experiment(one))
+    summary = told["policies"]["off"]
+    assert summary["requests"] == 90
+    assert len(summary["runs"]) == 3
+    p99s = [run["latency_s"]["p99"] for run in summary["runs"]]
+    assert summary["latency_s"]["p99"] == pytest.approx(sum(p99s) / 3)
+    assert summary["intervals"]["latency_s.p99"]["samples"] == 3
+    assert told["settings"]["seeds"] == [0, 1, 2]
+
+
+def test_the_oracle_wastes_nothing_and_is_ahead(text_file) -> None:
+    """All its drafts are accepted, and at low load no policy takes less time per request."""
+    policies = ("oracle", "off", "fixed:4", "auto")
+    # What is believed is right here: an oracle foresees tokens, not times.
+    one = setup(text_file, policies=policies, rate_rps=4.0, belief_error=0.0)
+    told = as_json(one, run_experiment(one))["policies"]
+    decided = told["oracle"]["details"]["decisions"]
+    assert decided["acceptance"] == 1.0
+    assert decided["num_accepted_tokens"] > 100
+    means = {policy: told[policy]["latency_s"]["mean"] for policy in policies}
+    assert min(means, key=means.get) == "oracle"
+
+
+def test_the_oracle_knows_how_deep_a_draft_model_would_be_right(text_file) -> None:
+    """Also where drafts are computed after the decision, none of its slots is refuted."""
+    one = setup(text_file, policies=("oracle",), rate_rps=4.0, requests=20)
+    config = WorkerConfig(profile="h100-8b", proposer="draft_model", max_model_len=16_384)
+    one = Setup(one.load, config, one.policies)
+    told = as_json(one, run_experiment(one))["policies"]["oracle"]["details"]["decisions"]
+    assert told["acceptance"] == 1.0
+    assert told["num_accepted_tokens"] > 100
+
+
+def test_a_request_too_long_is_refused_and_counted(text_file) -> None:
+    """It is an error with its status, not a success, and the rest goes on."""
+    one = setup(text_file, workload="code", requests=20)
+    # The pool holds 512 tokens: longer requests can never run.
+    small = WorkerConfig(profile="h100-8b", kv_bytes=512 * 131072)
+    one = Setup(one.load, small, ("off",), workers=1)
+    summary = as_json(one, run_experiment(one))["policies"]["off"]
+    assert 0 < summary["errors"]["http_status"] < 20
+    assert summary["attainment"] < 1.0
+
+
+def test_prompts_keep_lengths_and_shared_beginnings() -> None:
+    """As many ids as the counter counts, and texts that begin alike have ids that do."""
+    text = "class Point:\n    def __init__(self, x, y):\n" * 9
+    ids = token_ids(text)
+    assert len(ids) == COUNTER.count(text)
+    assert token_ids(text + "and more")[: len(ids) - 1] == ids[:-1]
+    assert token_ids("x" + text)[:16] != ids[:16]
+    assert len(token_ids("")) == 1
+
+
+def test_shared_prefixes_hit_the_cache(text_file) -> None:
+    """The workload of shared prefixes finds most of its prompts cached, code completion none."""
+    cached = {}
+    for workload in ("shared_prefix", "code"):
+        one = setup(text_file, workload=workload, policies=("off",), workers=1, requests=40)
+        records = run_experiment(one).outcomes[0].run.records
+        hits = sum(r.usage["prompt_tokens_details"]["cached_tokens"] for r in records)
+        cached[workload] = hits / sum(r.usage["prompt_tokens"] for r in records)
+    assert cached["shared_prefix"] > 0.3 > cached["code"]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_every_workload_names_a_record(workload: str, text_file) -> None:
+    """No class of a workload falls back to what is meant for traces."""
+    made = make_workload(workload, seed=0, text_file=text_file, max_model_len=8192)
+    assert {made.question(i).class_name for i in range(40)} <= set(RECORDED)
+
+
+def test_the_page_shows_policies_side_by_side(text_file) -> None:
+    """One self-contained page: a curve for each policy, and each policy's own tables."""
+    one = setup(text_file, requests=30)
+    text = page(one, run_experiment(one))
+    for policy in one.policies:
+        assert f"<h2>{policy}</h2>" in text
+        assert text.count(f'"name": "{policy}"') >= 3
+    assert "plotly" in text
+    assert "all, from sending" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--workload", "chat"], "give a rate"),
+        (["--rate", "1"], "not 'nowhere'"),
+        (["--workload", "poetry", "--rate", "1"], "no workload 'poetry'"),
+        (["--workload", "chat", "--rate", "1", "--speculation", "best"], "'best'"),
+        (["--workload", "chat", "--rate", "1", "--speculation", "off,off"], "named twice"),
+        (["--workload", "chat", "--rate", "1", "--profile", "abacus"], "no profile 'abacus'"),
+        (["--workload", "chat", "--rate", "1", "--truth", "it"], "roofline, profile"),
+        (["--trace", "/nonexistent.csv"], "nonexistent"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_status_2(flags, words) -> None:
+    """What cannot be simulated is refused in words."""
+    if words == "not 'nowhere'":
+        flags = [*flags, "--workload", "chat", "--routing", "nowhere"]
+    result = CliRunner().invoke(app, ["simulate", *flags, "--requests", "3"])
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_the_command_writes_what_it_prints(tmp_path) -> None:
+    """JSON and HTML come as asked for, and the table has a line for each policy."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 20} for n in range(12)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    out, html = tmp_path / "out.json", tmp_path / "out.html"
+    flags = ["--trace", str(trace), "--speculation", "off,fixed:2", "--speculation", "auto"]
+    files = ["--json", str(out), "--html", str(html)]
+    result = CliRunner().invoke(app, ["simulate", *flags, *files])
+    assert result.exit_code == 0, result.output
+    told = json.loads(out.read_text())
+    assert list(told["policies"]) == ["off", "fixed:2", "auto"]
+    assert told["policies"]["auto"]["requests"] == 12
+    for policy in told["policies"]:
+        assert policy in result.output
+    assert "per CPU second" in result.output
+    assert html.read_text().startswith("<!")
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """Of 400 means of 10 normal values, 95 % intervals cover the truth about 95 times in 100."""
+    random = Random(0)
+    covered = 0
+    for _ in range(400):
+        found = estimate([random.gauss(1.0, 2.0) for _ in range(10)])
+        covered += abs(found.mean - 1.0) <= found.half
+    assert 366 <= covered <= 393  # 4 standard deviations around 380
+
+
+def test_student_quantiles_are_those_of_the_tables() -> None:
+    """Within 1 % from 2 degrees of freedom on."""
+    for freedom, expected in ((2, 4.3027), (3, 3.1824), (9, 2.2622), (19, 2.0930)):
+        assert student_quantile(freedom) == pytest.approx(expected, rel=0.01)
+
+
+def test_batches_are_consecutive_and_leave_out_what_is_missing() -> None:
+    """Each mean is of one stretch of requests; a stretch without answers has none."""
+    assert batch_means([1.0, 3.0, None, 5.0, None, None], 3) == [2.0, 5.0, None]
+    assert batch_means([], 3) == []
+    assert estimate([]) is None
+    assert estimate([1.0, 2.0]).half is None

@@ -1,0 +1,130 @@
+"""Replayed acceptance: the shipped recording, and what a simulation makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backends.base import WorkerConfig
+from backends.sim.acceptance import ReplayedAcceptance
+from backends.sim.backend import SimBackend
+from backends.sim.clock import run_virtual
+from backends.sim.profile import load_profile
+from backends.sim.recording import SHIPPED, Drafts, load_recording
+from backends.sim.simulated import World, proposer_names
+from backends.types import GenerationRequest, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
+
+
+def request(task: str, seed: int, tokens: int, most: int, proposer: str = "ngram"):
+    plan = SpeculationPlan("test", SpeculationMode.AUTO, proposer, most, "a test")
+    sampling = SamplingParams(tokens, seed, 0.8, ignore_eos=True)
+    return GenerationRequest(f"{task}/{seed}-0", (1, 2, 3), sampling, plan)
+
+
+def generated(config: WorkerConfig, asked: GenerationRequest):
+    """Return the deliveries and the outcome of a lone request."""
+    world = World(belief_error=0.0)
+
+    async def main():
+        backend = SimBackend(config, build=world.parts)
+        await backend.start()
+        (last,) = [delta async for delta in backend.generate(asked)]
+        await backend.stop()
+        return world.ledger.take(asked.request_id), last
+
+    return run_virtual(main())
+
+
+def test_the_shipped_recording_is_whole() -> None:
+    """Every task has texts at both temperatures, and nothing agrees that was not proposed."""
+    recording = load_recording()
+    assert set(recording.tasks) == {"completion", "rewrite", "long_context"}
+    assert recording.proposers == ("draft_model", "ngram", "sparse_self")
+    assert "backends.engine.bench.acceptance" in recording.source
+    for task in recording.tasks:
+        assert recording.texts(task, 0.0) != recording.texts(task, 1.0)
+        for text in recording.texts(task, 0.0) + recording.texts(task, 1.0):
+            assert text.length >= 24
+            for drafts in text.drafts.values():
+                assert all(
+                    0 <= a <= p <= 16 for a, p in zip(drafts.agreed, drafts.proposed, strict=True)
+                )
+
+
+def test_acceptance_is_autocorrelated_as_it_was_recorded() -> None:
+    """Where a draft was long, the next one tends to be: correlation of neighbours over 0.3."""
+    pairs = [
+        (drafts.agreed[at], drafts.agreed[at + 1])
+        for text in load_recording().texts("completion", 0.8)
+        for drafts in (text.drafts["ngram"],)
+        for at in range(text.length - 1)
+    ]
+    mean = sum(a for a, _ in pairs) / len(pairs)
+    covariance = sum((a - mean) * (b - mean) for a, b in pairs)
+    assert covariance / sum((a - mean) ** 2 for a, _ in pairs) > 0.3
+
+
+def walked(drafts: Drafts, first: int, tokens: int, most: int) -> list[int]:
+    """Return the tokens of each step of a sequence, by walking the record itself."""
+    steps, done = [], 1  # the first token comes with the prompt
+    while done < tokens:
+        at = (first + done) % len(drafts.agreed)
+        allowed = min(most, tokens - done - 1, drafts.proposed[at])
+        steps.append(min(allowed, drafts.agreed[at]) + 1)
+        done += steps[-1]
+    return steps
+
+
+@pytest.mark.parametrize("most", [1, 4, 16])
+def test_a_simulated_sequence_walks_its_record(most: int) -> None:
+    """Each step accepts what the record says at its position, whatever was drafted before."""
+    asked = request("completion", 5, 200, most)
+    came, last = generated(WorkerConfig(speculation=f"fixed:{most}", profile="h100-8b"), asked)
+    replay = ReplayedAcceptance(load_recording())
+    sequence = type("S", (), {"request": asked, "choice": 0})()
+    text, first = replay._chosen(sequence)
+    assert list(came.tokens) == [1, *walked(text.drafts["ngram"], first, 200, most)]
+    assert last.outcome.num_accepted_tokens == 200 - len(came.tokens)
+
+
+def test_the_record_does_not_depend_on_the_proposer_that_runs() -> None:
+    """All proposers were asked about the same texts, so policies are compared on the same work."""
+    counts = {}
+    for proposer in ("ngram", "draft_model"):
+        asked = request("rewrite", 3, 150, 8, proposer)
+        config = WorkerConfig(speculation="fixed:8", profile="h100-8b", proposer=proposer)
+        came, _ = generated(config, asked)
+        counts[proposer] = len(came.tokens)
+    assert counts["draft_model"] < counts["ngram"] < 150
+
+
+def test_a_proposer_that_was_not_recorded_with_a_text_proposes_nothing() -> None:
+    """Sparse self-speculation is recorded for long contexts only."""
+    config = WorkerConfig(speculation="fixed:4", profile="h100-8b", proposer="sparse_self")
+    _, last = generated(config, request("completion", 1, 30, 4, "sparse_self"))
+    assert last.outcome.num_drafted_tokens == 0
+    _, last = generated(config, request("long_context", 1, 30, 4, "sparse_self"))
+    assert last.outcome.num_accepted_tokens > 10
+
+
+def test_an_unknown_task_or_proposer_is_refused() -> None:
+    """The message names what there is."""
+    with pytest.raises(ValueError, match="completion"):
+        load_recording().texts("poetry", 0.0)
+    with pytest.raises(ValueError, match="no proposer 'medusa'"):
+        proposer_names("medusa", load_profile("h100-8b"))
+    with pytest.raises(ValueError, match="does not say what 'draft_model' costs"):
+        proposer_names("ngram,draft_model", load_profile("cpu-demo"))
+
+
+def test_a_damaged_recording_says_so(tmp_path: Path) -> None:
+    """A file with columns of different lengths is refused by its name."""
+    content = json.loads(SHIPPED.read_text())
+    content["texts"][0]["drafts"]["ngram"]["agreed"] += "0"
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"damaged recording .*bad\.json.* differ in length"):
+        load_recording(path)

@@ -1,0 +1,151 @@
+"""The simulated device: what steps truly take, and what workers believe of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean, pstdev
+
+import pytest
+
+from backends.core.drafts import Draft
+from backends.core.sequence import Sequence
+from backends.core.steps import SequenceWork, StepPlan
+from backends.sim.belief import misjudged
+from backends.sim.device import (
+    OVERLAP_LOST,
+    SPREAD,
+    ProfileDevice,
+    Roofline,
+    RooflineDevice,
+    Weather,
+    Work,
+)
+from backends.sim.profile import load_profile, profile_names
+from backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
+
+PLAN = SpeculationPlan("test", SpeculationMode.AUTO, None, 0, "a test")
+
+
+def work(start: int, fed: int, drafts: int = 0) -> SequenceWork:
+    request = GenerationRequest("r", (1,) * (start + fed), SamplingParams(10, 0), PLAN)
+    sequence = Sequence.of(0, request, ResumedChoice(0, ()))
+    return SequenceWork(sequence, start, (1,) * fed, samples=True, draft=Draft((1,) * drafts))
+
+
+def step(*parts: SequenceWork) -> StepPlan:
+    return StepPlan(parts)
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_the_roofline_meets_the_profile_at_its_ends_only(name: str) -> None:
+    """It takes what the table says for the fewest and the most tokens, within a tile; between them
+    it is another function: off by 3 % somewhere, by less than half everywhere."""
+    cost = load_profile(name).cost
+    roofline = Roofline.through(cost)
+    first, last = cost.token_buckets[0], cost.token_buckets[-1]
+    tile_s = roofline.token_s * roofline.tile_tokens
+    assert roofline.seconds(first) == pytest.approx(cost.step_s[0], abs=tile_s)
+    assert roofline.seconds(last) == pytest.approx(cost.step_s[-1], abs=tile_s)
+    off = [roofline.seconds(n) / cost.seconds(n) - 1 for n in range(first, last + 1)]
+    assert 0.03 < max(map(abs, off)) < 0.5
+
+
+def test_a_roofline_has_stairs_and_a_knee() -> None:
+    """Tokens that fit a tile are free; arithmetic counts in full beyond the ridge, in part before.
+
+    Within a step that is memory-bound a tile costs the share that does not hide, in one that is
+    compute-bound all of itself.
+    """
+    roofline = Roofline.through(load_profile("h100-8b").cost)
+    tile = roofline.tile_tokens
+    assert roofline.seconds(1) == roofline.seconds(tile) < roofline.seconds(tile + 1)
+    ridge = roofline.memory_s / roofline.token_s
+    assert tile < ridge < 512
+
+    def tile_s(tokens: int) -> float:
+        return roofline.seconds(tokens + tile) - roofline.seconds(tokens)
+
+    assert tile_s(tile) == pytest.approx(OVERLAP_LOST * tile * roofline.token_s)
+    assert tile_s(8 * int(ridge)) == pytest.approx(tile * roofline.token_s)
+
+
+def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
+    """A token behind the first of its sequence is a pair with each KV token it attends to."""
+    assert Work.of(step(work(100, 1))).pairs == 0
+    assert Work.of(step(work(100, 1, drafts=2))).pairs == 102 + 103
+    assert Work.of(step(work(100, 3))).pairs == 102 + 103
+    both = Work.of(step(work(100, 1, drafts=2), work(0, 4)))
+    assert (both.tokens, both.kv_tokens, both.pairs) == (7, 107, 102 + 103 + 2 + 3 + 4)
+    profile = load_profile("h100-8b")
+    device = ProfileDevice(profile)
+    plain_s, verify_s = (device.step_s(step(work(9000, 1, drafts=n)), [()]) for n in (0, 7))
+    table_s = profile.cost.seconds(8) - profile.cost.seconds(1)
+    pairs_s = sum(range(9002, 9009)) * profile.cost.pair_s
+    assert verify_s - plain_s == pytest.approx(table_s + pairs_s + 7 * profile.cost.kv_token_s)
+
+
+def test_drafting_takes_its_time_once() -> None:
+    """A depth costs what the profile says for so many sequences, and is spent when asked for."""
+    profile = load_profile("h100-8b")
+    device = ProfileDevice(profile)
+    device.draft("draft_model", sequences=4, depth=3)
+    device.draft("ngram", sequences=4, depth=8)
+    expected_s = 3 * profile.draft["draft_model"].depth_s(4) + profile.draft["ngram"].call_s
+    assert device.drafting_s() == pytest.approx(expected_s)
+    assert device.drafting_s() == 0.0
+
+
+def test_the_weather_is_of_the_instant_and_of_the_device() -> None:
+    """Noise has mean 1 and the stated spread; the same seed and device see the same, others not."""
+    instants = [(n + 0.5) * 1e-3 for n in range(20_000)]
+
+    def seen(seed: int, index: int) -> list[float]:
+        weather = Weather(1e-3, seed, index)
+        return [weather.factor(at_s) for at_s in instants]
+
+    factors = seen(1, 0)
+    assert fmean(factors) == pytest.approx(1.0, abs=0.002)
+    assert pstdev(factors) == pytest.approx(SPREAD, rel=0.05)
+    assert factors == seen(1, 0) != seen(1, 1)
+    assert factors != seen(2, 0)
+    weather = Weather(1e-3, 1, 0)
+    steps = [weather.step_s(1e-3, at_s) for at_s in instants]
+    stalls = [s - 1e-3 * f for s, f in zip(steps, factors, strict=True)]
+    assert 0 < sum(stall > 1e-9 for stall in stalls) < 60
+
+
+def test_the_clock_decides_the_noise_of_a_step() -> None:
+    """The same step at the same instant takes the same time; at another it takes another."""
+    now_s = 0.0
+    device = RooflineDevice(load_profile("h100-8b"), 0, 0, lambda: now_s)
+    plan = step(work(100, 1))
+    first_s = device.step_s(plan, [()])
+    assert first_s == device.step_s(plan, [()])
+    now_s = 1.0
+    assert first_s != device.step_s(plan, [()])
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_what_is_believed_is_off_by_the_stated_share(name: str) -> None:
+    """Every figure is 30 % too large or too small, in a table that still never falls."""
+    profile = load_profile(name)
+    seen = set()
+    for seed in range(12):
+        believed = misjudged(profile, 0.3, seed)
+        ratio = believed.cost.step_s[0] / profile.cost.step_s[0]
+        assert ratio == pytest.approx(0.7) or ratio == pytest.approx(1.3)
+        if profile.cost.kv_token_s:
+            ratio = believed.cost.kv_token_s / profile.cost.kv_token_s
+            assert ratio == pytest.approx(0.7) or ratio == pytest.approx(1.3)
+        seen.add(believed.cost)
+    assert len(seen) > 6
+    exact = misjudged(profile, 0.0, 0)
+    assert exact.cost.step_s == pytest.approx(profile.cost.step_s)
+    assert replace(exact, cost=profile.cost, draft=profile.draft) == profile
+
+
+def test_a_belief_cannot_be_off_by_all() -> None:
+    """Costs of nothing would make decisions of nothing."""
+    with pytest.raises(ValueError, match="error of what is believed"):
+        misjudged(load_profile("h100-8b"), 1.0, 0)
