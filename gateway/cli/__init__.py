@@ -73,7 +73,7 @@ def bench(
     context: typer.Context,
     what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
 ) -> None:
-    """Measure this machine: `bench engine --json OUT` (steps), `host` (CPU beside), `kernels` (GPU)."""
+    """Measure this machine, `--json OUT`: steps (`engine`), the CPU beside (`host`), `kernels`."""
     from importlib import import_module
 
     if what not in BENCHES:

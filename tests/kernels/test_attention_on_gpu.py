@@ -56,6 +56,8 @@ def _trees(dtype: torch.dtype, *, query_heads: int, kv_heads: int, head_dim: int
         (14, 2, 64, torch.bfloat16, 2e-2),
         (8, 8, 80, torch.float16, 4e-3),
         (8, 2, 64, torch.float32, 2e-5),
+        (8, 2, 128, torch.float32, 2e-5),
+        (8, 2, 256, torch.bfloat16, 2e-2),
     ],
 )
 def test_attention_equals_the_reference(

@@ -36,7 +36,7 @@ def _assert_same_tokens(
     differ = [row for row, token in enumerate(tokens) if token != expected[row]]
     assert len(differ) <= max(1, len(tokens) // 100)
     for row in differ:
-        assert cases.score_gap(logits, rows, row, tokens[row]) < 1e-4
+        assert cases.score_gap(logits.float(), rows, row, tokens[row]) < 1e-4
 
 
 def test_noise_equals_the_reference() -> None:
@@ -53,11 +53,12 @@ def test_noise_equals_the_reference() -> None:
     torch.testing.assert_close(gumbel, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [7, 4096, 50_257, 151_936])
-def test_tokens_equal_the_reference(vocab: int) -> None:
+def test_tokens_equal_the_reference(vocab: int, dtype: torch.dtype) -> None:
     """The GPU samples the CPU's tokens, with mixed filters and ties."""
     rows = cases.mixed_row_sampling(160, seed=vocab)
-    logits = cases.random_logits(160, vocab, seed=vocab)
+    logits = cases.random_logits(160, vocab, seed=vocab).to(dtype)
     expected = sample_verify_ref.sample(logits, rows).tolist()
     tokens = sample_verify.sample(logits.cuda(), cases.to_device(rows, "cuda")).tolist()
     _assert_same_tokens(logits, rows, tokens, expected)

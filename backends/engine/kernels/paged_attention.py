@@ -63,6 +63,7 @@ from backends.engine.kernels.merge_splits import (
     merge_splits,
     no_keys,
     normalise,
+    store_rows,
 )
 from backends.engine.kernels.paged_attention_ref import DraftTrees
 from backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
@@ -220,6 +221,28 @@ def _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _load_query(
+    query_ptr,
+    token,
+    real,
+    token_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Returns the queries of the program's rows: [ROWS, HEAD_PAD], zero where there is none."""
+    head = tl.program_id(1) * GROUP + tl.arange(0, ROWS) % GROUP
+    dims = tl.arange(0, HEAD_PAD)
+    cells = (token.to(tl.int64) * token_stride + head * head_stride)[:, None] + dims[None, :]
+    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
+    query = tl.load(query_ptr + cells, mask=mask, other=0.0)
+    return query.to(tl.float32) if UPCAST else query
+
+
+@triton.jit
 def _result_rows(
     cu_query_lens_ptr, sequence, num_query_heads, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -311,13 +334,10 @@ def _attention_kernel(
         ancestors = tl.load(ancestors_ptr + token, mask=real, other=0)
         leaves = leaves_of_rows(ancestors, real, ROWS)
         ancestors_ptr += begin + first_query
-    head = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, HEAD_PAD)
-    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
-    query_ptr += (token.to(tl.int64) * query_token_stride + head * query_head_stride)[:, None]
-    query = tl.load(query_ptr + dims[None, :], mask=mask, other=0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
+    query = _load_query(
+        query_ptr, token, real, query_token_stride, query_head_stride,
+        GROUP, HEAD_DIM, HEAD_PAD, ROWS, UPCAST,
+    )  # fmt: skip
     key_ptr += kv_head.to(tl.int64) * strip_stride
     if PARALLEL:
         first_split, end_split = split, split + 1
@@ -333,8 +353,7 @@ def _attention_kernel(
         if PARALLEL:
             row, stored = _result_rows(cu_query_lens_ptr, sequence, num_query_heads, GROUP, ROWS)
             slot = row * num_splits + index
-            there = stored[:, None] & (dims < HEAD_DIM)[None, :]
-            tl.store(scratch_ptr + slot[:, None] * HEAD_DIM + dims[None, :], weighted, mask=there)
+            store_rows(scratch_ptr, slot, weighted, stored, HEAD_DIM, HEAD_PAD)
             tl.store(scratch_stats_ptr + slot * 2, largest, mask=stored)
             tl.store(scratch_stats_ptr + slot * 2 + 1, total, mask=stored)
         else:
@@ -343,9 +362,8 @@ def _attention_kernel(
             )
     if not PARALLEL:
         row, stored = _result_rows(cu_query_lens_ptr, sequence, num_query_heads, GROUP, ROWS)
-        there = stored[:, None] & (dims < HEAD_DIM)[None, :]
         result = normalise(sum_weighted, sum_total)
-        tl.store(out_ptr + row[:, None] * HEAD_DIM + dims[None, :], result, mask=there)
+        store_rows(out_ptr, row, result, stored, HEAD_DIM, HEAD_PAD)
 
 
 def paged_attention(

@@ -9,6 +9,7 @@ import torch
 
 from backends.engine.config import read_model_config
 from backends.engine.kernels import paged_attention_ref
+from backends.engine.kernels import paged_attention_sizes as sizes
 from backends.engine.kernels.paged_attention import paged_attention
 from backends.engine.kernels.paged_attention_sizes import scratch_floats
 from backends.engine.kv_pool import KvPool
@@ -107,6 +108,26 @@ def test_verified_rows_equal_decodes_bit_for_bit(parallel: bool, window: int | N
         alone = case.decode_of(sequence, index)
         one = paged_attention(*alone.arguments(), **alone.keywords(), window=window, split_size=64)
         assert torch.equal(one[0], together[token]), (sequence, index)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_tiles_of_16_bits_equal_the_reference(parallel: bool) -> None:
+    """The tiles that 16 bits take, four times those of float32, give the reference's values."""
+    case = attention_case(
+        _QUERY_LENS, _CONTEXT_LENS, query_heads=6, kv_heads=2, head_dim=32, dtype=torch.bfloat16
+    )
+    keywords = {**case.keywords(), "split_size": 64, "parallel_splits": parallel}
+    out = paged_attention(*case.arguments(), **keywords)
+    expected = paged_attention_ref.paged_attention(*case.arguments(), **case.keywords())
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed in 64 bits, as pools beyond 2**31 elements a strip need it, offsets are the same."""
+    case = attention_case([1, 5], [40, 70], query_heads=4, kv_heads=2, head_dim=16, seed=7)
+    narrow = paged_attention(*case.arguments(), **case.keywords())
+    monkeypatch.setattr(sizes, "is_wide", lambda layer_kv: True)
+    assert torch.equal(paged_attention(*case.arguments(), **case.keywords()), narrow)
 
 
 def test_context_bound_may_be_given() -> None:

@@ -42,3 +42,12 @@ def test_strided_rows_are_read_in_place() -> None:
     narrow = wide[:, :150]
     expected = sample_verify_ref.sample(narrow.contiguous(), rows)
     assert sample_verify.sample(narrow, rows, tile=64).tolist() == expected.tolist()
+
+
+def test_logits_of_16_bits_are_read_as_they_are() -> None:
+    """Logits in bfloat16, which tie often, give the tokens of the same logits in float32."""
+    logits = cases.random_logits(14, 700, seed=6).bfloat16()
+    rows = cases.mixed_row_sampling(14, seed=6)
+    expected = sample_verify_ref.sample(logits, rows)
+    assert sample_verify.sample(logits, rows, tile=256).tolist() == expected.tolist()
+    assert sample_verify_ref.sample(logits.float(), rows).tolist() == expected.tolist()
