@@ -71,6 +71,14 @@ def normalise(weighted, total):
 
 
 @triton.jit
+def store_rows(ptr, rows, values, stored, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
+    """Writes [ROWS, HEAD_PAD] values to rows (int64) of HEAD_DIM."""
+    dims = tl.arange(0, HEAD_PAD)
+    mask = stored[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=mask)
+
+
+@triton.jit
 def _merge_kernel(
     out_ptr,
     weighted_ptr,
@@ -112,8 +120,9 @@ def _merge_kernel(
         sum_largest, sum_total, sum_weighted = merge(
             sum_largest, sum_total, sum_weighted, largest, total, weighted
         )
+    rows = row + tl.arange(0, 1)
     result = normalise(sum_weighted, sum_total)
-    tl.store(out_ptr + row * HEAD_DIM + dims[None, :], result, mask=mask)
+    store_rows(out_ptr, rows, result, rows >= 0, HEAD_DIM, HEAD_PAD)
 
 
 def merge_splits(

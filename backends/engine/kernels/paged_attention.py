@@ -62,6 +62,7 @@ from backends.engine.kernels.merge_splits import (
     merge_splits,
     no_keys,
     normalise,
+    store_rows,
 )
 from backends.engine.kernels.paged_attention_ref import DraftTrees
 from backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
@@ -241,14 +242,6 @@ def _load_query(
 
 
 @triton.jit
-def _store_rows(ptr, rows, values, stored, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Writes [ROWS, HEAD_PAD] values to rows (int64) of HEAD_DIM."""
-    dims = tl.arange(0, HEAD_PAD)
-    mask = stored[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=mask)
-
-
-@triton.jit
 def _result_rows(
     cu_query_lens_ptr, sequence, num_query_heads, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -359,7 +352,7 @@ def _attention_kernel(
         if PARALLEL:
             row, stored = _result_rows(cu_query_lens_ptr, sequence, num_query_heads, GROUP, ROWS)
             slot = row * num_splits + index
-            _store_rows(scratch_ptr, slot, weighted, stored, HEAD_DIM, HEAD_PAD)
+            store_rows(scratch_ptr, slot, weighted, stored, HEAD_DIM, HEAD_PAD)
             tl.store(scratch_stats_ptr + slot * 2, largest, mask=stored)
             tl.store(scratch_stats_ptr + slot * 2 + 1, total, mask=stored)
         else:
@@ -369,7 +362,7 @@ def _attention_kernel(
     if not PARALLEL:
         row, stored = _result_rows(cu_query_lens_ptr, sequence, num_query_heads, GROUP, ROWS)
         result = normalise(sum_weighted, sum_total)
-        _store_rows(out_ptr, row, result, stored, HEAD_DIM, HEAD_PAD)
+        store_rows(out_ptr, row, result, stored, HEAD_DIM, HEAD_PAD)
 
 
 def paged_attention(
