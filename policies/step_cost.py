@@ -5,6 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class StepSize(NamedTuple):
+    """What a step has to do.
+
+    Attributes:
+        tokens: tokens fed, drafts included.
+        kv_tokens: KV tokens read.
+        sequences: sequences of the batch.
+        pairs: pairs of a token fed behind the first of its sequence and a KV token it attends to.
+    """
+
+    tokens: int
+    kv_tokens: int
+    sequences: int
+    pairs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +77,28 @@ class StepCost:
         linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
         pairs = slots * kv_tokens / sequences if sequences else 0.0
         return self._table_s(tokens) + linear_s + self.pair_s * pairs
+
+    def slots_s(
+        self, tokens: int, kv_tokens: int, sequences: int, most_slots: int
+    ) -> NDArray[np.float64]:
+        """Return the predicted seconds of a step with 0 to `most_slots` draft slots.
+
+        Args:
+            tokens: tokens without drafts.
+
+        Returns:
+            `seconds(tokens + n, kv_tokens, sequences, n)` for each n, [most_slots + 1].
+        """
+        slots = np.arange(most_slots + 1)
+        places = np.minimum(self._stair_of(tokens + slots), len(self.step_s) - 1)
+        beyond = np.maximum(tokens + slots - self.token_buckets[-1], 0)
+        linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
+        pairs_s = self.pair_s * kv_tokens / sequences if sequences else 0.0
+        table_s = np.asarray(self.step_s)[places] + self._slope_s * beyond
+        return np.asarray(table_s + linear_s + pairs_s * slots)
+
+    def _stair_of(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.asarray(np.searchsorted(np.asarray(self.token_buckets), tokens))
 
     def next_edge(self, tokens: int) -> int:
         """Return the largest token count that costs more than `tokens` by one stair only.

@@ -27,6 +27,7 @@ from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import SequenceWork, StepPlan, StepResult
 from backends.types import FinishReason, TokenLogprob
+from policies.cost_fit import StepCostFit
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost, slot_price
 from policies.types import StepView, WorkerLoad
@@ -81,10 +82,10 @@ class Scheduler:
         proposers: Mapping[str, Proposer],
         cost: StepCost,
     ) -> None:
-        """Start empty. `proposers` are ordered, cheapest first."""
+        """Start empty. `proposers` are ordered, cheapest first; `cost` is where steps teach on."""
         self.config = config
         self.blocks = blocks
-        self.cost = cost
+        self._fit = StepCostFit(cost)
         self._policy = policy
         self._drafting = Drafting(proposers)
         self._waiting: deque[Sequence] = deque()
@@ -119,6 +120,16 @@ class Scheduler:
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences in the queue, next first."""
         return tuple(self._waiting)
+
+    @property
+    def cost(self) -> StepCost:
+        """What steps cost, as far as those that ran have taught."""
+        return self._fit.cost
+
+    @property
+    def cost_error(self) -> float:
+        """Running median of |measured / predicted - 1| over step times."""
+        return self._fit.relative_error
 
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
@@ -160,7 +171,9 @@ class Scheduler:
                 continue
             kept = self._confirm(work, emitted)
             emissions.append((sequence, kept, logprobs[: len(kept)]))
-        self._price = slot_price(self.cost, plan.num_tokens, plan.kv_tokens, plan.num_sampling)
+        size = plan.size
+        self._fit.observe(size, result.step_s)
+        self._price = slot_price(self.cost, size.tokens, size.kv_tokens, plan.num_sampling)
         return emissions
 
     # --- planning -----------------------------------------------------------------------------

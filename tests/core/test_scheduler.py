@@ -9,11 +9,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from backends.core.drafts import Draft
 from backends.core.sequence import Sequence, SequenceState
 from backends.types import FinishReason, ResumedChoice
 from policies.registry import speculation_policy
-from tests.core.fakes import request
-from tests.core.house import House, RandomPicker, expected_output
+from tests.core.fakes import FakeExecutor, request
+from tests.core.house import COST, House, RandomPicker, expected_output
 
 POLICIES = st.one_of(
     st.sampled_from(["off", "fixed:1", "fixed:5", "auto"]).map(speculation_policy),
@@ -224,3 +225,30 @@ def test_no_sequence_leaves_the_table_of_states() -> None:
     assert sequence.finish_reason is not FinishReason.ABORT
     with pytest.raises(RuntimeError, match="FINISHED cannot become RUNNING"):
         sequence.move_to(SequenceState.RUNNING)
+
+
+def test_step_costs_are_learned_from_the_steps() -> None:
+    """A device half as fast as its profile says is known for it after some hundred steps."""
+    house = House(num_blocks=400, max_num_seqs=4)
+    for _ in range(4):
+        house.add(prompt=2, max_tokens=300, ignore_eos=True)
+    before_s = house.scheduler.cost.seconds(4)
+    for _ in range(200):
+        plan = house.scheduler.plan()
+        size, result = plan.size, FakeExecutor().execute(plan)
+        seconds = 2 * COST.seconds(size.tokens, size.kv_tokens, size.sequences)
+        house.scheduler.apply(plan, replace(result, step_s=seconds))
+    assert house.scheduler.cost.seconds(4) == pytest.approx(2 * before_s, rel=0.1)
+    assert house.scheduler.cost_error < 0.05
+
+
+def test_the_size_of_a_step_counts_what_attention_reads() -> None:
+    """Pairs are those of all tokens behind the first of a sequence with all up to themselves."""
+    house = House(num_blocks=64, max_step_tokens=64)
+    house.add(prompt=5, max_tokens=6, drafts=3, ignore_eos=True)
+    house.add(prompt=3, max_tokens=6, ignore_eos=True)
+    prefill = house.step()
+    assert prefill.size == (8, 8, 2, (2 + 3 + 4 + 5) + (2 + 3))
+    house.proposer.draft = lambda sequence, max_tokens: Draft((0,) * max_tokens)
+    decode = house.step()
+    assert decode.size == (1 + 3 + 1, (6 + 3) + 4, 2, 7 + 8 + 9)

@@ -52,6 +52,13 @@ def test_tokens_up_to_the_edge_are_free_and_beyond_the_table_the_slope_goes_on()
     assert StepCost((4,), (2.0,)).seconds(6) == pytest.approx(3.0)
 
 
+@given(costs(), small, small, small, st.integers(0, 300))
+def test_seconds_of_all_slot_counts_are_those_of_each(cost, tokens, kv, sequences, most) -> None:
+    """The vector that allocation reads holds what `seconds` says for every number of slots."""
+    expected = [cost.seconds(tokens + n, kv, sequences, n) for n in range(most + 1)]
+    assert cost.slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("tokens", "edge"), [(0, 16), (1, 16), (4, 16), (5, 16), (8, 16), (9, 32), (16, 32), (20, 48)]
 )
