@@ -77,7 +77,7 @@ class NonNegativeRegression:
         """
         rows = rows * self._spread
         predicted = np.maximum(rows @ self._scaled, _TINY)
-        innovations = values / predicted - 1.0
+        innovations = np.minimum(values, predicted / _TINY) / predicted - 1.0
         self._note_error(np.abs(innovations))
         rows /= predicted[:, None]
         noise = np.clip(self.relative_error / _MEDIAN_OF_NORMAL, LEAST_NOISE, MOST_NOISE)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.types import StepView
+
 
 class StepSize(NamedTuple):
     """What a step has to do.
@@ -89,16 +91,19 @@ class StepCost:
         Returns:
             `seconds(tokens + n, kv_tokens, sequences, n)` for each n, [most_slots + 1].
         """
-        slots = np.arange(most_slots + 1)
-        places = np.minimum(self._stair_of(tokens + slots), len(self.step_s) - 1)
-        beyond = np.maximum(tokens + slots - self.token_buckets[-1], 0)
-        linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
-        pairs_s = self.pair_s * kv_tokens / sequences if sequences else 0.0
-        table_s = np.asarray(self.step_s)[places] + self._slope_s * beyond
-        return np.asarray(table_s + linear_s + pairs_s * slots)
-
-    def _stair_of(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.asarray(np.searchsorted(np.asarray(self.token_buckets), tokens))
+        # On each stair lie the counts of slots up to the one that fills it.
+        ends = np.clip(np.array(self.token_buckets) - tokens, -1, most_slots)
+        beyond = np.arange(ends[-1] + 1, most_slots + 1) + (tokens - self.token_buckets[-1])
+        seconds = np.concatenate(
+            (
+                np.repeat(self.step_s, np.diff(ends, prepend=-1)),
+                self.step_s[-1] + self._slope_s * beyond,
+            )
+        )
+        seconds += self.kv_token_s * kv_tokens + self.sequence_s * sequences
+        if self.pair_s and sequences:
+            seconds += self.pair_s * kv_tokens / sequences * np.arange(most_slots + 1)
+        return seconds
 
     def next_edge(self, tokens: int) -> int:
         """Return the largest token count that costs more than `tokens` by one stair only.
@@ -137,3 +142,23 @@ def slot_price(cost: StepCost, tokens: int, kv_tokens: int, sequences: int) -> f
     edge = cost.next_edge(tokens)
     extra_s = cost.seconds(edge, kv_tokens, sequences, edge - tokens) - step_s
     return sequences * (extra_s / (edge - tokens)) / step_s
+
+
+def least_slot_price(cost: StepCost, step: StepView) -> float:
+    """Return what no draft slot of a step can pay below, in weighted expected tokens.
+
+    However many slots are taken, each takes the least of (T(n slots) - T) / n on average, which is
+    found at the end of a stair; and the best set of slots has no lower rate than the step without.
+    0 where tokens are left on the present stair.
+    """
+    slots = step.slot_budget
+    step_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences)
+    if slots <= 0 or step_s <= 0.0:
+        return 0.0
+    ends = [bucket - step.tokens for bucket in cost.token_buckets]
+    counts = [end for end in ends if 0 < end < slots]
+    extra_s = min(
+        (cost.seconds(step.tokens + n, step.kv_tokens, step.sequences, n) - step_s) / n
+        for n in (*counts, slots)
+    )
+    return step.total_weight * extra_s / step_s
