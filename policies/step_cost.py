@@ -155,10 +155,12 @@ def least_slot_price(cost: StepCost, step: StepView) -> float:
     step_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences)
     if slots <= 0 or step_s <= 0.0:
         return 0.0
-    ends = [bucket - step.tokens for bucket in cost.token_buckets]
-    counts = [end for end in ends if 0 < end < slots]
-    extra_s = min(
-        (cost.seconds(step.tokens + n, step.kv_tokens, step.sequences, n) - step_s) / n
-        for n in (*counts, slots)
-    )
-    return step.total_weight * extra_s / step_s
+    here_s = step_s - cost.kv_token_s * step.kv_tokens - cost.sequence_s * step.sequences
+    extra_s = cost.seconds(step.tokens + slots) - here_s
+    slot_s = extra_s / slots
+    for bucket, table_s in zip(cost.token_buckets, cost.step_s, strict=True):
+        if 0 < bucket - step.tokens < slots:
+            slot_s = min(slot_s, (table_s - here_s) / (bucket - step.tokens))
+    if step.sequences:
+        slot_s += cost.pair_s * step.kv_tokens / step.sequences
+    return step.total_weight * max(slot_s, 0.0) / step_s

@@ -166,6 +166,10 @@ class SurvivalTable:
     """Chances by row and position, from drafts that were put to the test.
 
     Counted at once, computed now and then: rows stay the same until a good part is new.
+
+    Attributes:
+        best_survival: the chance of the first token where it is best: the best row and a lucky
+            request.
     """
 
     def __init__(self, rows: int) -> None:
@@ -176,12 +180,13 @@ class SurvivalTable:
         self._drafts = 0.0
         self._cache: dict[tuple[int, int], Row] = {}
         self._logits = _logits(self._agreed, self._refuted)
+        self.best_survival = self._best_survival()
 
     def observe(self, row: int, agreed: int, *, refuted: bool) -> None:
         """Count one draft: `agreed` leading tokens were right, the next was wrong if `refuted`."""
         self._fresh.append((row, agreed, refuted))
         if len(self._fresh) >= min(max(8.0, self._drafts / 8), 1024.0):
-            self._refresh()
+            self.refresh()
 
     def row(self, row: int, level: int = 0) -> Row:
         """Return what is expected of a draft, for a request's `RequestShift.level`."""
@@ -190,12 +195,10 @@ class SurvivalTable:
             found = self._cache[row, level] = _row(self._logits[row] + level * SHIFT_STEP)
         return found
 
-    @property
-    def best_survival(self) -> float:
-        """The chance of the first token where it is best: the best row and a lucky request."""
-        return float(_logistic(self._logits[:, 0].max() + 2 * SHIFT_DEVIATION))
-
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Let rows tell of all drafts counted so far."""
+        if not self._fresh:
+            return
         kept = 0.5 ** (len(self._fresh) / HALF_LIFE_DRAFTS)
         self._drafts = self._drafts * kept + len(self._fresh)
         self._agreed *= kept
@@ -207,6 +210,10 @@ class SurvivalTable:
         np.add.at(self._refuted, rows, (tested == agreed[:, None]) & (refuted[:, None] > 0))
         self._logits = _logits(self._agreed, self._refuted)
         self._cache.clear()
+        self.best_survival = self._best_survival()
+
+    def _best_survival(self) -> float:
+        return _logistic(float(self._logits[:, 0].max()) + 2 * SHIFT_DEVIATION)
 
 
 @dataclass(slots=True)

@@ -15,12 +15,12 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from backends.core.drafting import Drafting, Offer
+from backends.core.drafting import Drafting, Offer, Terms
 from backends.core.drafts import NO_DRAFT, Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
@@ -139,7 +139,7 @@ class Scheduler:
             kv_blocks_free=self.blocks.num_free,
             kv_blocks_total=self.blocks.num_blocks,
             price=self._price if self._running else 0.0,
-            acceptance=self._drafting.acceptance.rate(),
+            acceptance=self._drafting.acceptance,
             proposers=self._drafting.names,
         )
 
@@ -191,33 +191,58 @@ class Scheduler:
 
     def _plan_drafts(self, step: _StepDraft) -> None:
         """Add the drafts the policy allows. They preempt nobody, and keep no newcomer out."""
-        decodes = list(step.work.values())
-        offers = self._drafting.offers(work.sequence for work in decodes)
-        if not offers:
+        decodes = [work.sequence for work in step.work.values()]
+        if not decodes:
             return
-        prefill_tokens = self._prefill_tokens()
-        # Half of what is left is for prefills, so that drafts never hold them up.
-        slot_budget = step.budget // 2 if prefill_tokens else step.budget
-        view = StepView(
-            tokens=len(decodes) + min(prefill_tokens, step.budget - slot_budget),
-            kv_tokens=sum(work.context_tokens for work in decodes),
-            sequences=len(decodes),
-            slot_budget=slot_budget,
-            candidates=tuple(offer.candidate for offer in offers),
-        )
-        lengths = self._policy.draft_lengths(view, self.cost)
-        slots = self._reserve(offers, lengths, slot_budget)
-        drafts = self._drafting.drafts(offers, slots)
-        for offer, reserved in zip(offers, slots, strict=True):
-            sequence, draft = offer.sequence, drafts.get(offer.sequence.key, NO_DRAFT)
+        view = self._view(step, decodes)
+        offers = self._drafting.offers(decodes, self._terms(view))
+        lengths = self._draft_lengths(view, offers) if offers else ()
+        slots = self._reserve(offers, lengths, view.slot_budget)
+        drafted = self._drafting.compute(offers, slots)
+        if any(offer.draft is None for offer in offers):
+            lengths = self._draft_lengths(replace(view, slot_budget=sum(slots)), drafted)
+            drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
+        for offer, reserved in zip(drafted, slots, strict=True):
+            sequence, draft = offer.sequence, offer.draft or NO_DRAFT
             if draft:
-                step.attach(sequence.key, draft)
+                step.attach(sequence.key, draft.laid_out())
             if len(draft) < reserved:
                 self.blocks.trim(sequence.block_table, len(sequence.token_ids) + len(draft))
 
-    def _prefill_tokens(self) -> int:
+    def _view(self, step: _StepDraft, decodes: list[Sequence]) -> StepView:
+        """Return the step as it is without drafts."""
+        prefill_tokens = self._prefill_tokens(decodes)
+        # Half of what is left is for prefills, so that drafts never hold them up.
+        slot_budget = step.budget // 2 if prefill_tokens else step.budget
+        return StepView(
+            tokens=len(decodes) + min(prefill_tokens, step.budget - slot_budget),
+            kv_tokens=sum([sequence.num_computed for sequence in decodes]) + len(decodes),
+            sequences=len(decodes),
+            slot_budget=slot_budget,
+            candidates=(),
+            acceptance=self._drafting.acceptance,
+        )
+
+    def _terms(self, view: StepView) -> Terms:
+        """Return what drafts of the step are weighed with; nothing matters without proposers."""
+        if not self._drafting.names:
+            return Terms()
+        return Terms(
+            self._policy.least_survival(view, self.cost),
+            self._price,
+            self.cost.seconds(view.tokens, view.kv_tokens, view.sequences),
+            view.total_weight,
+        )
+
+    def _draft_lengths(self, view: StepView, offers: Many[Offer]) -> Many[int]:
+        candidates = tuple([offer.candidate for offer in offers])
+        return self._policy.draft_lengths(replace(view, candidates=candidates), self.cost)
+
+    def _prefill_tokens(self, decodes: Many[Sequence]) -> int:
         """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
-        running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
+        running = 0
+        if len(decodes) < len(self._running):
+            running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
         return running + (self._uncached_tokens(self._waiting[0]) if self._newcomer_blocks() else 0)
 
     def _uncached_tokens(self, sequence: Sequence) -> int:

@@ -16,7 +16,7 @@ from backends.core.draft_pages import DraftTable
 from backends.core.grammar import Grammar
 from backends.core.prefix_cache import extend_chain
 from backends.types import FinishReason, GenerationRequest, ResumedChoice, SpeculationOutcome
-from policies.survival import Acceptance
+from policies.survival import RequestRecord
 
 
 class SequenceState(Enum):
@@ -58,7 +58,8 @@ class Sequence:
         cached_tokens: prompt tokens that needed no computing when the sequence first ran.
         draft_table: pages of a draft model's keys and values.
         grammar: what the output may say; None allows everything.
-        acceptance: this sequence's own record of agreed and refuted draft tokens.
+        draft_records: what its own drafts have shown, by source.
+        weight: what a token of it is worth now (`policies.weights`).
     """
 
     key: int
@@ -76,7 +77,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     preemptions: int = 0
     last_step: int = -1
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    draft_records: dict[str, RequestRecord] = field(default_factory=dict)
+    weight: float = 1.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)

@@ -31,6 +31,9 @@ class RandomPicker:
     def decide(self, request, load):
         raise NotImplementedError
 
+    def least_survival(self, step, cost):
+        return 0.0
+
     def draft_lengths(self, step, cost):
         left, lengths = step.slot_budget, []
         for candidate in step.candidates:
