@@ -68,6 +68,10 @@ class _StepDraft:
         self.work[key] = self.work[key]._replace(draft=draft)
 
 
+TERMS_STEPS: Final = 8
+"""Steps of a batch that stays the same for which the terms of drafting are computed once: they change
+by little as sequences grow, and where nothing can be drafted they are most of what it costs."""
+
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 
@@ -93,6 +97,8 @@ class Scheduler:
         self._pending = PendingPrefixes()
         self._price = 0.0
         self._step = 0
+        self._terms = Terms()
+        self._batch: tuple[int, ...] = ()  # what the terms are of
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -195,7 +201,7 @@ class Scheduler:
         if not decodes:
             return
         view = self._view(step, decodes)
-        offers = self._drafting.offers(decodes, self._terms(view))
+        offers = self._drafting.offers(decodes, self._terms_of(view))
         lengths = self._draft_lengths(view, offers) if offers else ()
         slots = self._reserve(offers, lengths, view.slot_budget)
         drafted = self._drafting.compute(offers, slots)
@@ -223,16 +229,18 @@ class Scheduler:
             acceptance=self._drafting.acceptance,
         )
 
-    def _terms(self, view: StepView) -> Terms:
+    def _terms_of(self, view: StepView) -> Terms:
         """Return what drafts of the step are weighed with; nothing matters without proposers."""
-        if not self._drafting.names:
-            return Terms()
-        return Terms(
-            self._policy.least_survival(view, self.cost),
-            self._price,
-            self.cost.seconds(view.tokens, view.kv_tokens, view.sequences),
-            view.total_weight,
-        )
+        batch = view.tokens, view.sequences, view.slot_budget, self._step // TERMS_STEPS
+        if self._drafting.names and batch != self._batch:
+            self._batch = batch
+            self._terms = Terms(
+                self._policy.least_survival(view, self.cost),
+                self._price,
+                self.cost.seconds(view.tokens, view.kv_tokens, view.sequences),
+                view.total_weight,
+            )
+        return self._terms
 
     def _draft_lengths(self, view: StepView, offers: Many[Offer]) -> Many[int]:
         candidates = tuple([offer.candidate for offer in offers])
