@@ -69,8 +69,8 @@ class _StepDraft:
 
 
 TERMS_STEPS: Final = 8
-"""Steps of a batch that stays the same for which the terms of drafting are computed once: they change
-by little as sequences grow, and where nothing can be drafted they are most of what it costs."""
+"""Steps of a batch that stays the same for which the terms of drafting are computed once: they
+change by little as sequences grow, and where nothing can be drafted they are most of the cost."""
 
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
