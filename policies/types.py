@@ -26,6 +26,24 @@ PROPOSER_MODES: Final = frozenset(
 """Modes which name a proposer."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """What a request may expect.
+
+    Attributes:
+        ttft_s: most seconds from its arrival to its first token; None asks for nothing.
+        tpot_s: most seconds for each further token on average; None asks for nothing.
+        priority: its class; lower ones come first, 0 is usual (as vLLM counts).
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    priority: int = 0
+
+
+ANYTIME: Final = ServiceLevel()
+"""Asks for nothing."""
+
 ANY_PROPOSER: Final = "any"
 """In a plan: whatever the worker has and pays most, for each sequence and step."""
 

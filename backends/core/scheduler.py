@@ -15,13 +15,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from backends.core.drafting import Drafting, Offer, Terms
-from backends.core.drafts import NO_DRAFT, Draft, Proposer
+from backends.core.draft_plan import DraftPlan, Room
+from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
@@ -30,7 +30,7 @@ from backends.types import FinishReason, TokenLogprob
 from policies.cost_fit import StepCostFit
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost, slot_price
-from policies.types import StepView, WorkerLoad
+from policies.types import WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,6 @@ class _StepDraft:
         self.work[key] = self.work[key]._replace(draft=draft)
 
 
-TERMS_STEPS: Final = 8
-"""Steps of a batch that stays the same for which the terms of drafting are computed once: they
-change by little as sequences grow, and where nothing can be drafted they are most of the cost."""
-
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 
@@ -90,18 +86,18 @@ class Scheduler:
         self.config = config
         self.blocks = blocks
         self._fit = StepCostFit(cost)
-        self._policy = policy
-        self._drafting = Drafting(proposers)
+        self._drafts = DraftPlan(policy, proposers, blocks)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._pending = PendingPrefixes()
         self._price = 0.0
         self._step = 0
-        self._terms = Terms()
-        self._batch: tuple[int, ...] = ()  # what the terms are of
+        self._now_s = 0.0
+        self._with_service = 0  # open sequences with a service level
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        self._with_service += sequence.has_service
         self._waiting.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -114,8 +110,9 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = reason
+        self._with_service -= sequence.has_service
         self._give_back(sequence)
-        self._drafting.forget(sequence)
+        self._drafts.drafting.forget(sequence)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -145,15 +142,19 @@ class Scheduler:
             kv_blocks_free=self.blocks.num_free,
             kv_blocks_total=self.blocks.num_blocks,
             price=self._price if self._running else 0.0,
-            acceptance=self._drafting.acceptance,
-            proposers=self._drafting.names,
+            acceptance=self._drafts.drafting.acceptance,
+            proposers=self._drafts.drafting.names,
         )
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now_s: float | None = None) -> StepPlan | None:
         """Return the next step, or None when there is nothing to do.
 
         The blocks it needs are allocated. At most `max_step_tokens` tokens.
+
+        Args:
+            now_s: the time, which says who is late; None takes that of all steps so far.
         """
+        self._now_s = self._now_s if now_s is None else now_s
         self._step += 1
         step = _StepDraft(self.config.max_step_tokens)
         self._plan_decodes(step)
@@ -177,6 +178,9 @@ class Scheduler:
                 continue
             kept = self._confirm(work, emitted)
             emissions.append((sequence, kept, logprobs[: len(kept)]))
+        self._now_s += result.step_s
+        if self._with_service:
+            _note_first_tokens(emissions, self._now_s)
         size = plan.size
         self._fit.observe(size, result.step_s)
         self._price = slot_price(self.cost, size.tokens, size.kv_tokens, plan.num_sampling)
@@ -200,51 +204,17 @@ class Scheduler:
         decodes = [work.sequence for work in step.work.values()]
         if not decodes:
             return
-        view = self._view(step, decodes)
-        offers = self._drafting.offers(decodes, self._terms_of(view))
-        lengths = self._draft_lengths(view, offers) if offers else ()
-        slots = self._reserve(offers, lengths, view.slot_budget)
-        drafted = self._drafting.compute(offers, slots)
-        if any(offer.draft is None for offer in offers):
-            lengths = self._draft_lengths(replace(view, slot_budget=sum(slots)), drafted)
-            drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
-        for offer, reserved in zip(drafted, slots, strict=True):
-            sequence, draft = offer.sequence, offer.draft or NO_DRAFT
-            if draft:
-                step.attach(sequence.key, draft.laid_out())
-            if len(draft) < reserved:
-                self.blocks.trim(sequence.block_table, len(sequence.token_ids) + len(draft))
-
-    def _view(self, step: _StepDraft, decodes: list[Sequence]) -> StepView:
-        """Return the step as it is without drafts."""
         prefill_tokens = self._prefill_tokens(decodes)
         # Half of what is left is for prefills, so that drafts never hold them up.
-        slot_budget = step.budget // 2 if prefill_tokens else step.budget
-        return StepView(
-            tokens=len(decodes) + min(prefill_tokens, step.budget - slot_budget),
-            kv_tokens=sum([sequence.num_computed for sequence in decodes]) + len(decodes),
-            sequences=len(decodes),
-            slot_budget=slot_budget,
-            candidates=(),
-            acceptance=self._drafting.acceptance,
+        slots = step.budget // 2 if prefill_tokens else step.budget
+        room = Room(
+            slots,
+            min(prefill_tokens, step.budget - slots),
+            self.blocks.num_free - self._newcomer_blocks(),
         )
-
-    def _terms_of(self, view: StepView) -> Terms:
-        """Return what drafts of the step are weighed with; nothing matters without proposers."""
-        batch = view.tokens, view.sequences, view.slot_budget, self._step // TERMS_STEPS
-        if self._drafting.names and batch != self._batch:
-            self._batch = batch
-            self._terms = Terms(
-                self._policy.least_survival(view, self.cost),
-                self._price,
-                self.cost.seconds(view.tokens, view.kv_tokens, view.sequences),
-                view.total_weight,
-            )
-        return self._terms
-
-    def _draft_lengths(self, view: StepView, offers: Many[Offer]) -> Many[int]:
-        candidates = tuple([offer.candidate for offer in offers])
-        return self._policy.draft_lengths(replace(view, candidates=candidates), self.cost)
+        now_s = self._now_s if self._with_service else None
+        for sequence, draft in self._drafts.plan(decodes, room, self.cost, self._price, now_s):
+            step.attach(sequence.key, draft)
 
     def _prefill_tokens(self, decodes: Many[Sequence]) -> int:
         """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
@@ -266,20 +236,6 @@ class Scheduler:
         hashes = newcomer.sharable_hashes(self.blocks.block_size)
         blocks = self.blocks.needed(hashes, len(newcomer.token_ids))
         return blocks if blocks <= self.blocks.num_free else 0
-
-    def _reserve(self, offers: Many[Offer], lengths: Many[int], budget: int) -> list[int]:
-        """Take blocks for drafts, but those of the next newcomer; return the slots each gets."""
-        spare_blocks = self.blocks.num_free - self._newcomer_blocks()
-        slots = []
-        for offer, length in zip(offers, lengths, strict=True):
-            table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
-            held = len(table)
-            room = max(0, (held + spare_blocks) * self.blocks.block_size - tokens)
-            slots.append(min(length, budget, room))
-            self.blocks.extend(table, tokens + slots[-1])
-            spare_blocks -= len(table) - held
-            budget -= slots[-1]
-        return slots
 
     def _plan_prefills(self, step: _StepDraft) -> None:
         """Continue prefills with what is left of the budget, oldest first."""
@@ -373,7 +329,7 @@ class Scheduler:
     def _confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append what was emitted to the sequence, and settle its blocks; return what it keeps."""
         sequence, accepted = work.sequence, len(emitted) - 1
-        self._drafting.learn(sequence, emitted)
+        self._drafts.drafting.learn(sequence, emitted)
         kept = self._append(sequence, emitted)
         sequence.num_computed = work.start + len(work.token_ids) + accepted
         within_block = sequence.num_computed % self.blocks.block_size
@@ -419,3 +375,11 @@ class Scheduler:
             if grammar is not None:
                 grammar.accept(token)
         return emitted
+
+
+def _note_first_tokens(emissions: list[Emission], now_s: float) -> None:
+    """Note when sequences began to decode: their further tokens are due from then on."""
+    for sequence, _, _ in emissions:
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+            sequence.first_output_tokens = sequence.output_tokens

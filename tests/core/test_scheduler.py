@@ -13,6 +13,8 @@ from backends.core.drafts import Draft
 from backends.core.sequence import Sequence, SequenceState
 from backends.types import FinishReason, ResumedChoice
 from policies.registry import speculation_policy
+from policies.types import ServiceLevel
+from policies.weights import LATE_WEIGHT
 from tests.core.fakes import FakeExecutor, request
 from tests.core.house import COST, House, RandomPicker, expected_output
 
@@ -252,3 +254,25 @@ def test_the_size_of_a_step_counts_what_attention_reads() -> None:
     house.proposer.draft = lambda sequence, max_tokens: Draft((0,) * max_tokens)
     decode = house.step()
     assert decode.size == (1 + 3 + 1, (6 + 3) + 4, 2, 7 + 8 + 9)
+
+
+def test_who_is_late_gets_the_slots() -> None:
+    """Of two sequences with equal drafts, the one behind its target verifies more of them."""
+    house = House(num_blocks=200, max_step_tokens=6, policy=speculation_policy("auto"), wrong=0.0)
+    usual = request(prompt=2, max_tokens=60, drafts=4, ignore_eos=True)
+    late = replace(usual, service=ServiceLevel(tpot_s=1e-6))
+    (patient,), (hasty,) = house.add_choices(usual), house.add_choices(late)
+    while hasty.state is not SequenceState.FINISHED:
+        house.step()
+    assert (hasty.weight, patient.weight) == (LATE_WEIGHT, 1.0)
+    assert patient.output_tokens < 40
+    house.run()
+
+
+def test_a_target_is_met_without_more_than_ample_weight() -> None:
+    """A sequence far ahead of its target weighs as much as one without."""
+    house = House(num_blocks=64)
+    wanted = request(prompt=2, max_tokens=30, ignore_eos=True)
+    (ahead,) = house.add_choices(replace(wanted, service=ServiceLevel(tpot_s=10.0)))
+    house.run()
+    assert ahead.weight == 1.0
