@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from policies.step_cost import StepCost
-from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
+from policies.types import BatchView, RequestView, SpeculationPlan, StepView, WorkerLoad
 
 
 @runtime_checkable
@@ -47,5 +47,27 @@ class SpeculationPolicy(Protocol):
         Where something has to be computed to draft (`DraftCandidate.depth_s`), the policy is asked
         again when it is: by then drafting costs nothing more, survivals are those of the drafts
         that are there, and each candidate may keep as much as it was given, or less.
+        """
+        ...
+
+
+@runtime_checkable
+class BatchingPolicy(Protocol):
+    """Decides how many prompt tokens join a step."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it is chosen, e.g. `fixed:512`."""
+        ...
+
+    @property
+    def stalls_decodes(self) -> bool:
+        """Whether decodes wait while there are prompts to be fed."""
+        ...
+
+    def prefill_tokens(self, batch: BatchView, cost: StepCost) -> int:
+        """Return how many prompt tokens join the step, 0 to `batch.most_prefill_tokens`.
+
+        More than 0 where nobody decodes and something waits. Does not mutate.
         """
         ...

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.protocols import SpeculationPolicy
+from policies.protocols import BatchingPolicy, SpeculationPolicy
 from policies.step_cost import StepCost
 from policies.types import (
     ANY_PROPOSER,
     PROPOSER_MODES,
+    BatchView,
     DraftCandidate,
     RequestView,
     SpeculationMode,
@@ -77,3 +78,23 @@ def check_speculation(policy: SpeculationPolicy) -> None:
             for tokens in (count, 64, 400):
                 step = StepView(tokens, 100, count, budget, candidates, weight)
                 check_draft_lengths(policy, step, cost)
+
+
+def check_batching(policy: BatchingPolicy) -> None:
+    """Run the checks of a batching policy on a spread of steps.
+
+    Raises:
+        AssertionError: the policy breaks the contract of `BatchingPolicy`.
+    """
+    cost = StepCost((16, 64, 256), (1e-3, 2e-3, 6e-3), 1e-7, 1e-5, 1e-8)
+    for sequences in (0, 1, 40, 400):
+        for most in (0, 1, 100, 5000):
+            for within_s in (None, 0.0, 3e-3, 10.0):
+                for known in (0, 3000):
+                    batch = BatchView(
+                        2 * sequences, 100 * sequences, sequences, most, known, within_s
+                    )
+                    tokens = policy.prefill_tokens(batch, cost)
+                    assert tokens == policy.prefill_tokens(batch, cost), "not a function"
+                    assert 0 <= tokens <= most, "more than there is room for"
+                    assert tokens or not most or sequences, "nobody runs, and prompts wait"

@@ -159,3 +159,24 @@ class StepView:
     def total_weight(self) -> float:
         """What the sampled tokens of all sequences are worth."""
         return float(self.sequences) if self.weight is None else self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """A step with its decodes and drafts, before prompts join it.
+
+    Attributes:
+        tokens: tokens of the decodes and of their drafts.
+        kv_tokens: KV tokens these read.
+        sequences: how many sequences decode.
+        most_prefill_tokens: room for prompt tokens; 0 if none wait.
+        prompt_kv_tokens: tokens of the next prompt that are in the cache.
+        within_s: seconds the step may take by the tightest target of its decodes; None without one.
+    """
+
+    tokens: int
+    kv_tokens: int
+    sequences: int
+    most_prefill_tokens: int
+    prompt_kv_tokens: int = 0
+    within_s: float | None = None
