@@ -7,6 +7,7 @@ target; here each step has its own, from what the tightest decode can wait and w
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,13 +43,12 @@ class Slack:
             within_s = STRETCH * cost.seconds(batch.tokens, batch.kv_tokens, batch.sequences)
         if _seconds(batch, cost, most) <= within_s:
             return most
-        stairs = [bucket - batch.tokens for bucket in cost.token_buckets]
-        fitting = [
-            tokens
-            for tokens in stairs
-            if LEAST_CHUNK <= tokens < most and _seconds(batch, cost, tokens) <= within_s
-        ]
-        return max(fitting, default=min(LEAST_CHUNK, most))
+        edges = cost.edges_up_to(batch.tokens + most)
+        chunks = [edge - batch.tokens for edge in edges if edge > batch.tokens]
+        # The longer a chunk the longer the step, so the first one that is too long ends the search.
+        fitting = bisect_right(chunks, within_s, key=lambda chunk: _seconds(batch, cost, chunk))
+        longest = chunks[fitting - 1] if fitting else 0
+        return min(max(longest, LEAST_CHUNK), most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,12 @@ class StepCost:
             seconds += self.pair_s * kv_tokens / sequences * np.arange(most_slots + 1)
         return seconds
 
+    def edges_up_to(self, tokens: int) -> list[int]:
+        """Return the ends of the stairs up to a token count, beyond the table at its last width."""
+        last = self.token_buckets[-1]
+        beyond = range(last + self._last_width, tokens + 1, self._last_width)
+        return [bucket for bucket in self.token_buckets if bucket <= tokens] + list(beyond)
+
     def next_edge(self, tokens: int) -> int:
         """Return the largest token count that costs more than `tokens` by one stair only.
 

@@ -45,18 +45,12 @@ def weight(laxity_s: float | None, service: ServiceLevel) -> float:
     return float(by_priority * (LATE_WEIGHT + (1.0 - LATE_WEIGHT) * ahead))
 
 
-def laxity(
-    service: ServiceLevel, first_token_s: float, tokens: int, now_s: float, step_s: float
-) -> float | None:
-    """Return the laxity of a decoding sequence in seconds; None without a target.
+def next_due_s(service: ServiceLevel, first_token_s: float, tokens: int) -> float | None:
+    """Return when the next token of a decoding sequence is due; None without a target.
 
     Args:
         service: its targets.
         first_token_s: when its first token came.
         tokens: how many it has; the next is due that many `tpot_s` behind the first.
-        now_s: the time, on the same clock.
-        step_s: predicted seconds of the step.
     """
-    if service.tpot_s is None:
-        return None
-    return first_token_s + tokens * service.tpot_s - now_s - step_s
+    return None if service.tpot_s is None else first_token_s + tokens * service.tpot_s

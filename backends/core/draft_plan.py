@@ -14,7 +14,7 @@ from backends.core.sequence import Sequence
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost
 from policies.types import StepView
-from policies.weights import laxity, weight
+from policies.weights import weight
 
 TERMS_STEPS: Final = 8
 """Steps of a batch that stays the same for which the terms of drafting are computed once: they
@@ -143,9 +143,7 @@ def _weighed(view: StepView, decodes: Many[Sequence], cost: StepCost, now_s: flo
     """Weigh sequences by how late they are; return the step with what its tokens are worth."""
     step_s = cost.seconds(view.tokens, view.kv_tokens, view.sequences)
     for sequence in decodes:
-        service, lax_s = sequence.request.service, None
-        if sequence.first_token_s is not None:
-            tokens = 1 + sequence.output_tokens - sequence.first_output_tokens
-            lax_s = laxity(service, sequence.first_token_s, tokens, now_s, step_s)
-        sequence.weight = weight(lax_s, service)
+        due_s = sequence.next_due_s
+        laxity_s = None if due_s is None else due_s - now_s - step_s
+        sequence.weight = weight(laxity_s, sequence.request.service)
     return replace(view, weight=sum(sequence.weight for sequence in decodes))

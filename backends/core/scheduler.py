@@ -2,11 +2,12 @@
 
 Rules of this file: no clock, no randomness, no device. Decodes go first, least recently served
 first, so more decodes than budget means taking turns. Draft slots come next, as many as the
-policy allows; they never preempt, and leave half of the rest to prefills. Then prefill chunks,
-and newcomers in order of arrival: a sequence which cannot be admitted keeps those behind it
-waiting, so none starves; but one that shares a prefix with a prefill under way lets others pass
-and takes the blocks when they are ready. When blocks run out, the youngest sequence gives its own
-back and is computed again later (recompute), but for what is still cached.
+policy allows; they never preempt, and leave half of the rest to prefills. Then prefill chunks, as
+far as the batching policy lets decodes wait, and newcomers in order of arrival: a sequence which
+cannot be admitted keeps those behind it waiting, so none starves; but one that shares a prefix with
+a prefill under way lets others pass and takes the blocks when they are ready. When blocks run out,
+the youngest sequence gives its own back and is computed again later (recompute), but for what is
+still cached.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 from typing import Final
 
+from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
@@ -27,8 +28,9 @@ from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import SequenceWork, StepPlan, StepResult
 from backends.types import FinishReason, TokenLogprob
+from policies.batching import Slack
 from policies.cost_fit import StepCostFit
-from policies.protocols import SpeculationPolicy
+from policies.protocols import BatchingPolicy, SpeculationPolicy
 from policies.step_cost import StepCost, slot_price
 from policies.types import WorkerLoad
 
@@ -68,6 +70,8 @@ class _StepDraft:
         self.work[key] = self.work[key]._replace(draft=draft)
 
 
+DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
+
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 
@@ -81,10 +85,12 @@ class Scheduler:
         policy: SpeculationPolicy,
         proposers: Mapping[str, Proposer],
         cost: StepCost,
+        batching: BatchingPolicy = DEFAULT_BATCHING,
     ) -> None:
         """Start empty. `proposers` are ordered, cheapest first; `cost` is where steps teach on."""
         self.config = config
         self.blocks = blocks
+        self._batching = batching
         self._fit = StepCostFit(cost)
         self._drafts = DraftPlan(policy, proposers, blocks)
         self._waiting: deque[Sequence] = deque()
@@ -157,10 +163,15 @@ class Scheduler:
         self._now_s = self._now_s if now_s is None else now_s
         self._step += 1
         step = _StepDraft(self.config.max_step_tokens)
-        self._plan_decodes(step)
-        self._plan_drafts(step)
+        stalled = self._batching.stalls_decodes and self._prefill_tokens() > 0
+        if not stalled:
+            self._plan_decodes(step)
+            self._plan_drafts(step)
+        self._limit_prefills(step)
         self._plan_prefills(step)
         self._admit(step)
+        if stalled and not step.work:
+            self._plan_decodes(step)
         if not step.work:
             return None
         return StepPlan(tuple(step.work.values()))
@@ -204,7 +215,9 @@ class Scheduler:
         decodes = [work.sequence for work in step.work.values()]
         if not decodes:
             return
-        prefill_tokens = self._prefill_tokens(decodes)
+        prefill_tokens = self._prefill_tokens(len(decodes))
+        if prefill_tokens:
+            prefill_tokens = min(prefill_tokens, self._most_prefill_tokens(step))
         # Half of what is left is for prefills, so that drafts never hold them up.
         slots = step.budget // 2 if prefill_tokens else step.budget
         room = Room(
@@ -216,10 +229,21 @@ class Scheduler:
         for sequence, draft in self._drafts.plan(decodes, room, self.cost, self._price, now_s):
             step.attach(sequence.key, draft)
 
-    def _prefill_tokens(self, decodes: Many[Sequence]) -> int:
+    def _limit_prefills(self, step: _StepDraft) -> None:
+        """Leave of the step's budget what the batching policy gives to prompts."""
+        if step.work and (self._waiting or len(step.work) < len(self._running)):
+            step.budget = min(step.budget, self._most_prefill_tokens(step))
+
+    def _most_prefill_tokens(self, step: _StepDraft) -> int:
+        """Return how many prompt tokens may join the step as it is, if any wait."""
+        now_s = self._now_s if self._with_service else None
+        view = batch_view(step.work.values(), self._running, step.budget, now_s)
+        return self._batching.prefill_tokens(view, self.cost)
+
+    def _prefill_tokens(self, decodes: int = 0) -> int:
         """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
         running = 0
-        if len(decodes) < len(self._running):
+        if decodes < len(self._running):
             running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
         return running + (self._uncached_tokens(self._waiting[0]) if self._newcomer_blocks() else 0)
 

@@ -18,6 +18,7 @@ from backends.core.prefix_cache import extend_chain
 from backends.types import FinishReason, GenerationRequest, ResumedChoice, SpeculationOutcome
 from policies.survival import RequestRecord
 from policies.types import ANYTIME
+from policies.weights import next_due_s
 
 
 class SequenceState(Enum):
@@ -124,6 +125,14 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Tokens which may still be generated."""
         return self.most_tokens - len(self.token_ids)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When its next token is due, by the worker's time; None without a target."""
+        if self.first_token_s is None:
+            return None
+        tokens = 1 + self.output_tokens - self.first_output_tokens
+        return next_due_s(self.request.service, self.first_token_s, tokens)
 
     @property
     def heeds_eos(self) -> bool:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence, SequenceState
 from backends.types import FinishReason, ResumedChoice
+from policies.batching import LEAST_CHUNK
 from policies.registry import speculation_policy
 from policies.types import ServiceLevel
 from policies.weights import LATE_WEIGHT
@@ -33,9 +34,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(1, 24),
         policy=POLICIES,
         wrong=st.sampled_from([0.0, 0.3, 1.0]),
+        batching=st.sampled_from(["slack", "fixed:8", "prefill_first", "decode_first"]),
     )
-    def start(self, num_blocks, max_num_seqs, max_step_tokens, policy, wrong):
-        self.house = House(num_blocks, max_num_seqs, max_step_tokens, policy, wrong)
+    def start(self, num_blocks, max_num_seqs, max_step_tokens, policy, wrong, batching):
+        self.house = House(num_blocks, max_num_seqs, max_step_tokens, policy, wrong, batching)
 
     @rule(
         prompt=st.integers(1, 12),
@@ -276,3 +278,38 @@ def test_a_target_is_met_without_more_than_ample_weight() -> None:
     (ahead,) = house.add_choices(replace(wanted, service=ServiceLevel(tpot_s=10.0)))
     house.run()
     assert ahead.weight == 1.0
+
+
+def long_steps(batching: str, tpot_s: float) -> list[float]:
+    """Predicted seconds of the steps of a decode with a target while a long prompt comes."""
+    house = House(num_blocks=200, max_step_tokens=256, batching=batching)
+    wanted = request(prompt=2, max_tokens=80, ignore_eos=True)
+    (decode,) = house.add_choices(replace(wanted, service=ServiceLevel(tpot_s=tpot_s)))
+    house.step()
+    house.add(prompt=240, max_tokens=1)
+    steps = []
+    while house.open != [decode]:
+        size = house.step().size
+        steps.append(COST.seconds(size.tokens, size.kv_tokens, size.sequences))
+    return steps
+
+
+def test_no_decode_waits_for_a_whole_prefill() -> None:
+    """Under `slack` no step is longer than the decode's target, or than with the least chunk."""
+    least_s = COST.seconds(1 + LEAST_CHUNK, 400, 2)
+    assert max(long_steps("slack", 2e-3)) <= least_s
+    assert 4e-3 < max(long_steps("slack", 5e-3)) <= 5e-3
+    assert max(long_steps("prefill_first", 5e-3)) > 15e-3
+
+
+def test_prefills_first_and_decodes_first_are_what_they_say() -> None:
+    """A prompt stalls decodes under the one, and waits for all of them under the other."""
+    for batching, together in (("prefill_first", False), ("decode_first", False), ("slack", True)):
+        house = House(num_blocks=200, max_step_tokens=64, batching=batching)
+        decode = house.add(prompt=2, max_tokens=12, ignore_eos=True)
+        house.step()
+        newcomer = house.add(prompt=40, max_tokens=2, ignore_eos=True)
+        fed = {work.sequence for work in house.step().work}
+        assert (fed == {decode, newcomer}) == together
+        assert newcomer in fed or batching == "decode_first"
+        house.run()

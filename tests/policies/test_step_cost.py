@@ -68,6 +68,17 @@ def test_next_edge_is_the_end_of_the_next_dearer_stair(tokens: int, edge: int) -
 
 
 @given(costs(), small)
+def test_edges_are_where_stairs_end(cost, tokens) -> None:
+    """All ends up to a count, ascending: the table's, then one for each of its last width."""
+    edges = cost.edges_up_to(tokens)
+    last, width = cost.token_buckets[-1], cost.token_buckets[-1] - sum(cost.token_buckets[-2:-1])
+    assert edges == sorted(set(edges))
+    assert all(edge <= tokens for edge in edges)
+    assert [e for e in edges if e <= last] == [b for b in cost.token_buckets if b <= tokens]
+    assert tokens < last or edges[-1] > tokens - width
+
+
+@given(costs(), small)
 def test_next_edge_moves_on(cost, tokens) -> None:
     """There is always a next edge, and what it costs is one stair at most."""
     edge = cost.next_edge(tokens)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from policies.types import ServiceLevel
-from policies.weights import AMPLE_TOKENS, LATE_WEIGHT, laxity, weight
+from policies.weights import AMPLE_TOKENS, LATE_WEIGHT, next_due_s, weight
 
 seconds = st.floats(-100.0, 100.0)
 
@@ -39,9 +39,7 @@ def test_without_a_target_or_with_ample_time_a_token_is_worth_one() -> None:
     assert 1.0 < weight(AMPLE_TOKENS * 0.025, service) < LATE_WEIGHT
 
 
-def test_laxity_is_the_time_left_behind_the_step() -> None:
-    """The third token is due two intervals behind the first; time and step are taken off."""
-    service = ServiceLevel(tpot_s=0.05)
-    assert laxity(service, 10.0, 2, 10.04, 0.01) == pytest.approx(0.05)
-    assert laxity(service, 10.0, 2, 10.2, 0.01) == pytest.approx(-0.11)
-    assert laxity(ServiceLevel(ttft_s=1.0), 10.0, 2, 10.2, 0.01) is None
+def test_tokens_are_due_at_even_intervals() -> None:
+    """The third token is due two intervals behind the first; without a target never."""
+    assert next_due_s(ServiceLevel(tpot_s=0.05), 10.0, 2) == pytest.approx(10.1)
+    assert next_due_s(ServiceLevel(ttft_s=1.0), 10.0, 2) is None
