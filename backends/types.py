@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from policies.types import SpeculationPlan
+from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 
 
 class FinishReason(StrEnum):
@@ -121,6 +121,7 @@ class GenerationRequest:
         tenant: whose request it is; cached prefixes are shared within a tenant only.
         grammar: what every choice must be; None leaves it to the model.
         resumed: the choices to go on with; empty starts all `n`.
+        service: how soon its tokens are wanted, and how much they matter.
     """
 
     request_id: str
@@ -131,6 +132,7 @@ class GenerationRequest:
     tenant: str = ""
     grammar: GrammarSpec | None = None
     resumed: tuple[ResumedChoice, ...] = ()
+    service: ServiceLevel = ANYTIME
 
     @property
     def choices(self) -> tuple[ResumedChoice, ...]:

@@ -1,29 +1,76 @@
-"""Speculation policies by name, including those of other packages (entry points).
+"""Policies by name, including those of other packages (entry points).
 
 The one place of `policies` that looks outside its arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final, Generic, TypeGuard, TypeVar
 
-from policies.protocols import SpeculationPolicy
-from policies.speculation import Auto, Fixed, Off
+from policies.batching import DecodeFirst, FixedBudget, PrefillFirst, Slack
+from policies.protocols import BatchingPolicy, SpeculationPolicy
+from policies.speculation import (
+    AdaptiveVerification,
+    Auto,
+    Fixed,
+    Off,
+    SmartSpec,
+    ThresholdByBatch,
+)
 
-SPECULATION_GROUP = "draftgate.policies.speculation"
+Policy = TypeVar("Policy")
+
+
+def _whole_number(spelt: str, argument: str, example: str) -> int:
+    if not argument.isascii() or not argument.isdigit():
+        raise ValueError(f"{spelt} needs a whole number, as in {example}, not {argument!r}")
+    return int(argument)
 
 
 def _fixed(argument: str) -> SpeculationPolicy:
-    if not argument.isascii() or not argument.isdigit():
-        raise ValueError(f"fixed:K needs a whole number K, as in fixed:4, not {argument!r}")
-    return Fixed(int(argument))
+    return Fixed(_whole_number("fixed:K", argument, "fixed:4"))
 
 
-def _without_argument(
-    factory: Callable[[], SpeculationPolicy],
-) -> Callable[[str], SpeculationPolicy]:
-    def build(argument: str) -> SpeculationPolicy:
+def _threshold_by_batch(argument: str) -> SpeculationPolicy:
+    if not argument:
+        raise ValueError(
+            "threshold_by_batch:FILE needs a JSON file of rows [first batch size, last batch size, "
+            "draft tokens]"
+        )
+    try:
+        rows = json.loads(Path(argument).read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot read {argument}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{argument} is no JSON: {error}") from error
+    if not _is_table(rows):
+        raise ValueError(f"{argument} must hold rows of three whole numbers, as [[1, 8, 5]]")
+    try:
+        return ThresholdByBatch(
+            f"threshold_by_batch:{argument}", tuple((row[0], row[1], row[2]) for row in rows)
+        )
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from error
+
+
+def _is_table(rows: object) -> TypeGuard[list[list[int]]]:
+    return isinstance(rows, list) and all(
+        isinstance(row, list) and len(row) == 3 and all(type(number) is int for number in row)
+        for row in rows
+    )
+
+
+def _fixed_budget(argument: str) -> BatchingPolicy:
+    return FixedBudget(_whole_number("fixed:TOKENS", argument, "fixed:512"))
+
+
+def _without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
+    def build(argument: str) -> Policy:
         if argument:
             raise ValueError(f"this policy takes no argument, but got {argument!r}")
         return factory()
@@ -31,11 +78,61 @@ def _without_argument(
     return build
 
 
-_BUILT_IN: dict[str, Callable[[str], SpeculationPolicy]] = {
-    "off": _without_argument(Off),
-    "fixed": _fixed,
-    "auto": _without_argument(Auto),
-}
+@dataclass(frozen=True, slots=True)
+class _Family(Generic[Policy]):
+    """Policies of one kind.
+
+    Attributes:
+        kind: in words.
+        group: of the entry points that add to them.
+        built_in: factories by name, called with the argument (empty if there is none).
+        spelt: how those are written that take an argument.
+    """
+
+    kind: str
+    group: str
+    built_in: Mapping[str, Callable[[str], Policy]]
+    spelt: Mapping[str, str]
+
+    def build(self, spec: str) -> Policy:
+        """Build the policy that `NAME` or `NAME:ARGUMENT` names."""
+        name, _, argument = spec.partition(":")
+        if name in self.built_in:
+            return self.built_in[name](argument)
+        found = {entry.name: entry for entry in entry_points(group=self.group)}
+        if name in found:
+            policy: Policy = found[name].load()(argument)
+            return policy
+        names = self.built_in.keys() | found.keys()
+        known = ", ".join(sorted(self.spelt.get(one, one) for one in names))
+        raise ValueError(f"unknown {self.kind} policy {spec!r}; known: {known}")
+
+
+_SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
+    "speculation",
+    "draftgate.policies.speculation",
+    {
+        "off": _without_argument(Off),
+        "fixed": _fixed,
+        "auto": _without_argument(Auto),
+        "smartspec": _without_argument(SmartSpec),
+        "threshold_by_batch": _threshold_by_batch,
+        "adaptive_verification": _without_argument(AdaptiveVerification),
+    },
+    {"fixed": "fixed:K", "threshold_by_batch": "threshold_by_batch:FILE"},
+)
+
+_BATCHING: Final[_Family[BatchingPolicy]] = _Family(
+    "batching",
+    "draftgate.policies.batching",
+    {
+        "slack": _without_argument(Slack),
+        "fixed": _fixed_budget,
+        "prefill_first": _without_argument(PrefillFirst),
+        "decode_first": _without_argument(DecodeFirst),
+    },
+    {"fixed": "fixed:TOKENS"},
+)
 
 
 def speculation_policy(spec: str) -> SpeculationPolicy:
@@ -47,12 +144,15 @@ def speculation_policy(spec: str) -> SpeculationPolicy:
     Raises:
         ValueError: no such policy, or the argument does not fit it. The message lists the names.
     """
-    name, _, argument = spec.partition(":")
-    if name in _BUILT_IN:
-        return _BUILT_IN[name](argument)
-    found = {entry.name: entry for entry in entry_points(group=SPECULATION_GROUP)}
-    if name in found:
-        policy: SpeculationPolicy = found[name].load()(argument)
-        return policy
-    known = ", ".join(sorted({"off", "fixed:K", "auto"} | (set(found) - set(_BUILT_IN))))
-    raise ValueError(f"unknown speculation policy {spec!r}; known: {known}")
+    return _SPECULATION.build(spec)
+
+
+def batching_policy(spec: str) -> BatchingPolicy:
+    """Build the batching policy of that name, e.g. `slack` or `fixed:512`.
+
+    Others come in by the entry points of `draftgate.policies.batching`, as speculation policies do.
+
+    Raises:
+        ValueError: no such policy, or the argument does not fit it. The message lists the names.
+    """
+    return _BATCHING.build(spec)

@@ -5,6 +5,28 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.types import StepView
+
+
+class StepSize(NamedTuple):
+    """What a step has to do.
+
+    Attributes:
+        tokens: tokens fed, drafts included.
+        kv_tokens: KV tokens read.
+        sequences: sequences of the batch.
+        pairs: pairs of a token fed behind the first of its sequence and a KV token it attends to.
+    """
+
+    tokens: int
+    kv_tokens: int
+    sequences: int
+    pairs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +80,37 @@ class StepCost:
         pairs = slots * kv_tokens / sequences if sequences else 0.0
         return self._table_s(tokens) + linear_s + self.pair_s * pairs
 
+    def slots_s(
+        self, tokens: int, kv_tokens: int, sequences: int, most_slots: int
+    ) -> NDArray[np.float64]:
+        """Return the predicted seconds of a step with 0 to `most_slots` draft slots.
+
+        Args:
+            tokens: tokens without drafts.
+
+        Returns:
+            `seconds(tokens + n, kv_tokens, sequences, n)` for each n, [most_slots + 1].
+        """
+        # On each stair lie the counts of slots up to the one that fills it.
+        ends = np.clip(np.array(self.token_buckets) - tokens, -1, most_slots)
+        beyond = np.arange(ends[-1] + 1, most_slots + 1) + (tokens - self.token_buckets[-1])
+        seconds = np.concatenate(
+            (
+                np.repeat(self.step_s, np.diff(ends, prepend=-1)),
+                self.step_s[-1] + self._slope_s * beyond,
+            )
+        )
+        seconds += self.kv_token_s * kv_tokens + self.sequence_s * sequences
+        if self.pair_s and sequences:
+            seconds += self.pair_s * kv_tokens / sequences * np.arange(most_slots + 1)
+        return seconds
+
+    def edges_up_to(self, tokens: int) -> list[int]:
+        """Return the ends of the stairs up to a token count, beyond the table at its last width."""
+        last = self.token_buckets[-1]
+        beyond = range(last + self._last_width, tokens + 1, self._last_width)
+        return [bucket for bucket in self.token_buckets if bucket <= tokens] + list(beyond)
+
     def next_edge(self, tokens: int) -> int:
         """Return the largest token count that costs more than `tokens` by one stair only.
 
@@ -95,3 +148,25 @@ def slot_price(cost: StepCost, tokens: int, kv_tokens: int, sequences: int) -> f
     edge = cost.next_edge(tokens)
     extra_s = cost.seconds(edge, kv_tokens, sequences, edge - tokens) - step_s
     return sequences * (extra_s / (edge - tokens)) / step_s
+
+
+def least_slot_price(cost: StepCost, step: StepView) -> float:
+    """Return what no draft slot of a step can pay below, in weighted expected tokens.
+
+    However many slots are taken, each takes the least of (T(n slots) - T) / n on average, which is
+    found at the end of a stair; and the best set of slots has no lower rate than the step without.
+    0 where tokens are left on the present stair.
+    """
+    slots = step.slot_budget
+    step_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences)
+    if slots <= 0 or step_s <= 0.0:
+        return 0.0
+    here_s = step_s - cost.kv_token_s * step.kv_tokens - cost.sequence_s * step.sequences
+    extra_s = cost.seconds(step.tokens + slots) - here_s
+    slot_s = extra_s / slots
+    for bucket, table_s in zip(cost.token_buckets, cost.step_s, strict=True):
+        if 0 < bucket - step.tokens < slots:
+            slot_s = min(slot_s, (table_s - here_s) / (bucket - step.tokens))
+    if step.sequences:
+        slot_s += cost.pair_s * step.kv_tokens / step.sequences
+    return step.total_weight * max(slot_s, 0.0) / step_s

@@ -27,6 +27,28 @@ PROPOSER_MODES: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """What a request may expect.
+
+    Attributes:
+        ttft_s: most seconds from its arrival to its first token; None asks for nothing.
+        tpot_s: most seconds for each further token on average; None asks for nothing.
+        priority: its class; lower ones come first, 0 is usual (as vLLM counts).
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    priority: int = 0
+
+
+ANYTIME: Final = ServiceLevel()
+"""Asks for nothing."""
+
+ANY_PROPOSER: Final = "any"
+"""In a plan: whatever the worker has and pays most, for each sequence and step."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestView:
     """What a policy may know of a request before it runs.
 
@@ -73,7 +95,8 @@ class SpeculationPlan:
     Attributes:
         policy: the name of the policy that decided.
         mode: what the client asked for.
-        proposer: what may draft; None when the request does not speculate.
+        proposer: what may draft, by name or `ANY_PROPOSER`; None when the request does not
+            speculate.
         max_draft_tokens: most draft tokens of a step; 0 when the request does not speculate.
         reason: the decision in words, for the client.
         price: the price the decision was made at; None when no price was looked at.
@@ -93,14 +116,16 @@ class DraftCandidate:
 
     Attributes:
         survivals: the chance of each slot that it and all before it are accepted; as many as the
-            plan's cap, the tokens left to generate and the proposer allow. The best come first: the
-            first n are the draft of n slots.
+            plan's cap, the tokens left to generate and the proposer allow. The best come first, so
+            they never rise: the first n are the draft of n slots.
         depth_s: seconds of drafting one token deeper, once for all candidates with this cost; 0 if
             the draft is there already.
+        weight: what a token of this sequence is worth (`policies.weights`).
     """
 
     survivals: tuple[float, ...]
     depth_s: float = 0.0
+    weight: float = 1.0
 
     @property
     def max_draft_tokens(self) -> int:
@@ -118,6 +143,8 @@ class StepView:
         sequences: sequences that will sample a token.
         slot_budget: most draft slots the step has room for.
         candidates: sequences that may draft.
+        weight: what the sampled tokens of all sequences are worth; None if each is worth 1.
+        acceptance: running chance that a drafted token is accepted, over all of the worker.
     """
 
     tokens: int
@@ -125,3 +152,31 @@ class StepView:
     sequences: int
     slot_budget: int
     candidates: tuple[DraftCandidate, ...]
+    weight: float | None = None
+    acceptance: float = 0.5
+
+    @property
+    def total_weight(self) -> float:
+        """What the sampled tokens of all sequences are worth."""
+        return float(self.sequences) if self.weight is None else self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """A step with its decodes and drafts, before prompts join it.
+
+    Attributes:
+        tokens: tokens of the decodes and of their drafts.
+        kv_tokens: KV tokens these read.
+        sequences: how many sequences decode.
+        most_prefill_tokens: room for prompt tokens; 0 if none wait.
+        prompt_kv_tokens: tokens of the next prompt that are in the cache.
+        within_s: seconds the step may take by the tightest target of its decodes; None without one.
+    """
+
+    tokens: int
+    kv_tokens: int
+    sequences: int
+    most_prefill_tokens: int
+    prompt_kv_tokens: int = 0
+    within_s: float | None = None

@@ -1,24 +1,54 @@
 """Drafts of a step: who proposes what for which sequence, and what is learned from the outcome.
 
 Proposers that look drafts up are asked first, and the policy shortens what they found; those that
-compute drafts are asked for what the policy decided. What a grammar forces is proposed before
-anything else, and what it forbids is cut.
+compute drafts are asked for what the policy decided, which may then drop some of it. What a grammar
+forces is proposed before anything else, and what it forbids is cut.
+
+Where no slot can pay, asking would be for nothing: sequences from which nothing is expected are
+asked now and then, so that a change is noticed, and where nothing is expected from anybody, one
+sequence stands for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
+from backends.core.draft_scores import GRAMMAR, DraftScores
+from backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
+from backends.core.exploration import Exploration
 from backends.core.sequence import Sequence
-from policies.survival import FORGETTING, Acceptance
-from policies.types import DraftCandidate
+from policies.arbitration import arbitrate
+from policies.types import ANY_PROPOSER, DraftCandidate
 
-GRAMMAR: Final = "grammar"
-"""The source of drafts that a grammar forces."""
+HOPELESS_TURNS: Final = 16
+"""A sequence whose next draft is not worth a slot is asked for in each so many steps: where it
+begins to repeat something it is noticed within as many tokens, for a sixteenth of the look-ups."""
+
+PROBED_TURNS: Final = 64
+"""Where no draft of anybody can be worth a slot, one sequence is asked for in each so many steps. A
+look-up takes 10 to 20 microseconds, so it adds less than 1% to a step of 100 (one core, Zen 4,
+2026-11-21)."""
+
+
+class Terms(NamedTuple):
+    """What a step's drafts are weighed with.
+
+    Attributes:
+        least_survival: weight x survival that the best slot must exceed (`SpeculationPolicy`).
+        price: what a slot must promise, in weighted tokens.
+        step_s: predicted seconds of the step without drafts.
+        weight: what its tokens are worth.
+        most_weight: that of the weightiest sequence.
+    """
+
+    least_survival: float = 0.0
+    price: float = 0.0
+    step_s: float = 0.0
+    weight: float = 1.0
+    most_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,99 +57,159 @@ class Offer:
 
     Attributes:
         source: the proposer's name, or `GRAMMAR`.
-        max_tokens: most slots it may take.
-        draft: what was looked up; None if it is still to be computed.
+        draft: the tokens, the best first; None if they are still to be computed.
         candidate: the offer, as a policy sees it.
     """
 
     sequence: Sequence
     source: str
-    max_tokens: int
     draft: Draft | None
     candidate: DraftCandidate
 
+    def first(self, tokens: int) -> Offer:
+        """Return the offer of the best tokens of a draft that is there."""
+        if self.draft is None or tokens >= len(self.draft):
+            return self
+        survivals = self.candidate.survivals[:tokens]
+        candidate = DraftCandidate(survivals, self.candidate.depth_s, self.candidate.weight)
+        return Offer(self.sequence, self.source, self.draft.first(tokens), candidate)
+
+
+_NOTHING: Final = DraftCandidate(())
+
 
 class Drafting:
-    """Asks proposers and keeps score of them. One step at a time: `offers`, `drafts`, `learn`."""
+    """Asks proposers and keeps score of them. One step at a time: `offers`, `compute`, `learn`."""
 
     def __init__(self, proposers: Mapping[str, Proposer]) -> None:
         """Start without a record. `proposers` are ordered, cheapest first."""
         self._proposers = proposers
-        self._records: dict[str, Acceptance] = {}  # by source
-        self._proposed: dict[int, tuple[str, Draft]] = {}  # in the planned step, by sequence key
-        self.acceptance = Acceptance(forgetting=FORGETTING)
+        self._scores = DraftScores()
+        self._turn = 0
+        self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # in this step, by sequence key
+        self._exploration = Exploration()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the proposers, cheapest first."""
         return tuple(self._proposers)
 
-    def offers(self, sequences: Iterable[Sequence]) -> list[Offer]:
-        """Return what can be verified for sequences that decode; begins a step."""
+    @property
+    def acceptance(self) -> float:
+        """Running chance of a drafted token."""
+        return self._scores.acceptance.rate()
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Return whether some proposer may draft for a sequence, now or later."""
+        plan = sequence.request.speculation
+        if plan.max_draft_tokens < 1 or plan.proposer is None:
+            return False
+        return (
+            bool(self._proposers)
+            if plan.proposer == ANY_PROPOSER
+            else plan.proposer in self._proposers
+        )
+
+    def offers(self, sequences: Many[Sequence], terms: Terms) -> list[Offer]:
+        """Return what can be verified for sequences that decode, one offer each; begins a step."""
+        self._turn += 1
         self._proposed.clear()
-        found: list[Offer] = []
+        self._exploration.begin(terms.step_s)
+        probed = None
+        if not self._is_hopeful(terms):
+            probed = self._probed(sequences)
+            sequences = [s for s in sequences if s.grammar is not None or s is probed]
+        found: dict[int, list[Offer]] = {}
         asked: dict[str, list[DraftRequest]] = {}
         for sequence in sequences:
-            plan = sequence.request.speculation
-            if sequence.grammar is None and (plan.proposer is None or not plan.max_draft_tokens):
-                continue
-            # The token sampled behind a draft is the last one that may be generated.
-            most = min(plan.max_draft_tokens, sequence.remaining_tokens - 1)
+            most = _most_tokens(sequence)
             if most < 1:
                 continue
             forced = () if sequence.grammar is None else sequence.grammar.forced(most)
             if forced:
-                found.append(self._found(sequence, GRAMMAR, most, Draft(forced)))
-            elif plan.proposer is not None and plan.proposer in self._proposers:
-                asked.setdefault(plan.proposer, []).append(DraftRequest(sequence, most))
+                found[sequence.key] = [self._found(sequence, GRAMMAR, Draft(forced))]
+                continue
+            for name in self._allowed(sequence, most):
+                if sequence is probed or self._is_worth_asking(sequence, name, terms):
+                    asked.setdefault(name, []).append(DraftRequest(sequence, most))
         for name, requests in asked.items():
-            found.extend(self._ask(name, requests))
-        return found
+            for offer in self._ask(name, requests):
+                found.setdefault(offer.sequence.key, []).append(offer)
+        return _choose(list(found.values()), terms)
 
-    def drafts(self, offers: Many[Offer], slots: Many[int]) -> dict[int, Draft]:
-        """Return the drafts to verify by sequence key, laid out; nothing where there is none.
+    def compute(self, offers: Many[Offer], slots: Many[int]) -> list[Offer]:
+        """Return the offers with their drafts, none longer than its slots.
 
         Args:
             slots: most slots of each offer.
         """
-        chosen: dict[int, Draft] = {}
-        computed: dict[str, list[DraftRequest]] = {}
+        asked: dict[str, list[DraftRequest]] = {}
         for offer, most in zip(offers, slots, strict=True):
-            if offer.draft is not None:
-                self._proposed[offer.sequence.key] = offer.source, offer.draft
-                chosen[offer.sequence.key] = offer.draft.first(most).laid_out()
-            elif most:
-                computed.setdefault(offer.source, []).append(DraftRequest(offer.sequence, most))
-        for name, requests in computed.items():
-            found = self._proposers[name].propose(requests)
-            for request, draft in zip(requests, found, strict=True):
-                legal = _legal(request.sequence, draft.first(request.max_tokens))
-                self._proposed[request.sequence.key] = name, legal
-                chosen[request.sequence.key] = legal.laid_out()
-        return {key: draft for key, draft in chosen.items() if draft}
+            if offer.draft is None and most:
+                asked.setdefault(offer.source, []).append(DraftRequest(offer.sequence, most))
+        computed: dict[int, Offer] = {}
+        for name, requests in asked.items():
+            for offer in self._compute(name, requests):
+                computed[offer.sequence.key] = offer
+        self._explore(used=asked.keys())
+        return [
+            computed.get(offer.sequence.key, _nothing(offer))
+            if offer.draft is None
+            else offer.first(most)
+            for offer, most in zip(offers, slots, strict=True)
+        ]
 
     def learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
-        """Learn from the draft: from what was verified, and from what was merely offered.
+        """Learn from the drafts: from what was verified, and from what was merely offered.
 
         A draft that was not verified still agrees or not with the token that came, so a policy
         that stopped drafting notices when drafting would pay again.
         """
-        proposed = self._proposed.get(sequence.key)
-        if proposed is None or not proposed[1]:
-            return
-        source, draft = proposed
-        path = draft.walk(emitted)
-        refuted = draft.refutes(path, emitted)
-        records = [self.acceptance, self._record(source)]
-        if source != GRAMMAR:
-            records.append(sequence.acceptance)
-        for record in records:
-            record.observe(len(path), refuted=refuted)
+        for source, draft in self._proposed.get(sequence.key, ()):
+            self._scores.learn(sequence, source, draft, emitted)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what proposers keep for a sequence; it has finished."""
         for proposer in self._proposers.values():
             proposer.forget(sequence)
+        self._exploration.forget(sequence)
+
+    # --- who is asked -------------------------------------------------------------------------
+
+    def _is_hopeful(self, terms: Terms) -> bool:
+        """Return whether a slot could pay if the evidence for it were the best there is."""
+        for name, proposer in self._proposers.items():
+            is_free = proposer.depth_s(1) <= 0.0
+            best = self._scores.best_found(name) if is_free else self._scores.best_foreseen(name)
+            if terms.most_weight * best > terms.least_survival:
+                return True
+        return False
+
+    def _probed(self, sequences: Many[Sequence]) -> Sequence | None:
+        """Return the sequence that stands for all in this step, if one does: the oldest."""
+        if not self._proposers or self._turn % PROBED_TURNS:
+            return None
+        self._scores.refresh()  # what probes teach is little, and all there is
+        return min(sequences, key=lambda sequence: sequence.key, default=None)
+
+    def _allowed(self, sequence: Sequence, most: int) -> Iterable[str]:
+        """Return the proposers that may draft for a sequence."""
+        wanted = sequence.request.speculation.proposer
+        names = self._proposers if wanted == ANY_PROPOSER else (wanted,)
+        for name in names:
+            if name is not None and name in self._proposers:
+                if self._proposers[name].depth_s(1) > 0.0:
+                    self._exploration.note(name, DraftRequest(sequence, most))
+                yield name
+
+    def _is_worth_asking(self, sequence: Sequence, name: str, terms: Terms) -> bool:
+        """Return whether the next draft may be worth a slot, or it is time to see for oneself."""
+        if not terms.least_survival or not (self._turn + sequence.key) % HOPELESS_TURNS:
+            return True
+        first = self._scores.foreseen(sequence, name).survivals[0]
+        return sequence.weight * first > terms.least_survival
+
+    # --- what is found ------------------------------------------------------------------------
 
     def _ask(self, name: str, requests: list[DraftRequest]) -> Iterable[Offer]:
         """Return the offers of one proposer, with drafts if looking them up is all they cost."""
@@ -132,25 +222,57 @@ class Drafting:
         for request, draft in zip(requests, proposer.propose(requests), strict=True):
             legal = _legal(request.sequence, draft)
             if legal:
-                yield self._found(request.sequence, name, request.max_tokens, legal)
+                yield self._found(request.sequence, name, legal)
+            else:
+                self._scores.learn_nothing_found(request.sequence, name)
 
-    def _found(self, sequence: Sequence, source: str, most: int, draft: Draft) -> Offer:
-        candidate = DraftCandidate(draft.survivals(self._chance(sequence, source)))
-        return Offer(sequence, source, most, draft, candidate)
+    def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[Offer]:
+        """Return the drafts of a proposer that computes them, where there are any."""
+        drafts = self._proposers[name].propose(requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            self._exploration.follow(name, request.sequence)
+            legal = _legal(request.sequence, draft.first(request.max_tokens))
+            if legal:
+                yield self._found(request.sequence, name, legal)
+
+    def _explore(self, used: Container[str]) -> None:
+        """Draft a token of one sequence with what is not used, as often as it may cost."""
+        for name, request in self._exploration.unused(used, self._proposers):
+            for _ in self._compute(name, [request]):
+                pass  # what came of it is learned
+
+    def _found(self, sequence: Sequence, source: str, draft: Draft) -> Offer:
+        draft, survivals = self._scores.found(sequence, source, draft)
+        self._proposed.setdefault(sequence.key, []).append((source, draft))
+        return Offer(sequence, source, draft, DraftCandidate(survivals, 0.0, sequence.weight))
 
     def _unknown(self, request: DraftRequest, source: str, depth_s: float) -> Offer:
         """Return the offer of a chain that nobody has computed yet."""
-        sequence, most = request.sequence, request.max_tokens
-        survivals = Draft((0,) * most).survivals(self._chance(sequence, source))
-        return Offer(sequence, source, most, None, DraftCandidate(survivals, depth_s))
+        sequence = request.sequence
+        survivals = self._scores.foreseen(sequence, source).of_length(request.max_tokens)
+        return Offer(sequence, source, None, DraftCandidate(survivals, depth_s, sequence.weight))
 
-    def _chance(self, sequence: Sequence, source: str) -> float:
-        """Return the estimated chance of a token of that source, given all before it were right."""
-        overall = self._record(source).rate()
-        return overall if source == GRAMMAR else sequence.acceptance.rate(prior=overall)
 
-    def _record(self, source: str) -> Acceptance:
-        return self._records.setdefault(source, Acceptance(forgetting=FORGETTING))
+def _most_tokens(sequence: Sequence) -> int:
+    """Return how long a draft of a sequence may be.
+
+    The token sampled behind a draft is the last one that may be generated.
+    """
+    return min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
+
+
+def _nothing(offer: Offer) -> Offer:
+    return Offer(offer.sequence, offer.source, NO_DRAFT, _NOTHING)
+
+
+def _choose(options: list[list[Offer]], terms: Terms) -> list[Offer]:
+    """Return one offer of each sequence."""
+    if all(len(offers) == 1 for offers in options):
+        return [offers[0] for offers in options]
+    candidates = [[offer.candidate for offer in offers] for offers in options]
+    rate = terms.weight / terms.step_s if terms.step_s > 0.0 else 0.0
+    chosen = arbitrate(candidates, terms.price, rate)
+    return [offers[index] for offers, index in zip(options, chosen, strict=True)]
 
 
 def _legal(sequence: Sequence, draft: Draft) -> Draft:

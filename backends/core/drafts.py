@@ -7,6 +7,7 @@ each branch is a run of rows (`Draft.laid_out`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -63,17 +64,21 @@ class Draft:
             depths.append(1 + (depths[parent] if parent != ROOT else 0))
         return tuple(depths)
 
-    def survivals(self, acceptance: float) -> tuple[float, ...]:
+    def survivals(self, chance: Callable[[int], float]) -> tuple[float, ...]:
         """Return the chance of each token that it and all before it are accepted.
 
         Args:
-            acceptance: the chance that one of the children is right where their parent was.
+            chance: of one of the children being right where their parent was, by their place
+                behind the sequence, from 0.
         """
+        depths = self.depths
         survivals: list[float] = []
         for index in range(len(self)):
             parent = self.parent(index)
             before = survivals[parent] if parent != ROOT else 1.0
-            survivals.append(before * acceptance * (self.shares[index] if self.shares else 1.0))
+            survivals.append(
+                before * chance(depths[index] - 1) * (self.shares[index] if self.shares else 1.0)
+            )
         return tuple(survivals)
 
     def first(self, tokens: int) -> Draft:

@@ -2,11 +2,12 @@
 
 Rules of this file: no clock, no randomness, no device. Decodes go first, least recently served
 first, so more decodes than budget means taking turns. Draft slots come next, as many as the
-policy allows; they never preempt, and leave half of the rest to prefills. Then prefill chunks,
-and newcomers in order of arrival: a sequence which cannot be admitted keeps those behind it
-waiting, so none starves; but one that shares a prefix with a prefill under way lets others pass
-and takes the blocks when they are ready. When blocks run out, the youngest sequence gives its own
-back and is computed again later (recompute), but for what is still cached.
+policy allows; they never preempt, and leave half of the rest to prefills. Then prefill chunks, as
+far as the batching policy lets decodes wait, and newcomers in order of arrival: a sequence which
+cannot be admitted keeps those behind it waiting, so none starves; but one that shares a prefix with
+a prefill under way lets others pass and takes the blocks when they are ready. When blocks run out,
+the youngest sequence gives its own back and is computed again later (recompute), but for what is
+still cached.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from backends.core.drafting import Drafting, Offer
-from backends.core.drafts import NO_DRAFT, Draft, Proposer
+from backends.core.batch_view import batch_view
+from backends.core.draft_plan import DraftPlan, Room
+from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
 from backends.types import FinishReason, TokenLogprob
-from policies.protocols import SpeculationPolicy
+from policies.batching import Slack
+from policies.cost_fit import StepCostFit
+from policies.protocols import BatchingPolicy, SpeculationPolicy
 from policies.step_cost import StepCost, slot_price
-from policies.types import StepView, WorkerLoad
+from policies.types import WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class _StepDraft:
         self.work[key] = self.work[key]._replace(draft=draft)
 
 
+DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
+
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 
@@ -76,22 +81,26 @@ class Scheduler:
         policy: SpeculationPolicy,
         proposers: Mapping[str, Proposer],
         cost: StepCost,
+        batching: BatchingPolicy = DEFAULT_BATCHING,
     ) -> None:
-        """Start empty. `proposers` are ordered, cheapest first."""
+        """Start empty. `proposers` are ordered, cheapest first; `cost` is where steps teach on."""
         self.config = config
         self.blocks = blocks
-        self.cost = cost
-        self._policy = policy
-        self._drafting = Drafting(proposers)
+        self._batching = batching
+        self._fit = StepCostFit(cost)
+        self._drafts = DraftPlan(policy, proposers, blocks)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._pending = PendingPrefixes()
         self._price = 0.0
         self._step = 0
         self._assumed: StepPlan | None = None  # planned behind, and not applied yet
+        self._now_s = 0.0
+        self._with_service = 0  # open sequences with a service level
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        self._with_service += sequence.has_service
         self._waiting.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -104,8 +113,9 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = reason
+        self._with_service -= sequence.has_service
         self._give_back(sequence)
-        self._drafting.forget(sequence)
+        self._drafts.drafting.forget(sequence)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -117,6 +127,16 @@ class Scheduler:
         """Sequences in the queue, next first."""
         return tuple(self._waiting)
 
+    @property
+    def cost(self) -> StepCost:
+        """What steps cost, as far as those that ran have taught."""
+        return self._fit.cost
+
+    @property
+    def cost_error(self) -> float:
+        """Running median of |measured / predicted - 1| over step times."""
+        return self._fit.relative_error
+
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
         return WorkerLoad(
@@ -125,21 +145,30 @@ class Scheduler:
             kv_blocks_free=self.blocks.num_free,
             kv_blocks_total=self.blocks.num_blocks,
             price=self._price if self._running else 0.0,
-            acceptance=self._drafting.acceptance.rate(),
-            proposers=self._drafting.names,
+            acceptance=self._drafts.drafting.acceptance,
+            proposers=self._drafts.drafting.names,
         )
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now_s: float | None = None) -> StepPlan | None:
         """Return the next step, or None when there is nothing to do.
 
         The blocks it needs are allocated. At most `max_step_tokens` tokens.
+
+        Args:
+            now_s: the time, which says who is late; None takes that of all steps so far.
         """
+        self._now_s = self._now_s if now_s is None else now_s
         self._step += 1
         step = _StepDraft(self.config.max_step_tokens)
-        self._plan_decodes(step)
-        self._plan_drafts(step)
+        stalled = self._batching.stalls_decodes and self._prefill_tokens() > 0
+        if not stalled:
+            self._plan_decodes(step)
+            self._plan_drafts(step)
+        self._limit_prefills(step)
         self._plan_prefills(step)
         self._admit(step)
+        if stalled and not step.work:
+            self._plan_decodes(step)
         if not step.work:
             return None
         return StepPlan(tuple(step.work.values()))
@@ -182,7 +211,12 @@ class Scheduler:
                 sequence.token_ids.pop()  # here comes the token that was pending
             kept = self._confirm(work, emitted)
             emissions.append((sequence, kept, logprobs[: len(kept)]))
-        self._price = slot_price(self.cost, plan.num_tokens, plan.kv_tokens, plan.num_sampling)
+        self._now_s += result.step_s
+        if self._with_service:
+            _note_first_tokens(emissions, self._now_s)
+        size = plan.size
+        self._fit.observe(size, result.step_s)
+        self._price = slot_price(self.cost, size.tokens, size.kv_tokens, plan.num_sampling)
         return emissions
 
     def _goes_on(self, work: SequenceWork) -> bool:
@@ -190,12 +224,9 @@ class Scheduler:
 
         Work of such a sequence has no draft: only proposers and grammars make any.
         """
-        sampling, wish = work.sequence.request.sampling, work.sequence.request.speculation
-        return (
-            work.sequence.grammar is None
-            and not sampling.counts_tokens
-            and (wish.max_draft_tokens < 1 or wish.proposer not in self._drafting.names)
-        )
+        sequence = work.sequence
+        looked_at = sequence.grammar is not None or sequence.request.sampling.counts_tokens
+        return not looked_at and not self._drafts.drafting.may_draft(sequence)
 
     # --- planning -----------------------------------------------------------------------------
 
@@ -217,33 +248,39 @@ class Scheduler:
 
     def _plan_drafts(self, step: _StepDraft) -> None:
         """Add the drafts the policy allows. They preempt nobody, and keep no newcomer out."""
-        decodes = list(step.work.values())
-        offers = self._drafting.offers(work.sequence for work in decodes)
-        if not offers:
+        decodes = [work.sequence for work in step.work.values()]
+        if not decodes:
             return
-        prefill_tokens = self._prefill_tokens()
+        prefill_tokens = self._prefill_tokens(len(decodes))
+        if prefill_tokens:
+            prefill_tokens = min(prefill_tokens, self._most_prefill_tokens(step))
         # Half of what is left is for prefills, so that drafts never hold them up.
-        slot_budget = step.budget // 2 if prefill_tokens else step.budget
-        view = StepView(
-            tokens=len(decodes) + min(prefill_tokens, step.budget - slot_budget),
-            kv_tokens=sum(work.context_tokens for work in decodes),
-            sequences=len(decodes),
-            slot_budget=slot_budget,
-            candidates=tuple(offer.candidate for offer in offers),
+        slots = step.budget // 2 if prefill_tokens else step.budget
+        room = Room(
+            slots,
+            min(prefill_tokens, step.budget - slots),
+            self.blocks.num_free - self._newcomer_blocks(),
         )
-        lengths = self._policy.draft_lengths(view, self.cost)
-        slots = self._reserve(offers, lengths, slot_budget)
-        drafts = self._drafting.drafts(offers, slots)
-        for offer, reserved in zip(offers, slots, strict=True):
-            sequence, draft = offer.sequence, drafts.get(offer.sequence.key, NO_DRAFT)
-            if draft:
-                step.attach(sequence.key, draft)
-            if len(draft) < reserved:
-                self.blocks.trim(sequence.block_table, len(sequence.token_ids) + len(draft))
+        now_s = self._now_s if self._with_service else None
+        for sequence, draft in self._drafts.plan(decodes, room, self.cost, self._price, now_s):
+            step.attach(sequence.key, draft)
 
-    def _prefill_tokens(self) -> int:
+    def _limit_prefills(self, step: _StepDraft) -> None:
+        """Leave of the step's budget what the batching policy gives to prompts."""
+        if step.work and (self._waiting or len(step.work) < len(self._running)):
+            step.budget = min(step.budget, self._most_prefill_tokens(step))
+
+    def _most_prefill_tokens(self, step: _StepDraft) -> int:
+        """Return how many prompt tokens may join the step as it is, if any wait."""
+        now_s = self._now_s if self._with_service else None
+        view = batch_view(step.work.values(), self._running, step.budget, now_s)
+        return self._batching.prefill_tokens(view, self.cost)
+
+    def _prefill_tokens(self, decodes: int = 0) -> int:
         """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
-        running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
+        running = 0
+        if decodes < len(self._running):
+            running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
         return running + (self._uncached_tokens(self._waiting[0]) if self._newcomer_blocks() else 0)
 
     def _uncached_tokens(self, sequence: Sequence) -> int:
@@ -259,20 +296,6 @@ class Scheduler:
         hashes = newcomer.sharable_hashes(self.blocks.block_size)
         blocks = self.blocks.needed(hashes, len(newcomer.token_ids))
         return blocks if blocks <= self.blocks.num_free else 0
-
-    def _reserve(self, offers: Many[Offer], lengths: Many[int], budget: int) -> list[int]:
-        """Take blocks for drafts, but those of the next newcomer; return the slots each gets."""
-        spare_blocks = self.blocks.num_free - self._newcomer_blocks()
-        slots = []
-        for offer, length in zip(offers, lengths, strict=True):
-            table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
-            held = len(table)
-            room = max(0, (held + spare_blocks) * self.blocks.block_size - tokens)
-            slots.append(min(length, budget, room))
-            self.blocks.extend(table, tokens + slots[-1])
-            spare_blocks -= len(table) - held
-            budget -= slots[-1]
-        return slots
 
     def _plan_prefills(self, step: _StepDraft) -> None:
         """Continue prefills with what is left of the budget, oldest first."""
@@ -367,7 +390,7 @@ class Scheduler:
     def _confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append what was emitted to the sequence, and settle its blocks; return what it keeps."""
         sequence, accepted = work.sequence, len(emitted) - 1
-        self._drafting.learn(sequence, emitted)
+        self._drafts.drafting.learn(sequence, emitted)
         kept = self._append(sequence, emitted)
         sequence.num_computed = work.start + len(work.token_ids) + accepted
         within_block = sequence.num_computed % self.blocks.block_size
@@ -415,3 +438,11 @@ class Scheduler:
             if grammar is not None:
                 grammar.accept(token)
         return emitted
+
+
+def _note_first_tokens(emissions: list[Emission], now_s: float) -> None:
+    """Note when sequences began to decode: their further tokens are due from then on."""
+    for sequence, _, _ in emissions:
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+            sequence.first_output_tokens = sequence.output_tokens

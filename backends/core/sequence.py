@@ -16,7 +16,9 @@ from backends.core.draft_pages import DraftTable
 from backends.core.grammar import Grammar
 from backends.core.prefix_cache import extend_chain
 from backends.types import FinishReason, GenerationRequest, ResumedChoice, SpeculationOutcome
-from policies.survival import Acceptance
+from policies.survival import RequestRecord
+from policies.types import ANYTIME
+from policies.weights import next_due_s
 
 
 class SequenceState(Enum):
@@ -55,10 +57,14 @@ class Sequence:
         known_blocks: leading blocks of the table which are known by their hash.
         most_tokens: tokens of prompt and output together at which it ends.
         is_plain: nothing reads or changes its logits but the sampler.
+        has_service: its request asked for a service level.
         cached_tokens: prompt tokens that needed no computing when the sequence first ran.
         draft_table: pages of a draft model's keys and values.
         grammar: what the output may say; None allows everything.
-        acceptance: this sequence's own record of agreed and refuted draft tokens.
+        draft_records: what its own drafts have shown, by source.
+        weight: what a token of it is worth now (`policies.weights`).
+        first_token_s: when it began to decode here, by the worker's time; None before.
+        first_output_tokens: how many tokens of output it had then.
     """
 
     key: int
@@ -76,18 +82,23 @@ class Sequence:
     finish_reason: FinishReason | None = None
     preemptions: int = 0
     last_step: int = -1
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    draft_records: dict[str, RequestRecord] = field(default_factory=dict)
+    weight: float = 1.0
+    first_token_s: float | None = None
+    first_output_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
     most_tokens: int = field(init=False)
     is_plain: bool = field(init=False)
+    has_service: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up what every step asks for."""
         request = self.request
         self.most_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
+        self.has_service = request.service != ANYTIME
 
     @classmethod
     def of(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
@@ -114,6 +125,14 @@ class Sequence:
     def remaining_tokens(self) -> int:
         """Tokens which may still be generated."""
         return self.most_tokens - len(self.token_ids)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When its next token is due, by the worker's time; None without a target."""
+        if self.first_token_s is None:
+            return None
+        tokens = 1 + self.output_tokens - self.first_output_tokens
+        return next_due_s(self.request.service, self.first_token_s, tokens)
 
     @property
     def heeds_eos(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from backends.core.drafts import NO_DRAFT, Draft
 from backends.core.sequence import Sequence
 from backends.types import TokenLogprob
+from policies.step_cost import StepSize
 
 PENDING: Final = -1
 """A token that a launched step is to draw: known on the device before it is known here."""
@@ -89,6 +90,18 @@ class StepPlan:
     def kv_tokens(self) -> int:
         """KV tokens read."""
         return self.num_tokens + sum([work.start for work in self.work])
+
+    @property
+    def size(self) -> StepSize:
+        """All that its cost depends on, in one pass."""
+        tokens = kv_tokens = pairs = 0
+        for work in self.work:
+            fed = len(work.token_ids) + len(work.draft.token_ids)
+            tokens += fed
+            kv_tokens += work.start + fed
+            if fed > 1:
+                pairs += (fed - 1) * work.start + fed * (fed + 1) // 2 - 1
+        return StepSize(tokens, kv_tokens, len(self.work), pairs)
 
     @property
     def is_plain(self) -> bool:

@@ -93,9 +93,13 @@ class Worker:
         """Return the load."""
         return self._scheduler.load()
 
-    def plan(self) -> StepPlan | None:
-        """Return the next step, or None when there is nothing to do."""
-        return self._scheduler.plan()
+    def plan(self, now_s: float | None = None) -> StepPlan | None:
+        """Return the next step, or None when there is nothing to do.
+
+        Args:
+            now_s: the time, which says who is late; None takes that of all steps so far.
+        """
+        return self._scheduler.plan(now_s)
 
     def plan_behind(self, plan: StepPlan) -> StepPlan | None:
         """Return the step behind one that is not applied yet; None if that has to come first."""

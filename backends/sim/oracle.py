@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from backends.core.drafting import Drafting, Offer
+from backends.core.drafting import Drafting, Offer, Terms
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence as Tokens
@@ -29,9 +29,9 @@ class OracleDrafting(Drafting):
         super().__init__(proposers)
         self._simulated = proposers
 
-    def offers(self, sequences: Iterable[Tokens]) -> list[Offer]:
+    def offers(self, sequences: Sequence[Tokens], terms: Terms) -> list[Offer]:
         """Return what can be verified and will be accepted."""
-        return list(self._foreseen(super().offers(sequences)))
+        return list(self._foreseen(super().offers(sequences, terms)))
 
     def _foreseen(self, offers: Iterable[Offer]) -> Iterator[Offer]:
         for offer in offers:
@@ -39,7 +39,7 @@ class OracleDrafting(Drafting):
             agreed = self._simulated[offer.source].agreed(offer.sequence, most)
             if agreed:
                 candidate = replace(offer.candidate, survivals=(1.0,) * agreed)
-                yield replace(offer, max_tokens=agreed, candidate=candidate)
+                yield replace(offer.first(agreed), candidate=candidate)
 
 
 class OracleScheduler(Scheduler):
@@ -54,7 +54,7 @@ class OracleScheduler(Scheduler):
         cost: StepCost,
     ) -> None:
         super().__init__(config, blocks, policy, proposers, cost)
-        self._drafting = OracleDrafting(proposers)
+        self._drafts.drafting = OracleDrafting(proposers)
 
 
 class Oracle:
@@ -71,6 +71,11 @@ class Oracle:
         """Plan the longest draft: steps decide."""
         plan = Fixed(MAX_DRAFT_TOKENS).decide(request, load)
         return replace(plan, policy=self.name, reason=f"foreseen: {plan.reason}")
+
+    def least_survival(self, step: StepView, cost: StepCost) -> float:
+        """Ask everybody: what is foreseen costs nothing."""
+        del step, cost
+        return 0.0
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Return how much of each draft to verify."""

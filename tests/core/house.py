@@ -11,7 +11,7 @@ from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import SequenceWork, StepPlan
 from backends.types import FinishReason, GenerationRequest
-from policies.registry import speculation_policy
+from policies.registry import batching_policy, speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
 
@@ -30,6 +30,9 @@ class RandomPicker:
 
     def decide(self, request, load):
         raise NotImplementedError
+
+    def least_survival(self, step, cost):
+        return 0.0
 
     def draft_lengths(self, step, cost):
         left, lengths = step.slot_budget, []
@@ -51,7 +54,15 @@ class WatchedScheduler(Scheduler):
 class House:
     """A scheduler, a fake device, and every promise checked at every step."""
 
-    def __init__(self, num_blocks=16, max_num_seqs=4, max_step_tokens=16, policy=None, wrong=0.3):
+    def __init__(
+        self,
+        num_blocks=16,
+        max_num_seqs=4,
+        max_step_tokens=16,
+        policy=None,
+        wrong=0.3,
+        batching="slack",
+    ):
         self.blocks = KvBlocks(num_blocks, BLOCK)
 
         def is_wrong(key: int, position: int) -> bool:
@@ -67,6 +78,7 @@ class House:
                 "draft_model": FakeProposer(is_wrong=is_wrong, depth_s=1e-5),
             },
             COST,
+            batching_policy(batching),
         )
         self.sequences: list[Sequence] = []
         self.outputs: dict[int, list[int]] = {}

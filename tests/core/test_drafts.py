@@ -65,6 +65,11 @@ def test_laid_out_each_branch_is_a_run(draft: Draft) -> None:
     assert laid.is_chain == all(laid.parent(i) == i - 1 for i in range(len(laid)))
 
 
+def by_depth(position: int) -> float:
+    """Chances that differ by depth."""
+    return 0.9 - 0.05 * position
+
+
 @given(drafts, st.integers(0, 14))
 def test_any_leading_tokens_are_a_draft(draft: Draft, tokens: int) -> None:
     """Shortening keeps the best tokens, all of whose parents stay."""
@@ -72,7 +77,7 @@ def test_any_leading_tokens_are_a_draft(draft: Draft, tokens: int) -> None:
     assert len(short) == min(tokens, len(draft))
     assert short.token_ids == draft.token_ids[:tokens]
     assert paths(short).items() <= paths(draft).items()
-    assert short.survivals(0.7) == draft.survivals(0.7)[:tokens]
+    assert short.survivals(by_depth) == draft.survivals(by_depth)[:tokens]
 
 
 @given(drafts, texts)
@@ -100,7 +105,7 @@ def test_accepted_are_those_that_equal_the_tokens_drawn_before_them(draft: Draft
 @given(trees())
 def test_survivals_fall_along_a_path_and_split_among_siblings(draft: Draft) -> None:
     """A token is no likelier than its parent, siblings together no likelier than one child."""
-    chances = draft.survivals(0.8)
+    chances = draft.survivals(lambda _: 0.8)
     for parent in {ROOT, *range(len(draft))}:
         below = sum(chances[i] for i in range(len(draft)) if draft.parent(i) == parent)
         assert below <= 0.8 * (1.0 if parent == ROOT else chances[parent]) + 1e-12
@@ -109,7 +114,7 @@ def test_survivals_fall_along_a_path_and_split_among_siblings(draft: Draft) -> N
 def test_a_chain_survives_geometrically() -> None:
     """At 0.5, three tokens survive with 1/2, 1/4 and 1/8; their depths are 1, 2 and 3."""
     chain = Draft((7, 8, 9))
-    assert chain.survivals(0.5) == pytest.approx((0.5, 0.25, 0.125))
+    assert chain.survivals(lambda _: 0.5) == pytest.approx((0.5, 0.25, 0.125))
     assert chain.depths == (1, 2, 3)
     assert chain.laid_out() is chain
 

@@ -9,11 +9,15 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from backends.core.drafts import Draft
 from backends.core.sequence import Sequence, SequenceState
 from backends.types import FinishReason, ResumedChoice
+from policies.batching import LEAST_CHUNK
 from policies.registry import speculation_policy
-from tests.core.fakes import request
-from tests.core.house import House, RandomPicker, expected_output
+from policies.types import ServiceLevel
+from policies.weights import LATE_WEIGHT
+from tests.core.fakes import FakeExecutor, request
+from tests.core.house import COST, House, RandomPicker, expected_output
 
 POLICIES = st.one_of(
     st.sampled_from(["off", "fixed:1", "fixed:5", "auto"]).map(speculation_policy),
@@ -30,9 +34,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(1, 24),
         policy=POLICIES,
         wrong=st.sampled_from([0.0, 0.3, 1.0]),
+        batching=st.sampled_from(["slack", "fixed:8", "prefill_first", "decode_first"]),
     )
-    def start(self, num_blocks, max_num_seqs, max_step_tokens, policy, wrong):
-        self.house = House(num_blocks, max_num_seqs, max_step_tokens, policy, wrong)
+    def start(self, num_blocks, max_num_seqs, max_step_tokens, policy, wrong, batching):
+        self.house = House(num_blocks, max_num_seqs, max_step_tokens, policy, wrong, batching)
 
     @rule(
         prompt=st.integers(1, 12),
@@ -224,3 +229,87 @@ def test_no_sequence_leaves_the_table_of_states() -> None:
     assert sequence.finish_reason is not FinishReason.ABORT
     with pytest.raises(RuntimeError, match="FINISHED cannot become RUNNING"):
         sequence.move_to(SequenceState.RUNNING)
+
+
+def test_step_costs_are_learned_from_the_steps() -> None:
+    """A device half as fast as its profile says is known for it after some hundred steps."""
+    house = House(num_blocks=400, max_num_seqs=4)
+    for _ in range(4):
+        house.add(prompt=2, max_tokens=300, ignore_eos=True)
+    before_s = house.scheduler.cost.seconds(4)
+    for _ in range(200):
+        plan = house.scheduler.plan()
+        size, result = plan.size, FakeExecutor().execute(plan)
+        seconds = 2 * COST.seconds(size.tokens, size.kv_tokens, size.sequences)
+        house.scheduler.apply(plan, replace(result, step_s=seconds))
+    assert house.scheduler.cost.seconds(4) == pytest.approx(2 * before_s, rel=0.1)
+    assert house.scheduler.cost_error < 0.05
+
+
+def test_the_size_of_a_step_counts_what_attention_reads() -> None:
+    """Pairs are those of all tokens behind the first of a sequence with all up to themselves."""
+    house = House(num_blocks=64, max_step_tokens=64)
+    house.add(prompt=5, max_tokens=6, drafts=3, ignore_eos=True)
+    house.add(prompt=3, max_tokens=6, ignore_eos=True)
+    prefill = house.step()
+    assert prefill.size == (8, 8, 2, (2 + 3 + 4 + 5) + (2 + 3))
+    house.proposer.draft = lambda sequence, max_tokens: Draft((0,) * max_tokens)
+    decode = house.step()
+    assert decode.size == (1 + 3 + 1, (6 + 3) + 4, 2, 7 + 8 + 9)
+
+
+def test_who_is_late_gets_the_slots() -> None:
+    """Of two sequences with equal drafts, the one behind its target verifies more of them."""
+    house = House(num_blocks=200, max_step_tokens=6, policy=speculation_policy("auto"), wrong=0.0)
+    usual = request(prompt=2, max_tokens=60, drafts=4, ignore_eos=True)
+    late = replace(usual, service=ServiceLevel(tpot_s=1e-6))
+    (patient,), (hasty,) = house.add_choices(usual), house.add_choices(late)
+    while hasty.state is not SequenceState.FINISHED:
+        house.step()
+    assert (hasty.weight, patient.weight) == (LATE_WEIGHT, 1.0)
+    assert patient.output_tokens < 40
+    house.run()
+
+
+def test_a_target_is_met_without_more_than_ample_weight() -> None:
+    """A sequence far ahead of its target weighs as much as one without."""
+    house = House(num_blocks=64)
+    wanted = request(prompt=2, max_tokens=30, ignore_eos=True)
+    (ahead,) = house.add_choices(replace(wanted, service=ServiceLevel(tpot_s=10.0)))
+    house.run()
+    assert ahead.weight == 1.0
+
+
+def long_steps(batching: str, tpot_s: float) -> list[float]:
+    """Predicted seconds of the steps of a decode with a target while a long prompt comes."""
+    house = House(num_blocks=200, max_step_tokens=256, batching=batching)
+    wanted = request(prompt=2, max_tokens=80, ignore_eos=True)
+    (decode,) = house.add_choices(replace(wanted, service=ServiceLevel(tpot_s=tpot_s)))
+    house.step()
+    house.add(prompt=240, max_tokens=1)
+    steps = []
+    while house.open != [decode]:
+        size = house.step().size
+        steps.append(COST.seconds(size.tokens, size.kv_tokens, size.sequences))
+    return steps
+
+
+def test_no_decode_waits_for_a_whole_prefill() -> None:
+    """Under `slack` no step is longer than the decode's target, or than with the least chunk."""
+    least_s = COST.seconds(1 + LEAST_CHUNK, 400, 2)
+    assert max(long_steps("slack", 2e-3)) <= least_s
+    assert 4e-3 < max(long_steps("slack", 5e-3)) <= 5e-3
+    assert max(long_steps("prefill_first", 5e-3)) > 15e-3
+
+
+def test_prefills_first_and_decodes_first_are_what_they_say() -> None:
+    """A prompt stalls decodes under the one, and waits for all of them under the other."""
+    for batching, together in (("prefill_first", False), ("decode_first", False), ("slack", True)):
+        house = House(num_blocks=200, max_step_tokens=64, batching=batching)
+        decode = house.add(prompt=2, max_tokens=12, ignore_eos=True)
+        house.step()
+        newcomer = house.add(prompt=40, max_tokens=2, ignore_eos=True)
+        fed = {work.sequence for work in house.step().work}
+        assert (fed == {decode, newcomer}) == together
+        assert newcomer in fed or batching == "decode_first"
+        house.run()

@@ -185,6 +185,9 @@ class RandomSlots:
         proposer = request.mode.value if named else "ngram"
         return SpeculationPlan(self.name, request.mode, proposer, 12, "chaos")
 
+    def least_survival(self, step: StepView, cost: StepCost) -> float:
+        return 0.0
+
     def draft_lengths(self, step: StepView, cost: StepCost) -> list[int]:
         lengths, budget = [0] * len(step.candidates), step.slot_budget
         for index in self.rng.sample(range(len(lengths)), len(lengths)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,14 @@ def test_logits_do_not_depend_on_where_pages_lie(shipped: Model) -> None:
     scattered = random.Random(2).sample(every, 16)
     bits = [model.forward([Feed(tokens, 0, pages, num_samples=1)]) for pages in (runs, scattered)]
     assert torch.equal(*bits)
+
+
+def test_what_drafting_takes_teaches_what_it_costs(shipped: Model, monkeypatch) -> None:
+    """Depths of three milliseconds each are known for it, whatever was timed at start."""
+    ticks = count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks) * 3e-3)
+    drafter, sequence = Drafter(shipped), sequence_of(shipped)
+    assert drafter.proposer.depth_s(1) == pytest.approx(1e-3)
+    for _ in range(200):
+        drafter.draft(sequence)
+    assert drafter.proposer.depth_s(1) == pytest.approx(3e-3, rel=0.05)

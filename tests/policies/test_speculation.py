@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
-from policies.speculation import Auto, Fixed, Off
+from policies.speculation import AdaptiveVerification, Auto, Fixed, Off, SmartSpec
 from policies.step_cost import StepCost
 from policies.testing import check_speculation
-from policies.types import DraftCandidate, RequestView, SpeculationMode, StepView, WorkerLoad
+from policies.types import (
+    ANY_PROPOSER,
+    DraftCandidate,
+    RequestView,
+    SpeculationMode,
+    StepView,
+    WorkerLoad,
+)
 
 H100_8B = StepCost(
     (1, 2, 4, *range(8, 1025, 8)),
@@ -45,7 +54,10 @@ def tokens_per_s(step: StepView, lengths, cost: StepCost) -> float:
     return (step.sequences + accepted) / seconds
 
 
-@pytest.mark.parametrize("spec", ["off", "fixed:1", "fixed:4", "fixed:64", "auto"])
+@pytest.mark.parametrize(
+    "spec",
+    ["off", "fixed:1", "fixed:4", "fixed:64", "auto", "smartspec", "adaptive_verification"],
+)
 def test_conformance(spec: str) -> None:
     """Every shipped policy keeps the contract of `SpeculationPolicy`."""
     policy = speculation_policy(spec)
@@ -132,6 +144,94 @@ def test_auto_never_expects_less_than_no_speculation(
     assert tokens_per_s(step, lengths, cost) >= tokens_per_s(step, [0] * many, cost)
 
 
+@pytest.mark.parametrize("size", [1, 16, 128, 512])
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
+def test_auto_is_no_slower_than_any_baseline_by_its_own_forecast(size, acceptance) -> None:
+    """With equal beliefs no baseline's lengths promise more: they are among those `auto` saw."""
+    step = replace(batch(size, acceptance), acceptance=acceptance)
+    best = tokens_per_s(step, Auto().draft_lengths(step, H100_8B), H100_8B)
+    for spec in ("off", "fixed:2", "fixed:8", "smartspec", "adaptive_verification"):
+        lengths = speculation_policy(spec).draft_lengths(step, H100_8B)
+        assert best >= tokens_per_s(step, lengths, H100_8B) * (1 - 1e-9)
+
+
+def test_smartspec_takes_the_length_of_the_best_goodput() -> None:
+    """One k for all: the best by the paper's formula, shorter the larger the batch."""
+    chosen = []
+    for size in (1, 64, 512):
+        step = replace(batch(size, 0.5), acceptance=0.8)
+        lengths = SmartSpec().draft_lengths(step, H100_8B)
+        assert len(set(lengths)) == 1
+
+        def goodput(k: int, size: int = size, step: StepView = step) -> float:
+            expected = (1 - 0.8 ** (k + 1)) / (1 - 0.8)
+            return size * expected / H100_8B.seconds(size * (k + 1), step.kv_tokens, size)
+
+        assert lengths[0] == max(range(17), key=goodput)
+        chosen.append(lengths[0])
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] > chosen[-1]
+
+
+def test_adaptive_verification_drafts_everything_before_it_trims() -> None:
+    """Drafts that cost something are made in full; once there, the likeliest slots stay."""
+    dear = DraftCandidate(chain(16, 0.5), depth_s=5e-3)
+    step = StepView(64, 32_000, 64, 4096, (dear,) * 64)
+    policy = AdaptiveVerification()
+    assert policy.draft_lengths(step, H100_8B) == [16] * 64
+    drafted = replace(step, candidates=(DraftCandidate(chain(16, 0.5)),) * 64)
+    trimmed = policy.draft_lengths(drafted, H100_8B)
+    assert trimmed == Auto().draft_lengths(drafted, H100_8B)
+    assert 0 < max(trimmed) < 16
+
+
+def test_a_table_of_batch_sizes_is_followed(tmp_path) -> None:
+    """`threshold_by_batch:FILE` drafts what the row of the batch size says, and else nothing."""
+    table = tmp_path / "table.json"
+    table.write_text("[[1, 4, 8], [5, 64, 2]]")
+    policy = speculation_policy(f"threshold_by_batch:{table}")
+    check_speculation(policy)
+    assert policy.name == f"threshold_by_batch:{table}"
+    assert policy.decide(RequestView(1, 9, 0.0), load()).max_draft_tokens == 8
+    lengths = [set(policy.draft_lengths(batch(n, 0.1), H100_8B)) for n in (4, 5, 64, 65)]
+    assert lengths == [{8}, {2}, {2}, {0}]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot read"),
+        ("[[1, 2", "is no JSON"),
+        ("{}", "rows of three whole numbers"),
+        ("[[1, 2]]", "rows of three whole numbers"),
+        ("[[1, 2, true]]", "rows of three whole numbers"),
+        ("[]", "is empty"),
+        ("[[4, 2, 1]]", "is no row"),
+        ("[[1, 2, 65]]", "is no row"),
+    ],
+)
+def test_a_damaged_table_is_refused_by_name(tmp_path, content, words) -> None:
+    """The error names the file and what is wrong with it."""
+    table = tmp_path / "table.json"
+    if content is not None:
+        table.write_text(content)
+    with pytest.raises(ValueError, match=words) as refused:
+        speculation_policy(f"threshold_by_batch:{table}")
+    assert str(table) in str(refused.value)
+
+
+def test_auto_leaves_the_proposer_open_where_there_are_several() -> None:
+    """Without a wish whatever pays may draft; a lone proposer, or a named one, is said."""
+    several = load(proposers=("ngram", "draft_model"))
+    plan = Auto().decide(RequestView(1, 9, 0.0), several)
+    assert plan.proposer == ANY_PROPOSER
+    assert "ngram, draft_model" in plan.reason
+    assert Auto().decide(RequestView(1, 9, 0.0), load()).proposer == "ngram"
+    named = RequestView(1, 9, 0.0, SpeculationMode.NGRAM)
+    assert Auto().decide(named, several).proposer == "ngram"
+    assert Fixed(4).decide(RequestView(1, 9, 0.0), several).proposer == "ngram"
+
+
 def test_fixed_drafts_the_same_whatever_the_load() -> None:
     """`fixed:K` takes K slots each while the budget lasts, first come first served."""
     assert Fixed(3).draft_lengths(batch(4, 0.01, budget=8), H100_8B) == [3, 3, 2, 0]
@@ -178,8 +278,9 @@ def test_an_unknown_policy_lists_the_known_ones_once(spec: str) -> None:
         speculation_policy(spec)
     assert repr(spec) in str(unknown.value)
     names = str(unknown.value).partition("known: ")[2].split(", ")
-    assert {"off", "fixed:K", "auto"} <= set(names)
+    assert {"off", "fixed:K", "auto", "smartspec", "threshold_by_batch:FILE"} <= set(names)
     assert "fixed" not in names
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("spec", ["fixed", "fixed:", "fixed:x", "fixed:-1", "fixed:0", "fixed:²"])
@@ -189,7 +290,7 @@ def test_fixed_needs_a_whole_number(spec: str) -> None:
         speculation_policy(spec)
 
 
-@pytest.mark.parametrize("spec", ["off:1", "auto:x"])
+@pytest.mark.parametrize("spec", ["off:1", "auto:x", "smartspec:4"])
 def test_an_argument_nobody_takes_is_refused(spec: str) -> None:
     """A policy without an argument does not ignore one silently."""
     with pytest.raises(ValueError, match="takes no argument"):

@@ -52,12 +52,30 @@ def test_tokens_up_to_the_edge_are_free_and_beyond_the_table_the_slope_goes_on()
     assert StepCost((4,), (2.0,)).seconds(6) == pytest.approx(3.0)
 
 
+@given(costs(), small, small, small, st.integers(0, 300))
+def test_seconds_of_all_slot_counts_are_those_of_each(cost, tokens, kv, sequences, most) -> None:
+    """The vector that allocation reads holds what `seconds` says for every number of slots."""
+    expected = [cost.seconds(tokens + n, kv, sequences, n) for n in range(most + 1)]
+    assert cost.slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("tokens", "edge"), [(0, 16), (1, 16), (4, 16), (5, 16), (8, 16), (9, 32), (16, 32), (20, 48)]
 )
 def test_next_edge_is_the_end_of_the_next_dearer_stair(tokens: int, edge: int) -> None:
     """The edge skips stairs of equal cost, and behind the last one adds one of its width."""
     assert StepCost((4, 8, 16, 32), (1.0, 1.0, 2.0, 3.0)).next_edge(tokens) == edge
+
+
+@given(costs(), small)
+def test_edges_are_where_stairs_end(cost, tokens) -> None:
+    """All ends up to a count, ascending: the table's, then one for each of its last width."""
+    edges = cost.edges_up_to(tokens)
+    last, width = cost.token_buckets[-1], cost.token_buckets[-1] - sum(cost.token_buckets[-2:-1])
+    assert edges == sorted(set(edges))
+    assert all(edge <= tokens for edge in edges)
+    assert [e for e in edges if e <= last] == [b for b in cost.token_buckets if b <= tokens]
+    assert tokens < last or edges[-1] > tokens - width
 
 
 @given(costs(), small)

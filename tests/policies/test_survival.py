@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import random
+from itertools import pairwise
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from policies.survival import Acceptance
+from policies.calibration import brier_score, calibration_error, reliability
+from policies.survival import (
+    EVIDENCE_EDGES,
+    EVIDENCE_ROWS,
+    OUTCOME_ROWS,
+    POSITIONS,
+    Acceptance,
+    RequestRecord,
+    Survivals,
+    SurvivalTable,
+    evidence_row,
+    outcome_row,
+)
 
 drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 
@@ -37,3 +53,121 @@ def test_old_evidence_is_forgotten() -> None:
     for _ in range(1500):
         acceptance.observe(0, refuted=True)
     assert acceptance.rate() < 0.25
+
+
+outcomes = st.lists(
+    st.tuples(st.integers(0, 1200), st.integers(0, 70), st.booleans()), max_size=120
+)
+
+
+@given(outcomes, st.integers(0, 40))
+def test_survivals_are_chances_that_fall(observed, length) -> None:
+    """Whatever came of drafts, survivals stay strictly between 0 and 1 and never rise."""
+    survivals, record = Survivals(), RequestRecord()
+    for evidence, agreed, refuted in observed:
+        survivals.learn(record, evidence, agreed, refuted=refuted)
+    for row in (survivals.of_found(record, 5), survivals.of_foreseen(record)):
+        chain = row.of_length(length)
+        assert len(chain) == length
+        assert all(0.0 < survival < 1.0 for survival in chain)
+        assert all(later <= earlier for earlier, later in pairwise(chain))
+        assert all(0.0 < row.chance(position) < 1.0 for position in range(length))
+
+
+def test_rows_tell_evidence_and_outcomes_apart() -> None:
+    """Each kind of evidence has its row, and so has each way a draft can end."""
+    assert [evidence_row(lower) for lower in (0, *EVIDENCE_EDGES)] == list(range(EVIDENCE_ROWS))
+    ends = [(0, True), (1, True), (2, True), (3, True), (4, True), (4, False)]
+    assert [outcome_row(agreed, refuted=refuted) for agreed, refuted in ends] == [*range(1, 7)]
+    assert outcome_row(60, refuted=True) < OUTCOME_ROWS
+
+
+def test_a_table_starts_at_the_prior_and_ends_at_the_counts() -> None:
+    """Unseen rows say one half to the power of the position; seen ones what was seen."""
+    table = SurvivalTable(2)
+    assert table.row(0).of_length(3) == pytest.approx((0.5, 0.25, 0.125))
+    for count in range(2048):
+        table.observe(1, 1 + 2 * (count % 2), refuted=True)  # one right, then half of them two more
+    assert table.row(1).chances[:4] == pytest.approx((1.0, 0.5, 1.0, 0.0), abs=0.02)
+
+
+def test_an_unseen_row_follows_the_others() -> None:
+    """Evidence that never came is taken for as good as all that did."""
+    table = SurvivalTable(2)
+    for _ in range(512):
+        table.observe(1, 8, refuted=False)
+    assert table.row(0).chances[0] > 0.95
+    assert table.best_survival > table.row(1).chances[0]
+
+
+def test_old_drafts_are_forgotten() -> None:
+    """When drafts turn bad for good, a table comes to say so."""
+    table = SurvivalTable(1)
+    for _ in range(20_000):
+        table.observe(0, 4, refuted=False)
+    for _ in range(40_000):
+        table.observe(0, 0, refuted=True)
+    assert table.row(0).chances[0] < 0.1
+
+
+def test_a_request_is_told_from_the_others_by_its_own_drafts() -> None:
+    """Equal evidence survives more often for a request whose drafts were better than others'."""
+    survivals, others = Survivals(), RequestRecord()
+    for count in range(300):
+        survivals.learn(others, 3, count % 2, refuted=True)
+    lucky, unlucky = RequestRecord(), RequestRecord()
+    for _ in range(10):
+        survivals.learn(lucky, 3, 6, refuted=False)
+        survivals.learn(unlucky, 3, 0, refuted=True)
+    firsts = [survivals.of_found(r, 3).survivals[0] for r in (unlucky, others, lucky)]
+    assert firsts == sorted(firsts)
+    assert firsts[0] < 0.6 * firsts[2]
+
+
+def test_nothing_found_makes_waiting_hopeless() -> None:
+    """A request for which nothing is ever found has a lower survival to wait for."""
+    survivals, record = Survivals(), RequestRecord()
+    before = survivals.of_foreseen(record).survivals[0]
+    for _ in range(50):
+        survivals.learn_foreseen(record, 0, refuted=True)
+    assert survivals.of_foreseen(record).survivals[0] < 0.2 < before
+
+
+def test_forecasts_are_calibrated_where_the_law_is_known() -> None:
+    """Requests differ, evidence tells: survivals come true as often as they say, within 3 points.
+
+    The truth is logistic in evidence, position and request. The forecasts score within 0.01 of the
+    truth's own Brier score, and better than one rate for all.
+    """
+    rng = random.Random(5)
+    survivals, overall = Survivals(), Acceptance()
+    said: list[float] = []
+    ideal: list[float] = []
+    flat: list[float] = []
+    came: list[bool] = []
+    for request in range(400):
+        record, own = RequestRecord(), rng.gauss(0.0, 0.5)
+        for _ in range(30):
+            evidence = rng.choice((1, 3, 8, 20))
+            truth = [0.25 * math.sqrt(evidence) + own + 0.05 * p for p in range(6)]
+            chances = [1.0 / (1.0 + math.exp(-logit)) for logit in truth]
+            agreed = next((p for p in range(6) if rng.random() > chances[p]), 6)
+            row = survivals.of_found(record, evidence)
+            if request >= 100:
+                said += row.of_length(6)
+                ideal += [math.prod(chances[: p + 1]) for p in range(6)]
+                flat += [overall.rate() ** (p + 1) for p in range(6)]
+                came += [p < agreed for p in range(6)]
+            survivals.learn(record, evidence, agreed, refuted=agreed < 6)
+            overall.observe(agreed, refuted=agreed < 6)
+    assert calibration_error(reliability(said, came)) < 0.03
+    assert brier_score(said, came) < brier_score(ideal, came) + 0.01
+    assert brier_score(said, came) < brier_score(flat, came)
+
+
+def test_positions_beyond_the_table_are_taken_for_the_last() -> None:
+    """A draft of 64 tokens has survivals, each the last chance times the one before."""
+    row = SurvivalTable(1).row(0)
+    chain = row.of_length(64)
+    assert chain[:POSITIONS] == row.survivals
+    assert chain[-1] == pytest.approx(0.5**64)

@@ -82,11 +82,11 @@ def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict
         worker.submit(request)
     parts = Parts()
     while (plan := worker.plan()) is not None and plan.num_sampling < SEQUENCES:
-        worker.complete(plan, _answer(plan, 0))
+        worker.complete(plan, stub_result(plan, 0))
     for count in range(1, STEPS):
         assert plan is not None
-        parts.time("inputs", partial(_build, runner, plan, temperature))
-        result = parts.time("walk", partial(_answer, plan, count))
+        parts.time("inputs", partial(build_step, runner, plan, temperature))
+        result = parts.time("walk", partial(stub_result, plan, count))
         delivered = parts.time("complete", partial(worker.complete, plan, result))
         assert len(delivered) == SEQUENCES
         parts.time("deliver", partial(streams.deliver, delivered))
@@ -97,7 +97,7 @@ def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict
     return {"context_tokens": context, "temperature": temperature, **parts.medians_us()}
 
 
-def _build(runner: Runner, plan: StepPlan, temperature: float) -> object:
+def build_step(runner: Runner, plan: StepPlan, temperature: float) -> object:
     """Build what the forward pass and the sampler take."""
     inputs = build_inputs(map(feed_of, plan.work), 0)
     begun = runner.operators.begin(inputs)
@@ -107,9 +107,10 @@ def _build(runner: Runner, plan: StepPlan, temperature: float) -> object:
     return begun
 
 
-def _answer(plan: StepPlan, count: int) -> StepResult:
+def stub_result(plan: StepPlan, count: int) -> StepResult:
     """Return a token for each row, walked as the sampler's are."""
-    walks = walk(plan, [(count * 17 + row) % 3000 + 300 for row in range(plan.num_sampling)])
+    rows = sum(work.num_samples for work in plan.work)
+    walks = walk(plan, [(count * 17 + row) % 3000 + 300 for row in range(rows)])
     return StepResult(walks.emitted, ((),) * len(plan.work), 0.0)
 
 

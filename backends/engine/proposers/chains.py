@@ -8,6 +8,7 @@ under `verify: rejection` that would bend the law.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,9 @@ PER_MILLE = 1000
 
 Forward = Callable[[Many[Feed]], Tensor]
 """Runs feeds of one sampled row each; returns logits, float32 [feeds, vocab_size]."""
+
+Measured = Callable[[Many[Feed], float], None]
+"""Hears what was fed for a token of each chain, and the seconds until they were drawn."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,7 @@ def draw_chains(
     first: Many[Feed],
     following: Callable[[int, int, int], Feed],
     forward: Forward,
+    measured: Measured,
     *,
     eos_ids: frozenset[int],
     with_laws: bool,
@@ -72,6 +77,7 @@ def draw_chains(
         following: given the place of a request, a position and the draft drawn for it, what to
             feed for the next draft.
         forward: the model.
+        measured: hears of each depth.
         eos_ids: tokens that end a sequence; all below the vocabulary's size.
         with_laws: whether sampled drafts carry their laws, for rejection.
     """
@@ -85,8 +91,10 @@ def draw_chains(
     ]
     feeds = dict(enumerate(first))
     while feeds:
-        open_chains = [chains[place] for place in feeds]
-        tokens = _draw(open_chains, forward(list(feeds.values())), eos_ids, with_laws=with_laws)
+        started_s = time.perf_counter()
+        fed = list(feeds.values())
+        tokens = _draw([chains[p] for p in feeds], forward(fed), eos_ids, with_laws=with_laws)
+        measured(fed, time.perf_counter() - started_s)
         for place, token in zip(list(feeds), tokens, strict=True):
             chain = chains[place]
             position = len(chain.sequence.token_ids)

@@ -22,7 +22,8 @@ from backends.engine.inputs import Feed, build_inputs
 from backends.engine.kv_pool import DraftLayers
 from backends.engine.model import Decoder
 from backends.engine.proposers.chains import Forward, draw_chains
-from policies.step_cost import StepCost
+from policies.cost_fit import StepCostFit
+from policies.step_cost import StepCost, StepSize
 
 
 class DraftModel:
@@ -86,19 +87,20 @@ class DraftModelProposer:
             with_laws: whether sampled drafts carry their laws, for rejection.
             catch_up_tokens: most tokens of a step that are computed for sequences which the draft
                 model has not followed, all of them together.
-            cost: of a forward pass of one token for each of so many sequences.
+            cost: of a forward pass of so many tokens, at first: those that run teach what it is,
+                the tokens of catching up among them.
         """
         self._model = model
         self._pages = pages
         self._eos_ids = eos_ids
         self._with_laws = with_laws
         self._catch_up_tokens = catch_up_tokens
-        self._cost = cost
+        self._fit = StepCostFit(cost)
         self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}  # by key: behind how many, what
 
     def depth_s(self, sequences: int) -> float:
         """Return the measured seconds of a forward pass of one token each."""
-        return self._cost.seconds(sequences)
+        return self._fit.cost.seconds(sequences)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a chain for each sequence whose past the draft model has computed."""
@@ -151,6 +153,7 @@ class DraftModelProposer:
             [first(request.sequence) for request in requests],
             following,
             self._model.forward,
+            self._measured,
             eos_ids=self._eos_ids,
             with_laws=self._with_laws,
         )
@@ -160,6 +163,11 @@ class DraftModelProposer:
             # The last draft was drawn, not fed.
             self._drafted[sequence.key] = len(sequence.token_ids), draft.token_ids[:-1]
         return drafts
+
+    def _measured(self, feeds: Many[Feed], seconds: float) -> None:
+        """Learn what a forward pass takes. Without other terms: its contexts are what they are."""
+        tokens = sum(len(feed.token_ids) for feed in feeds)
+        self._fit.observe(StepSize(tokens, 0, 0, 0), seconds)
 
     def _valid_tokens(self, sequence: Sequence) -> int:
         """Return how many leading tokens need no computing, drafts that came true among them."""

@@ -35,7 +35,8 @@ from backends.engine.inputs import AttentionSpan, Feed, build_inputs
 from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from backends.engine.model import Decoder
 from backends.engine.proposers.chains import Forward, draw_chains
-from policies.step_cost import StepCost
+from policies.cost_fit import StepCostFit
+from policies.step_cost import StepCost, StepSize
 
 
 class SparseSelfProposer:
@@ -64,7 +65,7 @@ class SparseSelfProposer:
             sink_tokens: how many of them are the first of the sequence, rounded up to whole pages.
             eos_ids: tokens that end a sequence; all below the vocabulary's size.
             with_laws: whether sampled drafts carry their laws, for rejection.
-            cost: of the target's steps.
+            cost: of the target's steps, at first: what drafting takes teaches what it is.
             forward: runs the decoder over the pool; None leaves it to the decoder.
 
         Raises:
@@ -84,12 +85,12 @@ class SparseSelfProposer:
         self._budget_tokens = budget_tokens
         self._eos_ids = eos_ids
         self._with_laws = with_laws
-        self._cost = cost
+        self._fit = StepCostFit(cost)
         self._forward = forward or self._run
 
     def depth_s(self, sequences: int) -> float:
         """Return the predicted seconds of a step of one token each that reads the budget."""
-        return self._cost.seconds(sequences, sequences * self._budget_tokens, sequences)
+        return self._fit.cost.seconds(sequences, sequences * self._budget_tokens, sequences)
 
     @torch.inference_mode()
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
@@ -108,6 +109,7 @@ class SparseSelfProposer:
             [self._feed(s.block_table, s.num_computed, s.token_ids[-1]) for s in sequences],
             following,
             self._forward,
+            self._measured,
             eos_ids=self._eos_ids,
             with_laws=self._with_laws,
         )
@@ -116,6 +118,11 @@ class SparseSelfProposer:
 
     def forget(self, sequence: Sequence) -> None:
         """Return at once: nothing is kept."""
+
+    def _measured(self, feeds: Many[Feed], seconds: float) -> None:
+        """Learn what a depth takes, reading the budget."""
+        count = len(feeds)
+        self._fit.observe(StepSize(count, count * self._budget_tokens, count, 0), seconds)
 
     def _feed(self, table: array[int], position: int, token: int) -> Feed:
         """Return the feed of one token, written where it belongs and shown the sub-list."""

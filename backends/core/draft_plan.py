@@ -1,0 +1,149 @@
+"""The drafts of a step: what is offered, what the policy takes of it, and the blocks it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from backends.core.drafting import Drafting, Offer, Terms
+from backends.core.drafts import Draft, Proposer
+from backends.core.kv_blocks import KvBlocks
+from backends.core.sequence import Sequence
+from policies.protocols import SpeculationPolicy
+from policies.step_cost import StepCost
+from policies.types import StepView
+from policies.weights import weight
+
+TERMS_STEPS: Final = 8
+"""Steps of a batch that stays the same for which the terms of drafting are computed once: they
+change by little as sequences grow, and where nothing can be drafted they are most of the cost."""
+
+
+class Room(NamedTuple):
+    """What a step has left beside its decodes.
+
+    Attributes:
+        slots: tokens that drafts may take.
+        prefill_tokens: tokens that prefills will take.
+        blocks: KV blocks that nobody is waiting for.
+    """
+
+    slots: int
+    prefill_tokens: int
+    blocks: int
+
+
+class DraftPlan:
+    """Plans the drafts of each step. Drafts preempt nobody."""
+
+    def __init__(
+        self, policy: SpeculationPolicy, proposers: Mapping[str, Proposer], blocks: KvBlocks
+    ) -> None:
+        """Start without a record. `proposers` are ordered, cheapest first."""
+        self.drafting = Drafting(proposers)
+        self._policy = policy
+        self._blocks = blocks
+        self._turn = 0
+        self._terms = Terms()
+        self._batch: tuple[float, ...] = ()  # what the terms are of
+
+    def plan(
+        self,
+        decodes: Many[Sequence],
+        room: Room,
+        cost: StepCost,
+        price: float,
+        now_s: float | None,
+    ) -> list[tuple[Sequence, Draft]]:
+        """Return the drafts to verify, laid out. The sequences have blocks for them.
+
+        Args:
+            decodes: the sequences of the step that will sample; at least one.
+            room: what is left for drafts.
+            cost: of steps.
+            price: of a slot, in tokens of weight 1.
+            now_s: the time, if any sequence has a service level to weigh; else None.
+        """
+        self._turn += 1
+        view = self._view(decodes, room)
+        if now_s is not None:
+            view = _weighed(view, decodes, cost, now_s)
+        offers = self.drafting.offers(decodes, self._terms_of(view, decodes, cost, price))
+        lengths = self._lengths(view, offers, cost) if offers else ()
+        slots = self._reserve(offers, lengths, room)
+        drafted = self.drafting.compute(offers, slots)
+        if any(offer.draft is None for offer in offers):
+            lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
+            drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
+        return [
+            (offer.sequence, self._settled(offer, reserved))
+            for offer, reserved in zip(drafted, slots, strict=True)
+            if offer.draft or reserved
+        ]
+
+    def _view(self, decodes: Many[Sequence], room: Room) -> StepView:
+        """Return the step as it is without drafts."""
+        return StepView(
+            tokens=len(decodes) + room.prefill_tokens,
+            kv_tokens=sum([sequence.num_computed for sequence in decodes]) + len(decodes),
+            sequences=len(decodes),
+            slot_budget=room.slots,
+            candidates=(),
+            acceptance=self.drafting.acceptance,
+        )
+
+    def _terms_of(
+        self, view: StepView, decodes: Many[Sequence], cost: StepCost, price: float
+    ) -> Terms:
+        """Return what drafts of the step are weighed with; nothing matters without proposers."""
+        turn = self._turn // TERMS_STEPS
+        batch = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
+        if self.drafting.names and batch != self._batch:
+            self._batch = batch
+            most = 1.0 if view.weight is None else max(sequence.weight for sequence in decodes)
+            self._terms = Terms(
+                self._policy.least_survival(view, cost),
+                price * view.total_weight / view.sequences,
+                cost.seconds(view.tokens, view.kv_tokens, view.sequences),
+                view.total_weight,
+                most,
+            )
+        return self._terms
+
+    def _lengths(self, view: StepView, offers: Many[Offer], cost: StepCost) -> Many[int]:
+        candidates = tuple([offer.candidate for offer in offers])
+        return self._policy.draft_lengths(replace(view, candidates=candidates), cost)
+
+    def _reserve(self, offers: Many[Offer], lengths: Many[int], room: Room) -> list[int]:
+        """Take blocks for drafts; return the slots each gets."""
+        spare_blocks, budget = room.blocks, room.slots
+        slots = []
+        for offer, length in zip(offers, lengths, strict=True):
+            table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
+            held = len(table)
+            most = max(0, (held + spare_blocks) * self._blocks.block_size - tokens)
+            slots.append(min(length, budget, most))
+            self._blocks.extend(table, tokens + slots[-1])
+            spare_blocks -= len(table) - held
+            budget -= slots[-1]
+        return slots
+
+    def _settled(self, offer: Offer, reserved: int) -> Draft:
+        """Return an offer's draft, laid out; the blocks it leaves over are given back."""
+        assert offer.draft is not None
+        if len(offer.draft) < reserved:
+            tokens = len(offer.sequence.token_ids) + len(offer.draft)
+            self._blocks.trim(offer.sequence.block_table, tokens)
+        return offer.draft.laid_out()
+
+
+def _weighed(view: StepView, decodes: Many[Sequence], cost: StepCost, now_s: float) -> StepView:
+    """Weigh sequences by how late they are; return the step with what its tokens are worth."""
+    step_s = cost.seconds(view.tokens, view.kv_tokens, view.sequences)
+    for sequence in decodes:
+        due_s = sequence.next_due_s
+        laxity_s = None if due_s is None else due_s - now_s - step_s
+        sequence.weight = weight(laxity_s, sequence.request.service)
+    return replace(view, weight=sum(sequence.weight for sequence in decodes))

@@ -1,0 +1,98 @@
+"""What drafts are worth: survivals by source and sequence, learned from every draft there was."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+from backends.core.drafts import Draft
+from backends.core.sequence import Sequence
+from policies.survival import FORGETTING, Acceptance, RequestRecord, Row, Survivals
+
+GRAMMAR: Final = "grammar"
+"""The source of drafts that a grammar forces."""
+
+
+class DraftScores:
+    """The score of each source of drafts.
+
+    Attributes:
+        acceptance: running chance of a drafted token, over all sources.
+    """
+
+    def __init__(self) -> None:
+        """Start without a record."""
+        self._sources: dict[str, Survivals] = {}
+        self.acceptance = Acceptance(forgetting=FORGETTING)
+
+    def best_found(self, source: str) -> float:
+        """Return the survival of a first token where there is the best evidence for it."""
+        return self._source(source).found.best_survival
+
+    def best_foreseen(self, source: str) -> float:
+        """Return the survival of a first token behind the best of last drafts."""
+        return self._source(source).foreseen.best_survival
+
+    def found(
+        self, sequence: Sequence, source: str, draft: Draft
+    ) -> tuple[Draft, tuple[float, ...]]:
+        """Return a draft, its best tokens first, with its survivals.
+
+        Tokens that were drawn are evidence of themselves: where they come with their law, to be
+        kept or not by p/q, their probability must not decide how many are verified (design,
+        section 1), so what is known is what was known before they were drawn.
+        """
+        row = self._row(sequence, source, draft)
+        if draft.is_chain and not draft.shares:
+            return draft, row.of_length(len(draft))
+        survivals = draft.survivals(row.chance)
+        if all(after <= before for before, after in pairwise(survivals)):
+            return draft, survivals
+        order = sorted(range(len(draft)), key=lambda place: -survivals[place])
+        return draft.pick(order), tuple(survivals[place] for place in order)
+
+    def foreseen(self, sequence: Sequence, source: str) -> Row:
+        """Return what is expected of a draft before it is there."""
+        return self._source(source).of_foreseen(_record(sequence, source))
+
+    def learn(
+        self, sequence: Sequence, source: str, draft: Draft, emitted: tuple[int, ...]
+    ) -> None:
+        """Learn from a draft and the tokens that came."""
+        path = draft.walk(emitted)
+        agreed, refuted = len(path), draft.refutes(path, emitted)
+        self.acceptance.observe(agreed, refuted=refuted)
+        record, survivals = _record(sequence, source), self._source(source)
+        if draft.law is None:
+            survivals.learn(record, draft.evidence, agreed, refuted=refuted)
+        else:
+            survivals.learn_foreseen(record, agreed, refuted=refuted)
+
+    def learn_nothing_found(self, sequence: Sequence, source: str) -> None:
+        """Learn that a source had nothing to propose."""
+        self._source(source).learn_foreseen(_record(sequence, source), 0, refuted=True)
+
+    def refresh(self) -> None:
+        """Let all that was learned count now."""
+        for survivals in self._sources.values():
+            survivals.found.refresh()
+            survivals.foreseen.refresh()
+
+    def _row(self, sequence: Sequence, source: str, draft: Draft) -> Row:
+        record, survivals = _record(sequence, source), self._source(source)
+        if draft.law is None:
+            return survivals.of_found(record, draft.evidence)
+        return survivals.of_foreseen(record)
+
+    def _source(self, source: str) -> Survivals:
+        found = self._sources.get(source)
+        if found is None:
+            found = self._sources[source] = Survivals()
+        return found
+
+
+def _record(sequence: Sequence, source: str) -> RequestRecord:
+    found = sequence.draft_records.get(source)
+    if found is None:
+        found = sequence.draft_records[source] = RequestRecord()
+    return found

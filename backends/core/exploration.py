@@ -1,0 +1,69 @@
+"""Keeping proposers known that cost something and are not used: a bounded share of the time.
+
+A policy that finds drafting too dear would never learn that it has become worth its price. So a
+share of the time of steps is put by, and when there is enough of it, a proposer drafts one token
+that nobody asked for. The token is not verified, but agrees or not with the one that comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Final
+
+from backends.core.drafts import DraftRequest, Proposer
+from backends.core.sequence import Sequence
+
+EXPLORED_SHARE: Final = 0.005
+"""Share of the time of steps for drafting what no policy asked for, so that a proposer which costs
+something and is not used is still known: a token of one sequence when enough has been put by. Half
+of the percent by which `auto` may be slower than `off`; with steps of 10 ms and depths of 1 ms it
+is still one in 20 steps."""
+
+MOST_SAVED_STEPS: Final = 5.0
+"""Most that is put by, in steps: catching up with a long sequence may take the time of some."""
+
+
+class Exploration:
+    """Decides when which unused proposer drafts for whom. Deterministic."""
+
+    def __init__(self) -> None:
+        """Start with nothing put by."""
+        self._saved_s = 0.0
+        self._candidates: dict[str, DraftRequest] = {}  # by proposer, the oldest sequence
+        self._followed: dict[int, dict[str, int]] = {}  # tokens seen, by sequence and proposer
+
+    def begin(self, step_s: float) -> None:
+        """Begin a step that is predicted to take so long."""
+        self._candidates.clear()
+        saved_s = self._saved_s + EXPLORED_SHARE * step_s
+        self._saved_s = min(saved_s, MOST_SAVED_STEPS * step_s)
+
+    def note(self, proposer: str, request: DraftRequest) -> None:
+        """Note for whom a proposer could draft."""
+        oldest = self._candidates.get(proposer)
+        if oldest is None or request.sequence.key < oldest.sequence.key:
+            self._candidates[proposer] = DraftRequest(request.sequence, 1)
+
+    def follow(self, proposer: str, sequence: Sequence) -> None:
+        """Note that a proposer has seen all tokens of a sequence."""
+        self._followed.setdefault(sequence.key, {})[proposer] = len(sequence.token_ids)
+
+    def unused(
+        self, used: Container[str], proposers: Mapping[str, Proposer]
+    ) -> Iterator[tuple[str, DraftRequest]]:
+        """Yield what is to be drafted with proposers not used in this step, and pay for it.
+
+        Tokens a proposer has not seen are taken to cost what as many sequences would.
+        """
+        for name, request in self._candidates.items():
+            if name in used:
+                continue
+            seen = self._followed.get(request.sequence.key, {}).get(name, 0)
+            cost_s = proposers[name].depth_s(len(request.sequence.token_ids) - seen)
+            if cost_s <= self._saved_s:
+                self._saved_s -= cost_s
+                yield name, request
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept for a sequence; it has finished."""
+        self._followed.pop(sequence.key, None)

@@ -1,0 +1,78 @@
+"""Which proposer drafts for whom, where a sequence may be drafted for by several.
+
+A draft that was looked up is worth what its slots have over the price. One that is still to be
+computed is worth more or less than that; and all who draft with the same proposer share the cost of
+a depth. So a proposer is used by those who gain by it, as deep as is best for them together, and
+only if together they gain more than drafting costs at the rate of the step. Which slots are then
+verified is `policies.allocation`'s business, on the true staircase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.types import DraftCandidate
+
+
+def arbitrate(
+    options: Sequence[Sequence[DraftCandidate]], price: float, tokens_per_s: float
+) -> list[int]:
+    """Return which of its candidates each sequence should be offered with.
+
+    Args:
+        options: what each sequence could be drafted with, at least one candidate.
+        price: what a slot must promise, in weighted tokens.
+        tokens_per_s: weighted tokens per second of the step without drafts.
+    """
+    choice = [0] * len(options)
+    worth = np.zeros(len(options))
+    for place, candidates in enumerate(options):
+        for index, candidate in enumerate(candidates):
+            value = _excess(candidate, price)[-1] if candidate.depth_s <= 0.0 else 0.0
+            if value > worth[place]:
+                choice[place], worth[place] = index, value
+    for depth_s in sorted({c.depth_s for of_one in options for c in of_one if c.depth_s > 0.0}):
+        places = [
+            (place, index)
+            for place, candidates in enumerate(options)
+            for index, candidate in enumerate(candidates)
+            if candidate.depth_s == depth_s
+        ]
+        excess = _table([options[place][index] for place, index in places], price)
+        gains = excess - worth[[place for place, _ in places]][:, None]
+        depths = np.arange(gains.shape[1])
+        together = np.maximum(gains, 0.0).sum(0) - tokens_per_s * depth_s * depths
+        depth = int(together.argmax())
+        if together[depth] <= 0.0:
+            continue
+        for row, (place, index) in enumerate(places):
+            if gains[row, depth] > 0.0:
+                choice[place], worth[place] = index, excess[row, depth]
+    return choice
+
+
+def _excess(candidate: DraftCandidate, price: float) -> list[float]:
+    """Return what the slots up to each depth, from 0, are worth over the price."""
+    weight = candidate.weight
+    over = (max(weight * survival - price, 0.0) for survival in candidate.survivals)
+    return list(accumulate(over, initial=0.0))
+
+
+def _table(candidates: Sequence[DraftCandidate], price: float) -> NDArray[np.float64]:
+    """Return `_excess` of each, as long as the longest; most are equal, and computed once."""
+    rows: dict[tuple[int, float], int] = {}
+    distinct: list[list[float]] = []
+    places = []
+    for candidate in candidates:
+        key = id(candidate.survivals), candidate.weight
+        if key not in rows:
+            rows[key] = len(distinct)
+            distinct.append(_excess(candidate, price))
+        places.append(rows[key])
+    longest = max(map(len, distinct))
+    table = np.array([row + row[-1:] * (longest - len(row)) for row in distinct])
+    return np.asarray(table[places])

@@ -1,0 +1,65 @@
+"""How far forecasts can be believed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Bin(NamedTuple):
+    """Forecasts of about the same chance.
+
+    Attributes:
+        forecast: their mean.
+        observed: the share that came true.
+        size: how many they are.
+    """
+
+    forecast: float
+    observed: float
+    size: int
+
+
+def brier_score(forecasts: Sequence[float], outcomes: Sequence[bool]) -> float:
+    """Return the mean squared difference of forecasts and outcomes (G. W. Brier, 1950).
+
+    0 is perfect; the share p of what comes true, always forecast, scores p (1 - p).
+
+    Raises:
+        ValueError: there are no forecasts, or not as many as outcomes.
+    """
+    if not forecasts:
+        raise ValueError("no forecasts to score")
+    pairs = zip(forecasts, outcomes, strict=True)
+    return sum((forecast - came) ** 2 for forecast, came in pairs) / len(forecasts)
+
+
+def reliability(
+    forecasts: Sequence[float], outcomes: Sequence[bool], bins: int = 10
+) -> tuple[Bin, ...]:
+    """Return forecasts in bins of equal width, without empty ones.
+
+    Calibrated forecasts come true as often as they say.
+
+    Raises:
+        ValueError: there are not as many forecasts as outcomes, or one is no probability.
+    """
+    gathered: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
+    for forecast, came in zip(forecasts, outcomes, strict=True):
+        if not 0.0 <= forecast <= 1.0:
+            raise ValueError(f"a forecast must be between 0 and 1, not {forecast}")
+        gathered[min(int(forecast * bins), bins - 1)].append((forecast, came))
+    return tuple(
+        Bin(
+            sum(forecast for forecast, _ in one) / len(one),
+            sum(came for _, came in one) / len(one),
+            len(one),
+        )
+        for one in gathered
+        if one
+    )
+
+
+def calibration_error(bins: Sequence[Bin]) -> float:
+    """Return the mean distance of forecast and observed over bins, by their counts."""
+    return sum(b.size * abs(b.forecast - b.observed) for b in bins) / sum(b.size for b in bins)

@@ -1,0 +1,67 @@
+"""What decisions for a request have in common, whoever decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from policies.types import (
+    PROPOSER_MODES,
+    RequestView,
+    SpeculationMode,
+    SpeculationPlan,
+    WorkerLoad,
+)
+
+MAX_DRAFT_TOKENS: Final = 16
+"""Longest draft that is planned for: the rows of one CPU tile, the least a GPU tile holds."""
+
+
+def choose_proposer(request: RequestView, load: WorkerLoad) -> tuple[str | None, str]:
+    """Return the proposer the request may use, the cheapest if it has no wish; or None and why."""
+    if request.mode is SpeculationMode.OFF or request.max_draft_tokens == 0:
+        return None, "the request asked for no speculation"
+    if not load.proposers:
+        return None, "the worker has no proposer"
+    if request.mode in PROPOSER_MODES:
+        if request.mode.value not in load.proposers:
+            return None, f"the worker has no proposer {request.mode.value!r}"
+        return request.mode.value, ""
+    return load.proposers[0], ""
+
+
+def capped(draft_tokens: int, request: RequestView) -> int:
+    """Return the draft length, bounded by what the client asked for."""
+    asked = request.max_draft_tokens
+    return draft_tokens if asked is None else min(draft_tokens, asked)
+
+
+def no_speculation(
+    policy: str, request: RequestView, reason: str, price: float | None = None
+) -> SpeculationPlan:
+    """Return the plan that drafts nothing."""
+    return SpeculationPlan(policy, request.mode, None, 0, reason, price)
+
+
+def plan_up_to(
+    policy: str, draft_tokens: int, request: RequestView, load: WorkerLoad, reason: str
+) -> SpeculationPlan:
+    """Return the plan to draft so many tokens in each step, or the client's cap if that is less.
+
+    Args:
+        reason: why; `{cap}` stands for the length.
+    """
+    proposer, why_not = choose_proposer(request, load)
+    if proposer is None:
+        return no_speculation(policy, request, why_not)
+    cap = capped(draft_tokens, request)
+    return SpeculationPlan(policy, request.mode, proposer, cap, reason.format(cap=cap))
+
+
+def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
+    """Grant what is wanted in order until the budget is spent."""
+    granted = []
+    for length in wanted:
+        granted.append(min(length, max(budget, 0)))
+        budget -= granted[-1]
+    return granted

@@ -1,0 +1,180 @@
+"""Who is asked for drafts, when, and what is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import replace
+
+import pytest
+
+from backends.core.drafting import HOPELESS_TURNS, PROBED_TURNS, Drafting, Terms
+from backends.core.drafts import Draft, DraftRequest
+from backends.core.exploration import EXPLORED_SHARE, MOST_SAVED_STEPS
+from backends.core.sequence import Sequence
+from policies.types import ANY_PROPOSER
+from tests.core.fakes import FakeProposer, hashed_token, request
+
+WRONG, RIGHT = (lambda key, position: True), (lambda key, position: False)
+
+
+class Counting(FakeProposer):
+    """Counts what it is asked for."""
+
+    def __init__(self, is_wrong=RIGHT, **options) -> None:
+        super().__init__(is_wrong=is_wrong, **options)
+        self.asked: list[int] = []
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        self.asked += [request.sequence.key for request in requests]
+        return super().propose(requests)
+
+
+def sequences(count: int, proposer: str = "ngram") -> list[Sequence]:
+    wanted = request(prompt=4, max_tokens=100_000, drafts=4, proposer=proposer)
+    return [Sequence.of(key, wanted, wanted.choices[0]) for key in range(count)]
+
+
+def run(drafting: Drafting, batch: list[Sequence], terms: Terms, steps: int) -> None:
+    """Steps in which nothing is verified: every sequence gets its true token."""
+    for _ in range(steps):
+        offers = drafting.offers(batch, terms)
+        drafting.compute(offers, [0] * len(offers))
+        for sequence in batch:
+            token = hashed_token(sequence, len(sequence.token_ids))
+            drafting.learn(sequence, (token,))
+            sequence.token_ids.append(token)
+
+
+def test_everybody_is_asked_where_any_slot_may_pay() -> None:
+    """With nothing to exceed, each step asks for each sequence."""
+    proposer = Counting(WRONG)
+    run(Drafting({"ngram": proposer}), sequences(3), Terms(), 40)
+    assert len(proposer.asked) == 3 * 40
+
+
+def test_hopeless_sequences_are_asked_now_and_then() -> None:
+    """Those whose drafts were always wrong are asked once in 16 steps, the others in each."""
+    proposer = Counting(lambda key, position: key > 0)
+    drafting, batch = Drafting({"ngram": proposer}), sequences(4)
+    terms = Terms(least_survival=0.45)
+    run(drafting, batch, terms, 400)
+    proposer.asked.clear()
+    run(drafting, batch, terms, 10 * HOPELESS_TURNS)
+    counts = [proposer.asked.count(key) for key in range(4)]
+    assert counts == [10 * HOPELESS_TURNS, 10, 10, 10]
+
+
+def test_where_nothing_can_pay_one_sequence_stands_for_all() -> None:
+    """At a price above every survival one look-up in 64 steps keeps the tables alive."""
+    proposer = Counting()
+    run(Drafting({"ngram": proposer}), sequences(5), Terms(least_survival=1.0), 10 * PROBED_TURNS)
+    assert proposer.asked == [0] * 10
+
+
+def test_a_change_is_noticed_although_nothing_could_pay() -> None:
+    """When good evidence turns up where all drafts were wrong, soon everybody is asked again."""
+
+    class Turning(Counting):
+        good = False
+
+        def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
+            if self.good:
+                return replace(super().draft(sequence, max_tokens), evidence=20)
+            return Draft((-1,) * max_tokens, evidence=1)
+
+    proposer = Turning()
+    drafting, batch = Drafting({"ngram": proposer}), sequences(8)
+    terms = Terms(least_survival=0.9)
+    run(drafting, batch, Terms(), 128)
+    proposer.asked.clear()
+    run(drafting, batch, terms, 4 * PROBED_TURNS)
+    assert proposer.asked == [0] * 4
+    proposer.good = True
+    run(drafting, batch, terms, 48 * PROBED_TURNS)
+    assert set(proposer.asked) == set(range(8))
+
+
+def test_nothing_is_asked_of_nobody() -> None:
+    """A worker without proposers offers nothing, and learns nothing."""
+    drafting = Drafting({})
+    run(drafting, sequences(3), Terms(), 5)
+    assert drafting.offers(sequences(2), Terms()) == []
+    assert drafting.acceptance == 0.5
+
+
+def test_any_proposer_is_the_one_that_pays() -> None:
+    """Wrong look-ups lose to right drafts that cost little, right ones win; a wish is binding."""
+    terms = Terms(price=0.1, step_s=1e-2)
+    for look_up, expected in ((WRONG, "draft_model"), (RIGHT, "ngram")):
+        proposers = {"ngram": Counting(look_up), "draft_model": Counting(depth_s=1e-4)}
+        drafting, batch = Drafting(proposers), sequences(2, ANY_PROPOSER)
+        for _ in range(100):
+            offers = drafting.offers(batch, terms)
+            drafting.compute(offers, [4] * len(offers))
+            for sequence in batch:
+                drafting.learn(sequence, tuple(hashed_token(sequence, 4 + n) for n in range(4)))
+        assert [offer.source for offer in drafting.offers(batch, terms)] == [expected] * 2
+        wish = sequences(2, "ngram")[1]
+        assert [offer.source for offer in drafting.offers([wish], terms)] == ["ngram"]
+
+
+def test_an_unused_proposer_is_explored_within_its_share() -> None:
+    """What is drafted unasked costs no more than the share of the steps' time, and does happen."""
+    dear, step_s = Counting(depth_s=1e-3), 1e-2
+    drafting, batch = Drafting({"draft_model": dear}), sequences(3, "draft_model")
+    steps = 2000
+    run(drafting, batch, Terms(step_s=step_s), steps)
+    most = EXPLORED_SHARE * step_s * steps / 1e-3
+    assert 0.8 * most <= len(dear.asked) <= most
+    assert set(dear.asked) == {0}
+
+
+def test_exploration_never_saves_more_than_some_steps() -> None:
+    """A proposer whose token costs more than five steps is left alone."""
+    dear = Counting(depth_s=1e-2 * MOST_SAVED_STEPS * 1.01)
+    run(Drafting({"draft_model": dear}), sequences(1, "draft_model"), Terms(step_s=1e-2), 5000)
+    assert dear.asked == []
+
+
+@pytest.mark.parametrize("with_law", [False, True])
+def test_evidence_of_drawn_tokens_counts_only_without_their_law(with_law: bool) -> None:
+    """Under rejection the drawn token's own probability changes no survival; else it may."""
+    drafting = Drafting({"draft_model": Sure(with_law=with_law)})
+    (sequence,) = sequences(1, "draft_model")
+    for step in range(400):
+        drafting.compute(drafting.offers([sequence], Terms()), [1])
+        right = step % 2 == 0  # as sure as the proposer was
+        drafting.learn(sequence, (7 if right else 8,))
+    survivals = []
+    for _ in range(2):
+        (offer,) = drafting.compute(drafting.offers([sequence], Terms()), [1])
+        survivals.append(offer.candidate.survivals[0])
+    assert (survivals[0] == survivals[1]) == with_law
+
+
+class Sure(FakeProposer):
+    """Drafts one token, in turns with much and little evidence."""
+
+    def __init__(self, *, with_law: bool) -> None:
+        super().__init__(depth_s=1e-4)
+        self._law = object() if with_law else None
+        self._turn = 0
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        self._turn += 1
+        evidence = 990 if self._turn % 2 else 10
+        return [Draft((7,), evidence=evidence, law=self._law) for _ in requests]
+
+
+def test_the_best_tokens_of_a_tree_come_first() -> None:
+    """Survivals never rise, whatever order the proposer wrote its tree in."""
+    tree = Draft((1, 2, 3, 4), (-1, -1, 1, 2), (0.1, 0.9, 1.0, 1.0), 32)
+
+    class Tree(FakeProposer):
+        def propose(self, requests):
+            return [tree for _ in requests]
+
+    (offer,) = Drafting({"ngram": Tree()}).offers(sequences(1), Terms())
+    survivals = offer.candidate.survivals
+    assert list(survivals) == sorted(survivals, reverse=True)
+    assert offer.draft.token_ids == (2, 3, 4, 1)

@@ -1,0 +1,114 @@
+"""The slots of a step: the best set there is, by brute force."""
+
+from __future__ import annotations
+
+from itertools import accumulate, product
+from operator import mul
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from policies.allocation import allocate
+from policies.step_cost import StepCost, least_slot_price
+from policies.types import DraftCandidate, StepView
+
+H100_8B = StepCost(
+    (1, 2, 4, *range(8, 1025, 8)),
+    tuple(5.886e-3 + 21.0e-6 * n for n in (1, 2, 4, *range(8, 1025, 8))),
+    kv_token_s=39.3e-9,
+)
+
+
+def rate(step: StepView, lengths, cost: StepCost) -> float:
+    """Weighted expected tokens by time, by the definition."""
+    chosen = list(zip(step.candidates, lengths, strict=True))
+    gained = sum(c.weight * sum(c.survivals[:length]) for c, length in chosen)
+    slots = sum(lengths)
+    step_s = cost.seconds(step.tokens + slots, step.kv_tokens, step.sequences, slots)
+    depths = {c.depth_s: 0 for c in step.candidates}
+    for candidate, length in chosen:
+        depths[candidate.depth_s] = max(length, depths[candidate.depth_s])
+    draft_s = sum(depth_s * depth for depth_s, depth in depths.items())
+    return (step.total_weight + gained) / (step_s + draft_s)
+
+
+def best_rate(step: StepView, cost: StepCost) -> float:
+    """The best of all lengths there are."""
+    ranges = (range(len(candidate.survivals) + 1) for candidate in step.candidates)
+    allowed = (lengths for lengths in product(*ranges) if sum(lengths) <= step.slot_budget)
+    return max(rate(step, lengths, cost) for lengths in allowed)
+
+
+@st.composite
+def costs(draw) -> StepCost:
+    buckets = sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=6)))
+    rises = [draw(st.sampled_from([0.0, 1e-4, 1e-3, 4e-3])) for _ in buckets]
+    table = tuple(accumulate(rises, initial=draw(st.floats(1e-3, 5e-3))))[1:]
+    return StepCost(tuple(buckets), table, 1e-6, 1e-5, draw(st.sampled_from([0.0, 1e-6])))
+
+
+def candidates(depths_s):
+    chances = st.lists(st.floats(0.0, 1.0), max_size=4)
+    survivals = chances.map(lambda each: tuple(accumulate(each, mul)))
+    weights = st.sampled_from([1.0, 1.0, 0.5, 4.0])
+    one = st.builds(DraftCandidate, survivals, st.sampled_from(depths_s), weights)
+    return st.lists(one, min_size=1, max_size=4)
+
+
+def check_is_best(offered, others, budget, cost) -> None:
+    many = len(offered) + others
+    weight = others + sum(candidate.weight for candidate in offered)
+    step = StepView(many + others, 50 * many, many, budget, tuple(offered), weight)
+    lengths = allocate(step, cost)
+    assert all(0 <= n <= len(c.survivals) for n, c in zip(lengths, offered, strict=True))
+    assert sum(lengths) <= budget
+    assert rate(step, lengths, cost) == pytest.approx(best_rate(step, cost), rel=1e-9)
+
+
+@given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs())
+@settings(max_examples=200)
+def test_slots_that_are_there_are_chosen_as_well_as_can_be(offered, others, budget, cost) -> None:
+    """No other lengths have a better rate where drafts are looked up, whatever the stairs."""
+    check_is_best(offered, others, budget, cost)
+
+
+@given(candidates([0.0, 1e-4, 1e-3]), st.integers(0, 8), st.integers(0, 18), costs())
+@settings(max_examples=200)
+def test_depths_are_chosen_as_well_as_can_be(offered, others, budget, cost) -> None:
+    """Nor where some drafts cost forward passes, by two proposers beside one that costs nothing."""
+    check_is_best(offered, others, budget, cost)
+
+
+@given(candidates([0.0]), st.integers(0, 8), st.integers(1, 18), costs())
+def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost) -> None:
+    """Where no weighted survival exceeds the bound told beforehand, nothing is chosen."""
+    many = len(offered) + others
+    weight = others + sum(candidate.weight for candidate in offered)
+    step = StepView(many, 50 * many, many, budget, tuple(offered), weight)
+    best = max(c.weight * max(c.survivals, default=0.0) for c in offered)
+    least = least_slot_price(cost, step)
+    assert least >= 0.0
+    if best < least * (1 - 1e-9):
+        assert allocate(step, cost) == [0] * len(offered)
+
+
+def test_weights_draw_slots() -> None:
+    """Of two equal drafts the one whose tokens are worth more is verified when one can be."""
+    fair = DraftCandidate((0.8, 0.64))
+    dear = DraftCandidate((0.8, 0.64), weight=3.0)
+    step = StepView(2, 1000, 2, 2, (fair, dear), 4.0)
+    assert allocate(step, H100_8B) == [0, 2]
+
+
+def test_the_first_come_first_among_equals() -> None:
+    """Equal slots go to earlier candidates, the same ones on every machine."""
+    step = StepView(3, 300, 3, 4, (DraftCandidate((0.5, 0.5, 0.5)),) * 3)
+    assert allocate(step, StepCost((64,), (1e-3,))) == [3, 1, 0]
+
+
+def test_nothing_on_offer_or_no_room_is_no_draft() -> None:
+    """No candidates, empty ones, and no budget give lengths of 0."""
+    assert allocate(StepView(2, 10, 2, 8, ()), H100_8B) == []
+    assert allocate(StepView(2, 10, 2, 8, (DraftCandidate(()),) * 2), H100_8B) == [0, 0]
+    assert allocate(StepView(2, 10, 2, 0, (DraftCandidate((0.9,)),) * 2), H100_8B) == [0, 0]

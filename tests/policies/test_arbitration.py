@@ -1,0 +1,66 @@
+"""Which proposer drafts for whom."""
+
+from __future__ import annotations
+
+from itertools import accumulate, product
+from operator import mul
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from policies.arbitration import arbitrate
+from policies.types import DraftCandidate
+
+DEPTH_S = 1e-3
+RATE = 100.0  # tokens a second: a depth costs a tenth of a token
+
+
+def value(options, chosen, price) -> float:
+    """Tokens over the price, less what drafting costs: the best common depth is taken."""
+    free = sum(
+        sum(max(c.weight * s - price, 0.0) for s in c.survivals)
+        for c in (of_one[i] for of_one, i in zip(options, chosen, strict=True))
+        if c.depth_s == 0.0
+    )
+    dear = [of_one[i] for of_one, i in zip(options, chosen, strict=True) if of_one[i].depth_s]
+    return free + max(
+        sum(max(c.weight * s - price, 0.0) for c in dear for s in c.survivals[:depth])
+        - RATE * DEPTH_S * depth
+        for depth in range(5)
+    )
+
+
+def candidate(depth_s):
+    chances = st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4)
+    survivals = chances.map(lambda each: tuple(accumulate(each, mul)))
+    return st.builds(DraftCandidate, survivals, st.just(depth_s), st.sampled_from([1.0, 2.0]))
+
+
+one = st.one_of(
+    st.tuples(candidate(0.0), candidate(DEPTH_S)),
+    st.tuples(candidate(0.0)),
+    st.tuples(candidate(DEPTH_S)),
+)
+
+
+@given(st.lists(one, min_size=1, max_size=4), st.sampled_from([0.0, 0.1, 0.4]))
+def test_the_choice_is_the_best_at_a_price(options, price) -> None:
+    """With one proposer that costs something, no other choice is worth more at this price."""
+    chosen = arbitrate(options, price, RATE)
+    best = max(value(options, other, price) for other in product(*map(range, map(len, options))))
+    assert value(options, chosen, price) == pytest.approx(best, abs=1e-9)
+
+
+def test_a_good_match_beats_a_dear_draft_and_a_poor_one_does_not() -> None:
+    """The one with a long match looks up, the one without has its tokens drafted."""
+    drafted = DraftCandidate((0.8, 0.64, 0.5), DEPTH_S)
+    match, guess = DraftCandidate((0.95, 0.9, 0.85)), DraftCandidate((0.1, 0.01))
+    assert arbitrate([(match, drafted), (guess, drafted)], 0.05, RATE) == [0, 1]
+
+
+def test_what_one_cannot_pay_many_can() -> None:
+    """A depth costs the same for one as for ten, so ten share what is too dear for one."""
+    options = (DraftCandidate((0.3,)), DraftCandidate((0.38,), DEPTH_S))
+    assert arbitrate([options], 0.05, RATE) == [0]
+    assert arbitrate([options] * 10, 0.05, RATE) == [1] * 10

@@ -1,0 +1,95 @@
+"""How many prompt tokens join a step."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from policies.batching import LEAST_CHUNK, STRETCH, DecodeFirst, FixedBudget, PrefillFirst, Slack
+from policies.protocols import BatchingPolicy
+from policies.registry import batching_policy
+from policies.step_cost import StepCost
+from policies.testing import check_batching
+from policies.types import BatchView
+
+STAIRS = tuple(range(16, 2049, 16))
+COST = StepCost(STAIRS, tuple(5e-3 + 20e-6 * tokens for tokens in STAIRS), 40e-9, pair_s=1e-9)
+
+
+@pytest.mark.parametrize(
+    "spec", ["slack", "fixed:512", "fixed:2048", "prefill_first", "decode_first"]
+)
+def test_conformance(spec: str) -> None:
+    """Every shipped policy keeps the contract of `BatchingPolicy`, and is found by its name."""
+    policy = batching_policy(spec)
+    assert isinstance(policy, BatchingPolicy)
+    assert policy.name == spec
+    check_batching(policy)
+
+
+@given(
+    st.integers(1, 256),
+    st.integers(0, 4096),
+    st.integers(0, 8000),
+    st.floats(1e-3, 0.1),
+)
+def test_a_step_ends_in_time_on_a_stair(sequences, most, known, within_s) -> None:
+    """By the forecast a step ends within its target, or has the least chunk; it fills a stair."""
+    batch = BatchView(2 * sequences, 500 * sequences, sequences, most, known, within_s)
+    tokens = Slack().prefill_tokens(batch, COST)
+    step_s = COST.seconds(
+        batch.tokens + tokens, batch.kv_tokens + known + tokens, sequences + 1
+    ) + COST.pair_s * tokens * (known + tokens / 2)
+    assert step_s <= within_s or tokens <= LEAST_CHUNK
+    assert tokens in {most, LEAST_CHUNK} or (batch.tokens + tokens) % 16 == 0
+
+
+def test_less_time_never_feeds_more() -> None:
+    """The tighter the target the smaller the chunk, from all that waits down to the least."""
+    chunks = [
+        Slack().prefill_tokens(BatchView(32, 16_000, 32, 1500, 0, within_s), COST)
+        for within_s in (0.1, 0.03, 0.02, 0.01, 0.0)
+    ]
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[0] == 1500
+    assert chunks[-1] == LEAST_CHUNK
+
+
+def test_without_a_target_a_step_is_stretched_so_far() -> None:
+    """Decodes that asked for nothing wait five times their own step, not for a whole prefill."""
+    batch = BatchView(32, 16_000, 32, 100_000)
+    tokens = Slack().prefill_tokens(batch, COST)
+    step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
+    assert 0.9 * STRETCH < step_s / COST.seconds(32, 16_000, 32) <= STRETCH
+
+
+def test_a_prompt_alone_takes_all_there_is() -> None:
+    """Where nobody decodes nobody waits, whatever the target."""
+    assert Slack().prefill_tokens(BatchView(0, 0, 0, 3000, 0, 1e-6), COST) == 3000
+
+
+def test_baselines_do_what_they_are_known_for() -> None:
+    """A fixed budget counts decodes and drafts; prefills go first, or decodes do."""
+    busy, idle = BatchView(100, 5000, 50, 3000), BatchView(0, 0, 0, 3000)
+    assert FixedBudget(512).prefill_tokens(busy, COST) == 412
+    assert FixedBudget(64).prefill_tokens(busy, COST) == 0
+    assert PrefillFirst().prefill_tokens(busy, COST) == 3000
+    assert PrefillFirst().stalls_decodes
+    assert DecodeFirst().prefill_tokens(busy, COST) == 0
+    assert DecodeFirst().prefill_tokens(idle, COST) == 3000
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("fixed", "fixed:TOKENS needs a whole number"),
+        ("fixed:0", "1 token or more"),
+        ("slack:3", "takes no argument"),
+        ("fast", "unknown batching policy 'fast'; known: decode_first, fixed:TOKENS"),
+    ],
+)
+def test_what_is_no_policy_is_refused(spec: str, words: str) -> None:
+    """The error names what was asked for and what there is."""
+    with pytest.raises(ValueError, match=words):
+        batching_policy(spec)
