@@ -85,6 +85,8 @@ def test_without_a_gpu_it_says_so(
 
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others use the machine nothing is measured, unless that is asked for."""
-    monkeypatch.setattr(bench, "provenance", lambda: {"disturbed": True, "busy_share_before": 0.4})
+    monkeypatch.setattr(
+        bench, "provenance", lambda _device: {"disturbed": True, "busy_share_before": 0.4}
+    )
     with pytest.raises(SystemExit, match="others use 40% of this machine"):
         bench.measure(allow_busy=False)
