@@ -31,6 +31,10 @@ class SimProposer:
         """Return 0: the truth is looked up."""
         return 0.0
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return 0: there is nothing to catch up with."""
+        return 0.0
+
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a chain of exactly `max_tokens` tokens for each."""
         return [self._draft(request.sequence, request.max_tokens) for request in requests]
