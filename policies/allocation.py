@@ -6,15 +6,17 @@ Survivals do not rise along a draft, so the best set of n slots is the n likelie
 are, and always consists of beginnings of drafts. T is a staircase: no slot pays alone where the
 next ones are free, so every n is evaluated, not one slot after the other. Drafting costs a forward
 pass for each depth, once for all who draft with the same proposer: depths are enumerated, as far
-as the deepest one could pay.
+as the deepest one could pay. (The choice is exact, but for what it costs to begin drafting for a
+sequence: that is dealt with by leaving out, one after the other, those who are not worth it.)
 
 This is SmartSpec's goodput (arXiv 2406.14066) for each slot instead of one length for all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain, product
-from operator import attrgetter, mul
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,7 +33,7 @@ _LEAST_S: Final = 1e-9
 
 
 class _Slots(NamedTuple):
-    """All slots on offer, candidate by candidate.
+    """Slots on offer, candidate by candidate or the likeliest first.
 
     Attributes:
         values: weight x survival.
@@ -41,17 +43,42 @@ class _Slots(NamedTuple):
     values: Array
     owners: Places
 
-    def where(self, kept: NDArray[np.bool_]) -> _Slots:
-        return _Slots(self.values[kept], self.owners[kept])
+    def at(self, places: Places | NDArray[np.bool_] | slice) -> _Slots:
+        return _Slots(self.values[places], self.owners[places])
 
 
 class _Choice(NamedTuple):
-    """The best number of some slots, the value of the last one, and the rate they give."""
+    """The best slots, and the rate they give."""
 
     rate: float
-    taken: int
-    least: float
     slots: _Slots
+
+
+class _Way(NamedTuple):
+    """A way to draft.
+
+    Attributes:
+        most_rate: no choice of its slots gives more.
+        draft_s: seconds of drafting.
+        offered: whether a slot is drafted, the likeliest first; None if all are.
+    """
+
+    most_rate: float
+    draft_s: float
+    offered: NDArray[np.bool_] | None
+
+
+class _Depth(NamedTuple):
+    """A depth to which one proposer drafts, what its slots are worth together, and what it takes.
+
+    Attributes:
+        worth: sum of weight x survival.
+        seconds: of all depths so far, and of beginning.
+    """
+
+    depth: int
+    worth: float
+    seconds: float
 
 
 def allocate(step: StepView, cost: StepCost) -> list[int]:
@@ -64,9 +91,10 @@ def allocate(step: StepView, cost: StepCost) -> list[int]:
     if most <= 0:
         return [0] * len(step.candidates)
     step_s = np.maximum(cost.slots_s(step.tokens, step.kv_tokens, step.sequences, most), _LEAST_S)
-    offers = _by_depths(step, slots, step.total_weight / float(step_s[0]))
-    choices = (_best_of(kept, step.total_weight, step_s, draft_s) for kept, draft_s in offers)
-    return _lengths(max(choices, key=attrgetter("rate")), len(step.candidates))
+    start_s = np.array([candidate.start_s for candidate in step.candidates])
+    best = _best_of(step, slots, step_s, start_s)
+    lengths: list[int] = np.bincount(best.slots.owners, minlength=len(step.candidates)).tolist()
+    return lengths
 
 
 def _slots_of(step: StepView) -> _Slots:
@@ -80,58 +108,102 @@ def _slots_of(step: StepView) -> _Slots:
     return _Slots(values, owners)
 
 
-def _by_depths(step: StepView, slots: _Slots, rate: float) -> list[tuple[_Slots, float]]:
-    """Return the slots on offer, and what drafting takes, for every choice of depths.
+def _best_of(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _Choice:
+    """Return the best choice of slots.
+
+    Who is not worth its start at the best rate so far is left out, until all who are left are.
+    """
+    best = _Choice(step.total_weight / float(step_s[0]), slots.at(np.empty(0, np.intp)))
+    begins = start_s > 0.0
+    if not begins.any():
+        return _best_way(step, slots, step_s, start_s, best)
+    worth = np.bincount(slots.owners, slots.values, len(start_s))
+    while True:
+        out = begins & (worth <= best.rate * start_s)
+        slots = slots.at(~out[slots.owners])
+        choice = _best_way(step, slots, step_s, start_s, best)
+        best = max(best, choice, key=lambda one: one.rate)
+        chosen = choice.slots
+        worth = np.bincount(chosen.owners, chosen.values, len(start_s))
+        left = begins & (np.bincount(slots.owners, minlength=len(start_s)) > 0)
+        if not np.any(left & (worth <= best.rate * start_s)):
+            return best
+
+
+def _best_way(
+    step: StepView, slots: _Slots, step_s: Array, start_s: Array, without: _Choice
+) -> _Choice:
+    """Return the best way to draft and the slots that are then taken, if it is better.
 
     Args:
-        rate: what the step gives without drafts. The best one gives no less, so a depth whose
-            slots together are worth less than its time at this rate pays in no case.
+        without: what there is to be had otherwise.
+    """
+    order = np.argsort(-slots.values, kind="stable")
+    likeliest = slots.at(order)
+    best, weight = without, step.total_weight
+    for way in _ways_to_draft(step, slots, order, start_s, float(step_s[0]), without.rate):
+        if way.most_rate <= best.rate:
+            break  # and so have all that follow
+        drafted = likeliest if way.offered is None else likeliest.at(way.offered)
+        rates = weight + np.cumsum(drafted.values[: len(step_s) - 1])
+        rates /= step_s[1 : len(rates) + 1] + way.draft_s
+        last = int(rates.argmax()) if len(rates) else 0
+        if len(rates) and rates[last] > best.rate:
+            best = _Choice(float(rates[last]), drafted.at(slice(last + 1)))
+    return best
+
+
+def _ways_to_draft(
+    step: StepView, slots: _Slots, order: Places, start_s: Array, step_s: float, rate: float
+) -> Iterator[_Way]:
+    """Yield every choice of depths that could pay, the most promising first.
+
+    Args:
+        order: of the slots by likelihood.
+        start_s: of each candidate.
+        step_s: seconds of the step without drafts.
+        rate: what can be had without. The best way gives no less, so a depth whose slots together
+            are worth less than its time at this rate pays in no case.
     """
     costs = sorted({c.depth_s for c in step.candidates if c.depth_s > 0.0})
     if not costs:
-        return [(slots, 0.0)]
-    owners = slots.owners
+        yield _Way(np.inf, 0.0, None)
+        return
+    values, owners = slots
     depth_s = np.array([candidate.depth_s for candidate in step.candidates])[owners]
     depths = np.arange(len(owners)) - np.searchsorted(owners, owners) + 1
-    groups = [depth_s == cost_s for cost_s in costs]
-    reach = [
-        _deepest(depths[group], slots.values[group], cost_s * rate)
-        for group, cost_s in zip(groups, costs, strict=True)
+    free = depth_s <= 0.0
+    groups = [_group(depth_s == cost_s, depths, slots, start_s, cost_s, rate) for cost_s in costs]
+    plans = []
+    for chosen in product(*groups):
+        worth = step.total_weight + float(values[free].sum()) + sum(d.worth for d in chosen)
+        draft_s = sum(d.seconds for d in chosen)
+        plans.append((worth / (step_s + draft_s), draft_s, [d.depth for d in chosen]))
+    plans.sort(key=itemgetter(0), reverse=True)
+    free, depths = free[order], depths[order]
+    of_group = [(depth_s == cost_s)[order] for cost_s in costs]
+    for most_rate, draft_s, chosen_depths in plans:
+        offered = free.copy()
+        for group, depth in zip(of_group, chosen_depths, strict=True):
+            offered |= group & (depths <= depth)
+        yield _Way(most_rate, draft_s, offered)
+
+
+def _group(
+    group: NDArray[np.bool_],
+    depths: Places,
+    slots: _Slots,
+    start_s: Array,
+    depth_s: float,
+    rate: float,
+) -> list[_Depth]:
+    """Return how deep it may pay to draft those who draft at one cost, from not at all on."""
+    by_depth = np.bincount(depths[group], slots.values[group], 1)
+    paying = np.flatnonzero(by_depth >= depth_s * rate)
+    deepest = int(paying[-1]) if len(paying) else 0
+    begin_s = float(start_s[np.unique(slots.owners[group])].sum())
+    worth = np.cumsum(by_depth).tolist()
+    return [
+        _Depth(depth, worth[depth], depth * depth_s + (begin_s if depth else 0.0))
+        for depth in range(deepest + 1)
     ]
-    choices = []
-    for deepest in product(*(range(most + 1) for most in reach)):
-        kept = depth_s <= 0.0
-        for group, depth in zip(groups, deepest, strict=True):
-            kept |= group & (depths <= depth)
-        choices.append((slots.where(kept), sum(map(mul, costs, deepest))))
-    return choices
-
-
-def _deepest(depths: Places, values: Array, least_value: float) -> int:
-    """Return the deepest depth whose slots together are worth as much, 0 if none are."""
-    paying = np.flatnonzero(np.bincount(depths, values) >= least_value)
-    return int(paying[-1]) if len(paying) else 0
-
-
-def _best_of(slots: _Slots, weight: float, step_s: Array, draft_s: float) -> _Choice:
-    """Return the number of slots that gives the best rate; the likeliest are taken."""
-    likeliest = np.sort(slots.values)[: -len(step_s) : -1]
-    rates = np.empty(len(likeliest) + 1)
-    rates[0] = weight
-    np.cumsum(likeliest, out=rates[1:])
-    rates[1:] += weight
-    rates /= step_s[: len(rates)] + draft_s
-    count = int(rates.argmax())
-    least = float(likeliest[count - 1]) if count else 0.0
-    return _Choice(float(rates[count]), count, least, slots)
-
-
-def _lengths(choice: _Choice, candidates: int) -> list[int]:
-    """Return how many of the chosen slots each candidate has."""
-    if not choice.taken:
-        return [0] * candidates
-    values, owners = choice.slots
-    above = owners[values > choice.least]
-    ties = owners[values == choice.least][: choice.taken - len(above)]
-    lengths: list[int] = np.bincount(np.concatenate((above, ties)), minlength=candidates).tolist()
-    return lengths

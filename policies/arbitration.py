@@ -43,6 +43,8 @@ def arbitrate(
             if candidate.depth_s == depth_s
         ]
         excess = _table([options[place][index] for place, index in places], price)
+        starts = [options[place][index].start_s for place, index in places]
+        excess -= tokens_per_s * np.array(starts)[:, None]
         gains = excess - worth[[place for place, _ in places]][:, None]
         depths = np.arange(gains.shape[1])
         together = np.maximum(gains, 0.0).sum(0) - tokens_per_s * depth_s * depths

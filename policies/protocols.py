@@ -29,11 +29,12 @@ class SpeculationPolicy(Protocol):
         """
         ...
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Return which weight x survival the best slot must exceed, or none is taken.
 
         Asked before there are candidates: sequences that are not likely to reach it are asked for
-        drafts now and then only, so a policy that will take none costs no time. 0 asks for all.
+        drafts now and then only, and nobody for drafts that cannot be worth the time of drafting,
+        so a policy that will take none costs no time. None asks for all, whatever they are worth.
         Does not mutate.
         """
         ...

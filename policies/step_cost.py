@@ -92,11 +92,12 @@ class StepCost:
             `seconds(tokens + n, kv_tokens, sequences, n)` for each n, [most_slots + 1].
         """
         # On each stair lie the counts of slots up to the one that fills it.
-        ends = np.clip(np.array(self.token_buckets) - tokens, -1, most_slots)
+        ends = np.array((tokens - 1, *self.token_buckets)) - tokens
+        ends = np.minimum(np.maximum(ends, -1), most_slots)
         beyond = np.arange(ends[-1] + 1, most_slots + 1) + (tokens - self.token_buckets[-1])
         seconds = np.concatenate(
             (
-                np.repeat(self.step_s, np.diff(ends, prepend=-1)),
+                np.repeat(self.step_s, ends[1:] - ends[:-1]),
                 self.step_s[-1] + self._slope_s * beyond,
             )
         )

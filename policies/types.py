@@ -121,11 +121,14 @@ class DraftCandidate:
         depth_s: seconds of drafting one token deeper, once for all candidates with this cost; 0 if
             the draft is there already.
         weight: what a token of this sequence is worth (`policies.weights`).
+        start_s: seconds, as far as this step has to bear them, that it takes to begin drafting for
+            it; only where each depth costs something.
     """
 
     survivals: tuple[float, ...]
     depth_s: float = 0.0
     weight: float = 1.0
+    start_s: float = 0.0
 
     @property
     def max_draft_tokens(self) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from backends.core.drafting import Drafting, Offer, Terms
+from backends.core.drafting import Drafting
 from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks
+from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost
@@ -74,7 +75,7 @@ class DraftPlan:
         lengths = self._lengths(view, offers, cost) if offers else ()
         slots = self._reserve(offers, lengths, room)
         drafted = self.drafting.compute(offers, slots)
-        if any(offer.draft is None for offer in offers):
+        if any(most and offer.draft is None for offer, most in zip(offers, slots, strict=True)):
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         return [

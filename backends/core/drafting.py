@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from backends.core.draft_scores import GRAMMAR, DraftScores
 from backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
 from backends.core.exploration import Exploration
+from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
 from policies.arbitration import arbitrate
 from policies.types import ANY_PROPOSER, DraftCandidate
@@ -27,52 +27,22 @@ HOPELESS_TURNS: Final = 16
 """A sequence whose next draft is not worth a slot is asked for in each so many steps: where it
 begins to repeat something it is noticed within as many tokens, for a sixteenth of the look-ups."""
 
+RESTING_TURNS: Final = 8
+"""A proposer that costs something, was offered and not taken by anybody, is offered again behind so
+many steps: what is expected of it changes over tens of drafts, and to decide against it takes 0.1
+to 0.5 ms of the host in every step (batches of 8 and 256, one core, Zen 4, 2026-11-21)."""
+
 PROBED_TURNS: Final = 64
 """Where no draft of anybody can be worth a slot, one sequence is asked for in each so many steps. A
 look-up takes 10 to 20 microseconds, so it adds less than 1% to a step of 100 (one core, Zen 4,
 2026-11-21)."""
 
 
-class Terms(NamedTuple):
-    """What a step's drafts are weighed with.
-
-    Attributes:
-        least_survival: weight x survival that the best slot must exceed (`SpeculationPolicy`).
-        price: what a slot must promise, in weighted tokens.
-        step_s: predicted seconds of the step without drafts.
-        weight: what its tokens are worth.
-        most_weight: that of the weightiest sequence.
-    """
-
-    least_survival: float = 0.0
-    price: float = 0.0
-    step_s: float = 0.0
-    weight: float = 1.0
-    most_weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a sequence could verify in the next step.
-
-    Attributes:
-        source: the proposer's name, or `GRAMMAR`.
-        draft: the tokens, the best first; None if they are still to be computed.
-        candidate: the offer, as a policy sees it.
-    """
-
-    sequence: Sequence
-    source: str
-    draft: Draft | None
-    candidate: DraftCandidate
-
-    def first(self, tokens: int) -> Offer:
-        """Return the offer of the best tokens of a draft that is there."""
-        if self.draft is None or tokens >= len(self.draft):
-            return self
-        survivals = self.candidate.survivals[:tokens]
-        candidate = DraftCandidate(survivals, self.candidate.depth_s, self.candidate.weight)
-        return Offer(self.sequence, self.source, self.draft.first(tokens), candidate)
+FIRST_TOKENS: Final = 64
+TOKENS_PER_STEP: Final = 2.5
+"""What a sequence is taken to go on for at first, and by how much in a step with drafts: half the
+shortest outputs people ask for, and the middle of what drafts gave on held-out code (1.6 to 3.4,
+docs/measurements/proposers.json). Catching up is spread over the steps they give."""
 
 
 _NOTHING: Final = DraftCandidate(())
@@ -87,6 +57,7 @@ class Drafting:
         self._scores = DraftScores()
         self._turn = 0
         self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # in this step, by sequence key
+        self._resting: dict[str, int] = {}  # proposers, and the turn until which they are not asked
         self._exploration = Exploration()
 
     @property
@@ -133,7 +104,7 @@ class Drafting:
                 if sequence is probed or self._is_worth_asking(sequence, name, terms):
                     asked.setdefault(name, []).append(DraftRequest(sequence, most))
         for name, requests in asked.items():
-            for offer in self._ask(name, requests):
+            for offer in self._ask(name, requests, terms):
                 found.setdefault(offer.sequence.key, []).append(offer)
         return _choose(list(found.values()), terms)
 
@@ -145,8 +116,13 @@ class Drafting:
         """
         asked: dict[str, list[DraftRequest]] = {}
         for offer, most in zip(offers, slots, strict=True):
-            if offer.draft is None and most:
-                asked.setdefault(offer.source, []).append(DraftRequest(offer.sequence, most))
+            if offer.draft is None:
+                wanted = asked.setdefault(offer.source, [])
+                if most:
+                    wanted.append(DraftRequest(offer.sequence, most))
+        for name in [name for name, requests in asked.items() if not requests]:
+            self._resting[name] = self._turn + RESTING_TURNS
+            del asked[name]
         computed: dict[int, Offer] = {}
         for name, requests in asked.items():
             for offer in self._compute(name, requests):
@@ -172,7 +148,6 @@ class Drafting:
         """Drop what proposers keep for a sequence; it has finished."""
         for proposer in self._proposers.values():
             proposer.forget(sequence)
-        self._exploration.forget(sequence)
 
     # --- who is asked -------------------------------------------------------------------------
 
@@ -181,7 +156,7 @@ class Drafting:
         for name, proposer in self._proposers.items():
             is_free = proposer.depth_s(1) <= 0.0
             best = self._scores.best_found(name) if is_free else self._scores.best_foreseen(name)
-            if terms.most_weight * best > terms.least_survival:
+            if terms.least_survival is None or terms.most_weight * best > terms.least_survival:
                 return True
         return False
 
@@ -204,20 +179,39 @@ class Drafting:
 
     def _is_worth_asking(self, sequence: Sequence, name: str, terms: Terms) -> bool:
         """Return whether the next draft may be worth a slot, or it is time to see for oneself."""
-        if not terms.least_survival or not (self._turn + sequence.key) % HOPELESS_TURNS:
+        if not terms.least_survival:
+            return True
+        if not (self._turn + sequence.key) % HOPELESS_TURNS:
             return True
         first = self._scores.foreseen(sequence, name).survivals[0]
         return sequence.weight * first > terms.least_survival
 
+    def _may_pay(
+        self, name: str, requests: list[DraftRequest], depth_s: float, terms: Terms
+    ) -> bool:
+        """Return whether a first token for all of them can be worth the time it takes.
+
+        If it is not, no depth is: each brings less than the one before. And what was not used in a
+        step will hardly be in the next ones.
+        """
+        if self._turn <= self._resting.get(name, 0):
+            return False
+        worth = 0.0
+        for request in requests:
+            sequence = request.sequence
+            worth += sequence.weight * self._scores.foreseen(sequence, name).survivals[0]
+        return worth >= depth_s * terms.tokens_per_s
+
     # --- what is found ------------------------------------------------------------------------
 
-    def _ask(self, name: str, requests: list[DraftRequest]) -> Iterable[Offer]:
+    def _ask(self, name: str, requests: list[DraftRequest], terms: Terms) -> Iterable[Offer]:
         """Return the offers of one proposer, with drafts if looking them up is all they cost."""
         proposer = self._proposers[name]
         depth_s = proposer.depth_s(len(requests))
         if depth_s > 0.0:
-            for request in requests:
-                yield self._unknown(request, name, depth_s)
+            if terms.least_survival is None or self._may_pay(name, requests, depth_s, terms):
+                for request in requests:
+                    yield self._unknown(request, name, depth_s)
             return
         for request, draft in zip(requests, proposer.propose(requests), strict=True):
             legal = _legal(request.sequence, draft)
@@ -230,7 +224,6 @@ class Drafting:
         """Return the drafts of a proposer that computes them, where there are any."""
         drafts = self._proposers[name].propose(requests)
         for request, draft in zip(requests, drafts, strict=True):
-            self._exploration.follow(name, request.sequence)
             legal = _legal(request.sequence, draft.first(request.max_tokens))
             if legal:
                 yield self._found(request.sequence, name, legal)
@@ -250,7 +243,9 @@ class Drafting:
         """Return the offer of a chain that nobody has computed yet."""
         sequence = request.sequence
         survivals = self._scores.foreseen(sequence, source).of_length(request.max_tokens)
-        return Offer(sequence, source, None, DraftCandidate(survivals, depth_s, sequence.weight))
+        start_s = self._proposers[source].catch_up_s(sequence) / _steps_left(sequence)
+        candidate = DraftCandidate(survivals, depth_s, sequence.weight, start_s)
+        return Offer(sequence, source, None, candidate)
 
 
 def _most_tokens(sequence: Sequence) -> int:
@@ -259,6 +254,16 @@ def _most_tokens(sequence: Sequence) -> int:
     The token sampled behind a draft is the last one that may be generated.
     """
     return min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
+
+
+def _steps_left(sequence: Sequence) -> float:
+    """Return in how many steps catching up with a sequence can pay.
+
+    It is expected to go on for as long as it has gone on, as lives of unknown law are (Lindy's
+    rule), and some tokens more while that says little.
+    """
+    expected = min(sequence.remaining_tokens, FIRST_TOKENS + sequence.output_tokens)
+    return max(expected / TOKENS_PER_STEP, 1.0)
 
 
 def _nothing(offer: Offer) -> Offer:
@@ -270,8 +275,7 @@ def _choose(options: list[list[Offer]], terms: Terms) -> list[Offer]:
     if all(len(offers) == 1 for offers in options):
         return [offers[0] for offers in options]
     candidates = [[offer.candidate for offer in offers] for offers in options]
-    rate = terms.weight / terms.step_s if terms.step_s > 0.0 else 0.0
-    chosen = arbitrate(candidates, terms.price, rate)
+    chosen = arbitrate(candidates, terms.price, terms.tokens_per_s)
     return [offers[index] for offers, index in zip(options, chosen, strict=True)]
 
 

@@ -191,6 +191,13 @@ class Proposer(Protocol):
         """
         ...
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return the predicted seconds of computing what it missed of a sequence, to draft for it.
+
+        0 for a proposer that keeps nothing, or looks drafts up.
+        """
+        ...
+
     def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
         """Return a draft for each sequence; an empty one where there is nothing to propose.
 

@@ -11,7 +11,6 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Final
 
 from backends.core.drafts import DraftRequest, Proposer
-from backends.core.sequence import Sequence
 
 EXPLORED_SHARE: Final = 0.005
 """Share of the time of steps for drafting what no policy asked for, so that a proposer which costs
@@ -30,7 +29,6 @@ class Exploration:
         """Start with nothing put by."""
         self._saved_s = 0.0
         self._candidates: dict[str, DraftRequest] = {}  # by proposer, the oldest sequence
-        self._followed: dict[int, dict[str, int]] = {}  # tokens seen, by sequence and proposer
 
     def begin(self, step_s: float) -> None:
         """Begin a step that is predicted to take so long."""
@@ -44,26 +42,15 @@ class Exploration:
         if oldest is None or request.sequence.key < oldest.sequence.key:
             self._candidates[proposer] = DraftRequest(request.sequence, 1)
 
-    def follow(self, proposer: str, sequence: Sequence) -> None:
-        """Note that a proposer has seen all tokens of a sequence."""
-        self._followed.setdefault(sequence.key, {})[proposer] = len(sequence.token_ids)
-
     def unused(
         self, used: Container[str], proposers: Mapping[str, Proposer]
     ) -> Iterator[tuple[str, DraftRequest]]:
-        """Yield what is to be drafted with proposers not used in this step, and pay for it.
-
-        Tokens a proposer has not seen are taken to cost what as many sequences would.
-        """
+        """Yield what is to be drafted with proposers not used in this step, and pay for it."""
         for name, request in self._candidates.items():
             if name in used:
                 continue
-            seen = self._followed.get(request.sequence.key, {}).get(name, 0)
-            cost_s = proposers[name].depth_s(len(request.sequence.token_ids) - seen)
+            proposer = proposers[name]
+            cost_s = proposer.depth_s(1) + proposer.catch_up_s(request.sequence)
             if cost_s <= self._saved_s:
                 self._saved_s -= cost_s
                 yield name, request
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for a sequence; it has finished."""
-        self._followed.pop(sequence.key, None)

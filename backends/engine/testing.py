@@ -39,6 +39,11 @@ class Watched:
         assert depth_s >= 0.0, "drafting takes no negative time"
         return depth_s
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        catch_up_s = self._proposer.catch_up_s(sequence)
+        assert catch_up_s >= 0.0, "catching up takes no negative time"
+        return catch_up_s
+
     def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
         before = [list(request.sequence.token_ids) for request in requests]
         drafts = self._proposer.propose(requests)

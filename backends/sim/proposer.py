@@ -44,6 +44,10 @@ class SimProposer:
         """Return the believed seconds of a depth; 0 for look-ups."""
         return self._believed.depth_s(sequences)
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return 0: there is nothing to catch up with."""
+        return 0.0
+
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a chain for each, as long as the proposer has something to say."""
         depth = max((request.max_tokens for request in requests), default=0)

@@ -31,10 +31,10 @@ class AdaptiveVerification:
         reason = "{cap} draft tokens, of which the likeliest of the batch are verified"
         return plan_up_to(self.name, self.max_draft_tokens, request, load, reason)
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Draft all there is."""
         del step, cost
-        return 0.0
+        return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Draft in full first; what is drafted is trimmed when the worker asks again."""

@@ -25,10 +25,10 @@ class Off:
         del load
         return no_speculation(self.name, request, "speculation is off on this server")
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Let offers be looked at: they teach what speculation would bring."""
         del step, cost
-        return 0.0
+        return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Allow no drafts."""
@@ -64,10 +64,10 @@ class Fixed:
         reason = "fixed at {cap} draft tokens per step"
         return plan_up_to(self.name, self.draft_tokens, request, load, reason)
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Look at every offer."""
         del step, cost
-        return 0.0
+        return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Allow K slots each, first come first served within the budget."""

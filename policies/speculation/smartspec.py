@@ -33,10 +33,10 @@ class SmartSpec:
         reason = "up to {cap} draft tokens, the same for all by goodput"
         return plan_up_to(self.name, self.max_draft_tokens, request, load, reason)
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Look at every offer."""
         del step, cost
-        return 0.0
+        return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Return min(k, what is offered) for the k behind which goodput drops first."""

@@ -51,10 +51,10 @@ class ThresholdByBatch:
             reason, longest = "the table of batch sizes drafts nothing", 0
         return plan_up_to(self.name, longest, request, load, reason)
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Look at every offer."""
         del step, cost
-        return 0.0
+        return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Allow what the first row with the batch's size says, first come first served."""

@@ -76,6 +76,9 @@ class FakeProposer:
     def depth_s(self, sequences: int) -> float:
         return self._depth_s
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        return 0.0
+
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         return [self.draft(request.sequence, request.max_tokens) for request in requests]
 

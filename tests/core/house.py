@@ -32,7 +32,7 @@ class RandomPicker:
         raise NotImplementedError
 
     def least_survival(self, step, cost):
-        return 0.0
+        return None
 
     def draft_lengths(self, step, cost):
         left, lengths = step.slot_budget, []

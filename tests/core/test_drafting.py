@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from backends.core.drafting import HOPELESS_TURNS, PROBED_TURNS, Drafting, Terms
+from backends.core.drafting import HOPELESS_TURNS, PROBED_TURNS, RESTING_TURNS, Drafting
 from backends.core.drafts import Draft, DraftRequest
 from backends.core.exploration import EXPLORED_SHARE, MOST_SAVED_STEPS
+from backends.core.offers import Terms
 from backends.core.sequence import Sequence
 from policies.types import ANY_PROPOSER
 from tests.core.fakes import FakeProposer, hashed_token, request
@@ -116,6 +117,25 @@ def test_any_proposer_is_the_one_that_pays() -> None:
         assert [offer.source for offer in drafting.offers(batch, terms)] == [expected] * 2
         wish = sequences(2, "ngram")[1]
         assert [offer.source for offer in drafting.offers([wish], terms)] == ["ngram"]
+
+
+def test_what_nobody_took_rests() -> None:
+    """A proposer that costs something and got no slot is offered again behind eight steps."""
+    drafting, batch = Drafting({"draft_model": Counting(depth_s=1e-4)}), sequences(2, "draft_model")
+    terms, offered = Terms(least_survival=0.0, step_s=1e-2), []
+    for _ in range(3 * (RESTING_TURNS + 1)):
+        offers = drafting.offers(batch, terms)
+        drafting.compute(offers, [0] * len(offers))
+        offered.append(len(offers))
+    assert offered == [2, *[0] * RESTING_TURNS] * 3
+
+
+def test_drafts_that_cannot_be_worth_their_time_are_not_offered() -> None:
+    """A depth that takes longer than its tokens are worth is offered to nobody who prices."""
+    drafting, batch = Drafting({"draft_model": Counting(depth_s=2e-2)}), sequences(2, "draft_model")
+    terms = Terms(least_survival=0.0, step_s=1e-2, weight=2.0)
+    assert drafting.offers(batch, terms) == []
+    assert len(drafting.offers(batch, terms._replace(least_survival=None))) == 2
 
 
 def test_an_unused_proposer_is_explored_within_its_share() -> None:

@@ -185,8 +185,8 @@ class RandomSlots:
         proposer = request.mode.value if named else "ngram"
         return SpeculationPlan(self.name, request.mode, proposer, 12, "chaos")
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
-        return 0.0
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
+        return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> list[int]:
         lengths, budget = [0] * len(step.candidates), step.slot_budget
@@ -207,6 +207,9 @@ class HostileProposer:
         self._rng = rng
 
     def depth_s(self, sequences: int) -> float:
+        return 0.0
+
+    def catch_up_s(self, sequence: Sequence) -> float:
         return 0.0
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:

@@ -24,6 +24,9 @@ class LineProposer:
     def depth_s(self, sequences):
         return 0.0
 
+    def catch_up_s(self, sequence):
+        return 0.0
+
     def propose(self, requests):
         return [self._draft(r.sequence.token_ids, r.max_tokens) for r in requests]
 

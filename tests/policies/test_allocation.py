@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, product
 from operator import mul
 
@@ -91,6 +92,46 @@ def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost) -
     assert least >= 0.0
     if best < least * (1 - 1e-9):
         assert allocate(step, cost) == [0] * len(offered)
+
+
+def start_rate(step: StepView, lengths, cost: StepCost) -> float:
+    """The rate of a step that bears the starts of all who draft."""
+    start_s = sum(c.start_s for c, n in zip(step.candidates, lengths, strict=True) if n)
+    gained = sum(
+        c.weight * sum(c.survivals[:n]) for c, n in zip(step.candidates, lengths, strict=True)
+    )
+    total = step.total_weight + gained
+    return total / (total / rate(step, lengths, cost) + start_s)
+
+
+@given(candidates([0.0, 1e-3]), st.lists(st.floats(0.0, 1e-2), min_size=4, max_size=4), costs())
+@settings(max_examples=200)
+def test_beginning_to_draft_is_paid_for(offered, starts, cost) -> None:
+    """With starts the choice beats drafting for nobody new, and is near the best there is."""
+    begun = [
+        replace(c, start_s=start_s if c.depth_s else 0.0)
+        for c, start_s in zip(offered, starts, strict=False)
+    ]
+    many = len(begun)
+    step = StepView(many, 50 * many, many, 16, tuple(begun), sum(c.weight for c in begun))
+    lengths = allocate(step, cost)
+    ranges = [range(len(c.survivals) + 1) for c in begun]
+    rates = {each: start_rate(step, each, cost) for each in product(*ranges)}
+    without = max(
+        rated
+        for each, rated in rates.items()
+        if not any(n and c.start_s for n, c in zip(each, begun, strict=True))
+    )
+    assert rates[tuple(lengths)] >= without * (1 - 1e-9)
+    assert rates[tuple(lengths)] >= 0.9 * max(rates.values())
+
+
+def test_a_start_that_is_too_dear_is_not_made() -> None:
+    """A long catching up keeps a sequence from drafting, not its neighbour from doing so."""
+    ready = DraftCandidate((0.9, 0.8, 0.7), 1e-4)
+    behind = replace(ready, start_s=1.0)
+    step = StepView(2, 1000, 2, 16, (ready, behind))
+    assert allocate(step, H100_8B) == [3, 0]
 
 
 def test_weights_draw_slots() -> None:

@@ -102,6 +102,12 @@ class DraftModelProposer:
         """Return the measured seconds of a forward pass of one token each."""
         return self._fit.cost.seconds(sequences)
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return what a forward pass takes longer for the tokens it has not followed."""
+        missing = len(sequence.token_ids) - 1 - self._followed_tokens(sequence)
+        cost = self._fit.cost
+        return cost.seconds(1 + missing) - cost.seconds(1)
+
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a chain for each sequence whose past the draft model has computed."""
         ready: list[int] = []
@@ -171,17 +177,20 @@ class DraftModelProposer:
 
     def _valid_tokens(self, sequence: Sequence) -> int:
         """Return how many leading tokens need no computing, drafts that came true among them."""
-        table = sequence.draft_table
-        behind, drafted = self._drafted.pop(sequence.key, (0, ()))
-        if drafted and table.valid_tokens == behind:
+        sequence.draft_table.valid_tokens = self._followed_tokens(sequence)
+        self._drafted.pop(sequence.key, None)
+        return sequence.draft_table.valid_tokens
+
+    def _followed_tokens(self, sequence: Sequence) -> int:
+        valid = sequence.draft_table.valid_tokens
+        behind, drafted = self._drafted.get(sequence.key, (0, ()))
+        if drafted and valid == behind:
             came = sequence.token_ids[behind:]
-            table.valid_tokens += len(Draft(drafted).walk(came))
+            valid += len(Draft(drafted).walk(came))
         # The last token is always fed, for its logits.
         last = len(sequence.token_ids) - 1
-        table.valid_tokens = min(table.valid_tokens, last)
         # What is out of reach is not computed: whatever lies in its pages is masked.
-        table.valid_tokens = max(table.valid_tokens, self._unread_tokens(sequence))
-        return table.valid_tokens
+        return max(min(valid, last), self._unread_tokens(sequence))
 
     def _unread_tokens(self, sequence: Sequence) -> int:
         """Return how many leading tokens are out of reach of all that is still to come."""

@@ -65,6 +65,10 @@ class NgramProposer:
         """Return 0: drafts are looked up."""
         return 0.0
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return 0: catching up with an index takes microseconds."""
+        return 0.0
+
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return what followed earlier places of each sequence's end, if there are any."""
         return [self._draft(request.sequence, request.max_tokens) for request in requests]

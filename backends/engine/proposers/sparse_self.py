@@ -92,6 +92,10 @@ class SparseSelfProposer:
         """Return the predicted seconds of a step of one token each that reads the budget."""
         return self._fit.cost.seconds(sequences, sequences * self._budget_tokens, sequences)
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return 0: it reads what the target has computed."""
+        return 0.0
+
     @torch.inference_mode()
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Return a chain for each sequence that decodes; nothing for others.

@@ -79,6 +79,9 @@ class ReplayProposer:
     def depth_s(self, sequences: int) -> float:
         return 0.0
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        return 0.0
+
     def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
         return [self._propose(request) for request in requests]
 
