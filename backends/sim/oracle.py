@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from backends.core.drafting import Drafting, Offer, Terms
+from backends.core.drafting import Drafting
 from backends.core.kv_blocks import KvBlocks
+from backends.core.offers import Offer, Terms
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence as Tokens
 from backends.sim.proposer import SimProposer

@@ -74,6 +74,10 @@ class Listener:
         """Return what the proposer says: it decides when it is asked."""
         return self._proposer.depth_s(sequences)
 
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return what the proposer says."""
+        return self._proposer.catch_up_s(sequence)
+
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         """Ask, and return nothing to verify."""
         for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
