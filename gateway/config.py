@@ -80,7 +80,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, _meta("What runs requests: engine, sim, or one installed beside", kind="backend")
     ] = "engine"
     speculation: Annotated[
-        str, _meta("Speculation policy: off, fixed:K or auto", kind="speculation")
+        str,
+        _meta(
+            "Speculation policy: auto, off, fixed:K, smartspec, adaptive_verification, ...",
+            kind="speculation",
+        ),
     ] = "auto"
     proposer: (
         Annotated[str, _meta("The only proposer to draft with (default: whatever is there)")] | None
