@@ -46,7 +46,8 @@ class Tokenizer:
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
-        decoder = json.loads(self._fast.to_str())["decoder"]
+        # Its own state: that of the whole tokenizer holds the vocabulary, and takes long.
+        decoder = self._fast.decoder and json.loads(self._fast.decoder.__getstate__())
         self.texts = TokenTexts(self.decode, decoder, self.encode("a", add_special_tokens=False))
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)

@@ -118,6 +118,11 @@ class ModelConfig:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def known_eos_ids(self) -> frozenset[int]:
+        """Tokens that end a sequence, of those the vocabulary has: some checkpoints name others."""
+        return frozenset(token for token in self.eos_ids if 0 <= token < self.vocab_size)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of one token's keys and values over all layers."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * itemsize

@@ -70,9 +70,7 @@ class Runner:
         self._decoder = decoder
         self._pool = pool
         self._verify = verify
-        vocab_size = decoder.config.vocab_size
-        # Some checkpoints name ends that their vocabulary does not have.
-        self._eos_ids = frozenset(i for i in decoder.config.eos_ids if 0 <= i < vocab_size)
+        self._eos_ids = decoder.config.known_eos_ids
 
     @property
     def operators(self) -> Operators:

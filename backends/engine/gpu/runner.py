@@ -76,9 +76,7 @@ class GpuRunner:
         self._pool = pool
         self._forward = forward
         self._verify = verify
-        config = decoder.config
-        # Some checkpoints name ends that their vocabulary does not have.
-        self._eos_ids = frozenset(i for i in config.eos_ids if 0 <= i < config.vocab_size)
+        self._eos_ids = decoder.config.known_eos_ids
         ends = torch.tensor(sorted(self._eos_ids), dtype=torch.int64)
         self._ends = to_device(ends, decoder.device)
 

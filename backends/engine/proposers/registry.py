@@ -51,8 +51,7 @@ class ProposerSetup:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a sequence, of those the vocabulary has."""
-        vocab_size = self.decoder.config.vocab_size
-        return frozenset(i for i in self.decoder.config.eos_ids if 0 <= i < vocab_size)
+        return self.decoder.config.known_eos_ids
 
     @property
     def with_laws(self) -> bool:
