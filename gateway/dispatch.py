@@ -18,7 +18,14 @@ from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
 from gateway.telemetry.logs import log
 from policies.protocols import SpeculationPolicy
-from policies.types import PROPOSER_MODES, RequestView, SpeculationMode, WorkerLoad
+from policies.types import (
+    ANYTIME,
+    PROPOSER_MODES,
+    RequestView,
+    ServiceLevel,
+    SpeculationMode,
+    WorkerLoad,
+)
 
 LEASE_S: Final = 30.0
 """A lease outlives this many seconds of silence from the node that holds it."""
@@ -38,6 +45,7 @@ class Job:
         n: choices per prompt.
         mode, max_draft_tokens: the client's wishes about speculation.
         grammar: what every choice must be; None leaves it to the model.
+        service: how soon its tokens are wanted, and how much they matter.
     """
 
     request_id: str
@@ -48,6 +56,7 @@ class Job:
     mode: SpeculationMode = SpeculationMode.AUTO
     max_draft_tokens: int | None = None
     grammar: GrammarSpec | None = None
+    service: ServiceLevel = ANYTIME
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +200,7 @@ class Dispatcher:
             self._policy.decide(view, load),
             job.n,
             grammar=job.grammar,
+            service=job.service,
         )
         worker.backend.check(request)
         return Placement(request, worker, view, load)

@@ -17,7 +17,7 @@ from backends.types import SamplingParams
 from gateway.dispatch import Job
 from loadgen.types import Planned, Question
 from loadgen.workloads import ApproximateCounter, text_of
-from policies.types import SpeculationMode
+from policies.types import ServiceLevel, SpeculationMode
 
 COUNTER: Final = ApproximateCounter()
 
@@ -64,6 +64,7 @@ def job_of(planned: Planned) -> Job:
         n=question.n,
         mode=mode,
         max_draft_tokens=most,
+        service=ServiceLevel(question.slo.ttft_s, question.slo.tpot_s),
     )
 
 
