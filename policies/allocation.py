@@ -2,12 +2,13 @@
 
     (weight of the step + sum of weight x survival over chosen slots) / (T(step) + drafting)
 
-Survivals do not rise along a draft, so the best set of n slots is the n likeliest, whosever they
-are, and always consists of beginnings of drafts. T is a staircase: no slot pays alone where the
-next ones are free, so every n is evaluated, not one slot after the other. Drafting costs a forward
-pass for each depth, once for all who draft with the same proposer: depths are enumerated, as far
-as the deepest one could pay. (The choice is exact, but for what it costs to begin drafting for a
-sequence: that is dealt with by leaving out, one after the other, those who are not worth it.)
+T leaves out what the step's prompts take (`policies.price`). Survivals do not rise along a draft,
+so the best set of n slots is the n likeliest, whosever they are, and always consists of beginnings
+of drafts. T is a staircase: no slot pays alone where the next ones are free, so every n is
+evaluated, not one slot after the other. Drafting costs a forward pass for each depth, once for all
+who draft with the same proposer: depths are enumerated, as far as the deepest one could pay. (The
+choice is exact, but for what it costs to begin drafting for a sequence: that is dealt with by
+leaving out, one after the other, those who are not worth it.)
 
 This is SmartSpec's goodput (arXiv 2406.14066) for each slot instead of one length for all.
 """
@@ -17,19 +18,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, product
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.price import slots_s
 from policies.step_cost import StepCost
 from policies.types import StepView
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
-
-_LEAST_S: Final = 1e-9
-"""Steps take at least so long: a device that is said to need no time has no best set."""
 
 
 class _Slots(NamedTuple):
@@ -90,9 +89,8 @@ def allocate(step: StepView, cost: StepCost) -> list[int]:
     most = min(step.slot_budget, len(slots.values))
     if most <= 0:
         return [0] * len(step.candidates)
-    step_s = np.maximum(cost.slots_s(step.tokens, step.kv_tokens, step.sequences, most), _LEAST_S)
     start_s = np.array([candidate.start_s for candidate in step.candidates])
-    best = _best_of(step, slots, step_s, start_s)
+    best = _best_of(step, slots, slots_s(step, cost, most), start_s)
     lengths: list[int] = np.bincount(best.slots.owners, minlength=len(step.candidates)).tolist()
     return lengths
 
@@ -131,17 +129,17 @@ def _best_of(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _C
 
 
 def _best_way(
-    step: StepView, slots: _Slots, step_s: Array, start_s: Array, without: _Choice
+    step: StepView, slots: _Slots, step_s: Array, start_s: Array, best: _Choice
 ) -> _Choice:
     """Return the best way to draft and the slots that are then taken, if it is better.
 
     Args:
-        without: what there is to be had otherwise.
+        best: what there is to be had otherwise.
     """
     order = np.argsort(-slots.values, kind="stable")
     likeliest = slots.at(order)
-    best, weight = without, step.total_weight
-    for way in _ways_to_draft(step, slots, order, start_s, float(step_s[0]), without.rate):
+    weight = step.total_weight
+    for way in _ways_to_draft(step, slots, order, start_s, float(step_s[0]), best.rate):
         if way.most_rate <= best.rate:
             break  # and so have all that follow
         drafted = likeliest if way.offered is None else likeliest.at(way.offered)
@@ -162,7 +160,7 @@ def _ways_to_draft(
         order: of the slots by likelihood.
         start_s: of each candidate.
         step_s: seconds of the step without drafts.
-        rate: what can be had without. The best way gives no less, so a depth whose slots together
+        rate: what can be had otherwise. The best way gives no less, so a depth whose slots together
             are worth less than its time at this rate pays in no case.
     """
     costs = sorted({c.depth_s for c in step.candidates if c.depth_s > 0.0})

@@ -1,4 +1,4 @@
-"""Step cost: predicted seconds of a step, and the price of a draft slot that follows from it."""
+"""Step cost: predicted seconds of a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from policies.types import StepView
 
 
 class StepSize(NamedTuple):
@@ -133,41 +131,3 @@ class StepCost:
         if index < len(self.token_buckets):
             return self.step_s[index]
         return self.step_s[-1] + self._slope_s * (tokens - self.token_buckets[-1])
-
-
-def slot_price(cost: StepCost, tokens: int, kv_tokens: int, sequences: int) -> float:
-    """Return what a draft slot must promise, in expected tokens (design, section 1).
-
-    `price = accepted tokens per second x average extra seconds per token up to the next cost
-    step`, at the step's own rate of one token per sequence. An idle worker's price is 0.
-    """
-    if sequences <= 0:
-        return 0.0
-    step_s = cost.seconds(tokens, kv_tokens, sequences)
-    if step_s <= 0.0:
-        return 0.0
-    edge = cost.next_edge(tokens)
-    extra_s = cost.seconds(edge, kv_tokens, sequences, edge - tokens) - step_s
-    return sequences * (extra_s / (edge - tokens)) / step_s
-
-
-def least_slot_price(cost: StepCost, step: StepView) -> float:
-    """Return what no draft slot of a step can pay below, in weighted expected tokens.
-
-    However many slots are taken, each takes the least of (T(n slots) - T) / n on average, which is
-    found at the end of a stair; and the best set of slots has no lower rate than the step without.
-    0 where tokens are left on the present stair.
-    """
-    slots = step.slot_budget
-    step_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences)
-    if slots <= 0 or step_s <= 0.0:
-        return 0.0
-    here_s = step_s - cost.kv_token_s * step.kv_tokens - cost.sequence_s * step.sequences
-    extra_s = cost.seconds(step.tokens + slots) - here_s
-    slot_s = extra_s / slots
-    for bucket, table_s in zip(cost.token_buckets, cost.step_s, strict=True):
-        if 0 < bucket - step.tokens < slots:
-            slot_s = min(slot_s, (table_s - here_s) / (bucket - step.tokens))
-    if step.sequences:
-        slot_s += cost.pair_s * step.kv_tokens / step.sequences
-    return step.total_weight * max(slot_s, 0.0) / step_s

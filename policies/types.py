@@ -148,6 +148,8 @@ class StepView:
         candidates: sequences that may draft.
         weight: what the sampled tokens of all sequences are worth; None if each is worth 1.
         acceptance: running chance that a drafted token is accepted, over all of the worker.
+        prefill_tokens: how many of `tokens` are of prompts.
+        free_slots: beside so many slots all of them join; each further slot takes the room of one.
     """
 
     tokens: int
@@ -157,6 +159,8 @@ class StepView:
     candidates: tuple[DraftCandidate, ...]
     weight: float | None = None
     acceptance: float = 0.5
+    prefill_tokens: int = 0
+    free_slots: int = 0
 
     @property
     def total_weight(self) -> float:

@@ -12,6 +12,7 @@ from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks
 from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
+from policies.price import rate, slot_price
 from policies.protocols import SpeculationPolicy
 from policies.step_cost import StepCost
 from policies.types import StepView
@@ -27,13 +28,15 @@ class Room(NamedTuple):
 
     Attributes:
         slots: tokens that drafts may take.
-        prefill_tokens: tokens that prefills will take.
         blocks: KV blocks that nobody is waiting for.
+        prefill_tokens: prompt tokens that join it if nothing is drafted.
+        free_slots: beside so many slots all of them join.
     """
 
     slots: int
-    prefill_tokens: int
     blocks: int
+    prefill_tokens: int = 0
+    free_slots: int = 0
 
 
 class DraftPlan:
@@ -49,13 +52,14 @@ class DraftPlan:
         self._turn = 0
         self._terms = Terms()
         self._batch: tuple[float, ...] = ()  # what the terms are of
+        self._view: StepView | None = None  # the last step
+        self._accepted = 0.0  # weighted tokens that its drafts are expected to bring
 
     def plan(
         self,
         decodes: Many[Sequence],
         room: Room,
         cost: StepCost,
-        price: float,
         now_s: float | None,
     ) -> list[tuple[Sequence, Draft]]:
         """Return the drafts to verify, laid out. The sequences have blocks for them.
@@ -64,27 +68,31 @@ class DraftPlan:
             decodes: the sequences of the step that will sample; at least one.
             room: what is left for drafts.
             cost: of steps.
-            price: of a slot, in tokens of weight 1.
             now_s: the time, if any sequence has a service level to weigh; else None.
         """
         self._turn += 1
-        view = self._view(decodes, room)
+        view = self._without_drafts(decodes, room)
         if now_s is not None:
             view = _weighed(view, decodes, cost, now_s)
-        offers = self.drafting.offers(decodes, self._terms_of(view, decodes, cost, price))
+        offers = self.drafting.offers(decodes, self._terms_of(view, decodes, cost))
         lengths = self._lengths(view, offers, cost) if offers else ()
         slots = self._reserve(offers, lengths, room)
         drafted = self.drafting.compute(offers, slots)
         if any(most and offer.draft is None for offer, most in zip(offers, slots, strict=True)):
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
+        self._view, self._accepted = view, sum(offer.expected for offer in drafted)
         return [
             (offer.sequence, self._settled(offer, reserved))
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
 
-    def _view(self, decodes: Many[Sequence], room: Room) -> StepView:
+    def price(self, cost: StepCost) -> float:
+        """Return what a slot had to promise in the last step, in tokens of weight 1."""
+        return 0.0 if self._view is None else slot_price(self._view, cost, self._accepted)
+
+    def _without_drafts(self, decodes: Many[Sequence], room: Room) -> StepView:
         """Return the step as it is without drafts."""
         return StepView(
             tokens=len(decodes) + room.prefill_tokens,
@@ -93,11 +101,11 @@ class DraftPlan:
             slot_budget=room.slots,
             candidates=(),
             acceptance=self.drafting.acceptance,
+            prefill_tokens=room.prefill_tokens,
+            free_slots=room.free_slots,
         )
 
-    def _terms_of(
-        self, view: StepView, decodes: Many[Sequence], cost: StepCost, price: float
-    ) -> Terms:
+    def _terms_of(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> Terms:
         """Return what drafts of the step are weighed with; nothing matters without proposers."""
         turn = self._turn // TERMS_STEPS
         batch = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
@@ -106,9 +114,9 @@ class DraftPlan:
             most = 1.0 if view.weight is None else max(sequence.weight for sequence in decodes)
             self._terms = Terms(
                 self._policy.least_survival(view, cost),
-                price * view.total_weight / view.sequences,
+                self.price(cost),
                 cost.seconds(view.tokens, view.kv_tokens, view.sequences),
-                view.total_weight,
+                rate(view, cost),
                 most,
             )
         return self._terms

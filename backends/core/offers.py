@@ -18,20 +18,15 @@ class Terms(NamedTuple):
             its time; None asks for everything (`SpeculationPolicy`).
         price: what a slot must promise, in weighted tokens.
         step_s: predicted seconds of the step without drafts.
-        weight: what its tokens are worth.
-        most_weight: that of the weightiest sequence.
+        tokens_per_s: what a second of it is worth, in weighted tokens.
+        most_weight: what a token of the weightiest sequence is worth.
     """
 
     least_survival: float | None = None
     price: float = 0.0
     step_s: float = 0.0
-    weight: float = 1.0
+    tokens_per_s: float = 0.0
     most_weight: float = 1.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Weighted tokens per second of the step without drafts."""
-        return self.weight / self.step_s if self.step_s > 0.0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +43,11 @@ class Offer:
     source: str
     draft: Draft | None
     candidate: DraftCandidate
+
+    @property
+    def expected(self) -> float:
+        """Weighted tokens which the draft is expected to bring; 0 if there is none."""
+        return self.candidate.weight * sum(self.candidate.survivals) if self.draft else 0.0
 
     def first(self, tokens: int) -> Offer:
         """Return the offer of the best tokens of a draft that is there."""

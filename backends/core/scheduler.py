@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -24,6 +25,7 @@ from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from backends.core.newcomers import first_blocks, prompt_tokens
 from backends.core.prefix_cache import PendingPrefixes
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
@@ -31,7 +33,7 @@ from backends.types import FinishReason, TokenLogprob
 from policies.batching import Slack
 from policies.cost_fit import StepCostFit
 from policies.protocols import BatchingPolicy, SpeculationPolicy
-from policies.step_cost import StepCost, slot_price
+from policies.step_cost import StepCost
 from policies.types import WorkerLoad
 
 
@@ -92,7 +94,6 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._pending = PendingPrefixes()
-        self._price = 0.0
         self._step = 0
         self._assumed: StepPlan | None = None  # planned behind, and not applied yet
         self._now_s = 0.0
@@ -144,7 +145,7 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_blocks_free=self.blocks.num_free,
             kv_blocks_total=self.blocks.num_blocks,
-            price=self._price if self._running else 0.0,
+            price=self._drafts.price(self.cost) if self._running else 0.0,
             acceptance=self._drafts.drafting.acceptance,
             proposers=self._drafts.drafting.names,
         )
@@ -160,7 +161,7 @@ class Scheduler:
         self._now_s = self._now_s if now_s is None else now_s
         self._step += 1
         step = _StepDraft(self.config.max_step_tokens)
-        stalled = self._batching.stalls_decodes and self._prefill_tokens() > 0
+        stalled = self._batching.stalls_decodes and self._has_prefills()
         if not stalled:
             self._plan_decodes(step)
             self._plan_drafts(step)
@@ -214,9 +215,7 @@ class Scheduler:
         self._now_s += result.step_s
         if self._with_service:
             _note_first_tokens(emissions, self._now_s)
-        size = plan.size
-        self._fit.observe(size, result.step_s)
-        self._price = slot_price(self.cost, size.tokens, size.kv_tokens, plan.num_sampling)
+        self._fit.observe(plan.size, result.step_s)
         return emissions
 
     def _goes_on(self, work: SequenceWork) -> bool:
@@ -251,19 +250,30 @@ class Scheduler:
         decodes = [work.sequence for work in step.work.values()]
         if not decodes:
             return
-        prefill_tokens = self._prefill_tokens(len(decodes))
-        if prefill_tokens:
-            prefill_tokens = min(prefill_tokens, self._most_prefill_tokens(step))
-        # Half of what is left is for prefills, so that drafts never hold them up.
-        slots = step.budget // 2 if prefill_tokens else step.budget
-        room = Room(
-            slots,
-            min(prefill_tokens, step.budget - slots),
-            self.blocks.num_free - self._newcomer_blocks(),
-        )
+        room = self._room_beside(decodes, step)
         now_s = self._now_s if self._with_service else None
-        for sequence, draft in self._drafts.plan(decodes, room, self.cost, self._price, now_s):
+        for sequence, draft in self._drafts.plan(decodes, room, self.cost, now_s):
             step.attach(sequence.key, draft)
+
+    def _room_beside(self, decodes: Many[Sequence], step: _StepDraft) -> Room:
+        """Return what a step of these decodes has left for drafts and prompts."""
+        newcomer_blocks = self._newcomer_blocks()
+        blocks = self.blocks.num_free - newcomer_blocks
+        if len(decodes) == len(self._running) and not newcomer_blocks:
+            return Room(step.budget, blocks)
+        ready = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
+        if newcomer_blocks:
+            ready += prompt_tokens(self._waiting, self.blocks, self._seats, step.budget)
+        most = self._most_prefill_tokens(step)
+        joining = min(ready, most)
+        if not joining:
+            return Room(step.budget, blocks)
+        # Half of what is left is for prefills, so that drafts never hold them up.
+        return Room(step.budget // 2, blocks, joining, most - joining)
+
+    def _has_prefills(self) -> bool:
+        """Return whether there are prompt tokens to be fed."""
+        return bool(self._newcomer_blocks()) or any(s.pending_tokens > 1 for s in self._running)
 
     def _limit_prefills(self, step: _StepDraft) -> None:
         """Leave of the step's budget what the batching policy gives to prompts."""
@@ -276,26 +286,13 @@ class Scheduler:
         view = batch_view(step.work.values(), self._running, step.budget, now_s)
         return self._batching.prefill_tokens(view, self.cost)
 
-    def _prefill_tokens(self, decodes: int = 0) -> int:
-        """Return the prompt tokens that are ready to be fed: of prefills and the next newcomer."""
-        running = 0
-        if decodes < len(self._running):
-            running = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
-        return running + (self._uncached_tokens(self._waiting[0]) if self._newcomer_blocks() else 0)
-
-    def _uncached_tokens(self, sequence: Sequence) -> int:
-        """Return the tokens of a waiting sequence which it would have to compute now."""
-        cached = self.blocks.num_cached(sequence.sharable_hashes(self.blocks.block_size))
-        return len(sequence.token_ids) - cached * self.blocks.block_size
-
     def _newcomer_blocks(self) -> int:
         """Return the blocks of the sequence that comes in next; 0 if none can now."""
-        if not self._waiting or len(self._running) >= self.config.max_num_seqs:
-            return 0
-        newcomer = self._waiting[0]
-        hashes = newcomer.sharable_hashes(self.blocks.block_size)
-        blocks = self.blocks.needed(hashes, len(newcomer.token_ids))
-        return blocks if blocks <= self.blocks.num_free else 0
+        return first_blocks(self._waiting, self.blocks) if self._seats else 0
+
+    @property
+    def _seats(self) -> int:
+        return self.config.max_num_seqs - len(self._running)
 
     def _plan_prefills(self, step: _StepDraft) -> None:
         """Continue prefills with what is left of the budget, oldest first."""
@@ -310,7 +307,7 @@ class Scheduler:
         """Admit waiting sequences in order while budget, batch and memory have room."""
         # No more than a batch is looked at: a burst with one prefix may be long.
         for sequence in tuple(islice(self._waiting, self.config.max_num_seqs)):
-            if step.budget <= 0 or len(self._running) >= self.config.max_num_seqs:
+            if step.budget <= 0 or not self._seats:
                 return
             hashes = sequence.sharable_hashes(self.blocks.block_size)
             if self._prefix_is_pending(hashes):

@@ -15,6 +15,7 @@ from backends.core.offers import Offer, Terms
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence as Tokens
 from backends.sim.proposer import SimProposer
+from policies.allocation import allocate
 from policies.protocols import SpeculationPolicy
 from policies.speculation import MAX_DRAFT_TOKENS, Fixed
 from policies.step_cost import StepCost
@@ -59,11 +60,9 @@ class OracleScheduler(Scheduler):
 
 
 class Oracle:
-    """Gives slots to drafts that will be accepted, as many as maximise tokens per second.
+    """Gives slots to drafts that will be accepted, as many as maximise the rate (`allocate`).
 
-    All slots are worth one token, so only their number and the depth of drafting matter: slots are
-    taken by depth, and every number of them is tried at which a depth ends or a stair of the cost
-    does. The costs are what the worker believes: it foresees tokens, not times.
+    The costs are what the worker believes: it foresees tokens, not times.
     """
 
     name = NAME
@@ -80,55 +79,4 @@ class Oracle:
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Return how much of each draft to verify."""
-        lengths = [candidate.max_draft_tokens for candidate in step.candidates]
-        by_depth = _counts(lengths)
-        best, best_rate = 0, 0.0
-        for slots in _edges(by_depth, step, cost):
-            rate = (step.sequences + slots) / _seconds(slots, by_depth, step, cost)
-            if rate > best_rate:
-                best, best_rate = slots, rate
-        return _granted(lengths, best)
-
-
-def _counts(lengths: Sequence[int]) -> list[int]:
-    """Return how many drafts reach each depth, from 1 on."""
-    deepest = max(lengths, default=0)
-    return [sum(length > depth for length in lengths) for depth in range(deepest)]
-
-
-def _edges(by_depth: Sequence[int], step: StepView, cost: StepCost) -> Iterator[int]:
-    """Yield the numbers of slots that may be best, 0 first."""
-    yield 0
-    before, most = 0, min(sum(by_depth), step.slot_budget)
-    for count in by_depth:
-        behind = min(before + count, most)
-        edge = cost.next_edge(step.tokens + before) - step.tokens
-        while before < edge < behind:
-            yield edge
-            edge = cost.next_edge(step.tokens + edge) - step.tokens
-        if behind > before:
-            yield behind
-        before = behind
-
-
-def _seconds(slots: int, by_depth: Sequence[int], step: StepView, cost: StepCost) -> float:
-    step_s = cost.seconds(step.tokens + slots, step.kv_tokens, step.sequences, slots)
-    deepest, left = 0, slots
-    while left > 0:
-        left -= by_depth[deepest]
-        deepest += 1
-    costs = {candidate.depth_s for candidate in step.candidates}
-    return max(step_s + deepest * sum(costs), 1e-9)
-
-
-def _granted(lengths: Sequence[int], slots: int) -> list[int]:
-    """Give out slots depth by depth, in order."""
-    granted = [0] * len(lengths)
-    depth = 0
-    while slots > 0:
-        for index, length in enumerate(lengths):
-            if length > depth and slots > 0:
-                granted[index] += 1
-                slots -= 1
-        depth += 1
-    return granted
+        return allocate(step, cost)

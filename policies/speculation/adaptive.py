@@ -42,4 +42,4 @@ class AdaptiveVerification:
             wanted = [candidate.max_draft_tokens for candidate in step.candidates]
             return within_budget(wanted, step.slot_budget)
         unweighted = tuple(replace(candidate, weight=1.0) for candidate in step.candidates)
-        return allocate(replace(step, candidates=unweighted, weight=None), cost)
+        return allocate(replace(step, candidates=unweighted, weight=None, prefill_tokens=0), cost)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from policies.allocation import allocate
+from policies.price import least_slot_price
 from policies.speculation.planning import (
     MAX_DRAFT_TOKENS,
     capped,
     choose_proposer,
     no_speculation,
 )
-from policies.step_cost import StepCost, least_slot_price
+from policies.step_cost import StepCost
 from policies.types import (
     ANY_PROPOSER,
     RequestView,
@@ -57,7 +58,7 @@ class Auto:
 
     def least_survival(self, step: StepView, cost: StepCost) -> float:
         """Return what no slot can pay below, however many are taken."""
-        return least_slot_price(cost, step)
+        return least_slot_price(step, cost)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Take the slots that maximise expected tokens per second."""

@@ -133,7 +133,7 @@ def test_what_nobody_took_rests() -> None:
 def test_drafts_that_cannot_be_worth_their_time_are_not_offered() -> None:
     """A depth that takes longer than its tokens are worth is offered to nobody who prices."""
     drafting, batch = Drafting({"draft_model": Counting(depth_s=2e-2)}), sequences(2, "draft_model")
-    terms = Terms(least_survival=0.0, step_s=1e-2, weight=2.0)
+    terms = Terms(least_survival=0.0, step_s=1e-2, tokens_per_s=200.0)
     assert drafting.offers(batch, terms) == []
     assert len(drafting.offers(batch, terms._replace(least_survival=None))) == 2
 

@@ -211,6 +211,7 @@ def test_load_tells_of_queue_memory_and_price() -> None:
     for _ in range(2):
         house.add(prompt=4, max_tokens=3, ignore_eos=True)
     house.step()
+    house.step()  # the first one that decodes
     load = house.scheduler.load()
     assert (load.running, load.waiting, load.kv_blocks_total) == (1, 1, 16)
     assert load.kv_blocks_free < 16

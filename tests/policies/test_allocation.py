@@ -11,14 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 from policies.allocation import allocate
-from policies.step_cost import StepCost, least_slot_price
+from policies.price import least_slot_price
+from policies.step_cost import StepCost
 from policies.types import DraftCandidate, StepView
-
-H100_8B = StepCost(
-    (1, 2, 4, *range(8, 1025, 8)),
-    tuple(5.886e-3 + 21.0e-6 * n for n in (1, 2, 4, *range(8, 1025, 8))),
-    kv_token_s=39.3e-9,
-)
+from tests.policies.costs import H100_8B
 
 
 def rate(step: StepView, lengths, cost: StepCost) -> float:
@@ -26,7 +22,13 @@ def rate(step: StepView, lengths, cost: StepCost) -> float:
     chosen = list(zip(step.candidates, lengths, strict=True))
     gained = sum(c.weight * sum(c.survivals[:length]) for c, length in chosen)
     slots = sum(lengths)
-    step_s = cost.seconds(step.tokens + slots, step.kv_tokens, step.sequences, slots)
+    displaced = min(max(slots - step.free_slots, 0), step.prefill_tokens)
+    fed = step.tokens + slots - displaced
+    step_s = cost.seconds(fed, step.kv_tokens, step.sequences, slots)
+    if step.prefill_tokens:
+        without_s = cost.seconds(step.tokens - step.prefill_tokens)
+        prompt_s = (cost.seconds(step.tokens) - without_s) / step.prefill_tokens
+        step_s -= prompt_s * (step.prefill_tokens - displaced)
     depths = {c.depth_s: 0 for c in step.candidates}
     for candidate, length in chosen:
         depths[candidate.depth_s] = max(length, depths[candidate.depth_s])
@@ -57,10 +59,14 @@ def candidates(depths_s):
     return st.lists(one, min_size=1, max_size=4)
 
 
-def check_is_best(offered, others, budget, cost) -> None:
+def check_is_best(offered, others, budget, cost, prefill_tokens=0, free_slots=0) -> None:
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
-    step = StepView(many + others, 50 * many, many, budget, tuple(offered), weight)
+    step = StepView(
+        *(many + prefill_tokens, 50 * many, many, budget, tuple(offered), weight),
+        prefill_tokens=prefill_tokens,
+        free_slots=free_slots,
+    )
     lengths = allocate(step, cost)
     assert all(0 <= n <= len(c.survivals) for n, c in zip(lengths, offered, strict=True))
     assert sum(lengths) <= budget
@@ -81,6 +87,18 @@ def test_depths_are_chosen_as_well_as_can_be(offered, others, budget, cost) -> N
     check_is_best(offered, others, budget, cost)
 
 
+@given(
+    *(candidates([0.0, 1e-4]), st.integers(0, 8), st.integers(0, 18), costs()),
+    *(st.integers(1, 12), st.integers(0, 6)),
+)
+@settings(max_examples=200)
+def test_slots_are_chosen_as_well_as_can_be_beside_prompts(
+    offered, others, budget, cost, prefill_tokens, free_slots
+) -> None:
+    """Nor where slots take what prompts leave of the step, and then the prompts' room."""
+    check_is_best(offered, others, budget, cost, prefill_tokens, free_slots)
+
+
 @given(candidates([0.0]), st.integers(0, 8), st.integers(1, 18), costs())
 def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost) -> None:
     """Where no weighted survival exceeds the bound told beforehand, nothing is chosen."""
@@ -88,7 +106,7 @@ def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost) -
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight)
     best = max(c.weight * max(c.survivals, default=0.0) for c in offered)
-    least = least_slot_price(cost, step)
+    least = least_slot_price(step, cost)
     assert least >= 0.0
     if best < least * (1 - 1e-9):
         assert allocate(step, cost) == [0] * len(offered)

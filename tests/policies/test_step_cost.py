@@ -1,35 +1,13 @@
-"""The cost of a step, and the price of a slot that follows from it."""
+"""The cost of a step."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 
-from policies.step_cost import StepCost, slot_price
-
-H100_8B = StepCost(
-    (1, 2, 4, *range(8, 1025, 8)),
-    tuple(5.886e-3 + 21.0e-6 * n for n in (1, 2, 4, *range(8, 1025, 8))),
-    kv_token_s=39.3e-9,
-)
-
-
-@st.composite
-def costs(draw) -> StepCost:
-    buckets = sorted(draw(st.sets(st.integers(1, 600), min_size=1, max_size=8)))
-    steps, seconds = [], 0.0
-    for _ in buckets:
-        seconds += draw(st.sampled_from([0.0, 1e-4, 3e-3]))
-        steps.append(seconds)
-    return StepCost(
-        tuple(buckets),
-        tuple(steps),
-        draw(st.floats(0, 1e-6)),
-        draw(st.floats(0, 1e-4)),
-        draw(st.floats(0, 1e-6)),
-    )
-
+from policies.step_cost import StepCost
+from tests.policies.costs import costs
 
 small = st.integers(0, 800)
 
@@ -89,42 +67,11 @@ def test_next_edge_moves_on(cost, tokens) -> None:
         assert not below or cost.seconds(tokens) == pytest.approx(max(below[-1], cost.step_s[0]))
 
 
-@given(costs(), small, small, small)
-def test_a_price_is_never_negative(cost, tokens, kv, sequences) -> None:
-    """No slot pays its user, and an idle worker asks for nothing."""
-    assert slot_price(cost, tokens, kv, sequences) >= 0.0
-    assert slot_price(cost, tokens, kv, 0) == 0.0
-
-
-def test_the_price_rises_with_the_batch() -> None:
-    """On the H100 scale a slot is nearly free alone, and dear in a full batch."""
-    prices = [slot_price(H100_8B, n, n * 500, n) for n in (1, 8, 32, 64, 128, 256, 512)]
-    assert prices == sorted(prices)
-    assert prices[0] < 0.01
-    assert prices[-1] > 0.4
-
-
-def test_long_contexts_lower_the_price() -> None:
-    """32 requests of 32k tokens pay about 0.013 a slot (design, section 5)."""
-    assert slot_price(H100_8B, 32, 32 * 32_768, 32) == pytest.approx(0.013, abs=0.003)
-
-
 def test_slots_of_long_contexts_cost_more_where_attention_multiplies() -> None:
     """A slot costs what its token attends to, on average over the sequences."""
     cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
     assert cost.seconds(8, 1000, 2, slots=3) == pytest.approx(1.4 + 3 * 500 * 1e-3)
     assert cost.seconds(8, 0, 0, slots=3) == pytest.approx(1.4)
-    assert slot_price(cost, 4, 4000, 2) > slot_price(cost, 4, 400, 2)
-
-
-@given(costs(), small, small, st.integers(1, 64))
-def test_the_price_is_the_rate_times_the_extra_seconds(cost, tokens, kv, sequences) -> None:
-    """The price is the design's formula, evaluated to the next edge."""
-    step_s = cost.seconds(tokens, kv, sequences)
-    assume(step_s > 1e-12)  # a denormal rate overflows in this order of operations
-    edge = cost.next_edge(tokens)
-    extra_s = (cost.seconds(edge, kv, sequences, edge - tokens) - step_s) / (edge - tokens)
-    assert slot_price(cost, tokens, kv, sequences) == pytest.approx(sequences / step_s * extra_s)
 
 
 @pytest.mark.parametrize(

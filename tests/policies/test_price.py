@@ -1,0 +1,104 @@
+"""The price of a slot, and what a step takes beside its prompts."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import assume, given
+
+from policies.price import least_slot_price, prompts_s, rate, slot_price, slots_s
+from policies.step_cost import StepCost
+from policies.types import StepView
+from tests.policies.costs import H100_8B, costs
+
+small = st.integers(0, 800)
+
+
+def decodes(sequences: int, kv_tokens: int = 0, slot_budget: int = 64) -> StepView:
+    return StepView(sequences, kv_tokens, sequences, slot_budget, ())
+
+
+def beside_prompts(
+    sequences: int, prefill_tokens: int, free_slots: int, kv_tokens: int = 0
+) -> StepView:
+    tokens = sequences + prefill_tokens
+    return StepView(
+        *(tokens, kv_tokens, sequences, 64, ()),
+        prefill_tokens=prefill_tokens,
+        free_slots=free_slots,
+    )
+
+
+@given(costs(), small, small, small)
+def test_a_price_is_never_negative(cost, sequences, kv, prefill) -> None:
+    """No slot pays its user, and an idle worker asks for nothing."""
+    assert slot_price(beside_prompts(sequences, prefill, 3, kv), cost) >= 0.0
+    assert slot_price(beside_prompts(0, prefill, 3, kv), cost) == 0.0
+
+
+def test_the_price_rises_with_the_batch() -> None:
+    """On the H100 scale a slot is nearly free alone, and dear in a full batch."""
+    prices = [slot_price(decodes(n, n * 500), H100_8B) for n in (1, 8, 32, 64, 128, 256, 512)]
+    assert prices == sorted(prices)
+    assert prices[0] < 0.01
+    assert prices[-1] > 0.4
+
+
+def test_long_contexts_lower_the_price() -> None:
+    """32 requests of 32k tokens pay about 0.013 a slot (design, section 5)."""
+    assert slot_price(decodes(32, 32 * 32_768), H100_8B) == pytest.approx(0.013, abs=0.003)
+
+
+def test_slots_of_long_contexts_are_dearer_where_attention_multiplies() -> None:
+    """A slot costs what its token attends to, on average over the sequences."""
+    cost = StepCost((4, 8), (1.0, 1.4), pair_s=1e-3)
+    assert slot_price(decodes(2, 4000), cost) > slot_price(decodes(2, 400), cost)
+
+
+@given(costs(), st.integers(1, 64), small, st.floats(0, 100))
+def test_the_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, accepted) -> None:
+    """The price is the design's formula, evaluated to the next edge."""
+    step_s = cost.seconds(sequences, kv, sequences)
+    assume(step_s > 1e-9)  # below, all devices are alike
+    edge = cost.next_edge(sequences)
+    extra_s = cost.seconds(edge, kv, sequences, edge - sequences) - step_s
+    expected = (sequences + accepted) / step_s * extra_s / (edge - sequences)
+    assert slot_price(decodes(sequences, kv), cost, accepted) == pytest.approx(expected)
+
+
+def test_prompts_make_slots_dearer() -> None:
+    """Time that prompts take anyway does not count for what decodes bring, so each of them has
+    more of the time that is left: two thirds for prompts, three times the price."""
+    cost = StepCost(tuple(range(1, 1025)), tuple(1e-5 * n for n in range(1, 1025)))
+    alone = slot_price(decodes(100), cost)
+    beside = slot_price(beside_prompts(100, 200, 1000), cost)
+    assert alone == pytest.approx(1.0)
+    assert beside == pytest.approx(1.0)
+    floor = StepCost(tuple(range(1, 1025)), tuple(1e-3 + 1e-5 * n for n in range(1, 1025)))
+    assert slot_price(beside_prompts(100, 400, 1000), floor) == pytest.approx(100 * 1e-5 / 2e-3)
+    assert rate(beside_prompts(100, 400, 1000), floor) == pytest.approx(100 / 2e-3)
+
+
+@given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(0, 120))
+def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
+    cost, sequences, prefill, free, most
+) -> None:
+    """Slots take what prompts leave, then the prompts' room, then they lengthen the step again;
+    and what is left of the prompts is taken off at their own price."""
+    step = beside_prompts(sequences, prefill, free, 50 * sequences)
+    told = slots_s(step, cost, most)
+    for slots in range(most + 1):
+        displaced = min(max(slots - free, 0), prefill)
+        fed = step.tokens + slots - displaced
+        expected = cost.seconds(fed, step.kv_tokens, sequences, slots)
+        if prefill:
+            expected -= prompts_s(step, cost) * (prefill - displaced) / prefill
+        assert told[slots] == pytest.approx(max(expected, 1e-9), rel=1e-6, abs=1e-12)
+
+
+@given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40))
+def test_a_step_never_takes_less_for_a_slot_more(cost, sequences, prefill, free) -> None:
+    """So a slot's price is never negative, whatever it takes the room of."""
+    told = slots_s(beside_prompts(sequences, prefill, free, 50 * sequences), cost, 100)
+    assert (told[1:] >= told[:-1] - 1e-12).all()
+    assert least_slot_price(beside_prompts(sequences, prefill, free), cost) >= 0.0
