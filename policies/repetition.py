@@ -17,9 +17,9 @@ later (`python -m backends.engine.bench.request_forecast`, 2026-11-21): a longer
 seldom and hardly ever wrong, so shares of prompts differ less."""
 
 TAIL_TOKENS: Final = 512
-"""Latest tokens of a prompt that are looked at. On the recorded drafts of held-out code these tell
-as much as 1024, 2048 or 4096 do, or more; and they take 40 microseconds, not 50, 90 or 190, however
-long the prompt is (one core, Zen 4, 2026-11-21)."""
+"""Latest tokens of a prompt that are looked at. They tell as much of recorded drafts as 1024, 2048
+or 4096 do, and take 25 microseconds, however long the prompt is (same command; one core, Zen 4,
+2026-11-21)."""
 
 LEAST_LOOK_UPS: Final = 16
 """From fewer look-ups nothing is told: their share would be off by more than prompts differ."""
