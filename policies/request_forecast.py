@@ -55,19 +55,23 @@ class RequestForecast:
     repetition: float | None
     weight: float
 
-    def survival(self, slot: int) -> float:
-        """Return the chance of slot 1, 2, ... of a draft that goes well."""
+    @property
+    def good_chance(self) -> float:
+        """The chance of a token of a draft that goes well."""
         shift = GOOD_DRAFT
         if self.repetition is not None:
             shift += REPETITION_SLOPE * (self.repetition - USUAL_REPETITION)
         chance = min(max(self.acceptance, _LEAST_CHANCE), 1.0 - _LEAST_CHANCE)
-        logit = math.log(chance) - math.log1p(-chance) + shift
-        return (1.0 + math.exp(-logit)) ** -slot
+        return 1.0 / (1.0 + (1.0 - chance) / chance * math.exp(-shift))
+
+    def survival(self, slot: int) -> float:
+        """Return the chance of slot 1, 2, ... of a draft that goes well."""
+        return self.good_chance**slot
 
     def paying_slots(self, price: float, most: int) -> int:
         """Return how many slots are worth more than the price, at most so many."""
-        slots = 0
-        while slots < most and self.weight * self.survival(slots + 1) > price:
+        chance, slots = self.good_chance, 0
+        while slots < most and self.weight * chance ** (slots + 1) > price:
             slots += 1
         return slots
 

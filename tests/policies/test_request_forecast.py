@@ -1,4 +1,4 @@
-"""The forecast of a request's drafts: its constants are those that the recorded drafts speak for."""
+"""The forecast of a request's drafts: its constants are those the recorded drafts speak for."""
 
 from __future__ import annotations
 
