@@ -53,7 +53,7 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 
 ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
-MOST_PRIORITY: Final = 1 << 31
+MAX_PRIORITY: Final = 1 << 31
 """Classes beyond are no client's intent; these fit any wire."""
 
 GENERATED_SEED_BELOW: Final = 1 << 53
@@ -216,7 +216,7 @@ def _check_common(wire: GenerationFields) -> None:
     _check_range("presence_penalty", wire.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_range("min_tokens", wire.min_tokens, 0)
     _check_range("seed", wire.seed, 0, (1 << 64) - 1)
-    _check_range("priority", wire.priority, -MOST_PRIORITY, MOST_PRIORITY)
+    _check_range("priority", wire.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if wire.speculation is not None:
         _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
     if wire.stream_options is not None and not wire.stream:

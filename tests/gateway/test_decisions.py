@@ -99,10 +99,12 @@ async def test_the_dispatcher_records_what_the_policy_saw(scripted: ScriptedBack
     config = ServeConfig(speculation="fixed:4")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
     await node.start()
-    job = Job("r", ((7, 7), (8, 8, 8)), SamplingParams(1, 0), 5, max_draft_tokens=2)
+    prompts, sampling = ((7, 7), (8, 8, 8)), SamplingParams(1, 0)
+    job = Job("r", prompts, sampling, 5, max_draft_tokens=2, repetitions=(None, 0.5))
     placements = node.dispatcher.decide(job)
     second, first = node.decisions.latest(9)
     assert (first.request.prompt_tokens, second.request.prompt_tokens) == (2, 3)
+    assert (first.request.repetition, second.request.repetition) == (None, 0.5)
     assert [first.plan, second.plan] == [placed.request.speculation for placed in placements]
     assert all(decision.under(node.policy) == decision.plan for decision in (first, second))
 

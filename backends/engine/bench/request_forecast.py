@@ -240,7 +240,7 @@ def main() -> None:
     drafts = [*read_drafts("train"), *read_drafts("held-out")]
     ngram = [draft for draft in drafts if draft.proposer == "ngram"]
     steps = {name: recorded_steps(name) for name in ("ngram", "draft_model")}
-    long_prompt = [random.Random(0).randrange(128_000) for _ in range(100_000)]
+    long_prompt = tuple(random.Random(0).choices(range(128_000), k=100_000))
     results = {
         "repetition": [
             *repetition_rows(tally(ngram), prompts, "whole texts"),
