@@ -10,13 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from backends.errors import BackendFailed, RequestRejected
-from backends.types import Delta, GenerationRequest, GrammarSpec, SamplingParams
+from backends.types import (
+    Delta,
+    GenerationRequest,
+    GrammarSpec,
+    SamplingParams,
+    SpeculationOutcome,
+)
 from gateway.decisions import Decisions
 from gateway.errors import InvalidRequest
 from gateway.fleet import Choose, Fleet, FleetWorker, least_reserved
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
 from gateway.telemetry.logs import log
+from policies.acceptance_history import AcceptanceHistory
 from policies.protocols import SpeculationPolicy
 from policies.types import (
     ANYTIME,
@@ -46,6 +53,8 @@ class Job:
         mode, max_draft_tokens: the client's wishes about speculation.
         grammar: what every choice must be; None leaves it to the model.
         service: how soon its tokens are wanted, and how much they matter.
+        tenant: whose it is; "" while nobody is told from others.
+        repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
     """
 
     request_id: str
@@ -57,6 +66,8 @@ class Job:
     max_draft_tokens: int | None = None
     grammar: GrammarSpec | None = None
     service: ServiceLevel = ANYTIME
+    tenant: str = ""
+    repetitions: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,7 @@ class Dispatcher:
         self._store = store
         self._lifecycle = lifecycle
         self._choose = choose
+        self._history = AcceptanceHistory()
         self._leases: set[str] = set()
         self._lost: set[str] = set()  # workers that broke, as far as the heartbeat has told
         self._in_flight = 0
@@ -190,20 +202,35 @@ class Dispatcher:
                 f"not {job.sampling.min_tokens}",
                 "min_tokens",
             )
-        view = RequestView(
-            len(prompt), max_tokens, job.sampling.temperature, job.mode, job.max_draft_tokens
-        )
+        view = self._view(job, index, max_tokens, worker)
         request = GenerationRequest(
             f"{job.request_id}-{index}",
             prompt,
             replace(job.sampling, max_tokens=max_tokens),
             self._policy.decide(view, load),
             job.n,
-            grammar=job.grammar,
+            job.tenant,
+            job.grammar,
             service=job.service,
         )
         worker.backend.check(request)
         return Placement(request, worker, view, load)
+
+    def _view(self, job: Job, index: int, max_tokens: int, worker: FleetWorker) -> RequestView:
+        """Return what the policy may know of one prompt of a job."""
+        temperature, model = job.sampling.temperature, worker.backend.card.model_id
+        of_tenant, of_model = self._history.of(job.tenant, model, greedy=temperature == 0)
+        return RequestView(
+            len(job.prompts[index]),
+            max_tokens,
+            temperature,
+            job.mode,
+            job.max_draft_tokens,
+            job.service,
+            job.repetitions[index] if job.repetitions else None,
+            of_tenant,
+            of_model,
+        )
 
     @asynccontextmanager
     async def run(
@@ -266,11 +293,25 @@ class Dispatcher:
             await self._store.reserve(worker.worker_id, lease, placed.tokens, LEASE_S)
             async with aclosing(worker.backend.generate(request)) as deltas:
                 async for delta in deltas:
+                    if delta.outcome is not None:
+                        self._learn(placed, delta.outcome)
                     yield delta
         finally:
             worker.release(lease)
             self._leases.discard(lease)
             await self._store.release(lease)
+
+    def _learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
+        """Remember how a choice's drafts fared; what a grammar forces tells nothing of others."""
+        request = placed.request
+        if request.grammar is None:
+            self._history.learn(
+                request.tenant,
+                placed.worker.backend.card.model_id,
+                greedy=request.sampling.temperature == 0,
+                drafted=outcome.num_drafted_tokens,
+                histogram=outcome.acceptance_histogram,
+            )
 
     async def _merged(self, placements: Sequence[Placement]) -> AsyncGenerator[Delta, None]:
         # The queue is short: what waits for a slow reader waits, merged, in the backend's streams.

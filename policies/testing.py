@@ -11,7 +11,9 @@ from policies.types import (
     PROPOSER_MODES,
     BatchView,
     DraftCandidate,
+    DraftCounts,
     RequestView,
+    ServiceLevel,
     SpeculationMode,
     StepView,
     WorkerLoad,
@@ -65,7 +67,8 @@ def check_speculation(policy: SpeculationPolicy) -> None:
             load = WorkerLoad(3, 1, 5, 10, price, 0.6, proposers)
             for mode in SpeculationMode:
                 for cap in (None, 0, 1, 100):
-                    check_decision(policy, RequestView(10, 20, 0.0, mode, cap), load)
+                    for view in _views(mode, cap):
+                        check_decision(policy, view, load)
     for count in (0, 1, 5, 40):
         candidates = tuple(
             DraftCandidate(
@@ -78,6 +81,16 @@ def check_speculation(policy: SpeculationPolicy) -> None:
             for tokens in (count, 64, 400):
                 step = StepView(tokens, 100, count, budget, candidates, weight)
                 check_draft_lengths(policy, step, cost)
+
+
+def _views(mode: SpeculationMode, cap: int | None) -> tuple[RequestView, ...]:
+    """Return requests of which nothing is known, and of which much is."""
+    known = DraftCounts(300.0, 100.0)
+    service = ServiceLevel(0.5, 0.01, -1)
+    return (
+        RequestView(10, 20, 0.0, mode, cap),
+        RequestView(10, 20, 0.8, mode, cap, service, 0.9, known, known),
+    )
 
 
 def check_batching(policy: BatchingPolicy) -> None:

@@ -49,6 +49,23 @@ ANY_PROPOSER: Final = "any"
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Draft tokens of earlier requests that were put to the test; old ones count less.
+
+    Attributes:
+        agreed: tokens that were right.
+        refuted: tokens that were wrong, behind right ones only.
+    """
+
+    agreed: float = 0.0
+    refuted: float = 0.0
+
+
+UNTESTED: Final = DraftCounts()
+"""No draft was verified yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestView:
     """What a policy may know of a request before it runs.
 
@@ -58,6 +75,12 @@ class RequestView:
         temperature: 0 is greedy.
         mode: what the client asked for.
         max_draft_tokens: the client's cap on the draft length; None leaves it to the policy.
+        service: how soon its tokens are wanted, and how much they matter.
+        repetition: share of the tokens that a look-up in the prompt would have drafted right within
+            it (`policies.repetition`); None where nothing can be told.
+        tenant_drafts: what became of the drafts of earlier requests of its tenant and model, greedy
+            ones if it is greedy, else drawn ones.
+        model_drafts: the same of all tenants.
     """
 
     prompt_tokens: int
@@ -65,6 +88,10 @@ class RequestView:
     temperature: float
     mode: SpeculationMode = SpeculationMode.AUTO
     max_draft_tokens: int | None = None
+    service: ServiceLevel = ANYTIME
+    repetition: float | None = None
+    tenant_drafts: DraftCounts = UNTESTED
+    model_drafts: DraftCounts = UNTESTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +104,7 @@ class WorkerLoad:
         price: expected tokens a draft slot must promise now (design, section 1); 0 when idle.
         acceptance: running chance that a drafted token is accepted.
         proposers: what the worker can draft with, cheapest first.
+        step_cost_error: running median of |measured / predicted - 1| over step times.
     """
 
     running: int
@@ -86,6 +114,7 @@ class WorkerLoad:
     price: float
     acceptance: float
     proposers: tuple[str, ...]
+    step_cost_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

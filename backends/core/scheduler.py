@@ -148,6 +148,7 @@ class Scheduler:
             price=self._drafts.price(self.cost) if self._running else 0.0,
             acceptance=self._drafts.drafting.acceptance,
             proposers=self._drafts.drafting.names,
+            step_cost_error=self.cost_error,
         )
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:

@@ -12,7 +12,7 @@ import typer
 from gateway.decisions import Decision, read_decisions
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
-from policies.types import SpeculationPlan
+from policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 FAILED = 1
 
@@ -40,18 +40,41 @@ def _as_json(decision: Decision, replayed: SpeculationPlan | None) -> str:
 
 
 def _as_text(decision: Decision, replayed: SpeculationPlan | None) -> str:
-    request, load = decision.request, decision.load
+    plans = [decision.plan] if replayed is None else [decision.plan, replayed]
+    lines = [
+        f"{decision.request_id} on {decision.worker_id}",
+        f"{_asked(decision.request)}; {_there(decision.load)}",
+        _known(decision.request),
+    ]
+    return "\n  ".join([*filter(None, lines), *map(_plan, plans)])
+
+
+def _asked(request: RequestView) -> str:
     asked = (
         f"{request.prompt_tokens} prompt tokens, up to {request.max_tokens} new, temperature "
         f"{request.temperature:g}, asked for {request.mode.value}"
     )
-    there = (
+    service = request.service
+    for name, seconds in (("TTFT", service.ttft_s), ("TPOT", service.tpot_s)):
+        asked += "" if seconds is None else f", {name} within {seconds * 1e3:g} ms"
+    return asked if service.priority == 0 else f"{asked}, priority {service.priority}"
+
+
+def _there(load: WorkerLoad) -> str:
+    return (
         f"{load.running} running, {load.waiting} waiting, price {load.price:.3f}, "
         f"acceptance {load.acceptance:.2f}"
     )
-    plans = [decision.plan] if replayed is None else [decision.plan, replayed]
-    lines = [f"{decision.request_id} on {decision.worker_id}", f"{asked}; {there}"]
-    return "\n  ".join([*lines, *map(_plan, plans)])
+
+
+def _known(request: RequestView) -> str:
+    """Return what was known of drafts before this request; empty if nothing was."""
+    known = [] if request.repetition is None else [f"repetition {request.repetition:.2f}"]
+    for whose, counts in (("tenant", request.tenant_drafts), ("all", request.model_drafts)):
+        tested = counts.agreed + counts.refuted
+        if tested > 0:
+            known.append(f"{counts.agreed:.0f} of {tested:.0f} draft tokens agreed ({whose})")
+    return ", ".join(known)
 
 
 def _plan(plan: SpeculationPlan) -> str:

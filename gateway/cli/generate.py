@@ -17,6 +17,7 @@ from gateway.config import ServeConfig
 from gateway.dispatch import Job
 from gateway.errors import GatewayError, InvalidRequest
 from gateway.node import Node
+from policies.repetition import repetition
 
 FAILED = 1
 
@@ -63,7 +64,8 @@ async def _stream(node: Node, sample: Sample) -> None:
         prompt = tokenizer.render_chat([{"role": "user", "content": prompt}])
     ids = tuple(tokenizer.encode(prompt, add_special_tokens=not sample.chat))
     sampling = SamplingParams(sample.max_tokens, sample.seed, sample.temperature)
-    (placed,) = node.dispatcher.decide(Job("generate", (ids,), sampling, sample.max_tokens))
+    job = Job("generate", (ids,), sampling, sample.max_tokens, repetitions=(repetition(ids),))
+    (placed,) = node.dispatcher.decide(job)
     tokens, outcome, begin_s = 0, SpeculationOutcome(), time.perf_counter()
     async with node.dispatcher.run([placed]) as deltas:
         async for delta in deltas:

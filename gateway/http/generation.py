@@ -14,10 +14,12 @@ from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, REQUEST_ID, new_id, read_body
 from gateway.http.rendering import Frame, Rendering
+from gateway.http.service import service_of
 from gateway.http.stream import EventStream, stream_answer
 from gateway.http.validation import Call, Served
 from gateway.node import Node
 from gateway.telemetry.watch import Ending, RequestWatch
+from policies.types import ServiceLevel
 
 INLINE_BODY_BYTES: Final = 16 << 10
 """Larger bodies are parsed in a thread: 1 MB of text takes 0.4 s to tokenise, and the event loop
@@ -33,12 +35,12 @@ class Api:
 
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
-        parse: body, model and request id to a call; may run in a thread.
+        parse: body, model, request id and what headers ask for to a call; may run in a thread.
     """
 
     path: str
     operation: str
-    parse: Callable[[bytes, Served, str], Call]
+    parse: Callable[[bytes, Served, str, ServiceLevel], Call]
     rendering: Callable[[Frame], Rendering]
 
 
@@ -105,10 +107,11 @@ async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatc
     served = node.served
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
+    service = service_of(request.headers)
     if len(body) <= INLINE_BODY_BYTES:
-        call = api.parse(body, served, internal_id)
+        call = api.parse(body, served, internal_id, service)
     else:
-        call = await asyncio.to_thread(api.parse, body, served, internal_id)
+        call = await asyncio.to_thread(api.parse, body, served, internal_id, service)
     span = watch.span.child("decide")
     try:
         await node.dispatcher.prepare(call.job)

@@ -115,6 +115,7 @@ class GenerationFields(UnsupportedFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
+    priority: int | None = None
     user: str | None = None
 
 

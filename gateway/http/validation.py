@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -28,7 +28,8 @@ from gateway.http.schemas import (
     RegexFormat,
     ResponseFormat,
 )
-from policies.types import SpeculationMode
+from policies.repetition import repetition
+from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16
@@ -51,6 +52,9 @@ DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions; chat goes on until the model ends or the context is full."""
 
 ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+
+MAX_PRIORITY: Final = 1 << 31
+"""Classes beyond are no client's intent; these fit any wire."""
 
 GENERATED_SEED_BELOW: Final = 1 << 53
 """JSON clients that read numbers as doubles keep such a seed."""
@@ -98,8 +102,13 @@ class Call:
     include_usage: bool
 
 
-def chat_call(body: bytes, served: Served, request_id: str) -> Call:
+def chat_call(
+    body: bytes, served: Served, request_id: str, service: ServiceLevel = ANYTIME
+) -> Call:
     """Return the call of a chat completion's body.
+
+    Args:
+        service: what the headers asked for.
 
     Raises:
         InvalidRequest: something is wrong with it; the parameter is named.
@@ -115,11 +124,17 @@ def chat_call(body: bytes, served: Served, request_id: str) -> Call:
     _check_range(name, max_tokens, 1)
     _check_common(wire)
     prompts = (chat_prompt(wire.messages, served.tokenizer),)
-    return _call(wire, served, request_id, prompts, max_tokens, logprobs)
+    job = _job(wire, served, request_id, prompts, max_tokens, logprobs, service)
+    return _call(wire, job)
 
 
-def completion_call(body: bytes, served: Served, request_id: str) -> Call:
+def completion_call(
+    body: bytes, served: Served, request_id: str, service: ServiceLevel = ANYTIME
+) -> Call:
     """Return the call of a completion's body.
+
+    Args:
+        service: what the headers asked for.
 
     Raises:
         InvalidRequest: something is wrong with it; the parameter is named.
@@ -129,7 +144,7 @@ def completion_call(body: bytes, served: Served, request_id: str) -> Call:
     _check_range("logprobs", wire.logprobs, 0, MAX_TOP_LOGPROBS)
     _check_range("max_tokens", wire.max_tokens, 1)
     _check_common(wire)
-    prompts = _prompts(wire.prompt, served.tokenizer)
+    prompts = _prompts(wire.prompt, served)
     if len(prompts) * (wire.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
             f"prompt: {len(prompts)} prompts of {wire.n or 1} choices are more than "
@@ -137,17 +152,24 @@ def completion_call(body: bytes, served: Served, request_id: str) -> Call:
             "prompt",
         )
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
-    return _call(wire, served, request_id, prompts, max_tokens, wire.logprobs)
+    job = _job(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
+    return _call(wire, job)
 
 
-def _call(
+def _call(wire: GenerationFields, job: Job) -> Call:
+    options = wire.stream_options
+    return Call(job, bool(wire.stream), bool(options and options.include_usage))
+
+
+def _job(
     wire: GenerationFields,
     served: Served,
     request_id: str,
     prompts: tuple[tuple[int, ...], ...],
     max_tokens: int | None,
     logprobs: int | None,
-) -> Call:
+    service: ServiceLevel,
+) -> Job:
     seed = secrets.randbelow(GENERATED_SEED_BELOW) if wire.seed is None else wire.seed
     speculation = wire.speculation
     sampling = SamplingParams(
@@ -166,7 +188,7 @@ def _call(
         ignore_eos=bool(wire.ignore_eos),
         logprobs=logprobs,
     )
-    job = Job(
+    return Job(
         request_id,
         prompts,
         sampling,
@@ -175,9 +197,9 @@ def _call(
         (speculation.mode if speculation else None) or SpeculationMode.AUTO,
         speculation.max_draft_tokens if speculation else None,
         _grammar(wire.response_format),
+        replace(service, priority=wire.priority or 0),
+        repetitions=tuple(map(repetition, prompts)),
     )
-    options = wire.stream_options
-    return Call(job, bool(wire.stream), bool(options and options.include_usage))
 
 
 def _check_common(wire: GenerationFields) -> None:
@@ -194,6 +216,7 @@ def _check_common(wire: GenerationFields) -> None:
     _check_range("presence_penalty", wire.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check_range("min_tokens", wire.min_tokens, 0)
     _check_range("seed", wire.seed, 0, (1 << 64) - 1)
+    _check_range("priority", wire.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if wire.speculation is not None:
         _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
     if wire.stream_options is not None and not wire.stream:
@@ -272,21 +295,22 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
 
 
 def _prompts(
-    prompt: str | list[str | int | list[int]] | None, tokenizer: Tokenizer
+    prompt: str | list[str | int | list[int]] | None, served: Served
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of every prompt: a text, token ids, or a list of either."""
+    tokenizer = served.tokenizer
     if isinstance(prompt, str):
         return (_encoded(prompt, tokenizer, "prompt"),)
     if not prompt:
         raise InvalidRequest("prompt: must be given and not be empty", "prompt")
     if all(isinstance(item, int) for item in prompt):
-        return (_ids(prompt, "prompt"),)
+        return (_ids(prompt, served, "prompt"),)
     if any(isinstance(item, int) for item in prompt):
         raise InvalidRequest("prompt: token ids cannot be mixed with texts or lists", "prompt")
     return tuple(
         _encoded(item, tokenizer, f"prompt[{index}]")
         if isinstance(item, str)
-        else _ids(item if isinstance(item, list) else (), f"prompt[{index}]")
+        else _ids(item if isinstance(item, list) else (), served, f"prompt[{index}]")
         for index, item in enumerate(prompt)
     )
 
@@ -301,7 +325,10 @@ def _encoded(text: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _ids(items: Sequence[object], param: str) -> tuple[int, ...]:
-    if not items:
+def _ids(items: Sequence[object], served: Served, param: str) -> tuple[int, ...]:
+    ids = tuple(item for item in items if isinstance(item, int))
+    if not ids:
         raise InvalidRequest(f"{param}: must not be empty", param)
-    return tuple(item for item in items if isinstance(item, int))
+    for extreme in (min(ids), max(ids)):
+        served.check_token_id(extreme, param)
+    return ids

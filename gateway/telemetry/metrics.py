@@ -62,6 +62,11 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...]] = (
     ("draftgate_kv_cache_usage_ratio", "Share of KV blocks in use, 0 to 1", _kv_usage),
     ("draftgate_price_tokens", "Expected tokens a draft slot must promise", attrgetter("price")),
     ("draftgate_acceptance_ratio", "Chance of a draft token, 0 to 1", attrgetter("acceptance")),
+    (
+        "draftgate_step_cost_error_ratio",
+        "Running median of |measured / predicted - 1| over step times",
+        attrgetter("step_cost_error"),
+    ),
 )
 """Name, help and value of what is read from a worker's load."""
 

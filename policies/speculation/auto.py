@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from policies.allocation import allocate
 from policies.price import least_slot_price
+from policies.request_forecast import RequestForecast, forecast
 from policies.speculation.planning import (
     MAX_DRAFT_TOKENS,
     capped,
@@ -37,7 +37,7 @@ class Auto:
     name: str = "auto"
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        """Plan the longest draft whose last slot is likelier to survive than the price.
+        """Plan as many slots as would pay in a draft that goes well (`policies.request_forecast`).
 
         At least one token is planned while a proposer exists: the load may have passed when the
         request decodes, and the worker decides each step anew.
@@ -45,14 +45,15 @@ class Auto:
         proposer, why_not = choose_proposer(request, load)
         if proposer is None:
             return no_speculation(self.name, request, why_not, load.price)
-        paying = _paying_slots(load.acceptance, load.price, self.max_draft_tokens)
-        cap = capped(max(1, paying), request)
-        reason = (
-            f"up to {cap} draft tokens: acceptance {load.acceptance:.2f}, "
-            f"price {load.price:.3f} tokens per slot, {load.running} running"
-        )
-        if request.mode is SpeculationMode.AUTO and len(load.proposers) > 1:
+        several = request.mode is SpeculationMode.AUTO and len(load.proposers) > 1
+        if several:
             proposer = ANY_PROPOSER
+        expected = forecast(request, load, proposer)
+        paying = expected.paying_slots(load.price, self.max_draft_tokens)
+        cap = capped(max(1, paying), request)
+        reason = _reason(cap, paying, self.max_draft_tokens, expected, load.price)
+        reason += f"; {_evidence(expected, request)}, {load.running} running"
+        if several:
             reason += f"; by {', '.join(load.proposers)}, whichever pays most"
         return SpeculationPlan(self.name, request.mode, proposer, cap, reason, load.price)
 
@@ -65,10 +66,22 @@ class Auto:
         return allocate(step, cost)
 
 
-def _paying_slots(acceptance: float, price: float, most: int) -> int:
-    """Return how many slots survive with more than the price: the largest k with a^k > price."""
-    if price <= 0.0 or acceptance >= 1.0:
-        return most
-    if acceptance <= price:
-        return 0
-    return min(most, math.ceil(math.log(price) / math.log(acceptance)) - 1)
+def _reason(cap: int, paying: int, most: int, expected: RequestForecast, price: float) -> str:
+    """Return the cap and why it is no longer, in words."""
+    up_to = f"up to {cap} draft token{'s' if cap > 1 else ''}"
+    if cap < max(1, paying):
+        return f"{up_to}, as asked for"
+    slot, sign = (paying, "<") if paying == most else (paying + 1, ">")
+    times = "" if expected.weight == 1.0 else f"{expected.weight:g} x "
+    survival = f"{times}survival {expected.survival(slot):.3g} at slot {slot} of a good draft"
+    hope = "" if paying else ", but the load may pass"
+    return f"{up_to}: price {price:.3g} {sign} {survival}{hope}"
+
+
+def _evidence(expected: RequestForecast, request: RequestView) -> str:
+    """Return in words what the forecast was made from."""
+    words = f"acceptance {expected.acceptance:.2f} {expected.whose}"
+    words += f" at temperature {request.temperature:g}"
+    if expected.repetition is not None:
+        words += f", repetition {expected.repetition:.2f}"
+    return words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from backends.engine.backend import EngineBackend
 from backends.errors import BackendFailed, CheckpointError
 from backends.testing import check_backend, collect, make_request
 from backends.types import GrammarKind, GrammarSpec
+from policies.types import ServiceLevel
 
 CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_process=True)
 
@@ -49,6 +51,20 @@ async def test_texts_are_those_of_an_engine_in_this_process() -> None:
                 assert await collect(there, wanted) == await collect(here, wanted)
     finally:
         await asyncio.gather(here.stop(), there.stop())
+
+
+async def test_targets_go_there_and_the_error_of_costs_comes_back() -> None:
+    """A request with a service level runs across the socket; the load has a finite cost error."""
+    backend = EngineBackend(CONFIG)
+    await backend.start()
+    try:
+        wanted = make_request(backend, max_tokens=24)
+        usual = await collect(backend, wanted)
+        served = replace(wanted, request_id="s", service=ServiceLevel(1.0, 0.01, -1))
+        assert await collect(backend, served) == usual
+        assert 0.0 < backend.load().step_cost_error < math.inf
+    finally:
+        await backend.stop()
 
 
 async def test_a_process_that_dies_ends_every_stream_with_an_error() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from backends.types import SamplingParams
+from backends.types import (
+    Delta,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    SamplingParams,
+    SpeculationOutcome,
+)
 from gateway.config import ServeConfig
 from gateway.decisions import KEPT, Decisions, read_decisions
 from gateway.dispatch import Job
@@ -15,7 +24,14 @@ from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing
 from policies.registry import speculation_policy
-from policies.types import RequestView, SpeculationMode, WorkerLoad
+from policies.types import (
+    UNTESTED,
+    DraftCounts,
+    RequestView,
+    ServiceLevel,
+    SpeculationMode,
+    WorkerLoad,
+)
 from tests.gateway.harness import ScriptedBackend, client, running, scripted_fleet
 from tests.gateway.test_cli import draftgate
 
@@ -83,12 +99,104 @@ async def test_the_dispatcher_records_what_the_policy_saw(scripted: ScriptedBack
     config = ServeConfig(speculation="fixed:4")
     node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
     await node.start()
-    job = Job("r", ((7, 7), (8, 8, 8)), SamplingParams(1, 0), 5, max_draft_tokens=2)
+    prompts, sampling = ((7, 7), (8, 8, 8)), SamplingParams(1, 0)
+    job = Job("r", prompts, sampling, 5, max_draft_tokens=2, repetitions=(None, 0.5))
     placements = node.dispatcher.decide(job)
     second, first = node.decisions.latest(9)
     assert (first.request.prompt_tokens, second.request.prompt_tokens) == (2, 3)
+    assert (first.request.repetition, second.request.repetition) == (None, 0.5)
     assert [first.plan, second.plan] == [placed.request.speculation for placed in placements]
     assert all(decision.under(node.policy) == decision.plan for decision in (first, second))
+
+
+OLD_LINE = """{"request_id": "r", "decided_s": 7.0, "worker_id": "w",
+"request": {"prompt_tokens": 10, "max_tokens": 20, "temperature": 0.5, "mode": "auto",
+"max_draft_tokens": null}, "load": {"running": 3, "waiting": 1, "kv_blocks_free": 5,
+"kv_blocks_total": 8, "price": 0.2, "acceptance": 0.7, "proposers": ["ngram"]},
+"plan": {"policy": "auto", "mode": "auto", "proposer": "ngram", "max_draft_tokens": 4,
+"reason": "up to 4 draft tokens", "price": 0.2}}"""
+
+
+def test_a_line_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """What was not recorded then is taken for not known, and a replay goes on from there."""
+    path = tmp_path / "decisions.jsonl"
+    path.write_text(OLD_LINE.replace("\n", " ") + "\n")
+    (decision,) = read_decisions(path)
+    assert decision.request == RequestView(10, 20, 0.5)
+    assert decision.load == LOAD
+    assert decision.under(speculation_policy("fixed:3")).max_draft_tokens == 3
+    assert draftgate("explain", str(path), "--policy", "auto").returncode == 0
+
+
+async def finish(node: Node, scripted: ScriptedBackend, job: Job, *outcomes: object) -> None:
+    """Run a job; the worker ends its choices with these outcomes."""
+    placements = node.dispatcher.decide(job)
+    async with node.dispatcher.run(placements) as deltas:
+        reading = asyncio.ensure_future(anext(deltas))
+        request = await scripted.submitted.get()
+        for choice, outcome in enumerate(outcomes):
+            last = Delta(choice, (1,), "x", (), FinishReason.STOP, outcome)
+            scripted.streams.deliver([(request.request_id, last)])
+        await reading
+        async for _ in deltas:
+            pass
+
+
+async def test_decisions_learn_from_what_became_of_earlier_requests(
+    scripted: ScriptedBackend,
+) -> None:
+    """The counts of a tenant's finished choices are inputs of its next decision, by temperature."""
+    config = ServeConfig(speculation="auto")
+    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
+    await node.start()
+    job = Job("r", ((7,) * 9,), SamplingParams(1, 0, 0.0), 5, n=2, tenant="a")
+    outcome = SpeculationOutcome(10, 40, 30, (0, 0, 5, 0, 5))
+    await finish(node, scripted, job, outcome, outcome)
+    await finish(node, scripted, replace(job, n=1, mode=SpeculationMode.OFF), SpeculationOutcome())
+    node.dispatcher.decide(job)
+    node.dispatcher.decide(replace(job, tenant="b"))
+    node.dispatcher.decide(replace(job, sampling=SamplingParams(1, 0, 0.8)))
+    drawn, other, again, _, first = node.decisions.latest(9)
+    assert first.request.tenant_drafts == first.request.model_drafts == UNTESTED
+    assert again.request.tenant_drafts.agreed == pytest.approx(60, rel=0.01)
+    assert again.request.tenant_drafts.refuted == pytest.approx(10, rel=0.01)
+    assert other.request.tenant_drafts == UNTESTED
+    assert other.request.model_drafts == again.request.tenant_drafts
+    assert drawn.request.model_drafts == UNTESTED
+    assert "of this tenant at temperature 0" in again.plan.reason
+    assert all(d.under(node.policy) == d.plan for d in (first, again, other, drawn))
+
+
+async def test_what_a_grammar_forces_teaches_nothing(scripted: ScriptedBackend) -> None:
+    """Forced tokens are accepted whatever is drafted, so they say nothing of other drafts."""
+    config = ServeConfig(speculation="auto")
+    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
+    await node.start()
+    job = Job("r", ((7,) * 9,), SamplingParams(1, 0, 0.0), 5)
+    forced = replace(job, grammar=GrammarSpec(GrammarKind.REGEX, "aaaa"))
+    await finish(node, scripted, forced, SpeculationOutcome(1, 4, 4, (0, 0, 0, 0, 1)))
+    node.dispatcher.decide(job)
+    assert node.decisions.latest(1)[0].request.model_drafts == UNTESTED
+
+
+async def test_a_decision_over_http_has_all_its_inputs_and_no_text() -> None:
+    """Targets, repetition and record are listed and decided from; prompt and output are not."""
+    text = "alpha beta gamma delta " * 30
+    headers = {"x-slo-tpot-ms": "5"}
+    async with running(speculation="auto") as where, client(where) as http:
+        body = {"prompt": text, "max_tokens": 200, "priority": -1, "ignore_eos": True}
+        for _ in range(2):
+            answer = await http.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+        listed = await http.get("/decisions")
+    second = listed.json()["decisions"][0]
+    assert second["request"]["service"] == {"ttft_s": None, "tpot_s": 0.005, "priority": -1}
+    assert second["request"]["repetition"] > 0.9
+    assert second["request"]["tenant_drafts"]["agreed"] > 0
+    assert second["load"]["step_cost_error"] > 0.0
+    assert "repetition" in second["plan"]["reason"]
+    assert "alpha" not in listed.text
+    assert answer.json()["choices"][0]["text"] not in listed.text
 
 
 async def test_decisions_are_listed_over_http() -> None:
@@ -117,5 +225,14 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     one = json.loads(draftgate("explain", str(path), "--request", "1", "--json").stdout)
     assert one["decision"]["request_id"] == "1"
     assert one["replayed"] is None
+    knowing = decisions.latest(1)[0].request
+    knowing = replace(knowing, service=ServiceLevel(1.0, 0.02, 3), repetition=0.4)
+    knowing = replace(knowing, tenant_drafts=DraftCounts(30, 10))
+    plan = speculation_policy("auto").decide(knowing, LOAD)
+    decisions.record("k", "w", knowing, LOAD, plan)
+    decisions.write()
+    known = draftgate("explain", str(path), "--request", "k").stdout
+    assert "TTFT within 1000 ms, TPOT within 20 ms, priority 3" in known
+    assert "repetition 0.40, 30 of 40 draft tokens agreed (tenant)" in known
     missing = draftgate("explain", str(path), "--request", "9")
     assert (missing.returncode, missing.stderr) == (1, "draftgate: there is no such decision\n")

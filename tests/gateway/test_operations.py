@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import socket
 from typing import Any
@@ -68,6 +69,25 @@ async def test_metrics_have_the_names_that_dashboards_read(http: httpx.AsyncClie
     outcomes = {s.labels["outcome"] for s in families["draftgate_requests"].samples}
     assert outcomes == {"finished", "rejected"}
     assert all(f.documentation for f in families.values())
+
+
+async def test_the_error_of_step_costs_is_a_gauge_of_each_worker() -> None:
+    """What the scheduler knows of its forecasts is on the page, finite, by worker."""
+    async with running(devices=(0, 1)) as where, client(where) as http:
+        for _ in range(2):
+            await http.post("/v1/completions", json=COMPLETION)
+        text = (await http.get("/metrics")).text
+        (family,) = (
+            f
+            for f in text_string_to_metric_families(text)
+            if f.name == "draftgate_step_cost_error_ratio"
+        )
+        told = {sample.labels["worker"]: sample.value for sample in family.samples}
+        known = [
+            worker.backend._worker._scheduler.cost_error for worker in where.node.fleet.workers
+        ]
+    assert told == {"0": known[0], "1": known[1]}
+    assert all(0.0 < error < math.inf for error in known)
 
 
 async def test_accepted_tokens_per_position_add_up(http: httpx.AsyncClient) -> None:
@@ -175,7 +195,7 @@ async def test_every_route_is_served(sim: Listening) -> None:
     paths = {r.resource.canonical for r in build_app(sim.node).router.routes() if r.resource}
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
-        "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics",
+        "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics", "/decisions",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -10,13 +11,24 @@ from hypothesis import given
 
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
-from policies.speculation import AdaptiveVerification, Auto, Fixed, Off, SmartSpec
+from policies.request_forecast import GOOD_DRAFT
+from policies.speculation import (
+    MAX_DRAFT_TOKENS,
+    AdaptiveVerification,
+    Auto,
+    Fixed,
+    Off,
+    SmartSpec,
+)
 from policies.step_cost import StepCost
 from policies.testing import check_speculation
 from policies.types import (
     ANY_PROPOSER,
+    UNTESTED,
     DraftCandidate,
+    DraftCounts,
     RequestView,
+    ServiceLevel,
     SpeculationMode,
     StepView,
     WorkerLoad,
@@ -239,11 +251,100 @@ def test_fixed_drafts_the_same_whatever_the_load() -> None:
 
 
 def test_auto_plans_for_a_request_by_the_price() -> None:
-    """A higher price plans shorter drafts, never none; the reason gives the figures."""
-    plans = [Auto().decide(RequestView(1, 9, 0.0), load(price=p)) for p in (0.0, 0.1, 0.5, 0.9)]
-    assert [p.max_draft_tokens for p in plans] == [16, 6, 1, 1]  # 0.7^6 = 0.118, 0.7^7 = 0.082
-    assert [p.price for p in plans] == [0.0, 0.1, 0.5, 0.9]
-    assert "acceptance 0.70, price 0.100" in plans[1].reason
+    """A higher price plans shorter drafts, never none; the reason compares price and survival."""
+    prices = (0.0, 0.3, 0.6, 0.9, 0.99)
+    plans = [Auto().decide(RequestView(1, 9, 0.0), load(price=p, acceptance=0.6)) for p in prices]
+    good = 1 / (1 + (0.4 / 0.6) * math.exp(-GOOD_DRAFT))  # 0.917
+    paying = [max(1, sum(good**n > p for n in range(1, 17))) for p in prices]
+    assert [p.max_draft_tokens for p in plans] == paying == [16, 13, 5, 1, 1]
+    assert [p.price for p in plans] == list(prices)
+    assert "up to 16 draft tokens: price 0 < survival 0.251 at slot 16" in plans[0].reason
+    assert f"price 0.6 > survival {good**6:.3g} at slot 6 of a good draft" in plans[2].reason
+    assert plans[2].reason.endswith("acceptance 0.60 of this worker at temperature 0, 3 running")
+    assert plans[4].reason.startswith("up to 1 draft token: price 0.99 > survival 0.917 at slot 1")
+    assert "but the load may pass" in plans[4].reason
+
+
+def test_a_decision_needs_no_history_and_uses_what_there_is() -> None:
+    """A tenant's record outweighs that of all, and that the worker's, as far as each goes."""
+    here = load(price=0.6, acceptance=0.2)
+    good, bad, little = DraftCounts(900, 100), DraftCounts(100, 900), DraftCounts(2, 0)
+    caps, reasons = [], []
+    for tenant, everybody in ((UNTESTED, UNTESTED), (little, bad), (UNTESTED, good), (bad, good)):
+        view = RequestView(1, 9, 0.8, tenant_drafts=tenant, model_drafts=everybody)
+        plan = Auto().decide(view, here)
+        caps.append(plan.max_draft_tokens)
+        reasons.append(plan.reason)
+    assert caps[1] <= caps[0] < caps[2]
+    assert caps[3] < caps[2]
+    words = ["of this worker", "of all tenants", "of all tenants", "of this tenant"]
+    assert all(word in reason for word, reason in zip(words, reasons, strict=True))
+    assert "at temperature 0.8" in reasons[0]
+
+
+COUNTS = st.builds(DraftCounts, st.floats(0, 1e4), st.floats(0, 1e4))
+VIEWS = st.builds(
+    RequestView,
+    st.just(100),
+    st.just(50),
+    st.sampled_from([0.0, 0.8]),
+    repetition=st.none() | st.floats(0, 1),
+    service=st.builds(
+        ServiceLevel, tpot_s=st.none() | st.floats(1e-3, 1), priority=st.integers(-9, 9)
+    ),
+    tenant_drafts=COUNTS,
+    model_drafts=COUNTS,
+)
+
+
+def cap_of(view: RequestView, price: float, acceptance: float) -> int:
+    return Auto().decide(view, load(price, acceptance)).max_draft_tokens
+
+
+@given(VIEWS, st.floats(0, 5), st.floats(0, 1), st.floats(0, 1), st.floats(0, 5))
+def test_decisions_are_monotone(view, price, acceptance, share, more) -> None:
+    """More repetition, more agreement, a target or a higher class never shorten; price does."""
+    cap = cap_of(view, price, acceptance)
+    assert 1 <= cap <= MAX_DRAFT_TOKENS
+    assert cap_of(view, price + more, acceptance) <= cap
+    agreed = replace(view.tenant_drafts, agreed=view.tenant_drafts.agreed + 100 * more)
+    assert cap_of(replace(view, tenant_drafts=agreed), price, acceptance) >= cap
+    assert cap_of(view, price, min(acceptance + share, 1.0)) >= cap
+    if view.repetition is not None:
+        assert (
+            cap_of(replace(view, repetition=max(share, view.repetition)), price, acceptance) >= cap
+        )
+    sooner = replace(view.service, tpot_s=0.01)
+    assert cap_of(replace(view, service=sooner), price, acceptance) >= cap
+    first = replace(view.service, priority=view.service.priority - 1)
+    assert cap_of(replace(view, service=first), price, acceptance) >= cap
+
+
+def test_a_tight_target_is_not_capped_by_the_price_of_others() -> None:
+    """Who may come to be late may draft as far as four times its survivals pay."""
+    tight = RequestView(1, 9, 0.0, service=ServiceLevel(tpot_s=0.01))
+    here = load(price=0.8, acceptance=0.5)
+    usual = RequestView(1, 9, 0.0)
+    plan, cheaper = Auto().decide(tight, here), Auto().decide(usual, load(0.8 / 4, 0.5))
+    assert Auto().decide(usual, here).max_draft_tokens == 1
+    assert plan.max_draft_tokens == cheaper.max_draft_tokens == 12
+    assert "4 x survival" in plan.reason
+
+
+def test_repetition_counts_where_a_look_up_may_draft() -> None:
+    """Nothing in a prompt's repetition is told of a draft model."""
+    view = RequestView(1, 9, 0.0, repetition=1.0)
+    there = ("ngram", "draft_model")
+    named = replace(view, mode=SpeculationMode.DRAFT_MODEL)
+    assert "repetition 1.00" in Auto().decide(view, load(proposers=there)).reason
+    assert "repetition" not in Auto().decide(named, load(proposers=there)).reason
+    assert "repetition" not in Auto().decide(view, load(proposers=there[1:])).reason
+
+
+def test_the_clients_cap_is_named_as_the_reason() -> None:
+    """Who asked for less than would pay is told so."""
+    plan = Auto().decide(RequestView(1, 9, 0.0, max_draft_tokens=2), load())
+    assert plan.reason.startswith("up to 2 draft tokens, as asked for; acceptance")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def measure(source: str, train: list[Recorded], held_out: list[Recorded]) -> lis
     return rows
 
 
-def _read(split: str) -> list[Recorded]:
+def read_drafts(split: str) -> list[Recorded]:
+    """Return the recorded drafts of a split, `train` or `held-out`, in order."""
     path = RECORDED / f"proposers-{split}.jsonl.gz"
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()[1:]
     return [Recorded(*json.loads(line)) for line in lines]
@@ -129,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     path = parser.parse_args().json
-    train, held_out = _read("train"), _read("held-out")
+    train, held_out = read_drafts("train"), read_drafts("held-out")
     rows = [row for source in SOURCES for row in measure(source, train, held_out)]
     for row in rows:
         print(

@@ -1,0 +1,97 @@
+"""The forecast of a request's drafts: its constants are those the recorded drafts speak for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from policies.repetition import MATCH_TOKENS, TAIL_TOKENS
+from policies.request_forecast import (
+    GOOD_DRAFT,
+    HISTORY_TOKENS,
+    REPETITION_SLOPE,
+    USUAL_REPETITION,
+    RequestForecast,
+    forecast,
+)
+from policies.types import (
+    ANY_PROPOSER,
+    ANYTIME,
+    DraftCounts,
+    RequestView,
+    ServiceLevel,
+    WorkerLoad,
+)
+
+MEASURED = Path(__file__).resolve().parents[2] / "docs/measurements/request-forecast.json"
+RESULTS = json.loads(MEASURED.read_text())["results"]
+
+
+def test_caps_leave_out_little_of_what_slots_bring() -> None:
+    """At no price more than a twentieth, and up to prices of 256 sequences a fortieth."""
+    rows = [row for row in RESULTS["caps"] if row["good_draft"] == GOOD_DRAFT]
+    assert len(rows) >= 12
+    assert all(row["lost"] <= 0.05 for row in rows)
+    assert all(row["lost"] <= 0.025 for row in rows if row["price"] <= 0.3)
+
+
+def test_a_tenants_history_weighs_what_forecasts_best() -> None:
+    """No other weight that was tried has a lower loss by more than a thousandth of a nat."""
+    losses = {row["weight_tokens"]: row["nats"] for row in RESULTS["history"]}
+    assert losses[HISTORY_TOKENS] <= min(losses.values()) + 1e-3
+
+
+def test_repetition_is_weighed_as_it_was_fitted() -> None:
+    """The slope is that of whole texts, within those of cut ones, and the mean that of prompts."""
+    rows = [
+        row
+        for row in RESULTS["repetition"]
+        if (row["match_tokens"], row["tail_tokens"]) == (MATCH_TOKENS, TAIL_TOKENS)
+    ]
+    whole = [row for row in rows if row["drafts"] == "whole texts"]
+    assert len(rows) == 2 * len(whole) == 4
+    assert all(row["slope"] == pytest.approx(REPETITION_SLOPE, abs=0.1) for row in whole)
+    slopes = [row["slope"] for row in rows]
+    assert min(slopes) < REPETITION_SLOPE < max(slopes)
+    assert all(row["mean_share"] == pytest.approx(USUAL_REPETITION, abs=0.02) for row in rows)
+
+
+def test_the_forecast_is_shrunk_from_worker_to_tenant() -> None:
+    """64 tested tokens of all tenants and of the one each move it half of the way."""
+    load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
+    view = RequestView(9, 9, 0.0, model_drafts=DraftCounts(64, 0), tenant_drafts=DraftCounts(0, 64))
+    expected = forecast(view, load, "ngram")
+    assert expected.acceptance == pytest.approx(((0.4 + 1.0) / 2 + 0.0) / 2)
+    assert (expected.whose, expected.weight) == ("of this tenant", 1.0)
+    assert forecast(RequestView(9, 9, 0.0), load, "ngram").acceptance == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("service", "weight"),
+    [
+        (ANYTIME, 1.0),
+        (ServiceLevel(ttft_s=0.1), 1.0),
+        (ServiceLevel(tpot_s=0.1), 4.0),
+        (ServiceLevel(priority=1), 0.5),
+        (ServiceLevel(tpot_s=0.1, priority=-1), 8.0),
+    ],
+)
+def test_a_request_weighs_what_it_may_come_to_weigh(service, weight) -> None:
+    """With a target as if late, and by its class; a wish for a soon beginning draws no slots."""
+    load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
+    view = RequestView(9, 9, 0.0, service=service)
+    assert forecast(view, load, ANY_PROPOSER).weight == weight
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 1e-9, 0.5, 1.0])
+@pytest.mark.parametrize("repetition", [None, 0.0, 1.0])
+def test_survivals_are_chances_that_fall(acceptance, repetition) -> None:
+    """Whatever is believed, survivals lie between 0 and 1 and fall from slot to slot."""
+    expected = RequestForecast(acceptance, "", repetition, 1.0)
+    survivals = [expected.survival(slot) for slot in range(1, 17)]
+    assert all(0.0 < survival < 1.0 for survival in survivals)
+    assert survivals == sorted(survivals, reverse=True)
+    assert expected.paying_slots(0.0, 16) == 16
+    assert expected.paying_slots(1.0, 16) == 0
