@@ -15,7 +15,7 @@ from backends.core.offers import Offer, Terms
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence as Tokens
 from backends.sim.proposer import SimProposer
-from policies.protocols import SpeculationPolicy
+from policies.protocols import BatchingPolicy, SpeculationPolicy
 from policies.speculation import MAX_DRAFT_TOKENS, Fixed
 from policies.step_cost import StepCost
 from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
@@ -53,8 +53,9 @@ class OracleScheduler(Scheduler):
         policy: SpeculationPolicy,
         proposers: Mapping[str, SimProposer],
         cost: StepCost,
+        batching: BatchingPolicy,
     ) -> None:
-        super().__init__(config, blocks, policy, proposers, cost)
+        super().__init__(config, blocks, policy, proposers, cost, batching)
         self._drafts.drafting = OracleDrafting(proposers)
 
 
