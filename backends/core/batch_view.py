@@ -14,6 +14,7 @@ def batch_view(
     running: Iterable[Sequence],
     room_tokens: int,
     now_s: float | None,
+    cost_error: float,
 ) -> BatchView:
     """Return the decodes of a step with their drafts, and what prompts they may wait for.
 
@@ -21,6 +22,7 @@ def batch_view(
         running: all sequences of the batch, in the order in which prompts go on.
         room_tokens: tokens the step has left.
         now_s: the time, if a sequence has a service level; else None.
+        cost_error: of the forecasts of step times (`StepCostFit.relative_error`).
     """
     return BatchView(
         tokens=sum([work.num_tokens for work in decodes]),
@@ -29,6 +31,7 @@ def batch_view(
         most_prefill_tokens=room_tokens,
         prompt_kv_tokens=next((s.num_computed for s in running if s.pending_tokens > 1), 0),
         within_s=None if now_s is None else _within_s(decodes, now_s),
+        cost_error=cost_error,
     )
 
 

@@ -72,6 +72,7 @@ BENCHES = {
     "streams": "backends.engine.bench.streams",
     "kernels": "backends.engine.bench.kernels",
     "simulator": "gateway.cli.simulate.prediction",
+    "capacity": "gateway.cli.studies.capacity",
 }
 
 
