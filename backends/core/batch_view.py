@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork
+from policies.batching import patience_s
 from policies.types import BatchView
 
 
@@ -36,13 +37,10 @@ def batch_view(
 
 
 def _within_s(decodes: Iterable[SequenceWork], now_s: float) -> float | None:
-    """Return the seconds that the decode with the tightest target can wait; None without any.
-
-    One that is ahead of its target does not wait longer for it: no gap is longer than the target.
-    """
+    """Return the seconds that the decode with the tightest target can wait; None without any."""
     left_s = []
     for work in decodes:
         due_s, tpot_s = work.sequence.next_due_s, work.sequence.request.service.tpot_s
         if due_s is not None and tpot_s is not None:
-            left_s.append(min(max(due_s - now_s, 0.0), tpot_s))
+            left_s.append(patience_s(due_s - now_s, tpot_s))
     return min(left_s, default=None)

@@ -12,6 +12,7 @@ from policies.speculation.planning import (
     capped,
     choose_proposer,
     no_speculation,
+    unweighted,
 )
 from policies.step_cost import StepCost, least_slot_price
 from policies.types import (
@@ -30,10 +31,15 @@ class Auto:
 
     Where a worker has several proposers and the client no wish, each step of a sequence is drafted
     by the one that pays most (`policies.arbitration`).
+
+    Attributes:
+        weighted: whether tokens count by how late a sequence is and by its priority
+            (`policies.weights`); else each counts once, as `auto:unweighted` has it.
     """
 
     max_draft_tokens: int = MAX_DRAFT_TOKENS
     name: str = "auto"
+    weighted: bool = True
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
         """Plan the longest draft whose last slot is likelier to survive than the price.
@@ -57,11 +63,11 @@ class Auto:
 
     def least_survival(self, step: StepView, cost: StepCost) -> float:
         """Return what no slot can pay below, however many are taken."""
-        return least_slot_price(cost, step)
+        return least_slot_price(cost, step if self.weighted else unweighted(step))
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Take the slots that maximise expected tokens per second."""
-        return allocate(step, cost)
+        return allocate(step if self.weighted else unweighted(step), cost)
 
 
 def _paying_slots(acceptance: float, price: float, most: int) -> int:
