@@ -165,7 +165,9 @@ def _mooncake(record: Mapping[str, Any]) -> TraceRow:
 
 
 def _sarathi(record: Mapping[str, Any]) -> TraceRow:
-    return TraceRow(0.0, _tokens(record, "num_prefill_tokens"), _tokens(record, "num_decode_tokens"))
+    return TraceRow(
+        0.0, _tokens(record, "num_prefill_tokens"), _tokens(record, "num_decode_tokens")
+    )
 
 
 def _own(record: Mapping[str, Any]) -> TraceRow:

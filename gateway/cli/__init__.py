@@ -73,6 +73,8 @@ BENCHES = {
     "kernels": "backends.engine.bench.kernels",
     "simulator": "gateway.cli.simulate.prediction",
     "capacity": "gateway.cli.studies.capacity",
+    "classes": "gateway.cli.studies.classes",
+    "gaps": "gateway.cli.studies.gaps",
 }
 
 

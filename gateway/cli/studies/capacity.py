@@ -2,10 +2,10 @@
 
     draftgate bench capacity --trace FILE --json OUT --html OUT
 
-The highest Poisson rate at which the P99 of the gaps between tokens is within the SLO and the median
-scheduling delay, from arrival to the first step that a request is in, at most 2 s. The SLO is 5
-times (strict) and 25 times (relaxed) what a step of 32 decodes behind 4,096 tokens each takes by
-the profile, and each request promises it as its time per token. Lengths come from the trace, in
+The highest Poisson rate at which the P99 of the gaps between tokens is within the SLO and the
+median scheduling delay, from arrival to the first step that a request is in, at most 2 s. The SLO
+is 5 times (strict) and 25 times (relaxed) what a step of 32 decodes behind 4,096 tokens each takes
+by the profile, and each request promises it as its time per token. Lengths come from the trace, in
 random order; all rates and policies meet the same requests.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -24,7 +25,7 @@ from backends.sim.simulated import World
 from gateway.cli.simulate.cluster import Cluster, simulate
 from gateway.cli.studies.lengths import Drawn
 from gateway.cli.studies.record import provenance, study_parser, write_results
-from gateway.cli.studies.search import STEP, grid_rate, highest_place
+from gateway.cli.studies.search import STEP, grid_rate, highest_place, nearest_place
 from loadgen.figures import FIGURE, percentile, values_of
 from loadgen.health import without_full_collections
 from loadgen.report.html import table_part
@@ -100,7 +101,6 @@ def measured(rate_rps: float, records: Sequence[Record]) -> Point:
     gaps_s = sorted(values_of(FIGURE["chunk_gap_s"], records))
     if not gaps_s:
         raise ValueError("answers of one token have no gaps")
-    queues_s = [record.metrics["queue_s"] for record in records if record.metrics is not None]
     ttfts_s = sorted(values_of(FIGURE["ttft_s"], records))
     tokens = sum(chunk.tokens or 0 for record in records for chunk in record.chunks)
     return Point(
@@ -108,11 +108,16 @@ def measured(rate_rps: float, records: Sequence[Record]) -> Point:
         percentile(gaps_s, 0.5),
         percentile(gaps_s, 0.99),
         gaps_s[-1],
-        median(queues_s),
+        median_delay_s(records),
         percentile(ttfts_s, 0.5),
         percentile(ttfts_s, 0.99),
         tokens / max(record.end_s for record in records),
     )
+
+
+def median_delay_s(records: Sequence[Record]) -> float:
+    """Return the median scheduling delay: from arrival to the first step that a request was in."""
+    return median([float(record.metrics["queue_s"]) for record in records if record.metrics])
 
 
 def capacity(setting: Setting, near: int) -> tuple[Capacity, int]:
@@ -161,17 +166,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=32_768,
         max_step_tokens=args.max_step_tokens,
     )
+    near = nearest_place(args.near)
+    named = product(*(named.split(",") for named in (args.slo, args.speculation, args.batching)))
     rows = []
-    near = _nearest(args.near)
     with without_full_collections():
-        for slo in args.slo.split(","):
-            for speculation in args.speculation.split(","):
-                for batching in args.batching.split(","):
-                    told = replace(config, batching=batching, speculation=speculation)
-                    began_s = time.process_time()
-                    found, near = capacity(Setting(drawn, told, slos[slo]), near)
-                    rows.append(_row(slo, speculation, batching, found))
-                    print(*_shown(rows[-1]), f"{time.process_time() - began_s:.0f} CPU s")
+        for slo, speculation, batching in named:
+            told = replace(config, batching=batching, speculation=speculation)
+            began_s = time.process_time()
+            found, near = capacity(Setting(drawn, told, slos[slo]), near)
+            rows.append(_row(slo, speculation, batching, found))
+            print(*_shown(rows[-1]), f"{time.process_time() - began_s:.0f} CPU s")
     results = {
         "format": "capacity/1",
         **provenance("capacity", arguments),
@@ -190,13 +194,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     title = f"Capacity on {args.profile}, lengths of {args.trace.stem}, simulated"
     write_results(args, results, title, _body(title, rows))
-
-
-def _nearest(rate_rps: float) -> int:
-    place = 0
-    while grid_rate(place) < rate_rps:
-        place += 1
-    return place
 
 
 def _row(slo: str, speculation: str, batching: str, found: Capacity) -> dict[str, Any]:

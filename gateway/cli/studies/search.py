@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 from typing import Final
 
 STEP: Final = 1.02
@@ -43,3 +44,8 @@ def highest_place(holds: Callable[[int], bool], near: int) -> int | None:
         else:
             high = middle
     return low if low >= LOWEST else None
+
+
+def nearest_place(rate_rps: float) -> int:
+    """Return the place of the grid that is nearest to a rate."""
+    return round(log(rate_rps) / log(STEP))
