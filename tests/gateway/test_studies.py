@@ -144,7 +144,7 @@ def test_long_prompts_stall_decodes_under_prefill_first_only(tmp_path) -> None:
     assert (
         longest_s["slack"] < 1.05 * told["slo_s"] < 3 * told["slo_s"] < longest_s["prefill_first"]
     )
-    assert all(points[-1][0] > gaps.LONG_AT_S[-1] + 1.0 for points in told["gaps"].values())
+    assert all(points[-1][0] > gaps.TO_S - 0.1 for points in told["gaps"].values())
     firsts_s = {row["batching"]: sum(row["prompt_ttft_s"]) for row in told["results"]}
     assert firsts_s["slack"] < firsts_s["fixed:512"]
     assert "Gaps between tokens" in html.read_text()

@@ -31,7 +31,7 @@ LONG_TOKENS: Final = 8192
 LONG_AT_S: Final = (8.0, 9.0, 10.0, 11.0)
 """The decodes are all under way by then: their prompts take 3 to 5 s (h100-8b)."""
 
-SHOWN_FROM_S: Final = 7.5
+FROM_S, TO_S = 7.5, 12.5
 
 DECODED, ANSWERED = 700, 16
 """Tokens of the answers: the decode that is watched has them until 12 s or more."""
@@ -50,11 +50,11 @@ def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
 
 
 def watched(records: Sequence[Record]) -> list[tuple[float, float]]:
-    """Return instant and gap of each token of the last decode from just before the prompts on."""
+    """Return instant and gap of each token of the last decode around the long prompts."""
     record = records[SLO_SEQUENCES - 1]
     ends_s = [chunk.at_s for chunk in record.chunks][1:]
     told = zip(ends_s, chunk_gaps_s(record), strict=True)
-    return [(round(at_s, 4), round(gap_s, 5)) for at_s, gap_s in told if at_s >= SHOWN_FROM_S]
+    return [(round(at_s, 4), round(gap_s, 5)) for at_s, gap_s in told if FROM_S <= at_s <= TO_S]
 
 
 def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
@@ -78,7 +78,8 @@ def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
         "yaxis": {"title": {"text": "gap before the token, ms"}, "rangemode": "tozero"},
         "shapes": [{"type": "line", "line": limit, **across}],
     }
-    caption = f"Dashed: the promise, {slo_s * 1e3:.1f} ms. Prompts at {LONG_AT_S} s."
+    at = ", ".join(f"{at_s:g}" for at_s in LONG_AT_S)
+    caption = f"Dashed: the promise, {slo_s * 1e3:.1f} ms. Prompts at {at} s."
     return Chart("Gaps between tokens of a decode", caption, data, layout, wide=True)
 
 
