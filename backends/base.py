@@ -19,6 +19,7 @@ class WorkerConfig:
         model: directory of a checkpoint in Hugging Face layout, or its name on the hub; None is
             the shipped model.
         speculation: the policy that decides each step, as `off`, `fixed:K` or `auto`.
+        batching: the policy that says how many prompt tokens join a step, as `slack`.
         proposer: name of the only proposer to use; None offers whatever is there.
         draft_model: directory or hub's name of a draft model with the model's vocabulary; None is
             the shipped one beside the shipped model, else there is none.
@@ -50,6 +51,7 @@ class WorkerConfig:
 
     model: str | None = None
     speculation: str = "auto"
+    batching: str = "slack"
     proposer: str | None = None
     draft_model: str | None = None
     draft_window_tokens: int | None = None

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from backends.base import WorkerConfig
 from backends.registry import backend_names
-from policies.registry import speculation_policy
+from policies.registry import batching_policy, speculation_policy
 
 ENV_PREFIX: Final = "DRAFTGATE_"
 
@@ -44,8 +44,8 @@ def _meta(
 
     Args:
         text: the help text.
-        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1; `backend` and
-            `speculation` are names.
+        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1; `backend`,
+            `speculation` and `batching` are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
         gt: what the value must exceed; instead of `ge`.
@@ -86,6 +86,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             kind="speculation",
         ),
     ] = "auto"
+    batching: Annotated[
+        str,
+        _meta(
+            "Prompt tokens of a step: slack, fixed:TOKENS, prefill_first, decode_first, ...",
+            kind="batching",
+        ),
+    ] = "slack"
     proposer: (
         Annotated[str, _meta("The only proposer to draft with (default: whatever is there)")] | None
     ) = None
@@ -293,6 +300,8 @@ class Setting:
             choices = backend_names()
         if self.kind == "speculation":
             speculation_policy(str(value))
+        if self.kind == "batching":
+            batching_policy(str(value))
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("expected a finite number")
         if choices and value not in choices:

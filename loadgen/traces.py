@@ -6,6 +6,8 @@ Known forms, told apart by their header or keys:
     BurstGPT                   CSV: Timestamp (s), Model, Request tokens, Response tokens, ...
     Mooncake (FAST 2025)       JSONL: timestamp (ms), input_length, output_length, hash_ids of
                                512-token blocks: equal ids are equal prefixes
+    Sarathi-Serve (OSDI 2024)  CSV: num_prefill_tokens, num_decode_tokens, ...: lengths without
+                               instants, as if all came at once
     our own                    JSONL: at_s, prompt_tokens, output_tokens; hash_ids, block_tokens,
                                class, tenant if wanted
 """
@@ -162,6 +164,12 @@ def _mooncake(record: Mapping[str, Any]) -> TraceRow:
     )
 
 
+def _sarathi(record: Mapping[str, Any]) -> TraceRow:
+    return TraceRow(
+        0.0, _tokens(record, "num_prefill_tokens"), _tokens(record, "num_decode_tokens")
+    )
+
+
 def _own(record: Mapping[str, Any]) -> TraceRow:
     record = {**_UNSAID, **{key: value for key, value in record.items() if value is not None}}
     return TraceRow(
@@ -187,6 +195,7 @@ _FORMS: Final[dict[str, Callable[[Mapping[str, Any]], TraceRow]]] = {
     "TIMESTAMP": _azure,
     "Timestamp": _burstgpt,
     "input_length": _mooncake,
+    "num_prefill_tokens": _sarathi,
     "at_s": _own,
 }
 

@@ -18,6 +18,15 @@ STRETCH: Final = 5.0
 """Without a target, a step with prefills may take so many times what its decodes alone take: the
 strict target of Sarathi-Serve's evaluation."""
 
+LATE_SHARE: Final = 0.5
+"""Share of its target that a late decode waits for prompts all the same: it makes up for a token
+with every other one. With none, one decode that was preempted for seconds stops all prompts until
+it has caught up, and those behind them lose what it wins."""
+
+P99_ERRORS: Final = 3.45
+"""The 99th percentile of a normal error as a multiple of the median of its absolute values (2.326 /
+0.6745): a target is met in 99 of 100 steps, not in every other one."""
+
 LEAST_CHUNK: Final = 32
 """Tokens of prompts that join a step even where the decodes have no time to spare: two tiles of 16
 rows. A prompt that never went on would be worse, and decodes that are late by a little stay so."""
@@ -40,7 +49,9 @@ class Slack:
             return most
         within_s = batch.within_s
         if within_s is None:
-            within_s = STRETCH * cost.seconds(batch.tokens, batch.kv_tokens, batch.sequences)
+            within_s = STRETCH * cost.seconds(batch.sequences, batch.kv_tokens, batch.sequences)
+        else:
+            within_s /= 1.0 + P99_ERRORS * batch.cost_error
         if _seconds(batch, cost, most) <= within_s:
             return most
         edges = cost.edges_up_to(batch.tokens + most)
@@ -102,6 +113,18 @@ class DecodeFirst:
         """Return all there is room for where nobody decodes, else nothing."""
         del cost
         return 0 if batch.sequences else max(0, batch.most_prefill_tokens)
+
+
+def patience_s(due_in_s: float, tpot_s: float) -> float:
+    """Return the seconds a decode can wait for its next token.
+
+    One that is ahead of its target does not wait longer for it: no gap is longer than the target.
+
+    Args:
+        due_in_s: seconds until the token is due; negative if it is late.
+        tpot_s: its target.
+    """
+    return min(max(due_in_s, LATE_SHARE * tpot_s), tpot_s)
 
 
 def _seconds(batch: BatchView, cost: StepCost, prefill_tokens: int) -> float:

@@ -36,6 +36,12 @@ def _fixed(argument: str) -> SpeculationPolicy:
     return Fixed(_whole_number("fixed:K", argument, "fixed:4"))
 
 
+def _auto(argument: str) -> SpeculationPolicy:
+    if argument not in {"", "unweighted"}:
+        raise ValueError(f"auto takes no argument but `unweighted`, not {argument!r}")
+    return Auto(name="auto:unweighted", weighted=False) if argument else Auto()
+
+
 def _threshold_by_batch(argument: str) -> SpeculationPolicy:
     if not argument:
         raise ValueError(
@@ -114,7 +120,7 @@ _SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
     {
         "off": _without_argument(Off),
         "fixed": _fixed,
-        "auto": _without_argument(Auto),
+        "auto": _auto,
         "smartspec": _without_argument(SmartSpec),
         "threshold_by_batch": _threshold_by_batch,
         "adaptive_verification": _without_argument(AdaptiveVerification),

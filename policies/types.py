@@ -208,6 +208,7 @@ class BatchView:
         most_prefill_tokens: room for prompt tokens; 0 if none wait.
         prompt_kv_tokens: tokens of the next prompt that are in the cache.
         within_s: seconds the step may take by the tightest target of its decodes; None without one.
+        cost_error: how far forecasts of step times are off: median of |measured / predicted - 1|.
     """
 
     tokens: int
@@ -216,3 +217,4 @@ class BatchView:
     most_prefill_tokens: int
     prompt_kv_tokens: int = 0
     within_s: float | None = None
+    cost_error: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork
+from policies.batching import patience_s
 from policies.types import BatchView
 
 
@@ -14,6 +15,7 @@ def batch_view(
     running: Iterable[Sequence],
     room_tokens: int,
     now_s: float | None,
+    cost_error: float,
 ) -> BatchView:
     """Return the decodes of a step with their drafts, and what prompts they may wait for.
 
@@ -21,6 +23,7 @@ def batch_view(
         running: all sequences of the batch, in the order in which prompts go on.
         room_tokens: tokens the step has left.
         now_s: the time, if a sequence has a service level; else None.
+        cost_error: of the forecasts of step times (`StepCostFit.relative_error`).
     """
     return BatchView(
         tokens=sum([work.num_tokens for work in decodes]),
@@ -29,17 +32,15 @@ def batch_view(
         most_prefill_tokens=room_tokens,
         prompt_kv_tokens=next((s.num_computed for s in running if s.pending_tokens > 1), 0),
         within_s=None if now_s is None else _within_s(decodes, now_s),
+        cost_error=cost_error,
     )
 
 
 def _within_s(decodes: Iterable[SequenceWork], now_s: float) -> float | None:
-    """Return the seconds that the decode with the tightest target can wait; None without any.
-
-    One that is ahead of its target does not wait longer for it: no gap is longer than the target.
-    """
+    """Return the seconds that the decode with the tightest target can wait; None without any."""
     left_s = []
     for work in decodes:
         due_s, tpot_s = work.sequence.next_due_s, work.sequence.request.service.tpot_s
         if due_s is not None and tpot_s is not None:
-            left_s.append(min(max(due_s - now_s, 0.0), tpot_s))
+            left_s.append(patience_s(due_s - now_s, tpot_s))
     return min(left_s, default=None)

@@ -284,7 +284,9 @@ class Scheduler:
     def _most_prefill_tokens(self, step: _StepDraft) -> int:
         """Return how many prompt tokens may join the step as it is, if any wait."""
         now_s = self._now_s if self._with_service else None
-        view = batch_view(step.work.values(), self._running, step.budget, now_s)
+        view = batch_view(
+            step.work.values(), self._running, step.budget, now_s, self._fit.relative_error
+        )
         return self._batching.prefill_tokens(view, self.cost)
 
     def _newcomer_blocks(self) -> int:

@@ -38,7 +38,7 @@ from backends.grammar import LlGrammars
 from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
-from policies.registry import speculation_policy
+from policies.registry import batching_policy, speculation_policy
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
@@ -125,6 +125,7 @@ def load_engine(
         speculation_policy(config.speculation),
         proposers,
         cost,
+        batching_policy(config.batching),
     )
     numerics = numerics_class(
         weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact

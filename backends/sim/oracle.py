@@ -16,7 +16,7 @@ from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence as Tokens
 from backends.sim.proposer import SimProposer
 from policies.allocation import allocate
-from policies.protocols import SpeculationPolicy
+from policies.protocols import BatchingPolicy, SpeculationPolicy
 from policies.speculation import MAX_DRAFT_TOKENS, Fixed
 from policies.step_cost import StepCost
 from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
@@ -54,8 +54,9 @@ class OracleScheduler(Scheduler):
         policy: SpeculationPolicy,
         proposers: Mapping[str, SimProposer],
         cost: StepCost,
+        batching: BatchingPolicy,
     ) -> None:
-        super().__init__(config, blocks, policy, proposers, cost)
+        super().__init__(config, blocks, policy, proposers, cost, batching)
         self._drafts.drafting = OracleDrafting(proposers)
 
 

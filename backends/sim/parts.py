@@ -26,7 +26,7 @@ from backends.sim.service import ServiceDevice, constant_service
 from backends.sim.truth import Truth, printable_vocabulary
 from backends.tokenizer import Tokenizer, read_json
 from backends.types import Delta, GenerationRequest, ModelCard
-from policies.registry import speculation_policy
+from policies.registry import batching_policy, speculation_policy
 from policies.types import SpeculationMode, WorkerLoad
 
 BLOCK_TOKENS: Final = 16
@@ -107,6 +107,7 @@ def serving_parts(config: WorkerConfig, clock: Clock) -> Parts:
         speculation_policy(config.speculation),
         {PROPOSER: proposer},
         profile.cost,
+        batching_policy(config.batching),
     )
     max_model_len = _max_model_len(config, directory)
     card = ModelCard(

@@ -31,7 +31,7 @@ from backends.sim.worker import Ledger, TextlessWorker
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
 from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
+from policies.registry import batching_policy, speculation_policy
 from policies.types import SpeculationMode
 
 VOCABULARY: Final = range(256)
@@ -83,6 +83,7 @@ class World:
             simulation_policy(config.speculation),
             proposers,
             believed.cost,
+            batching_policy(config.batching),
         )
         tokenizer = _tokenizer()
         max_model_len = config.max_model_len or MAX_MODEL_LEN

@@ -19,10 +19,15 @@ from backends.types import Delta, FinishReason, GenerationRequest
 from policies.types import WorkerLoad
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deliveries:
-    """What came for a request: each time at which tokens came, and how many tokens that were."""
+    """What came for a request: each time at which tokens came, and how many tokens that were.
 
+    Attributes:
+        scheduled_s: when it first was in a step; None before.
+    """
+
+    scheduled_s: float | None = None
     at_s: array[float] = field(default_factory=lambda: array("d"))
     tokens: array[int] = field(default_factory=lambda: array("H"))
 
@@ -58,17 +63,20 @@ class TextlessWorker:
         self._clock = clock
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
+        self._unscheduled: set[str] = set()  # open requests that were in no step yet
 
     def submit(self, request: GenerationRequest) -> None:
         """See `StepWorker`."""
         sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
+        self._unscheduled.add(request.request_id)
         self._ledger.came[request.request_id] = Deliveries()
         for sequence in sequences:
             self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> None:
         """See `StepWorker`."""
+        self._unscheduled.discard(request_id)
         for sequence in self._requests.pop(request_id, ()):
             self._scheduler.finish(sequence, FinishReason.ABORT)
 
@@ -78,7 +86,11 @@ class TextlessWorker:
 
     def plan(self) -> StepPlan | None:
         """See `StepWorker`."""
-        return self._scheduler.plan()
+        now_s = self._clock.now_s()
+        plan = self._scheduler.plan(now_s)
+        if plan is not None and self._unscheduled:
+            self._note_scheduled(plan, now_s)
+        return plan
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
         """See `StepWorker`; only last deltas are returned, without tokens."""
@@ -93,6 +105,13 @@ class TextlessWorker:
                 self._forget(sequence)
                 last.append((request_id, _last_delta(sequence)))
         return last
+
+    def _note_scheduled(self, plan: StepPlan, now_s: float) -> None:
+        for work in plan.work:
+            request_id = work.sequence.request.request_id
+            if request_id in self._unscheduled:
+                self._unscheduled.remove(request_id)
+                self._ledger.came[request_id].scheduled_s = now_s
 
     def _forget(self, sequence: Sequence) -> None:
         request_id = sequence.request.request_id

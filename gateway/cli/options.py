@@ -98,6 +98,6 @@ def _metavar(setting: Setting) -> str:
         return "SIZE"
     if setting.kind == "indices":
         return "INDICES"
-    if setting.kind == "speculation":
+    if setting.kind in {"speculation", "batching"}:
         return "POLICY"
     return "NUMBER" if setting.numeric else "TEXT"

@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from policies.allocation import allocate
-from policies.speculation.planning import MAX_DRAFT_TOKENS, plan_up_to, within_budget
+from policies.speculation.planning import (
+    MAX_DRAFT_TOKENS,
+    plan_up_to,
+    unweighted,
+    within_budget,
+)
 from policies.step_cost import StepCost
 from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
@@ -41,5 +46,4 @@ class AdaptiveVerification:
         if any(candidate.depth_s > 0.0 for candidate in step.candidates):
             wanted = [candidate.max_draft_tokens for candidate in step.candidates]
             return within_budget(wanted, step.slot_budget)
-        unweighted = tuple(replace(candidate, weight=1.0) for candidate in step.candidates)
-        return allocate(replace(step, candidates=unweighted, weight=None, prefill_tokens=0), cost)
+        return allocate(replace(unweighted(step), prefill_tokens=0), cost)

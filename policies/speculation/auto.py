@@ -13,6 +13,7 @@ from policies.speculation.planning import (
     capped,
     choose_proposer,
     no_speculation,
+    unweighted,
 )
 from policies.step_cost import StepCost
 from policies.types import (
@@ -31,10 +32,15 @@ class Auto:
 
     Where a worker has several proposers and the client no wish, each step of a sequence is drafted
     by the one that pays most (`policies.arbitration`).
+
+    Attributes:
+        weighted: whether tokens count by how late a sequence is and by its priority
+            (`policies.weights`); else each counts once, as `auto:unweighted` has it.
     """
 
     max_draft_tokens: int = MAX_DRAFT_TOKENS
     name: str = "auto"
+    weighted: bool = True
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
         """Plan as many slots as would pay in a draft that goes well (`policies.request_forecast`).
@@ -59,11 +65,11 @@ class Auto:
 
     def least_survival(self, step: StepView, cost: StepCost) -> float:
         """Return what no slot can pay below, however many are taken."""
-        return least_slot_price(step, cost)
+        return least_slot_price(step if self.weighted else unweighted(step), cost)
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Take the slots that maximise expected tokens per second."""
-        return allocate(step, cost)
+        return allocate(step if self.weighted else unweighted(step), cost)
 
 
 def _reason(cap: int, paying: int, most: int, expected: RequestForecast, price: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from policies.types import (
@@ -10,6 +11,7 @@ from policies.types import (
     RequestView,
     SpeculationMode,
     SpeculationPlan,
+    StepView,
     WorkerLoad,
 )
 
@@ -65,3 +67,9 @@ def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
         granted.append(min(length, max(budget, 0)))
         budget -= granted[-1]
     return granted
+
+
+def unweighted(step: StepView) -> StepView:
+    """Return the step as if every token were worth the same (`policies.weights`)."""
+    alike = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
+    return replace(step, candidates=alike, weight=None)

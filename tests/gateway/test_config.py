@@ -61,6 +61,8 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
         ({"gpu_memory_utilization": "1.1"}, "--gpu-memory-utilization: expected float <= 1"),
         ({"backend": "cloud"}, "--backend: expected one of"),
         ({"speculation": "fixed:0"}, "--speculation: fixed:K needs K from 1 to 64"),
+        ({"batching": "fixed:0"}, "--batching: fixed:TOKENS needs 1 token or more"),
+        ({"batching": "fair"}, "--batching: unknown batching policy"),
         ({"speculation": "psychic"}, "--speculation: unknown speculation policy"),
         ({"log_level": "loud"}, "--log-level: expected one of"),
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,7 @@ from gateway.cli.simulate.intervals import batch_means, estimate, student_quanti
 from gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
 from gateway.cli.simulate.report import page
 from gateway.cli.simulate.results import as_json
+from loadgen.figures import FIGURE, ttft_s, values_of
 from loadgen.plan import Load
 from loadgen.types import Slo
 from loadgen.workloads import WORKLOADS, make_workload
@@ -138,6 +141,36 @@ def test_the_oracle_knows_how_deep_a_draft_model_would_be_right(text_file) -> No
     assert told["num_accepted_tokens"] > 100
 
 
+@pytest.mark.parametrize("policy", ["off", "oracle"])
+def test_workers_batch_by_the_policy_that_was_named(policy, text_file) -> None:
+    """With small chunks of prompts the first token comes later and gaps are shorter, and it shows
+    in the settings."""
+    longest_s, first_s = {}, {}
+    for batching in ("fixed:64", "prefill_first"):
+        one = setup(text_file, workload="rag", rate_rps=6.0, requests=30, policies=(policy,))
+        one = replace(one, workers=1, config=replace(one.config, batching=batching))
+        results = run_experiment(one)
+        told = as_json(one, results)
+        assert told["settings"]["batching"] == batching
+        gaps = values_of(FIGURE["chunk_gap_s"], results.outcomes[0].run.records)
+        longest_s[batching] = sorted(gaps)[-len(gaps) // 50]
+        first_s[batching] = told["policies"][policy]["ttft_s"]["p50"]
+    assert longest_s["fixed:64"] < longest_s["prefill_first"]
+    assert first_s["fixed:64"] > first_s["prefill_first"]
+
+
+def test_records_tell_how_long_requests_were_queued(text_file) -> None:
+    """The scheduling delay is never negative, ends before the first token, and grows with load."""
+    medians = []
+    for rate_rps in (2.0, 200.0):
+        one = setup(text_file, workload="rag", rate_rps=rate_rps, policies=("off",), workers=1)
+        records = run_experiment(one).outcomes[0].run.records
+        for record in records:
+            assert 0.0 <= record.metrics["queue_s"] < ttft_s(record)
+        medians.append(median(record.metrics["queue_s"] for record in records))
+    assert medians[0] < 0.05 < medians[1]
+
+
 def test_a_request_too_long_is_refused_and_counted(text_file) -> None:
     """It is an error with its status, not a success, and the rest goes on."""
     one = setup(text_file, workload="code", requests=20)
@@ -196,6 +229,7 @@ def test_the_page_shows_policies_side_by_side(text_file) -> None:
         (["--workload", "poetry", "--rate", "1"], "no workload 'poetry'"),
         (["--workload", "chat", "--rate", "1", "--speculation", "best"], "'best'"),
         (["--workload", "chat", "--rate", "1", "--speculation", "off,off"], "named twice"),
+        (["--workload", "chat", "--rate", "1", "--batching", "fair"], "policy 'fair'"),
         (["--workload", "chat", "--rate", "1", "--profile", "abacus"], "no profile 'abacus'"),
         (["--workload", "chat", "--rate", "1", "--truth", "it"], "roofline, profile"),
         (["--trace", "/nonexistent.csv"], "nonexistent"),

@@ -31,6 +31,10 @@ BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Ty
 MOONCAKE = """{"timestamp": 1000, "input_length": 600, "output_length": 5, "hash_ids": [7, 8]}
 {"timestamp": 4000, "input_length": 700, "output_length": 6, "hash_ids": [7, 9]}
 """
+SARATHI = """num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio
+74,918,992,0.08
+290,905,1195,0.32
+"""
 OWN = """{"at_s": 3, "prompt_tokens": 10, "output_tokens": 2, "class": "batch", "tenant": "a"}
 
 {"at_s": 3.25, "prompt_tokens": 11, "output_tokens": 3, "hash_ids": [1], "block_tokens": 16}
@@ -51,7 +55,7 @@ def parse(text: str) -> tuple[TraceRow, ...]:
 
 
 def test_every_known_form_is_told_by_its_fields() -> None:
-    """Azure, BurstGPT, Mooncake and our own rows come out alike, the first at 0, in order."""
+    """Azure, BurstGPT, Mooncake, Sarathi and our own rows come out alike, in order, from 0 on."""
     first, second = parse(AZURE)
     assert (first.at_s, first.prompt_tokens, first.output_tokens) == (0.0, 4808, 10)
     assert second.at_s == pytest.approx(0.052, abs=1e-6)
@@ -60,6 +64,7 @@ def test_every_known_form_is_told_by_its_fields() -> None:
         TraceRow(40.5, 1087, 230, class_name="API log"),
     )
     assert parse(MOONCAKE) == (TraceRow(0.0, 600, 5, (7, 8)), TraceRow(3.0, 700, 6, (7, 9)))
+    assert parse(SARATHI) == (TraceRow(0.0, 74, 918), TraceRow(0.0, 290, 905))
     assert parse(OWN) == (
         TraceRow(0.0, 10, 2, class_name="batch", tenant="a"),
         TraceRow(0.25, 11, 3, (1,), 16),

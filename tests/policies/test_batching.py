@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from policies.batching import LEAST_CHUNK, STRETCH, DecodeFirst, FixedBudget, PrefillFirst, Slack
+from policies.batching import (
+    LATE_SHARE,
+    LEAST_CHUNK,
+    STRETCH,
+    DecodeFirst,
+    FixedBudget,
+    PrefillFirst,
+    Slack,
+    patience_s,
+)
 from policies.protocols import BatchingPolicy
 from policies.registry import batching_policy
 from policies.step_cost import StepCost
@@ -14,6 +25,7 @@ from policies.testing import check_batching
 from policies.types import BatchView
 
 STAIRS = tuple(range(16, 2049, 16))
+DRAFTS = (0, 16, 64, 256)
 COST = StepCost(STAIRS, tuple(5e-3 + 20e-6 * tokens for tokens in STAIRS), 40e-9, pair_s=1e-9)
 
 
@@ -62,6 +74,37 @@ def test_without_a_target_a_step_is_stretched_so_far() -> None:
     tokens = Slack().prefill_tokens(batch, COST)
     step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
     assert 0.9 * STRETCH < step_s / COST.seconds(32, 16_000, 32) <= STRETCH
+
+
+def test_more_drafts_never_stretch_a_step() -> None:
+    """Without a target the step is a multiple of the decodes' own: drafts take from the chunk."""
+    chunks = [Slack().prefill_tokens(BatchView(32 + n, 16_000, 32, 100_000), COST) for n in DRAFTS]
+    assert chunks == sorted(chunks, reverse=True)
+    for drafts, tokens in zip(DRAFTS, chunks, strict=True):
+        # Of the reading and the pairs of a chunk that is shorter, the step gets no longer.
+        step_s = COST.seconds(32 + drafts + tokens, 16_000 + tokens, 33) + COST.pair_s * (
+            tokens**2 / 2
+        )
+        assert step_s <= STRETCH * COST.seconds(32, 16_000, 32)
+
+
+def test_uncertain_forecasts_leave_a_margin() -> None:
+    """Of normal errors with this median, the step's own P99 is at the target, not its median."""
+    sigma, within_s = 0.04, 0.05
+    error = sigma * NormalDist().inv_cdf(0.75)
+    batch = BatchView(32, 16_000, 32, 100_000, 0, within_s, error)
+    tokens = Slack().prefill_tokens(batch, COST)
+    step_s = COST.seconds(32 + tokens, 16_000 + tokens, 33) + COST.pair_s * tokens**2 / 2
+    late = 1.0 - NormalDist(1.0, sigma).cdf(within_s / step_s)
+    assert 0.003 < late <= 0.0101
+
+
+@given(st.floats(-10.0, 10.0), st.floats(1e-3, 1.0))
+def test_patience_ends_at_the_target_and_does_not_run_out(due_in_s, tpot_s) -> None:
+    """Who is ahead waits no longer than the target, and who is late half of it."""
+    waits_s = patience_s(due_in_s, tpot_s)
+    assert LATE_SHARE * tpot_s <= waits_s <= tpot_s
+    assert waits_s == due_in_s or due_in_s < LATE_SHARE * tpot_s or due_in_s > tpot_s
 
 
 def test_a_prompt_alone_takes_all_there_is() -> None:

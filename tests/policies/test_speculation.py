@@ -68,7 +68,16 @@ def tokens_per_s(step: StepView, lengths, cost: StepCost) -> float:
 
 @pytest.mark.parametrize(
     "spec",
-    ["off", "fixed:1", "fixed:4", "fixed:64", "auto", "smartspec", "adaptive_verification"],
+    [
+        "off",
+        "fixed:1",
+        "fixed:4",
+        "fixed:64",
+        "auto",
+        "auto:unweighted",
+        "smartspec",
+        "adaptive_verification",
+    ],
 )
 def test_conformance(spec: str) -> None:
     """Every shipped policy keeps the contract of `SpeculationPolicy`."""
@@ -396,6 +405,20 @@ def test_an_argument_nobody_takes_is_refused(spec: str) -> None:
     """A policy without an argument does not ignore one silently."""
     with pytest.raises(ValueError, match="takes no argument"):
         speculation_policy(spec)
+
+
+def test_unweighted_gives_slots_to_the_likeliest() -> None:
+    """`auto:unweighted` does what `auto` does where all weigh the same, whatever weights say."""
+    likely, late = chain(8, 0.8), chain(8, 0.6)
+    alike = StepView(2, 1000, 2, 4, (DraftCandidate(likely), DraftCandidate(late)))
+    candidates = (DraftCandidate(likely), DraftCandidate(late, weight=4.0))
+    weighted = replace(alike, candidates=candidates, weight=5.0)
+    plain, unweighted = Auto(), speculation_policy("auto:unweighted")
+    expected = plain.draft_lengths(alike, H100_8B)
+    assert unweighted.draft_lengths(weighted, H100_8B) == expected
+    assert plain.draft_lengths(weighted, H100_8B) != expected
+    least = plain.least_survival(alike, H100_8B)
+    assert unweighted.least_survival(weighted, H100_8B) == least
 
 
 def test_auto_drafts_as_deep_as_drafting_pays() -> None:

@@ -41,6 +41,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         list[str] | None,
         typer.Option(help="Policies, with commas or repeated; oracle is one, too (default: auto)"),
     ] = None,
+    batching: Annotated[
+        str, typer.Option(help="slack, fixed:TOKENS, prefill_first, decode_first")
+    ] = "slack",
     profile: Annotated[str, typer.Option(help="Of the device: a shipped name or a file")] = (
         "h100-8b"
     ),
@@ -48,7 +51,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         str | None, typer.Option(help="What drafts: ngram (default), draft_model, sparse_self")
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a batch")] = 256,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step")] = 512,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a step")] = 2048,
     max_model_len: Annotated[int, typer.Option(min=2, help="Most tokens of a sequence")] = 32768,
     belief_error: Annotated[
         float,
@@ -82,6 +85,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
             seed=seed,
         )
         config = WorkerConfig(
+            batching=batching,
             proposer=proposer,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

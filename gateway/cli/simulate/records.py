@@ -58,7 +58,7 @@ def record_of(planned: Planned, placed: Placement, last: Delta, came: Deliveries
             "completion_tokens": output,
             "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
         },
-        metrics=_metrics(placed, last),
+        metrics=_metrics(placed, last) | _queued(planned.at_s, came),
         status=200,
     )
 
@@ -76,3 +76,8 @@ def _metrics(placed: Placement, last: Delta) -> dict[str, Any]:
     told: dict[str, Any] = to_builtins(speculation_reply(placed, last.outcome))
     told.pop("reason")  # a sentence for each of 100,000 requests, and nobody asks for it
     return {"worker_id": placed.worker.worker_id, "speculative_decoding": told}
+
+
+def _queued(at_s: float, came: Deliveries) -> dict[str, float]:
+    """Return the scheduling delay: from arrival to the first step that it was in."""
+    return {} if came.scheduled_s is None else {"queue_s": came.scheduled_s - at_s}

@@ -44,6 +44,7 @@ def settings_of(setup: Setup) -> dict[str, Any]:
         "workers": setup.workers,
         "routing": setup.routing,
         "profile": config.profile,
+        "batching": config.batching,
         "proposer": config.proposer or "ngram",
         "max_num_seqs": config.max_num_seqs,
         "max_step_tokens": config.max_step_tokens,
