@@ -72,6 +72,7 @@ BENCHES = {
     "streams": "backends.engine.bench.streams",
     "kernels": "backends.engine.bench.kernels",
     "simulator": "gateway.cli.simulate.prediction",
+    "policies": "gateway.cli.studies.policies",
     "capacity": "gateway.cli.studies.capacity",
     "classes": "gateway.cli.studies.classes",
     "gaps": "gateway.cli.studies.gaps",
