@@ -27,9 +27,15 @@ P99_ERRORS: Final = 3.45
 """The 99th percentile of a normal error as a multiple of the median of its absolute values (2.326 /
 0.6745): a target is met in 99 of 100 steps, not in every other one."""
 
+LEAST_STRETCH: Final = 1.5
+"""Prompts get a third of a step whatever was promised. With less, one request that asks for more
+than the device can give stops all others: chat at 80% of an h100-8b and a target of 12 ms, half as
+long again as the decodes' own steps took, made everybody wait 7 s for the first token, and 0.03 s
+with it (`draftgate bench classes`, simulated, 2026-11-21)."""
+
 LEAST_CHUNK: Final = 32
-"""Tokens of prompts that join a step even where the decodes have no time to spare: two tiles of 16
-rows. A prompt that never went on would be worse, and decodes that are late by a little stay so."""
+"""Tokens of prompts that join a step all the same, where a third of it is less: two tiles of 16
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,7 @@ class Slack:
         most = batch.most_prefill_tokens
         if not batch.sequences or most <= 0:
             return most
-        within_s = batch.within_s
-        if within_s is None:
-            within_s = STRETCH * cost.seconds(batch.sequences, batch.kv_tokens, batch.sequences)
-        else:
-            within_s /= 1.0 + P99_ERRORS * batch.cost_error
+        within_s = _within_s(batch, cost)
         if _seconds(batch, cost, most) <= within_s:
             return most
         edges = cost.edges_up_to(batch.tokens + most)
@@ -113,6 +115,14 @@ class DecodeFirst:
         """Return all there is room for where nobody decodes, else nothing."""
         del cost
         return 0 if batch.sequences else max(0, batch.most_prefill_tokens)
+
+
+def _within_s(batch: BatchView, cost: StepCost) -> float:
+    """Return the seconds that the step is planned to take at most."""
+    own_s = cost.seconds(batch.sequences, batch.kv_tokens, batch.sequences)
+    if batch.within_s is None:
+        return STRETCH * own_s
+    return max(batch.within_s / (1.0 + P99_ERRORS * batch.cost_error), LEAST_STRETCH * own_s)
 
 
 def patience_s(due_in_s: float, tpot_s: float) -> float:
