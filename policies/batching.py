@@ -33,7 +33,7 @@ simulated, 2026-11-21)."""
 LEAST_STRETCH: Final = 1.5
 """Prompts get a third of a step whatever was promised. With less, one request that asks for more
 than the device can give stops all others: where half of the chats at 80% of what an h100-8b can
-sustain had a target of 12 ms, all of these met it, and everybody waited 7 to 10 s for a first token;
+sustain had a target of 12 ms, these met it, and everybody waited 7 to 10 s for the first token;
 with a third of each step, half of them met it, and first tokens took 0.1 to 0.4 s (`draftgate bench
 classes`, simulated, 2026-11-21)."""
 
