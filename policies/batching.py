@@ -23,13 +23,23 @@ LATE_SHARE: Final = 0.5
 with every other one. With none, one decode that was preempted for seconds stops all prompts until
 it has caught up, and those behind them lose what it wins."""
 
-P99_ERRORS: Final = 3.45
-"""The 99th percentile of a normal error as a multiple of the median of its absolute values (2.326 /
-0.6745): a target is met in 99 of 100 steps, not in every other one."""
+MARGIN_ERRORS: Final = 3.82
+"""Errors by which a step is planned to end before the target: the 99.5th percentile of a normal
+error as a multiple of the median of its absolute values (2.576 / 0.6745). Of the hundredth of gaps
+that P99 allows to be longer, half are left to stalls and preemptions; at the 99th percentile the
+P99 of gaps lay at 0.98 to 1.00 of the target, and now and then beyond (`draftgate bench capacity`,
+simulated, 2026-11-21)."""
+
+LEAST_STRETCH: Final = 1.5
+"""Prompts get a third of a step whatever was promised. With less, one request that asks for more
+than the device can give stops all others: where half of the chats at 80% of what an h100-8b can
+sustain had a target of 12 ms, these met it, and everybody waited 7 to 10 s for the first token;
+with a third of each step, half of them met it, and first tokens took 0.1 to 0.4 s (`draftgate bench
+classes`, simulated, 2026-11-21)."""
 
 LEAST_CHUNK: Final = 32
-"""Tokens of prompts that join a step even where the decodes have no time to spare: two tiles of 16
-rows. A prompt that never went on would be worse, and decodes that are late by a little stay so."""
+"""Tokens of prompts that join a step all the same, where a third of it is less: two tiles of 16
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +57,7 @@ class Slack:
         most = batch.most_prefill_tokens
         if not batch.sequences or most <= 0:
             return most
-        within_s = batch.within_s
-        if within_s is None:
-            within_s = STRETCH * cost.seconds(batch.sequences, batch.kv_tokens, batch.sequences)
-        else:
-            within_s /= 1.0 + P99_ERRORS * batch.cost_error
+        within_s = _within_s(batch, cost)
         if _seconds(batch, cost, most) <= within_s:
             return most
         edges = cost.edges_up_to(batch.tokens + most)
@@ -113,6 +119,14 @@ class DecodeFirst:
         """Return all there is room for where nobody decodes, else nothing."""
         del cost
         return 0 if batch.sequences else max(0, batch.most_prefill_tokens)
+
+
+def _within_s(batch: BatchView, cost: StepCost) -> float:
+    """Return the seconds that the step is planned to take at most."""
+    own_s = cost.seconds(batch.sequences, batch.kv_tokens, batch.sequences)
+    if batch.within_s is None:
+        return STRETCH * own_s
+    return max(batch.within_s / (1.0 + MARGIN_ERRORS * batch.cost_error), LEAST_STRETCH * own_s)
 
 
 def patience_s(due_in_s: float, tpot_s: float) -> float:

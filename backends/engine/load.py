@@ -131,8 +131,7 @@ def load_engine(
         weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
     )
     card = _card(config, numerics, max_model_len)
-    grammars = LlGrammars(tokenizer, model.eos_ids)
-    worker = Worker(scheduler, tokenizer, max_model_len, grammars)
+    worker = Worker(scheduler, tokenizer, max_model_len, LlGrammars(tokenizer, model.eos_ids))
     served = ServedModel(card, worker.admission, model.eos_ids)
     return LoadedEngine(worker, runner, served, proposers)
 

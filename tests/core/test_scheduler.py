@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence, SequenceState
 from backends.types import FinishReason, ResumedChoice
-from policies.batching import LEAST_CHUNK
+from policies.batching import LEAST_CHUNK, LEAST_STRETCH
 from policies.registry import speculation_policy
 from policies.types import ServiceLevel
 from policies.weights import LATE_WEIGHT
@@ -296,8 +296,8 @@ def long_steps(batching: str, tpot_s: float) -> list[float]:
 
 
 def test_no_decode_waits_for_a_whole_prefill() -> None:
-    """Under `slack` no step is longer than the decode's target, or than with the least chunk."""
-    least_s = COST.seconds(1 + LEAST_CHUNK, 400, 2)
+    """Under `slack` no step is longer than the decode's target, or than prompts get anyhow."""
+    least_s = max(LEAST_STRETCH * COST.seconds(1, 400, 1), COST.seconds(1 + LEAST_CHUNK, 400, 2))
     assert max(long_steps("slack", 2e-3)) <= least_s
     assert 4e-3 < max(long_steps("slack", 5e-3)) <= 5e-3
     assert max(long_steps("prefill_first", 5e-3)) > 15e-3

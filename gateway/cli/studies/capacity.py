@@ -11,6 +11,7 @@ random order; all rates and policies meet the same requests.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +41,7 @@ SLO_SEQUENCES, SLO_CONTEXT = 32, 4096
 """The step whose multiples the SLOs are (Sarathi-Serve, table 3)."""
 
 BATCHINGS: Final = (
-    "slack", "fixed:256", "fixed:512", "fixed:1024", "fixed:2048", "fixed:4096",
+    "slack", "fixed:256", "fixed:512", "fixed:1024", "fixed:1536", "fixed:2048",
     "prefill_first", "decode_first",
 )  # fmt: skip
 
@@ -158,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     slos = slo_seconds(load_profile(args.profile))
-    drawn = Drawn.of(read_trace(args.trace), args.requests, args.seed)
+    if unknown := set(args.slo.split(",")) - set(slos):
+        parser.error(f"--slo: expected {' or '.join(slos)}, not {', '.join(unknown)}")
     config = WorkerConfig(
         profile=args.profile,
         proposer="ngram",
@@ -166,16 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=32_768,
         max_step_tokens=args.max_step_tokens,
     )
-    near = nearest_place(args.near)
-    named = product(*(named.split(",") for named in (args.slo, args.speculation, args.batching)))
-    rows = []
     with without_full_collections():
-        for slo, speculation, batching in named:
-            told = replace(config, batching=batching, speculation=speculation)
-            began_s = time.process_time()
-            found, near = capacity(Setting(drawn, told, slos[slo]), near)
-            rows.append(_row(slo, speculation, batching, found))
-            print(*_shown(rows[-1]), f"{time.process_time() - began_s:.0f} CPU s")
+        rows = list(_searched(args, config, slos))
     results = {
         "format": "capacity/1",
         **provenance("capacity", arguments),
@@ -194,6 +188,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     title = f"Capacity on {args.profile}, lengths of {args.trace.stem}, simulated"
     write_results(args, results, title, _body(title, rows))
+
+
+def _searched(
+    args: argparse.Namespace, config: WorkerConfig, slos: dict[str, float]
+) -> Iterator[dict[str, Any]]:
+    """Search every combination; each begins at the capacity of the one before."""
+    drawn = Drawn.of(read_trace(args.trace), args.requests, args.seed)
+    near = nearest_place(args.near)
+    named = product(*(named.split(",") for named in (args.slo, args.speculation, args.batching)))
+    for slo, speculation, batching in named:
+        told = replace(config, batching=batching, speculation=speculation)
+        began_s = time.process_time()
+        found, near = capacity(Setting(drawn, told, slos[slo]), near)
+        row = _row(slo, speculation, batching, found)
+        print(*_shown(row), f"{time.process_time() - began_s:.0f} CPU s")
+        yield row
 
 
 def _row(slo: str, speculation: str, batching: str, found: Capacity) -> dict[str, Any]:

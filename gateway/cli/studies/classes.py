@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Final
 
 from backends.base import WorkerConfig
@@ -32,6 +32,7 @@ from loadgen.figures import tpot_s, ttft_s
 from loadgen.health import without_full_collections
 from loadgen.plan import Load, make_plan
 from loadgen.report.html import table_part
+from loadgen.report.words import percent
 from loadgen.slo import met
 from loadgen.types import Planned, Question, Record, Slo
 
@@ -118,6 +119,13 @@ def highest_rate(config: WorkerConfig, near_rps: float) -> float:
     return grid_rate(place)
 
 
+def promised(free: Classes) -> Classes:
+    """Return the classes with targets, by what requests take where nothing is promised."""
+    tpots_s = [v for record in free.records(PLAIN, 0) if (v := tpot_s(record)) is not None]
+    tight_s = median(tpots_s)
+    return replace(free, targets={TIGHT: tight_s, LOOSE: LOOSE_BY * tight_s})
+
+
 def compared(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return by class what attainment gains by weights, paired by seed, with its interval."""
     attained = {
@@ -155,13 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with without_full_collections():
         highest_rps = highest_rate(first, args.near)
-        free = Classes(first, args.duration, args.share * highest_rps, {})
-        tpots_s = [v for r in free.records(PLAIN, 0) if (v := tpot_s(r)) is not None]
-        targets = {TIGHT: median(tpots_s), LOOSE: LOOSE_BY * median(tpots_s)}
+        classes = promised(Classes(first, args.duration, args.share * highest_rps, {}))
         studied = {
-            batching: _runs(
-                replace(free, config=replace(first, batching=batching), targets=targets), args.seeds
-            )
+            batching: _runs(replace(classes, config=replace(first, batching=batching)), args.seeds)
             for batching in args.batching.split(",")
         }
     results = {
@@ -169,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **provenance("classes", arguments),
         "profile": load_profile(args.profile).source,
         "highest_rps": highest_rps,
-        "rate_rps": free.rate_rps,
-        "targets_s": targets,
+        "rate_rps": classes.rate_rps,
+        "targets_s": classes.targets,
         "settings": {"workload": WORKLOAD, "duration_s": args.duration, "share": args.share},
         "batching": {
             name: {"gained": compared(runs), "runs": runs} for name, runs in studied.items()
@@ -192,11 +196,24 @@ def _runs(classes: Classes, seeds: int) -> list[dict[str, Any]]:
 def _body(results: dict[str, Any]) -> Iterator[str]:
     yield "<h1>Two classes of service, with and without weights</h1>"
     rows = [
-        [batching, name, f"{gained['mean']:+.3f}", str(gained["interval"])]
+        [batching, name, *_attained(told, name)]
         for batching, told in results["batching"].items()
-        for name, gained in told["gained"].items()
+        for name in told["gained"]
     ]
-    yield table_part(["batching", "class", "attainment gained", "95 %"], rows, __doc__ or "")
+    head = ["batching", "class", "attained without", "with weights", "gained", "95 %"]
+    yield table_part(head, rows, __doc__ or "")
+
+
+def _attained(told: dict[str, Any], name: str) -> list[str]:
+    shares = {
+        speculation: fmean(
+            run[name]["attainment"] for run in told["runs"] if run["speculation"] == speculation
+        )
+        for speculation in (PLAIN, WEIGHED)
+    }
+    gained = told["gained"][name]
+    ends = "-" if gained["interval"] is None else " to ".join(map(percent, gained["interval"]))
+    return [percent(shares[PLAIN]), percent(shares[WEIGHED]), percent(gained["mean"]), ends]
 
 
 if __name__ == "__main__":
