@@ -19,6 +19,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from backends.core.draft_scores import DraftScores
 from backends.core.drafts import Draft, DraftRequest
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
@@ -26,6 +27,7 @@ from backends.engine.kernels import noise, rejection_ref
 from backends.engine.kernels.sample_verify_ref import RowSampling
 from backends.engine.sampler import Verify
 from backends.types import GenerationRequest, SamplingParams
+from policies.cost_fit import StepCostFit
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
 from policies.speculation import Off
@@ -204,10 +206,15 @@ def exact_law(directory: Path, sampling: SamplingParams) -> list[float]:
 
 
 def p_value_of_texts(
-    directory: Path, verify: Verify, proposer: type, law: str, num_requests: int = REQUESTS
+    directory: Path,
+    verify: Verify,
+    proposer: type,
+    law: str,
+    num_requests: int = REQUESTS,
+    policy: SpeculationPolicy | None = None,
 ) -> float:
-    """Generate with slots at random and test the texts against their law."""
-    policy = RandomSlots(random.Random(3))
+    """Test texts against their law; slots are given at random if no policy is named."""
+    policy = policy or RandomSlots(random.Random(3))
     setup = Setup(policy, lambda _: {"ngram": proposer()}, max_num_seqs=128, num_blocks=BLOCKS)
     settings = {"max_tokens": NEW_TOKENS, **LAWS[law]}
     requests = [request(str(i), PROMPT, policy, seed=i, **settings) for i in range(num_requests)]
@@ -244,6 +251,40 @@ def test_many_texts_have_the_law_of_the_model(
 ) -> None:
     """40 000 texts of every kind have the exact joint probabilities."""
     assert p_value_of_texts(checkpoint, verify, proposer, law, MANY_REQUESTS) > ALPHA
+
+
+@pytest.fixture
+def certain_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs stay as they are, so that what `auto` takes does not depend on the machine."""
+    monkeypatch.setattr(StepCostFit, "observe", lambda *_: None)
+
+
+@pytest.mark.usefixtures("certain_costs")
+@pytest.mark.parametrize("proposer", [DrawnDrafts, CertainDrafts])
+def test_rejection_has_the_law_of_the_model_under_auto(checkpoint: Path, proposer: type) -> None:
+    """What the production allocator verifies, ranked among 128 sequences at a price that leaves
+    out some slots and takes others, says nothing about the tokens that were drawn."""
+    auto = speculation_policy("auto")
+    assert p_value_of_texts(checkpoint, "rejection", proposer, "penalties", policy=auto) > ALPHA
+
+
+def looks_at_the_token(
+    scores: DraftScores, sequence: Sequence, source: str, draft: Draft
+) -> tuple[Draft, tuple[float, ...]]:
+    """Wrong: tokens that were drawn although they were unlikely are not worth a slot."""
+    drawn = [float(row[token]) for row, token in zip(draft.law, draft.token_ids, strict=True)]
+    return draft, tuple(itertools.accumulate([float(share > 0.3) for share in drawn], min))
+
+
+@pytest.mark.usefixtures("certain_costs")
+def test_ranking_slots_by_their_own_tokens_changes_the_law(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above fails where evidence is the sampled token's own probability."""
+    monkeypatch.setattr(DraftScores, "found", looks_at_the_token)
+    auto, law = speculation_policy("auto"), "penalties"
+    p = p_value_of_texts(checkpoint, "rejection", DrawnDrafts, law, policy=auto)
+    assert p < ALPHA / 10
 
 
 def test_without_noise_or_drafts_rejection_gives_the_coupled_text(checkpoint: Path) -> None:
