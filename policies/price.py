@@ -50,8 +50,9 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
     seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, int(added[-1]))[added]
     if cost.pair_s and step.sequences:
         seconds += cost.pair_s * step.kv_tokens / step.sequences * displaced
-    prompt_s = prompts_s(step, cost) / prompts
-    return np.maximum(seconds - prompt_s * (prompts - displaced), _LEAST_S)
+    here_s = prompts_s(step, cost)
+    elsewhere_s = max(float(seconds[0]) / step.tokens, here_s / prompts)
+    return np.maximum(seconds + (elsewhere_s * displaced - here_s), _LEAST_S)
 
 
 def rate(step: StepView, cost: StepCost) -> float:

@@ -27,8 +27,10 @@ def rate(step: StepView, lengths, cost: StepCost) -> float:
     step_s = cost.seconds(fed, step.kv_tokens, step.sequences, slots)
     if step.prefill_tokens:
         without_s = cost.seconds(step.tokens - step.prefill_tokens)
-        prompt_s = (cost.seconds(step.tokens) - without_s) / step.prefill_tokens
-        step_s -= prompt_s * (step.prefill_tokens - displaced)
+        prompts_s = cost.seconds(step.tokens) - without_s
+        whole_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences)
+        share_s = max(whole_s / step.tokens, prompts_s / step.prefill_tokens)
+        step_s += displaced * share_s - prompts_s
     depths = {c.depth_s: 0 for c in step.candidates}
     for candidate, length in chosen:
         depths[candidate.depth_s] = max(length, depths[candidate.depth_s])

@@ -84,15 +84,17 @@ def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
     cost, sequences, prefill, free, most
 ) -> None:
     """Slots take what prompts leave, then the prompts' room, then they lengthen the step again;
-    and what is left of the prompts is taken off at their own price."""
+    what prompts take is taken off, and who is displaced takes a token's share of a step."""
     step = beside_prompts(sequences, prefill, free, 50 * sequences)
     told = slots_s(step, cost, most)
+    whole_s = cost.seconds(step.tokens, step.kv_tokens, sequences)
     for slots in range(most + 1):
         displaced = min(max(slots - free, 0), prefill)
         fed = step.tokens + slots - displaced
         expected = cost.seconds(fed, step.kv_tokens, sequences, slots)
         if prefill:
-            expected -= prompts_s(step, cost) * (prefill - displaced) / prefill
+            share_s = max(whole_s / step.tokens, prompts_s(step, cost) / prefill)
+            expected += displaced * share_s - prompts_s(step, cost)
         assert told[slots] == pytest.approx(max(expected, 1e-9), rel=1e-6, abs=1e-12)
 
 
