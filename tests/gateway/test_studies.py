@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from backends.base import WorkerConfig
 from backends.sim.profile import load_profile
 from gateway.cli import app
-from gateway.cli.studies import classes, gaps
+from gateway.cli.simulate.experiment import Outcome
+from gateway.cli.studies import classes, gaps, policies
 from gateway.cli.studies.capacity import LATEST_S, Point, Setting, capacity, slo_seconds
 from gateway.cli.studies.lengths import Drawn
 from gateway.cli.studies.search import (
@@ -187,3 +188,39 @@ def test_sarathis_lengths_are_the_papers() -> None:
     assert len(rows) == 30_731
     assert sorted(row.prompt_tokens for row in rows)[middle] == 1730
     assert sorted(row.output_tokens for row in rows)[middle] == 415
+
+
+def outcome(policy: str, latencies_s: list[float]) -> Outcome:
+    return Outcome(policy, samples={"latency_s.mean": list(latencies_s)})
+
+
+def test_auto_is_held_against_the_best_fixed_length() -> None:
+    """Differences are paired by seed; a worse mean counts as no worse within 2%, or if unsure."""
+    others = {name: outcome(name, [5.0, 6.0, 7.0]) for name in policies.POLICIES}
+    others |= {"fixed:2": outcome("fixed:2", [4.0, 5.0, 6.0]), "off": outcome("off", [8, 9, 10])}
+    others |= {"oracle": outcome("oracle", [3.0, 4.0, 5.0])}
+    close = policies.findings(others | {"auto": outcome("auto", [4.09, 5.09, 6.09])})
+    assert (close["best_fixed"], close["at_envelope"], close["at_off"]) == ("fixed:2", True, True)
+    assert close["to_envelope"]["relative"] == pytest.approx(0.018)
+    assert close["share_of_oracle"] == pytest.approx(3.91 / 5)
+    worse = policies.findings(others | {"auto": outcome("auto", [4.11, 5.11, 6.12])})
+    assert not worse["at_envelope"]
+    unsure = policies.findings(others | {"auto": outcome("auto", [3.0, 5.5, 7.5])})
+    assert unsure["at_envelope"]
+
+
+def test_the_study_of_policies_tells_every_policy_at_every_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON and page hold a cell for each workload and rate, with all policies in it."""
+    monkeypatch.setattr(policies, "SHARES", (0.3, 1.2))
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    words = ["--workloads", "code", "--requests", "0.02", "--seeds", "2"]
+    policies.main([*words, "--json", str(out), "--html", str(page)])
+    cells = json.loads(out.read_bytes())["cells"]
+    assert [(cell["workload"], cell["share"]) for cell in cells] == [("code", 0.3), ("code", 1.2)]
+    assert cells[1]["rate_rps"] == pytest.approx(4 * cells[0]["rate_rps"])
+    named = {"threshold_by_batch:batch_tiers.json", "oracle", "auto", "off", "fixed:8"}
+    assert all(named <= cell["policies"].keys() for cell in cells)
+    assert str(tmp_path) not in out.read_text()
+    assert "Mean latency: code" in page.read_text()
