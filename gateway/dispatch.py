@@ -260,9 +260,9 @@ class Dispatcher:
         while True:
             try:
                 await self._beat()
+                await self.write_decisions()
             except Exception as error:  # noqa: BLE001 - a heartbeat that stops looks like death
                 log(logging.ERROR, "heartbeat failed", error=error)
-            await self.write_decisions()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def write_decisions(self) -> None:

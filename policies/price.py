@@ -21,6 +21,7 @@ to count the sequences that wait for prompts among those delayed brought nothing
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -89,11 +90,11 @@ def least_slot_price(step: StepView, cost: StepCost) -> float:
 
     However many slots are taken, each takes the least average of all numbers of them; and the best
     set of slots has no lower rate than the step without. 0 where tokens are left on the present
-    stair.
+    stair, infinite where there is no room for a slot.
     """
     most = step.slot_budget
     if most <= 0 or step.sequences <= 0:
-        return 0.0
+        return math.inf
     seconds = slots_s(step, cost, most)
     slot_s = (seconds[1:] - seconds[0]) / np.arange(1, most + 1)
     return max(float(slot_s.min() / seconds[0]), 0.0) * step.total_weight

@@ -58,7 +58,8 @@ def _threshold_by_batch(argument: str) -> SpeculationPolicy:
         raise ValueError(f"{argument} must hold rows of three whole numbers, as [[1, 8, 5]]")
     try:
         return ThresholdByBatch(
-            f"threshold_by_batch:{argument}", tuple((row[0], row[1], row[2]) for row in rows)
+            f"threshold_by_batch:{Path(argument).name}",
+            tuple((row[0], row[1], row[2]) for row in rows),
         )
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from error
@@ -125,7 +126,11 @@ _SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
         "threshold_by_batch": _threshold_by_batch,
         "adaptive_verification": _without_argument(AdaptiveVerification),
     },
-    {"fixed": "fixed:K", "threshold_by_batch": "threshold_by_batch:FILE"},
+    {
+        "auto": "auto[:unweighted]",
+        "fixed": "fixed:K",
+        "threshold_by_batch": "threshold_by_batch:FILE",
+    },
 )
 
 _BATCHING: Final[_Family[BatchingPolicy]] = _Family(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -116,9 +116,9 @@ class StepCost:
         Behind the last stair one more of its width counts as the next; beyond it, every token.
         """
         here_s = self._table_s(tokens)
-        for bucket, step_s in zip(self.token_buckets, self.step_s, strict=True):
-            if bucket > tokens and step_s > here_s:
-                return bucket
+        higher = bisect_right(self.step_s, here_s)
+        if higher < len(self.step_s):
+            return self.token_buckets[bisect_right(self.step_s, self.step_s[higher]) - 1]
         last = self.token_buckets[-1]
         return tokens + 1 if tokens >= last else last + self._last_width
 

@@ -40,7 +40,11 @@ class Room(NamedTuple):
 
 
 class DraftPlan:
-    """Plans the drafts of each step. Drafts preempt nobody."""
+    """Plans the drafts of each step. Drafts preempt nobody.
+
+    Attributes:
+        drafting_s: predicted seconds of computing the drafts of the last step.
+    """
 
     def __init__(
         self, policy: SpeculationPolicy, proposers: Mapping[str, Proposer], blocks: KvBlocks
@@ -54,6 +58,7 @@ class DraftPlan:
         self._batch: tuple[float, ...] = ()  # what the terms are of
         self._view: StepView | None = None  # the last step
         self._accepted = 0.0  # weighted tokens that its drafts are expected to bring
+        self.drafting_s = 0.0
 
     def plan(
         self,
@@ -77,6 +82,7 @@ class DraftPlan:
         offers = self.drafting.offers(decodes, self._terms_of(view, decodes, cost))
         lengths = self._lengths(view, offers, cost) if offers else ()
         slots = self._reserve(offers, lengths, room)
+        self.drafting_s = _drafting_s(offers, slots)
         drafted = self.drafting.compute(offers, slots)
         if any(most and offer.draft is None for offer, most in zip(offers, slots, strict=True)):
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
@@ -146,6 +152,16 @@ class DraftPlan:
             tokens = len(offer.sequence.token_ids) + len(offer.draft)
             self._blocks.trim(offer.sequence.block_table, tokens)
         return offer.draft.laid_out()
+
+
+def _drafting_s(offers: Many[Offer], slots: Many[int]) -> float:
+    """Return the seconds of drafting so deep; a depth is paid once by all with the same cost."""
+    depths: dict[float, int] = {}
+    for offer, most in zip(offers, slots, strict=True):
+        if offer.draft is None:
+            depth_s = offer.candidate.depth_s
+            depths[depth_s] = max(most, depths.get(depth_s, 0))
+    return sum(depth_s * depth for depth_s, depth in depths.items())
 
 
 def _weighed(view: StepView, decodes: Many[Sequence], cost: StepCost, now_s: float) -> StepView:

@@ -141,7 +141,7 @@ class Drafting:
         A draft that was not verified still agrees or not with the token that came, so a policy
         that stopped drafting notices when drafting would pay again.
         """
-        for source, draft in self._proposed.get(sequence.key, ()):
+        for source, draft in self._proposed.pop(sequence.key, ()):
             self._scores.learn(sequence, source, draft, emitted)
 
     def forget(self, sequence: Sequence) -> None:

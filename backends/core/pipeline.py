@@ -36,16 +36,20 @@ class Pipeline:
         executor: Executor,
         deliver: Deliver,
         launcher: Launcher | None = None,
+        now_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Keep them.
 
         Args:
             launcher: runs the steps instead, where the device works by itself.
+            now_s: the time, which says what is late; where it says None, the seconds of
+                steps are added up.
         """
         self._worker = worker
         self._executor = executor
         self._deliver = deliver
         self._launcher = launcher
+        self._now_s = now_s
         self._under_way: _Launched | None = None
 
     def step(self) -> bool:
@@ -55,7 +59,7 @@ class Pipeline:
         """
         if self._launcher is not None:
             return self._overlap(self._launcher)
-        plan = self._worker.plan()
+        plan = self._worker.plan(self._now_s())
         if plan is not None:
             self._tell(self._worker.apply(plan, self._executor.execute(plan)))
         return plan is not None
@@ -63,12 +67,12 @@ class Pipeline:
     def _overlap(self, launcher: Launcher) -> bool:
         """Launch a step, and end the one that was under way."""
         if self._under_way is None:
-            self._under_way = _launched(launcher, self._worker.plan())
+            self._under_way = _launched(launcher, self._worker.plan(self._now_s()))
             return self._under_way is not None
         plan, step = self._under_way
-        following = _launched(launcher, self._worker.plan_behind(plan), step)
+        following = _launched(launcher, self._worker.plan_behind(plan, self._now_s()), step)
         emissions = self._worker.apply(plan, launcher.fetch(step))
-        self._under_way = following or _launched(launcher, self._worker.plan())
+        self._under_way = following or _launched(launcher, self._worker.plan(self._now_s()))
         self._tell(emissions)
         return True
 

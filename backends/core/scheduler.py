@@ -175,7 +175,7 @@ class Scheduler:
             return None
         return StepPlan(tuple(step.work.values()))
 
-    def plan_behind(self, plan: StepPlan) -> StepPlan | None:
+    def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step behind one that was planned last and is not applied yet.
 
         It takes for granted that every sequence goes on with the token it is about to get, which is
@@ -195,7 +195,7 @@ class Scheduler:
             work.sequence.num_computed = work.confirmed_end
             if work.samples:
                 work.sequence.token_ids.append(PENDING)
-        return self.plan()
+        return self.plan(now_s)
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
         """Account for a step: confirm tokens, give back rejected tails, end what has ended."""
@@ -283,7 +283,8 @@ class Scheduler:
 
     def _most_prefill_tokens(self, step: _StepDraft) -> int:
         """Return how many prompt tokens may join the step as it is, if any wait."""
-        now_s = self._now_s if self._with_service else None
+        # Drafting is over, or takes what it took last time, when the step begins.
+        now_s = self._now_s + self._drafts.drafting_s if self._with_service else None
         view = batch_view(
             step.work.values(), self._running, step.budget, now_s, self._fit.relative_error
         )

@@ -101,9 +101,9 @@ class Worker:
         """
         return self._scheduler.plan(now_s)
 
-    def plan_behind(self, plan: StepPlan) -> StepPlan | None:
+    def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step behind one that is not applied yet; None if that has to come first."""
-        return self._scheduler.plan_behind(plan)
+        return self._scheduler.plan_behind(plan, now_s)
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
         """Account for a step and return the deltas it gives, with their request ids."""

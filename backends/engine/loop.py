@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -100,7 +101,9 @@ class EngineLoop(threading.Thread):
         def deliver(batch: list[tuple[str, Delta]]) -> None:
             self._events.stepped(batch, worker.load())
 
-        pipeline = Pipeline(worker, engine.executor, deliver, engine.executor.launcher)
+        pipeline = Pipeline(
+            worker, engine.executor, deliver, engine.executor.launcher, time.monotonic
+        )
         while not self._stopping:
             self._obey(worker)
             if not pipeline.step():

@@ -107,7 +107,7 @@ class SimBackend:
     async def _step_forever(self) -> None:
         due_s = self._clock.now_s()
         while True:
-            plan = self._worker.plan()
+            plan = self._worker.plan(self._clock.now_s())
             if plan is None:
                 self._wake.clear()
                 await self._wake.wait()

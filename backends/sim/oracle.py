@@ -73,10 +73,10 @@ class Oracle:
         plan = Fixed(MAX_DRAFT_TOKENS).decide(request, load)
         return replace(plan, policy=self.name, reason=f"foreseen: {plan.reason}")
 
-    def least_survival(self, step: StepView, cost: StepCost) -> float:
+    def least_survival(self, step: StepView, cost: StepCost) -> float | None:
         """Ask everybody: what is foreseen costs nothing."""
         del step, cost
-        return 0.0
+        return None
 
     def draft_lengths(self, step: StepView, cost: StepCost) -> Sequence[int]:
         """Return how much of each draft to verify."""

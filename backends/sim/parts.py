@@ -56,7 +56,7 @@ class StepWorker(Protocol):
         """Return the load."""
         ...
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None when there is nothing to do."""
         ...
 

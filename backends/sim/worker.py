@@ -84,9 +84,8 @@ class TextlessWorker:
         """See `StepWorker`."""
         return self._scheduler.load()
 
-    def plan(self) -> StepPlan | None:
+    def plan(self, now_s: float) -> StepPlan | None:
         """See `StepWorker`."""
-        now_s = self._clock.now_s()
         plan = self._scheduler.plan(now_s)
         if plan is not None and self._unscheduled:
             self._note_scheduled(plan, now_s)

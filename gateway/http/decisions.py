@@ -22,7 +22,7 @@ async def list_decisions(request: web.Request) -> web.Response:
         InvalidRequest: the limit is not from 1 to `KEPT`.
     """
     limit = request.query.get("limit", str(SHOWN))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= KEPT):
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= KEPT):
         raise InvalidRequest(f"limit: must be from 1 to {KEPT}, not {limit!r}", "limit")
     found = {"decisions": request.app[NODE].decisions.latest(int(limit))}
     return web.Response(body=msgspec.json.encode(found), content_type="application/json")

@@ -62,9 +62,10 @@ def test_next_edge_moves_on(cost, tokens) -> None:
     edge = cost.next_edge(tokens)
     assert edge > tokens
     if edge in cost.token_buckets:
-        below = [s for b, s in zip(cost.token_buckets, cost.step_s, strict=True) if b < edge]
-        assert cost.seconds(edge) > cost.seconds(tokens)
-        assert not below or cost.seconds(tokens) == pytest.approx(max(below[-1], cost.step_s[0]))
+        heights = sorted({cost.seconds(bucket) for bucket in cost.token_buckets})
+        here = heights.index(cost.seconds(tokens))
+        assert heights.index(cost.seconds(edge)) == here + 1
+        assert cost.seconds(edge + 1) > cost.seconds(edge) or edge == cost.token_buckets[-1]
 
 
 def test_slots_of_long_contexts_cost_more_where_attention_multiplies() -> None:

@@ -118,8 +118,8 @@ async def send(
     start_s = clock.now_s()
 
     def over(task: asyncio.Task[Record]) -> None:
-        open_requests.discard(task)
         if not task.cancelled() and task.exception() is None:
+            open_requests.discard(task)  # what failed is raised at the end
             records.append(task.result())
             on_record(task.result())
 

@@ -27,6 +27,7 @@ from gateway.cli.simulate.cluster import Cluster, simulate
 from gateway.cli.studies.lengths import Drawn
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.search import STEP, grid_rate, highest_place, nearest_place
+from loadgen.audit import Verdict
 from loadgen.figures import FIGURE, percentile, values_of
 from loadgen.health import without_full_collections
 from loadgen.report.html import table_part
@@ -97,8 +98,10 @@ def measured(rate_rps: float, records: Sequence[Record]) -> Point:
     """Return the figures of a run; every request must have been answered.
 
     Raises:
-        ValueError: there is no gap: all answers have one token.
+        ValueError: a request was refused, or there is no gap: all answers have one token.
     """
+    if any(record.verdict is not Verdict.OK for record in records):
+        raise ValueError("a request was refused: it is longer than the model's context")
     gaps_s = sorted(values_of(FIGURE["chunk_gap_s"], records))
     if not gaps_s:
         raise ValueError("answers of one token have no gaps")
