@@ -36,29 +36,34 @@ _LEAST_S: Final = 1e-9
 """Steps take at least so long: a device that is said to need no time has no best set."""
 
 
-def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
-    """Return what a step takes with 0 to `most_slots` slots but for its prompts, [most_slots + 1].
+def step_s(step: StepView, cost: StepCost, slots: int = 0) -> float:
+    """Return what a step takes with so many slots, but for its prompts: more than 0 seconds."""
+    prompts = step.prefill_tokens
+    displaced = min(max(slots - step.free_slots, 0), prompts)
+    fed = step.tokens + slots - displaced
+    seconds = cost.seconds(fed, step.kv_tokens, step.sequences, slots)
+    return max(seconds + _deferred_s(step, cost) * displaced - prompts_s(step, cost), _LEAST_S)
 
-    Seconds, more than 0.
-    """
-    slots = np.arange(most_slots + 1)
+
+def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
+    """Return `step_s` of 0 to `most_slots` slots, [most_slots + 1]."""
     prompts = step.prefill_tokens
     if not prompts:
         seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, most_slots)
         return np.maximum(seconds, _LEAST_S)
+    slots = np.arange(most_slots + 1)
     displaced = np.minimum(np.maximum(slots - step.free_slots, 0), prompts)
     added = slots - displaced
     seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, int(added[-1]))[added]
     if cost.pair_s and step.sequences:
         seconds += cost.pair_s * step.kv_tokens / step.sequences * displaced
-    here_s = prompts_s(step, cost)
-    elsewhere_s = max(float(seconds[0]) / step.tokens, here_s / prompts)
-    return np.maximum(seconds + (elsewhere_s * displaced - here_s), _LEAST_S)
+    seconds += _deferred_s(step, cost) * displaced - prompts_s(step, cost)
+    return np.maximum(seconds, _LEAST_S)
 
 
 def rate(step: StepView, cost: StepCost) -> float:
     """Return the weighted tokens that a second of the step brings without drafts."""
-    return step.total_weight / float(slots_s(step, cost, 0)[0])
+    return step.total_weight / step_s(step, cost)
 
 
 def prompts_s(step: StepView, cost: StepCost) -> float:
@@ -66,6 +71,14 @@ def prompts_s(step: StepView, cost: StepCost) -> float:
     if not step.prefill_tokens:
         return 0.0
     return cost.seconds(step.tokens) - cost.seconds(step.tokens - step.prefill_tokens)
+
+
+def _deferred_s(step: StepView, cost: StepCost) -> float:
+    """Return what a prompt token takes in a later step: its share of all that is in that."""
+    if not step.prefill_tokens:
+        return 0.0
+    share_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences) / step.tokens
+    return max(share_s, prompts_s(step, cost) / step.prefill_tokens)
 
 
 def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
@@ -80,9 +93,9 @@ def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
     if step.sequences <= 0:
         return 0.0
     slots = cost.next_edge(step.tokens) - step.tokens
-    seconds = slots_s(step, cost, slots)
-    rate = (step.total_weight + accepted) / seconds[0]
-    return float(rate * (seconds[-1] - seconds[0]) / slots)
+    without_s = step_s(step, cost)
+    extra_s = step_s(step, cost, slots) - without_s
+    return (step.total_weight + accepted) / without_s * extra_s / slots
 
 
 def least_slot_price(step: StepView, cost: StepCost) -> float:

@@ -14,6 +14,7 @@ from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
 from policies.price import rate, slot_price
 from policies.protocols import SpeculationPolicy
+from policies.speculation import MOST_FIXED
 from policies.step_cost import StepCost
 from policies.types import StepView
 from policies.weights import weight
@@ -104,7 +105,7 @@ class DraftPlan:
             tokens=len(decodes) + room.prefill_tokens,
             kv_tokens=sum([sequence.num_computed for sequence in decodes]) + len(decodes),
             sequences=len(decodes),
-            slot_budget=room.slots,
+            slot_budget=min(room.slots, MOST_FIXED * len(decodes)),
             candidates=(),
             acceptance=self.drafting.acceptance,
             prefill_tokens=room.prefill_tokens,

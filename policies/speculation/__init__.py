@@ -6,13 +6,14 @@ Each is a value that decides for a request at the gateway (`decide`), and for a 
 
 from policies.speculation.adaptive import AdaptiveVerification
 from policies.speculation.auto import Auto
-from policies.speculation.fixed import Fixed, Off
+from policies.speculation.fixed import MOST_FIXED, Fixed, Off
 from policies.speculation.planning import MAX_DRAFT_TOKENS
 from policies.speculation.smartspec import SmartSpec
 from policies.speculation.threshold import ThresholdByBatch
 
 __all__ = [
     "MAX_DRAFT_TOKENS",
+    "MOST_FIXED",
     "AdaptiveVerification",
     "Auto",
     "Fixed",

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
-from policies.price import least_slot_price, prompts_s, rate, slot_price, slots_s
+from policies.price import least_slot_price, prompts_s, rate, slot_price, slots_s, step_s
 from policies.step_cost import StepCost
 from policies.types import StepView
 from tests.policies.costs import H100_8B, costs
@@ -96,6 +96,7 @@ def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
             share_s = max(whole_s / step.tokens, prompts_s(step, cost) / prefill)
             expected += displaced * share_s - prompts_s(step, cost)
         assert told[slots] == pytest.approx(max(expected, 1e-9), rel=1e-6, abs=1e-12)
+        assert step_s(step, cost, slots) == pytest.approx(told[slots], rel=1e-6, abs=1e-12)
 
 
 @given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40))

@@ -388,7 +388,9 @@ def test_an_unknown_policy_lists_the_known_ones_once(spec: str) -> None:
         speculation_policy(spec)
     assert repr(spec) in str(unknown.value)
     names = str(unknown.value).partition("known: ")[2].split(", ")
-    assert {"off", "fixed:K", "auto[:unweighted]", "smartspec", "threshold_by_batch:FILE"} <= set(names)
+    assert {"off", "fixed:K", "auto[:unweighted]", "smartspec", "threshold_by_batch:FILE"} <= set(
+        names
+    )
     assert "fixed" not in names
     assert len(names) == len(set(names))
 
