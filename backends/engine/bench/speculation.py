@@ -120,8 +120,14 @@ def compare(
     batch: int,
     temperature: float,
     rounds: int,
-) -> dict[str, Any]:
-    """Run all policies over all prompts in batches, `rounds` times, interleaved."""
+) -> dict[str, Any] | None:
+    """Run all policies over all prompts in batches, `rounds` times, interleaved.
+
+    One batch before does not count: it finds memory and caches cold.
+
+    Returns:
+        None where no batch ever decoded as a whole.
+    """
     batches = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
     policies = list(engines)
     for policy in policies:
@@ -131,13 +137,18 @@ def compare(
     for turn in range(rounds):
         for number, group in enumerate(batches):
             first = (turn + number) % len(policies)
-            rates = {}
-            for policy in policies[first:] + policies[:first]:
-                run, _ = decode(engines[policy], group, policy, temperature)
+            runs = {
+                policy: decode(engines[policy], group, policy, temperature)[0]
+                for policy in policies[first:] + policies[:first]
+            }
+            if not all(run.steps for run in runs.values()):
+                continue  # somebody had ended before the last one began to decode
+            for policy, run in runs.items():
                 _add(totals[policy], run)
-                rates[policy] = _rate(run)
             for policy, so_far in ratios.items():
-                so_far.append(rates[policy] / rates[policies[0]])
+                so_far.append(_rate(runs[policy]) / _rate(runs[policies[0]]))
+    if not ratios[policies[-1]]:
+        return None
     return {
         "batches": len(batches),
         "rounds": rounds,
@@ -198,6 +209,8 @@ def measure(
                 # Sorted groups are thinned out evenly.
                 some = group[:: max(1, len(group) // AT_BATCH_1)] if batch == 1 else group
                 row = compare(engines, some, batch, temperature, rounds)
+                if row is None:
+                    continue
                 head = {"temperature": temperature, "batch": batch, "outputs": name}
                 cut = sum(prompt.max_tokens < NEW_TOKENS for prompt in some)
                 results.append({**head, "prompts": len(some), "cut": cut, **row})
