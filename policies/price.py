@@ -108,6 +108,10 @@ def least_slot_price(step: StepView, cost: StepCost) -> float:
     most = step.slot_budget
     if most <= 0 or step.sequences <= 0:
         return math.inf
-    seconds = slots_s(step, cost, most)
-    slot_s = (seconds[1:] - seconds[0]) / np.arange(1, most + 1)
-    return max(float(slot_s.min() / seconds[0]), 0.0) * step.total_weight
+    if step.prefill_tokens:
+        seconds = slots_s(step, cost, most)
+        slot_s = float(((seconds[1:] - seconds[0]) / np.arange(1, most + 1)).min())
+    else:
+        slot_s = cost.least_token_s(step.tokens, most)
+        slot_s += cost.pair_s * step.kv_tokens / step.sequences
+    return max(slot_s, 0.0) * rate(step, cost)

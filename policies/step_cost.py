@@ -110,6 +110,17 @@ class StepCost:
         beyond = range(last + self._last_width, tokens + 1, self._last_width)
         return [bucket for bucket in self.token_buckets if bucket <= tokens] + list(beyond)
 
+    def least_token_s(self, tokens: int, most: int) -> float:
+        """Return the least average seconds of 1 to `most` tokens more: at the end of a stair."""
+        here_s = self._table_s(tokens)
+        least_s = (self._table_s(tokens + most) - here_s) / most
+        first = bisect_right(self.token_buckets, tokens)
+        last = bisect_left(self.token_buckets, tokens + most)
+        for place in range(first, last):
+            end_s = (self.step_s[place] - here_s) / (self.token_buckets[place] - tokens)
+            least_s = min(least_s, end_s)
+        return least_s
+
     def next_edge(self, tokens: int) -> int:
         """Return the largest token count that costs more than `tokens` by one stair only.
 

@@ -19,7 +19,7 @@ from policies.step_cost import StepCost
 from policies.types import StepView
 from policies.weights import weight
 
-TERMS_STEPS: Final = 8
+TERMS_STEPS: Final = 16
 """Steps of a batch that stays the same for which the terms of drafting are computed once: they
 change by little as sequences grow, and where nothing can be drafted they are most of the cost."""
 

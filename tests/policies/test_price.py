@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
@@ -97,6 +99,17 @@ def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
             expected += displaced * share_s - prompts_s(step, cost)
         assert told[slots] == pytest.approx(max(expected, 1e-9), rel=1e-6, abs=1e-12)
         assert step_s(step, cost, slots) == pytest.approx(told[slots], rel=1e-6, abs=1e-12)
+
+
+@given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(1, 90))
+def test_the_least_price_is_that_of_the_cheapest_number_of_slots(
+    cost, sequences, prefill, free, most
+) -> None:
+    """No number of slots takes less of the step's rate on average, and one takes as much."""
+    step = replace(beside_prompts(sequences, prefill, free, 50 * sequences), slot_budget=most)
+    told = slots_s(step, cost, most)
+    averages = [rate(step, cost) * (told[n] - told[0]) / n for n in range(1, most + 1)]
+    assert least_slot_price(step, cost) == pytest.approx(max(min(averages), 0.0), rel=1e-6)
 
 
 @given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40))
