@@ -283,10 +283,11 @@ class Scheduler:
 
     def _most_prefill_tokens(self, step: _StepDraft) -> int:
         """Return how many prompt tokens may join the step as it is, if any wait."""
-        # Drafting is over, or takes what it took last time, when the step begins.
-        now_s = self._now_s + self._drafts.drafting_s if self._with_service else None
+        now_s = self._now_s if self._with_service else None
+        drafting_s = self._drafts.drafting_s  # that of the last step before this one's is known
         view = batch_view(
-            step.work.values(), self._running, step.budget, now_s, self._fit.relative_error
+            *(step.work.values(), self._running, step.budget, now_s, drafting_s),
+            cost_error=self._fit.relative_error,
         )
         return self._batching.prefill_tokens(view, self.cost)
 

@@ -252,3 +252,22 @@ def test_what_comes_behind_the_end_is_dropped() -> None:
             ((tokens, told, _, reasons),) = bench.told().values()
             assert (tokens, told, reasons) == (stream[:end], shown, [FinishReason.STOP])
             assert next(bench.device.steps) == end + asynchronous
+
+
+class Clocked:
+    """A worker with nothing to do, which notes at what times it was asked."""
+
+    def __init__(self) -> None:
+        self.asked_s: list[float | None] = []
+
+    def plan(self, now_s: float | None = None) -> StepPlan | None:
+        self.asked_s.append(now_s)
+        return None
+
+
+def test_steps_are_planned_at_the_time_of_the_clock() -> None:
+    """Who is late is told by the clock, not by what steps took: drafting and gaps take time too."""
+    worker = Clocked()
+    for launcher in (None, FakeExecutor()):
+        Pipeline(worker, FakeExecutor(), lambda _: None, launcher, lambda: 42.0).step()
+    assert worker.asked_s == [42.0, 42.0]

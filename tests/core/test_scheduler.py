@@ -303,6 +303,25 @@ def test_no_decode_waits_for_a_whole_prefill() -> None:
     assert max(long_steps("prefill_first", 5e-3)) > 15e-3
 
 
+def test_drafting_counts_in_what_a_decode_waits() -> None:
+    """Prompts get what the target leaves behind the step and the computing of its drafts."""
+    depth_s, tpot_s = 1e-3, 9e-3
+    house = House(num_blocks=200, max_step_tokens=256)
+    house.scheduler._drafts.drafting._proposers["draft_model"]._depth_s = depth_s
+    wanted = request(prompt=2, max_tokens=80, drafts=4, proposer="draft_model", ignore_eos=True)
+    (decode,) = house.add_choices(replace(wanted, service=ServiceLevel(tpot_s=tpot_s)))
+    house.step()
+    house.step()  # drafts for the first time
+    house.add(prompt=240, max_tokens=1)
+    waits_s = []
+    while house.open != [decode]:
+        plan = house.step()
+        size, drafts = plan.size, max(work.num_drafts for work in plan.work)
+        step_s = COST.seconds(size.tokens, size.kv_tokens, size.sequences)
+        waits_s.append(step_s + depth_s * drafts)
+    assert 7e-3 < max(waits_s) <= tpot_s
+
+
 def test_prefills_first_and_decodes_first_are_what_they_say() -> None:
     """A prompt stalls decodes under the one, and waits for all of them under the other."""
     for batching, together in (("prefill_first", False), ("decode_first", False), ("slack", True)):
