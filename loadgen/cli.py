@@ -146,7 +146,7 @@ def run(  # noqa: PLR0913, PLR0917 - each is a flag
             temperature=temperature,
             speculation=speculation,
             endpoint=endpoint,
-            slo=Slo(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms)),
+            slo=Slo.of_ms(slo_ttft_ms, slo_tpot_ms),
             seed=seed,
             text_file=text_file,
         )
@@ -231,7 +231,3 @@ def _in_loop(main: Coroutine[Any, Any, T]) -> T:
     except ImportError:
         return runner(main)
     return uvloop.run(main)
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3

@@ -19,6 +19,13 @@ class Slo:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    @classmethod
+    def of_ms(cls, ttft_ms: float | None, tpot_ms: float | None) -> Slo:
+        """Return what flags name in milliseconds."""
+        return cls(
+            None if ttft_ms is None else ttft_ms / 1e3, None if tpot_ms is None else tpot_ms / 1e3
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from backends.provenance import command_line, commit
 
 BUSY_LIMIT = 0.1
 """Share of the machine others may use before a measurement is marked disturbed."""
@@ -24,8 +25,8 @@ def provenance(device: torch.device | None = None) -> dict[str, Any]:
     """
     busy = busy_share()
     return {
-        "command": " ".join([*_program(), *sys.argv[1:]]),
-        "commit": _commit(),
+        "command": command_line(_program(), sys.argv[1:]),
+        "commit": commit(),
         "device": cpu_name() if device is None else device_name(device),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -83,16 +84,6 @@ def _cpu_ticks() -> tuple[int, int] | None:
     return sum(ticks), ticks[3] + ticks[4]
 
 
-def _program() -> list[str]:
+def _program() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return (
-        ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
-    )
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    here = Path(__file__).parent
-    # A constant command.
-    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)  # noqa: S603
-    return done.stdout.strip() or "unknown"
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name

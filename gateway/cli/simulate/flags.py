@@ -81,7 +81,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
             time_scale=time_scale,
             max_tokens=max_tokens,
             temperature=temperature,
-            slo=Slo(_seconds(slo_ttft_ms), _seconds(slo_tpot_ms)),
+            slo=Slo.of_ms(slo_ttft_ms, slo_tpot_ms),
             seed=seed,
         )
         config = WorkerConfig(
@@ -103,10 +103,6 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
             truth,
         )
         run_simulate(setup, Output(json_out, html_out))
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _listed(named: list[str]) -> tuple[str, ...]:

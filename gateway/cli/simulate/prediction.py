@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from backends.base import WorkerConfig
+from backends.provenance import command_line
 from backends.registry import backend_factory
 from backends.shipped import SHIPPED_MODEL
 from backends.sim.profile import load_profile
@@ -133,7 +134,8 @@ def _simulated(
 
 
 def _command(arguments: Sequence[str] | None) -> str:
-    return " ".join(["draftgate bench simulator", *(arguments or sys.argv[1:])])
+    given = sys.argv[1:] if arguments is None else arguments
+    return command_line("draftgate bench simulator", given)
 
 
 def _encoded(tokenizer: Tokenizer) -> Callable[[Planned], Job]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from backends.provenance import command_line, commit
 from gateway import __version__
 from loadgen.report.html import document
 
@@ -27,10 +27,9 @@ def study_parser(name: str, description: str | None) -> argparse.ArgumentParser:
 def provenance(name: str, arguments: Sequence[str] | None) -> dict[str, Any]:
     """Return command, commit, device, version and date. Files are named without their folders."""
     given = sys.argv[1:] if arguments is None else arguments
-    words = [Path(word).name if "/" in word else word for word in given]
     return {
-        "command": " ".join(["draftgate bench", name, *words]),
-        "commit": _commit(),
+        "command": command_line(f"draftgate bench {name}", given),
+        "commit": commit(),
         "device": "simulated",
         "draftgate": __version__,
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
@@ -45,11 +44,3 @@ def write_results(
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if args.html is not None:
         args.html.write_text(document(title, body), encoding="utf-8")
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    here = Path(__file__).parent
-    # A constant command.
-    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)  # noqa: S603
-    return done.stdout.strip() or "unknown"
