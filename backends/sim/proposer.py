@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import Protocol
 
 from backends.core.drafts import NO_DRAFT, Draft, DraftRequest
 from backends.core.sequence import Sequence
 from backends.sim.acceptance import Acceptance
+from backends.sim.device import Device
 from backends.sim.profile import DraftCost
 from backends.sim.truth import Truth
-
-
-class DraftingDevice(Protocol):
-    """What drafting takes time of."""
-
-    def draft(self, proposer: str, sequences: int, depth: int) -> None:
-        """Spend the time of one draft for each of so many sequences, `depth` tokens deep."""
-        ...
 
 
 class SimProposer:
@@ -32,7 +24,7 @@ class SimProposer:
         truth: Truth,
         acceptance: Acceptance,
         believed: DraftCost,
-        device: DraftingDevice,
+        device: Device,
     ) -> None:
         self._name = name
         self._truth = truth
