@@ -9,7 +9,7 @@ from gateway.config import ServeConfig
 from gateway.decisions import Decisions
 from gateway.dispatch import Dispatcher
 from gateway.fleet import Fleet
-from gateway.http.validation import Served
+from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.store import Store
 from gateway.telemetry.metrics import Metrics

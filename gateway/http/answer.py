@@ -11,15 +11,15 @@ from msgspec import UNSET
 from backends.errors import BackendFailed
 from backends.types import Delta, SpeculationOutcome
 from gateway.dispatch import Dispatcher, Placement
-from gateway.http.rendering import Rendering, WholeChoice
-from gateway.http.replies import (
+from gateway.http.replies.rendering import Rendering, WholeChoice
+from gateway.http.replies.shapes import (
     PromptMetrics,
     PromptTokensDetails,
     ResponseMetrics,
     SpeculativeDecoding,
     Usage,
 )
-from gateway.http.validation import Call
+from gateway.http.requests.validation import Call
 from gateway.telemetry.watch import RequestWatch
 
 

@@ -13,10 +13,10 @@ from aiohttp import web
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, REQUEST_ID, new_id, read_body
-from gateway.http.rendering import Frame, Rendering
-from gateway.http.service import service_of
+from gateway.http.replies.rendering import Frame, Rendering
+from gateway.http.requests.service import service_of
+from gateway.http.requests.validation import Call, Served
 from gateway.http.stream import EventStream, stream_answer
-from gateway.http.validation import Call, Served
 from gateway.node import Node
 from gateway.telemetry.watch import Ending, RequestWatch
 from policies.types import ServiceLevel

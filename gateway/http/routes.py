@@ -15,10 +15,11 @@ from gateway.errors import (
     RouteNotFound,
     as_gateway_error,
 )
-from gateway.http import decisions, generation, health, models, tokenize
-from gateway.http.chat import CHAT
-from gateway.http.completions import COMPLETIONS
+from gateway.http import generation
 from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, client_request_id
+from gateway.http.endpoints import decisions, health, models, tokenize
+from gateway.http.endpoints.chat import CHAT
+from gateway.http.endpoints.completions import COMPLETIONS
 from gateway.node import Node
 from gateway.telemetry.logs import log
 

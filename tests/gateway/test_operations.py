@@ -180,7 +180,7 @@ def test_accepted_sockets_do_not_wait_to_fill_packets(loop: Any) -> None:
 
     async def scenario() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gateway.http.health.version", look)
+            patch.setattr("gateway.http.endpoints.health.version", look)
             async with running() as where, client(where) as http:
                 await http.get("/version")
 

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.http.context import NODE
-from gateway.http.replies import ModelList, ModelReply
+from gateway.http.replies.shapes import ModelList, ModelReply
 from gateway.node import Node
 
 

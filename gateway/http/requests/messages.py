@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from backends.tokenizer import Tokenizer
 from gateway.errors import InvalidRequest, Unsupported
-from gateway.http.schemas import ContentPart, Message
+from gateway.http.requests.schemas import ContentPart, Message
 
 _ROLES: Final = {
     "system": "system",

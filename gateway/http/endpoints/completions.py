@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from gateway.http.generation import Api
-from gateway.http.rendering import CompletionRendering
-from gateway.http.validation import completion_call
+from gateway.http.replies.completion import CompletionRendering
+from gateway.http.requests.validation import completion_call
 
 COMPLETIONS: Final = Api("/v1/completions", "text_completion", completion_call, CompletionRendering)

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from gateway.errors import InvalidRequest
 from gateway.http.context import NODE, read_body
-from gateway.http.decoding import decode
 from gateway.http.generation import INLINE_BODY_BYTES
-from gateway.http.messages import chat_prompt
-from gateway.http.replies import DetokenizeReply, TokenizeReply
-from gateway.http.schemas import DetokenizeBody, TokenizeBody
-from gateway.http.validation import Served
+from gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
+from gateway.http.requests.decoding import decode
+from gateway.http.requests.messages import chat_prompt
+from gateway.http.requests.schemas import DetokenizeBody, TokenizeBody
+from gateway.http.requests.validation import Served
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)

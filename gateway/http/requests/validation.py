@@ -17,9 +17,9 @@ from backends.tokenizer import Tokenizer
 from backends.types import GrammarKind, GrammarSpec, SamplingParams
 from gateway.dispatch import Job
 from gateway.errors import InvalidRequest, ModelNotFound
-from gateway.http.decoding import decode, reject_unsupported
-from gateway.http.messages import chat_prompt
-from gateway.http.schemas import (
+from gateway.http.requests.decoding import decode, reject_unsupported
+from gateway.http.requests.messages import chat_prompt
+from gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
     GenerationFields,

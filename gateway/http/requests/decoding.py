@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gateway.errors import InvalidRequest, Unsupported
-from gateway.http.schemas import UnsupportedFields
+from gateway.http.requests.schemas import UnsupportedFields
 from policies.types import SpeculationMode
 
 T = TypeVar("T")

@@ -1,0 +1,191 @@
+"""What is in force: a flag wins over the environment, that over the file, that over the default."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from backends.registry import backend_names
+from gateway.config.schema import ServeConfig
+from gateway.config.values import indices, size_bytes
+from policies.registry import batching_policy, speculation_policy
+
+ENV_PREFIX: Final = "DRAFTGATE_"
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or has a bad value; the message is one line and names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of `ServeConfig`, as flags, environment and file see it."""
+
+    name: str
+    annotation: Any
+    default: Any
+    help: str
+    kind: str
+    choices: tuple[str, ...]
+    gateway: bool
+
+    @property
+    def flag(self) -> str:
+        """The command line's name for it."""
+        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it is a number."""
+        return _annotated(self.annotation).__origin__ in (int, float)
+
+    @property
+    def boolean(self) -> bool:
+        """Whether it is on or off."""
+        return _annotated(self.annotation).__origin__ is bool
+
+    @property
+    def variable(self) -> str:
+        """The environment's name for it."""
+        return ENV_PREFIX + self.name.upper()
+
+    def shown(self, value: object) -> str:
+        """Return a value as a flag would have it; `-` for none."""
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return "-" if value is None else str(value)
+
+    def read(self, value: object, source: str) -> Any:
+        """Return the value checked and converted.
+
+        Raises:
+            ConfigError: it does not fit; the message begins with `source`.
+        """
+        try:
+            if isinstance(value, str) and self.kind == "bytes":
+                value = size_bytes(value)
+            if self.kind == "indices":
+                value = indices(value)
+            if value is False and self.kind == "speculation":
+                value = "off"  # which is how YAML spells false
+            if isinstance(value, str) and self.choices:
+                value = value.lower()
+            checked = msgspec.convert(value, self.annotation, strict=False)
+            self._check(checked)
+        except ValueError as error:
+            reason = str(error).partition(", got ")[0].replace("`", "")
+            reason = reason[:1].lower() + reason[1:]
+            raise ConfigError(f"{source}: {reason} (given: {value!r})") from None
+        return checked
+
+    def _check(self, value: object) -> None:
+        choices = self.choices
+        if self.kind == "backend":
+            choices = backend_names()
+        if self.kind == "speculation":
+            speculation_policy(str(value))
+        if self.kind == "batching":
+            batching_policy(str(value))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("expected a finite number")
+        if choices and value not in choices:
+            raise ValueError(f"expected one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class EffectiveConfig:
+    """The settings in force, and where each one comes from."""
+
+    config: ServeConfig
+    origins: Mapping[str, str]
+
+
+def settings() -> tuple[Setting, ...]:
+    """Return every setting, in the order of the struct."""
+    hints = get_type_hints(ServeConfig, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(ServeConfig):
+        annotation = hints[field.name]
+        meta: Meta = _annotated(annotation).__metadata__[0]
+        extra = meta.extra or {}
+        found.append(
+            Setting(
+                field.name,
+                annotation,
+                field.default,
+                meta.description or "",
+                str(extra["kind"]),
+                tuple(extra["choices"]),
+                bool(extra["gateway"]),
+            )
+        )
+    return tuple(found)
+
+
+def _annotated(annotation: Any) -> Any:
+    """Return `Annotated[T, meta]` of itself, or of `Annotated[T, meta] | None`."""
+    return annotation if hasattr(annotation, "__metadata__") else get_args(annotation)[0]
+
+
+def effective_config(
+    flags: Mapping[str, object], environ: Mapping[str, str], file: str | None = None
+) -> EffectiveConfig:
+    """Merge flags, environment, file and defaults.
+
+    Args:
+        flags: values by field name; None means the flag was not given.
+        environ: the environment.
+        file: the YAML file; None looks at `DRAFTGATE_CONFIG`.
+
+    Raises:
+        ConfigError: a key is unknown, or a value bad.
+    """
+    path = file or environ.get(ENV_PREFIX + "CONFIG")
+    from_file = _read_file(Path(path)) if path else {}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for setting in settings():
+        raw, origin = setting.default, "default"
+        if flags.get(setting.name) is not None:
+            raw, origin = flags[setting.name], setting.flag
+        elif setting.variable in environ:
+            raw, origin = environ[setting.variable], setting.variable
+        elif setting.name in from_file:
+            raw, origin = from_file[setting.name], f"{path}: {setting.name}"
+        values[setting.name] = raw if origin == "default" else setting.read(raw, origin)
+        origins[setting.name] = origin
+    return EffectiveConfig(ServeConfig(**values), origins)
+
+
+def load_config(flags: Mapping[str, object], file: str | None = None) -> EffectiveConfig:
+    """Return `effective_config` of this process's environment."""
+    return effective_config(flags, os.environ, file)
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not YAML: {reason}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a mapping of settings was expected")
+    known = {setting.name for setting in settings()}
+    found = {str(key).replace("-", "_"): value for key, value in content.items()}
+    for key in found:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}; known: {', '.join(sorted(known))}")
+    return found

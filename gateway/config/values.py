@@ -1,0 +1,42 @@
+"""Values of settings that a text stands for: sizes and lists of indices."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+
+def indices(value: object) -> list[int]:
+    """Read different indices from 0 on: the text `0,1`, one number, or a list of them.
+
+    Raises:
+        ValueError: they are none.
+    """
+    items = value.split(",") if isinstance(value, str) else value
+    try:
+        found = [int(str(item)) for item in (items if isinstance(items, list) else [items])]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError("expected different indices from 0 on, such as 0,1")
+    return found
+
+
+_UNITS: Final = {
+    "": 1,
+    "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+
+
+def size_bytes(text: str) -> int:
+    """Read a size: `1073741824`, `512MiB`, `1.5 GB`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?(?:ib)?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("expected a size in bytes, such as 512MiB or 1GiB")
+    return int(Fraction(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,1 @@
+"""What clients get, in the shapes of OpenAI's API."""

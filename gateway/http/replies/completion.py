@@ -1,0 +1,70 @@
+"""Answers in the shape of completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from backends.types import Delta, TokenLogprob
+from gateway.http.replies.rendering import Frame, WholeChoice, reply
+from gateway.http.replies.shapes import (
+    CompletionChoice,
+    CompletionLogprobs,
+    ResponseMetrics,
+    Usage,
+)
+
+
+class CompletionRendering:
+    """`/v1/completions`."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._offsets: dict[int, int] = {}  # characters of tokens sent, by choice
+
+    def response(
+        self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
+    ) -> bytes:
+        """See `Rendering`."""
+        rendered = [
+            CompletionChoice(
+                index,
+                "".join(choice.texts),
+                self._logprobs(index, choice.logprobs),
+                choice.finish_reason,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return reply(self._frame, "cmpl", "text_completion", rendered, usage, metrics)
+
+    def chunk(self, delta: Delta, metrics: ResponseMetrics | UnsetType = UNSET) -> bytes:
+        """See `Rendering`."""
+        choice = CompletionChoice(
+            delta.choice,
+            delta.text,
+            self._logprobs(delta.choice, delta.logprobs),
+            delta.finish_reason,
+        )
+        return reply(self._frame, "cmpl", "text_completion", [choice], UNSET, metrics)
+
+    def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:
+        """See `Rendering`."""
+        return reply(self._frame, "cmpl", "text_completion", [], usage, metrics)
+
+    def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        if not self._frame.logprobs:
+            return None
+        text = self._frame.tokenizer.token_text
+        reply = CompletionLogprobs([], [], [], [])
+        offset = self._offsets.get(choice, 0)
+        for entry in entries:
+            token = text(entry.token_id)
+            reply.tokens.append(token)
+            reply.token_logprobs.append(entry.logprob)
+            likeliest = {text(i): value for i, value in entry.top}
+            reply.top_logprobs.append({**likeliest, token: entry.logprob})
+            reply.text_offset.append(offset)
+            offset += len(token)
+        self._offsets[choice] = offset
+        return reply

@@ -1,0 +1,82 @@
+"""Answers in the two shapes of OpenAI's API: one `Rendering` each, one generation path for both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from backends.tokenizer import Tokenizer
+from backends.types import Delta, FinishReason, TokenLogprob
+from gateway.http.replies.shapes import Reply, ResponseMetrics, Usage
+
+encode: Final = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What every response and chunk of one request has in common."""
+
+    request_id: str
+    created_s: int
+    model: str
+    tokenizer: Tokenizer
+    logprobs: bool
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """A choice collected for a response that is not streamed."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append what a step added."""
+        self.texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason
+
+
+class Rendering(Protocol):
+    """One request's answer in the shape of one endpoint. Remembers what it has sent."""
+
+    def response(
+        self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
+    ) -> bytes:
+        """Return the whole answer as JSON."""
+        ...
+
+    def chunk(self, delta: Delta, metrics: ResponseMetrics | UnsetType = UNSET) -> bytes:
+        """Return the JSON of one streamed chunk."""
+        ...
+
+    def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:
+        """Return the JSON of the last chunk of a stream that was asked for usage."""
+        ...
+
+
+def reply(
+    frame: Frame,
+    prefix: str,
+    kind: str,
+    choices: list[Any],
+    usage: Usage | UnsetType,
+    metrics: ResponseMetrics | UnsetType,
+) -> bytes:
+    """Return the JSON of a response or chunk."""
+    return encode(
+        Reply(
+            f"{prefix}-{frame.request_id}",
+            kind,
+            frame.created_s,
+            frame.model,
+            choices,
+            usage,
+            metrics,
+        )
+    )

@@ -1,0 +1,1 @@
+"""What clients send: decoded, checked, and turned into jobs."""
