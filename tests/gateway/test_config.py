@@ -146,7 +146,7 @@ def test_each_device_gets_a_worker_and_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`--devices 2,0` is two workers, in this order; without `--threads` they share the cores."""
-    monkeypatch.setattr("gateway.config._usable_cores", lambda: 5)
+    monkeypatch.setattr("gateway.config.schema._usable_cores", lambda: 5)
     config = effective_config({"devices": "2, 0"}, {}).config
     assert [w.device_index for w in config.worker_configs()] == [2, 0]
     assert {w.threads for w in config.worker_configs()} == {2}
