@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
@@ -122,6 +122,7 @@ class GenerationRequest:
         grammar: what every choice must be; None leaves it to the model.
         resumed: the choices to go on with; empty starts all `n`.
         service: how soon its tokens are wanted, and how much they matter.
+        traced: whether its deltas tell what each step did.
     """
 
     request_id: str
@@ -133,6 +134,7 @@ class GenerationRequest:
     grammar: GrammarSpec | None = None
     resumed: tuple[ResumedChoice, ...] = ()
     service: ServiceLevel = ANYTIME
+    traced: bool = False
 
     @property
     def choices(self) -> tuple[ResumedChoice, ...]:
@@ -179,6 +181,44 @@ class SpeculationOutcome:
         )
 
 
+class Pace(IntEnum):
+    """How far a worker goes on with a request whose reader falls behind (back-pressure).
+
+    The text is the same at every pace: noise belongs to positions, not to instants.
+    """
+
+    FULL = 0
+    """As any other."""
+    SPARING = 1
+    """Behind all others, and without drafts."""
+    PAUSED = 2
+    """Not at all; it keeps its place and, as long as nobody needs them, its keys and values."""
+
+
+class StepTrace(NamedTuple):
+    """What one step did for one choice, for a client that wants to see it.
+
+    The step's tokens are the accepted ones of the draft, and one that the target drew behind them.
+
+    Attributes:
+        tokens: how many tokens the step added.
+        proposer: what drafted, or None; `grammar` where a form forced the tokens.
+        offered: draft tokens that were proposed.
+        draft_ids: those of them that were verified, best first.
+        accepted: how many of them were accepted.
+        survivals: the chance that each verified one had by what was known before.
+        price: expected tokens that a slot had to promise in this step.
+    """
+
+    tokens: int
+    proposer: str | None = None
+    offered: int = 0
+    draft_ids: tuple[int, ...] = ()
+    accepted: int = 0
+    survivals: tuple[float, ...] = ()
+    price: float = 0.0
+
+
 class Delta(NamedTuple):
     """News of one choice: what one step added to it.
 
@@ -191,6 +231,7 @@ class Delta(NamedTuple):
         finish_reason: set on the choice's last delta, and only there.
         outcome: what speculation did, on the choice's last delta.
         cached_tokens: prompt tokens whose keys and values were cached, on the choice's last delta.
+        steps: what each step behind it did, where the request is `traced`.
     """
 
     choice: int
@@ -200,6 +241,26 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None = None
     outcome: SpeculationOutcome | None = None
     cached_tokens: int = 0
+    steps: tuple[StepTrace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do beyond plain text.
+
+    Attributes:
+        token_ids: it is fed and answers with token ids, so the gateway counts, checks and renders.
+        resume: it goes on where another one of its numerics class stopped.
+        exact: one seed gives one text, whatever else runs.
+        speculation: it drafts and verifies as it is told.
+        embeddings: it gives pooled hidden states.
+    """
+
+    token_ids: bool = True
+    resume: bool = True
+    exact: bool = False
+    speculation: bool = True
+    embeddings: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +274,7 @@ class ModelCard:
         numerics_class: what must be equal for bits to be equal (contract); None for backends
             which promise nothing.
         created_s: Unix time of loading.
+        capabilities: what it can do.
     """
 
     model_id: str
@@ -220,3 +282,4 @@ class ModelCard:
     max_model_len: int
     numerics_class: str | None
     created_s: int
+    capabilities: Capabilities = Capabilities()

@@ -95,6 +95,25 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerSpeed:
+    """How fast a worker is now: running means over its last steps; 0 where nothing was seen yet.
+
+    Attributes:
+        tpot_s: seconds between two tokens of a decoding sequence, whatever else its steps do.
+        prompt_token_s: seconds for each prompt token, of steps that feed some.
+        sequence_s: seconds by which one more decoding sequence lengthens `tpot_s`.
+    """
+
+    tpot_s: float = 0.0
+    prompt_token_s: float = 0.0
+    sequence_s: float = 0.0
+
+
+UNKNOWN_SPEED: Final = WorkerSpeed()
+"""Nothing has run yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """A worker's load, as the gateway sees it.
 
@@ -105,6 +124,11 @@ class WorkerLoad:
         acceptance: running chance that a drafted token is accepted.
         proposers: what the worker can draft with, cheapest first.
         step_cost_error: running median of |measured / predicted - 1| over step times.
+        seats: most sequences that run at once; 0 where nobody knows.
+        prompt_tokens: prompt tokens of its sequences that are still to be computed.
+        step_tokens: most tokens of a step; 0 where nobody knows.
+        kv_block_tokens: tokens of a KV block.
+        speed: what its steps take now.
     """
 
     running: int
@@ -115,6 +139,11 @@ class WorkerLoad:
     acceptance: float
     proposers: tuple[str, ...]
     step_cost_error: float = 0.0
+    seats: int = 0
+    prompt_tokens: int = 0
+    step_tokens: int = 0
+    kv_block_tokens: int = 16
+    speed: WorkerSpeed = UNKNOWN_SPEED
 
 
 @dataclass(frozen=True, slots=True)
