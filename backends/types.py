@@ -219,6 +219,24 @@ class StepTrace(NamedTuple):
     price: float = 0.0
 
 
+class Phases(NamedTuple):
+    """When a choice came how far on its worker.
+
+    By that worker's clock: `time.monotonic`, or the event loop's in a simulation.
+
+    Attributes:
+        queued_s: it came to the worker.
+        scheduled_s: the first step that it was in began.
+        chunks: of its prompt, each with when its step ended and how many tokens it had.
+        first_token_s: its first token was there.
+    """
+
+    queued_s: float
+    scheduled_s: float
+    chunks: tuple[tuple[float, int], ...]
+    first_token_s: float
+
+
 class Delta(NamedTuple):
     """News of one choice: what one step added to it.
 
@@ -232,6 +250,7 @@ class Delta(NamedTuple):
         outcome: what speculation did, on the choice's last delta.
         cached_tokens: prompt tokens whose keys and values were cached, on the choice's last delta.
         steps: what each step behind it did, where the request is `traced`.
+        phases: how it came to its first token, on the choice's first delta with tokens.
     """
 
     choice: int
@@ -242,6 +261,7 @@ class Delta(NamedTuple):
     outcome: SpeculationOutcome | None = None
     cached_tokens: int = 0
     steps: tuple[StepTrace, ...] = ()
+    phases: Phases | None = None
 
 
 @dataclass(frozen=True, slots=True)
