@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple
 
 from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
+from policies.types import Pace as Pace
 
 
 class FinishReason(StrEnum):
@@ -179,20 +180,6 @@ class SpeculationOutcome:
                 for i in range(longest)
             ),
         )
-
-
-class Pace(IntEnum):
-    """How far a worker goes on with a request whose reader falls behind (back-pressure).
-
-    The text is the same at every pace: noise belongs to positions, not to instants.
-    """
-
-    FULL = 0
-    """As any other."""
-    SPARING = 1
-    """Behind all others, and without drafts."""
-    PAUSED = 2
-    """Not at all; it keeps its place and, as long as nobody needs them, its keys and values."""
 
 
 class StepTrace(NamedTuple):

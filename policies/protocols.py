@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from policies.admission.types import AdmissionView, Admitted, Refused
+from policies.ordering.ticket import Ticket
 from policies.step_cost import StepCost
 from policies.types import BatchView, RequestView, SpeculationPlan, StepView, WorkerLoad
 
@@ -71,4 +73,79 @@ class BatchingPolicy(Protocol):
 
         More than 0 where nobody decodes and something waits. Does not mutate.
         """
+        ...
+
+
+@runtime_checkable
+class OrderingPolicy(Protocol):
+    """Decides who of those that wait is next. It holds the queue, so each queue has one.
+
+    Time is an argument; it never goes back. Nothing takes longer than sorting in would: operations
+    are O(log n), but for moving pointers, or O(tenants that wait).
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which it is chosen, e.g. `fair`."""
+        ...
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of the pool that all who wait take."""
+        ...
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        ...
+
+    def push(self, ticket: Ticket) -> None:
+        """Let a request wait, again if it was taken before and could not start.
+
+        Raises:
+            ValueError: one with its key waits already.
+        """
+        ...
+
+    def remove(self, key: int) -> Ticket | None:
+        """Take out one that waits no longer, as when its client has gone; None if it is not here."""
+        ...
+
+    def choose(self, now_s: float) -> Ticket | None:
+        """Return who is next; None if nobody waits. Changes nothing."""
+        ...
+
+    def take(self, now_s: float) -> Ticket | None:
+        """Take out who is next, to be started now."""
+        ...
+
+    def ahead_s(self, ticket: Ticket, now_s: float) -> float:
+        """Return `work_s` of those who would start before this ticket if it was pushed now.
+
+        0 to `work_s`; never less when more wait. Changes nothing.
+        """
+        ...
+
+    def queued_of(self, tenant: str) -> int:
+        """Return how many requests of a tenant wait."""
+        ...
+
+
+@runtime_checkable
+class AdmissionPolicy(Protocol):
+    """Decides who may wait. It may remember whom it refused and what it foresaw."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it is chosen, e.g. `deadline`."""
+        ...
+
+    def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
+        """Decide for a request, once for each time that it asks, before it waits.
+
+        The queue never grows past `view.queue.capacity`, but for a policy that says so.
+        """
+        ...
+
+    def learn(self, foreseen_s: float, waited_s: float) -> None:
+        """Learn how long a request waited of which `Admitted.wait_s` was foreseen."""
         ...

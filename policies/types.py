@@ -6,7 +6,7 @@ All values are immutable. Units are in the names: `_s` seconds, `_tokens` tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Final
 
 
@@ -92,6 +92,20 @@ class RequestView:
     repetition: float | None = None
     tenant_drafts: DraftCounts = UNTESTED
     model_drafts: DraftCounts = UNTESTED
+
+
+class Pace(IntEnum):
+    """How far a worker goes on with a request whose reader falls behind (back-pressure).
+
+    The text is the same at every pace: noise belongs to positions, not to instants.
+    """
+
+    FULL = 0
+    """As any other."""
+    SPARING = 1
+    """Behind all others, and without drafts."""
+    PAUSED = 2
+    """Not at all; it keeps its place and, as long as nobody needs them, its keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
