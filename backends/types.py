@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
-from policies.types import Pace as Pace
+from policies.types import Pace as Pace  # noqa: PLC0414 - part of what backends speak
 
 
 class FinishReason(StrEnum):

@@ -107,7 +107,7 @@ class OrderingPolicy(Protocol):
         ...
 
     def remove(self, key: int) -> Ticket | None:
-        """Take out one that waits no longer, as when its client has gone; None if it is not here."""
+        """Take out one that waits no longer, as its client has gone; None if it is not here."""
         ...
 
     def choose(self, now_s: float) -> Ticket | None:
