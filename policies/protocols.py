@@ -99,7 +99,7 @@ class OrderingPolicy(Protocol):
         ...
 
     def push(self, ticket: Ticket) -> None:
-        """Let a request wait, again if it was taken before and could not start.
+        """Let a request wait.
 
         Raises:
             ValueError: one with its key waits already.
