@@ -1,0 +1,191 @@
+"""The ledger: what is reserved is settled, released or open, and no more fits than was allowed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.quotas import MINUTE_NS, Ledger, Limit, Quota, Totals
+
+QUOTA = Quota(requests_per_minute=7, tokens_per_minute=1000, burst_requests=5, burst_tokens=600)
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["reserve", "settle", "settle", "release", "wait"]),
+        st.sampled_from("abc"),
+        st.integers(0, 9),
+        st.integers(0, 700),
+        st.floats(0, 40),
+    ),
+    max_size=80,
+)
+
+
+def balances(totals: Totals) -> bool:
+    return totals.reserved == totals.settled + totals.released + totals.open
+
+
+@given(steps)
+def test_the_ledger_balances_whatever_happens(moves) -> None:
+    """After any reserve, settle, double settle, error and release the sums agree; none is < 0."""
+    ledger, now_s = Ledger({"a": QUOTA, "b": Quota(tokens_per_minute=300)}), 0.0
+    for move, tenant, request, tokens, wait_s in moves:
+        name = f"{tenant}{request}"
+        if move == "reserve":
+            before = ledger.totals(tenant)
+            try:
+                shortage = ledger.reserve(tenant, name, tokens, now_s)
+            except ValueError:
+                shortage = None
+            else:
+                taken = 0 if shortage else tokens
+                assert ledger.totals(tenant).open == before.open + taken
+        elif move == "settle":
+            ledger.settle(name, tokens)
+        elif move == "release":
+            ledger.release(name)
+        else:
+            now_s += wait_s
+        for one in "abc":
+            assert balances(ledger.totals(one))
+            assert min(ledger.totals(one)) >= 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 600), st.floats(0, 30), st.floats(0, 1), st.integers(0, 5)),
+        max_size=40,
+    )
+)
+def test_no_interval_sees_more_than_burst_and_rate(moves) -> None:
+    """In any interval at most burst + rate x length are kept, however late the rest is released."""
+    ledger, now_s, kept, ends = Ledger({"a": QUOTA}), 0.0, [], []
+    for number, (tokens, wait_s, used, later) in enumerate(moves):
+        if ledger.reserve("a", str(number), tokens, now_s) is None:
+            kept.append((now_s, int(tokens * used)))
+            ends.append((number + later, str(number), int(tokens * used)))
+        for end, name, settled in ends:
+            if end == number:
+                ledger.settle(name, settled)
+        now_s += wait_s
+    for first, (begin_s, _) in enumerate(kept):
+        for last in range(first, len(kept)):
+            within = kept[first : last + 1]
+            seconds = within[-1][0] - begin_s
+            assert sum(tokens for _, tokens in within) <= 600 + 1000 / 60 * seconds + 1e-3
+            assert len(within) <= 5 + 7 / 60 * seconds + 1e-6
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.floats(0, 90)), min_size=1, max_size=12),
+    st.integers(0, 60),
+)
+def test_what_is_released_was_as_if_never_reserved(moves, probe) -> None:
+    """Once all have settled, what fits is what fits where only the used tokens were reserved."""
+    quota = {"a": Quota(tokens_per_minute=60, burst_tokens=120)}
+    ledger, exact, now_s, taken = Ledger(quota), Ledger(quota), 0.0, []
+    for number, (tokens, wait_s) in enumerate(moves):
+        if ledger.reserve("a", str(number), tokens, now_s) is None:
+            used = tokens // (number % 3 + 1)
+            taken.append((str(number), used))
+            assert exact.reserve("a", str(number), used, now_s) is None
+        now_s += wait_s
+    for name, used in taken[::2] + taken[1::2]:
+        ledger.settle(name, used)
+    assert ledger.reserve("a", "probe", probe, now_s) == exact.reserve("a", "probe", probe, now_s)
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=30), st.floats(0, 1e6))
+def test_who_waits_as_told_fits(sizes, begin_s) -> None:
+    """After `retry_after_s` the very request fits, and two milliseconds before it does not."""
+    ledger, now_s = Ledger({"a": QUOTA}), begin_s
+    for number, tokens in enumerate(sizes):
+        shortage = ledger.reserve("a", str(number), tokens, now_s)
+        if shortage is not None:
+            early_s = now_s + shortage.retry_after_s - 2e-3
+            if early_s > now_s:
+                assert ledger.reserve("a", str(number), tokens, early_s) is not None
+            now_s += shortage.retry_after_s
+            assert ledger.reserve("a", str(number), tokens, now_s) is None
+
+
+@given(st.integers(0, 600), st.integers(0, 600), st.floats(0, 200))
+def test_what_is_released_can_be_used_at_once_and_only_once(first, used, later_s) -> None:
+    """A settled rest is free again at once; after a refill it is not there on top of the burst."""
+    used = min(first, used)
+    ledger = Ledger({"a": Quota(tokens_per_minute=1000, burst_tokens=600)})
+    assert ledger.reserve("a", "1", first, 0.0) is None
+    ledger.settle("1", used)
+    assert ledger.reserve("a", "2", 600 - used, 0.0) is None
+    ledger.settle("2", 600 - used)
+    assert ledger.reserve("a", "3", 600, 60.0) is None
+    ledger.settle("3", 0)
+    assert ledger.reserve("a", "4", 601, 60.0 + later_s).retry_after_s is None
+    assert ledger.reserve("a", "5", 600, 60.0 + later_s) is None
+    assert ledger.reserve("a", "6", 1, 60.0 + later_s) is not None
+
+
+def test_a_shortage_says_what_is_short() -> None:
+    """The limit that lasts longest is named; what never fits learns the most that does."""
+    ledger = Ledger({"a": QUOTA})
+    never = ledger.reserve("a", "x", 601, 0.0)
+    assert (never.limit, never.retry_after_s, never.asked, never.most) == ("tokens", None, 601, 600)
+    for number in range(5):
+        assert ledger.reserve("a", str(number), 0, 0.0) is None
+    short = ledger.reserve("a", "6", 1, 0.0)
+    assert short.limit is Limit.REQUESTS
+    assert short.retry_after_s == pytest.approx(60 / 7, abs=2e-3)
+    assert ledger.totals("a") == Totals()
+
+
+def test_a_refused_request_leaves_no_trace() -> None:
+    """What is released, unlike what is settled, counts against no quota."""
+    ledger = Ledger({"a": Quota(requests_per_minute=1)})
+    assert ledger.reserve("a", "1", 5, 0.0) is None
+    ledger.release("1")
+    ledger.release("1")
+    assert ledger.reserve("a", "2", 5, 0.0) is None
+    ledger.settle("2", 0)
+    assert ledger.reserve("a", "3", 5, 0.0) is not None
+    assert ledger.totals("a") == Totals(10, 0, 10, 0)
+
+
+def test_more_than_reserved_is_booked_and_owed() -> None:
+    """What a request used beyond its reservation it owes to its quota, and sums still agree."""
+    ledger = Ledger({"a": Quota(tokens_per_minute=60)})
+    assert ledger.reserve("a", "1", 10, 0.0) is None
+    ledger.settle("1", 90)
+    assert ledger.totals("a") == Totals(90, 90, 0, 0)
+    assert ledger.reserve("a", "2", 10, 0.0).retry_after_s == pytest.approx(40, abs=2e-3)
+
+
+def test_no_quota_is_booked_too() -> None:
+    """Tenants without a quota are never short, and their tokens are counted."""
+    ledger = Ledger()
+    for number in range(1000):
+        assert ledger.reserve("a", str(number), 10**9, 0.0) is None
+    assert ledger.totals("a").open == 1000 * 10**9
+
+
+def test_forgetting_changes_no_answer() -> None:
+    """Only tenants with nothing open and full buckets are forgotten, so quotas hold."""
+    ledger = Ledger(default=Quota(tokens_per_minute=60), most_tenants=10)
+    assert ledger.reserve("open", "open", 1, 0.0) is None
+    assert ledger.reserve("owes", "owes", 60, 0.0) is None
+    ledger.settle("owes", 60)
+    for number in range(200):
+        tenant = f"t{number}"
+        assert ledger.reserve(tenant, tenant, 0, number * 0.1) is None
+        ledger.settle(tenant, 0)
+    assert ledger.totals("open").open == 1
+    assert ledger.reserve("owes", "again", 60, 20.0) is not None
+    assert len(ledger._accounts) <= 12
+
+
+def test_quotas_are_checked() -> None:
+    """Limits below 1, and bursts without a limit, are refused where they are written."""
+    for wrong in ({"requests_per_minute": 0}, {"tokens_per_minute": -1}, {"burst_tokens": 5}):
+        with pytest.raises(ValueError, match=r"quota|burst"):
+            Quota(**wrong)
+    assert MINUTE_NS == 60 * 10**9
