@@ -142,6 +142,11 @@ class GenerationRequest:
         """What is to be generated: the resumed choices, or all `n` from their start."""
         return self.resumed or tuple(ResumedChoice(index, ()) for index in range(self.n))
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and output that all choices take at most."""
+        return (len(self.prompt_ids) + self.sampling.max_tokens) * self.n
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

@@ -1,38 +1,30 @@
-"""Dispatch: choose a worker, decide how far to speculate there, lease capacity, run, release."""
+"""Dispatch: the path of a job from its admission to its last delta.
+
+Size it, admit it (quotas, deadline), let each prompt wait its turn, decide there how far it may
+speculate, lease capacity, run, release.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
 from typing import Final
 
-from backends.errors import BackendFailed, RequestRejected
-from backends.types import (
-    Delta,
-    GenerationRequest,
-    GrammarSpec,
-    SamplingParams,
-    SpeculationOutcome,
-)
+from backends.types import Delta, GenerationRequest
+from gateway.admission import AdmissionController, Ask, Entry
 from gateway.decisions import Decisions
-from gateway.errors import InvalidRequest
-from gateway.fleet import Choose, Fleet, FleetWorker, least_reserved
+from gateway.fleet import Fleet
+from gateway.job import Job
 from gateway.lifecycle import Lifecycle
+from gateway.placement import Placement, Placer
+from gateway.queue import CentralQueue
 from gateway.state.store import Store
 from gateway.telemetry.logs import log
-from policies.acceptance_history import AcceptanceHistory
-from policies.protocols import SpeculationPolicy
-from policies.types import (
-    ANYTIME,
-    PROPOSER_MODES,
-    RequestView,
-    ServiceLevel,
-    SpeculationMode,
-    WorkerLoad,
-)
+from gateway.telemetry.tracing import NO_SPAN, Span
+from policies.room import Need
+from policies.types import Pace
 
 LEASE_S: Final = 30.0
 """A lease outlives this many seconds of silence from the node that holds it."""
@@ -40,54 +32,66 @@ LEASE_S: Final = 30.0
 HEARTBEAT_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a client asked for, validated and tokenised; nothing is decided yet.
+class Run:
+    """A job that was admitted.
 
     Attributes:
-        request_id: unique on this node.
-        prompts: token ids, at least one prompt.
-        sampling: as asked for; its `max_tokens` is filled in by the dispatcher.
-        max_tokens: most tokens to generate per choice; None is all that fits.
-        n: choices per prompt.
-        mode, max_draft_tokens: the client's wishes about speculation.
-        grammar: what every choice must be; None leaves it to the model.
-        service: how soon its tokens are wanted, and how much they matter.
-        tenant: whose it is; "" while nobody is told from others.
-        repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
+        requests: one for each prompt, sized.
+        entry: its admission.
+        placements: where each went; None while it waits.
+        deltas: of all choices: choice c of prompt p is numbered `p * n + c`. They end with
+            `BackendFailed` if a worker broke.
     """
 
-    request_id: str
-    prompts: tuple[tuple[int, ...], ...]
-    sampling: SamplingParams
-    max_tokens: int | None
-    n: int = 1
-    mode: SpeculationMode = SpeculationMode.AUTO
-    max_draft_tokens: int | None = None
-    grammar: GrammarSpec | None = None
-    service: ServiceLevel = ANYTIME
-    tenant: str = ""
-    repetitions: tuple[float | None, ...] = ()
+    deltas: AsyncGenerator[Delta, None]
 
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A request with the decision how far it may speculate, and the worker it goes to.
-
-    Attributes:
-        view, load: what the decision was made from.
-    """
-
-    request: GenerationRequest
-    worker: FleetWorker
-    view: RequestView
-    load: WorkerLoad
+    def __init__(
+        self,
+        job: Job,
+        requests: Sequence[GenerationRequest],
+        entry: Entry,
+        span: Span,
+        on_placed: Callable[[Placement], None],
+    ) -> None:
+        """Begin with nothing placed."""
+        self.job = job
+        self.requests = requests
+        self.entry = entry
+        self.span = span
+        self.placements: list[Placement | None] = [None] * len(self.requests)
+        self._on_placed = on_placed
 
     @property
-    def tokens(self) -> int:
-        """Tokens of prompt and output that all choices take at most."""
-        request = self.request
-        return (len(request.prompt_ids) + request.sampling.max_tokens) * request.n
+    def placed(self) -> list[Placement]:
+        """Where its prompts went; each has its place once it has a delta.
+
+        Raises:
+            RuntimeError: one still waits.
+        """
+        found = [placement for placement in self.placements if placement is not None]
+        if len(found) < len(self.placements):
+            raise RuntimeError("a prompt still waits for a worker")
+        return found
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens that were generated and nobody has read."""
+        return sum(
+            placed.worker.backend.unread_tokens(placed.request.request_id)
+            for placed in self.placements
+            if placed is not None
+        )
+
+    def set_pace(self, pace: Pace) -> None:
+        """Let the workers go on like this with what was placed."""
+        for placed in self.placements:
+            if placed is not None:
+                placed.worker.backend.pace(placed.request.request_id, pace)
+
+    def place(self, index: int, placement: Placement) -> None:
+        """Note where a prompt goes."""
+        self.placements[index] = placement
+        self._on_placed(placement)
 
 
 class Dispatcher:
@@ -96,20 +100,21 @@ class Dispatcher:
     def __init__(
         self,
         fleet: Fleet,
-        policy: SpeculationPolicy,
         store: Store,
         lifecycle: Lifecycle,
         decisions: Decisions,
-        choose: Choose = least_reserved,
+        placer: Placer,
+        queue: CentralQueue,
+        admission: AdmissionController,
     ) -> None:
-        """Serve a fleet; it need not have started yet. `choose` picks each request's worker."""
+        """Serve a fleet; it need not have started yet."""
+        self.queue = queue
+        self.admission = admission
         self._decisions = decisions
         self._fleet = fleet
-        self._policy = policy
+        self._placer = placer
         self._store = store
         self._lifecycle = lifecycle
-        self._choose = choose
-        self._history = AcceptanceHistory()
         self._leases: set[str] = set()
         self._lost: set[str] = set()  # workers that broke, as far as the heartbeat has told
         self._in_flight = 0
@@ -118,11 +123,11 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        """Client requests that were admitted and have not ended."""
+        """Client requests that came and have not ended."""
         return self._in_flight
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
         """Count a client request as in flight, from its arrival to its last byte.
 
         Raises:
@@ -143,114 +148,118 @@ class Dispatcher:
         """Return once nothing is in flight."""
         await self._idle.wait()
 
-    async def prepare(self, job: Job) -> None:
-        """Let the workers compile a job's grammar, in threads: `decide` finds it compiled.
-
-        Raises:
-            InvalidRequest, RequestRejected: as `decide`.
-        """
-        if job.grammar is None:
-            return
-        for worker in self._fleet.serving:
-            await asyncio.to_thread(self._place, job, 0, worker)
-
-    def decide(self, job: Job) -> list[Placement]:
-        """Return for each prompt where it goes, and how far it may speculate there.
-
-        Nothing is reserved before `run`: call it without waiting in between.
-
-        Raises:
-            InvalidRequest: the client asked for a proposer this worker does not have, or for more
-                tokens at least than at most.
-            RequestRejected: the job can never run here.
-            BackendFailed: no worker is left.
-        """
-        workers = self._fleet.serving
-        if not workers:
-            raise BackendFailed(self._fleet.failure or "there is no worker")
-        reserved = [worker.reserved_tokens for worker in workers]
-        placements = []
-        for index in range(len(job.prompts)):
-            chosen = self._choose(reserved)
-            placement = self._place(job, index, workers[chosen])
-            reserved[chosen] += placement.tokens
-            placements.append(placement)
-        for placed in placements:
-            plan, worker_id = placed.request.speculation, placed.worker.worker_id
-            self._decisions.record(job.request_id, worker_id, placed.view, placed.load, plan)
-        return placements
-
-    def _place(self, job: Job, index: int, worker: FleetWorker) -> Placement:
-        prompt = job.prompts[index]
-        if job.max_tokens is not None:
-            return self._checked(job, index, job.max_tokens, worker)
-        room = max(1, worker.backend.card.max_model_len - len(prompt))
-        try:
-            return self._checked(job, index, room, worker)
-        except RequestRejected as error:
-            limit = error.limit_tokens
-            if limit is None or limit <= len(prompt):
-                raise
-            return self._checked(job, index, limit - len(prompt), worker)
-
-    def _checked(self, job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Placement:
-        prompt, load = job.prompts[index], worker.backend.load()
-        _check_proposer(job.mode, load)
-        if job.sampling.min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"min_tokens: must be at most the {max_tokens} tokens that may be generated, "
-                f"not {job.sampling.min_tokens}",
-                "min_tokens",
-            )
-        view = self._view(job, index, max_tokens, worker)
-        request = GenerationRequest(
-            f"{job.request_id}-{index}",
-            prompt,
-            replace(job.sampling, max_tokens=max_tokens),
-            self._policy.decide(view, load),
-            job.n,
-            job.tenant,
-            job.grammar,
-            service=job.service,
-        )
-        worker.backend.check(request)
-        return Placement(request, worker, view, load)
-
-    def _view(self, job: Job, index: int, max_tokens: int, worker: FleetWorker) -> RequestView:
-        """Return what the policy may know of one prompt of a job."""
-        temperature, model = job.sampling.temperature, worker.backend.card.model_id
-        of_tenant, of_model = self._history.of(job.tenant, model, greedy=temperature == 0)
-        return RequestView(
-            len(job.prompts[index]),
-            max_tokens,
-            temperature,
-            job.mode,
-            job.max_draft_tokens,
-            job.service,
-            job.repetitions[index] if job.repetitions else None,
-            of_tenant,
-            of_model,
-        )
-
     @asynccontextmanager
     async def run(
-        self, placements: Sequence[Placement]
-    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Run the requests of one job together; leaving the context cancels what still runs.
+        self,
+        job: Job,
+        span: Span = NO_SPAN,
+        on_placed: Callable[[Placement], None] = lambda _placed: None,
+    ) -> AsyncIterator[Run]:
+        """Admit a job on entering; leaving the context cancels what still runs of it.
 
-        Choice c of request r is numbered `r * n + c`. The deltas end with `BackendFailed` if a
-        worker broke. Tokens are reserved on entering, before anything waits: the next decision
-        sees them.
+        Args:
+            span: whose children its stages become.
+            on_placed: is told where each prompt goes, once it has had its turn.
+
+        Raises:
+            InvalidRequest, RequestRejected: it can never run here.
+            Overloaded, QuotaExceeded: not now; the error says when.
+            BackendFailed: no worker is left.
         """
-        for placed in placements:
-            placed.worker.reserve(placed.request.request_id, placed.tokens)
-        stream = self._leased(placements[0]) if len(placements) == 1 else self._merged(placements)
+        with span.child("admit"):
+            requests = await self._placer.size(job)
+            entry = self.admission.admit(_ask(job, requests))
+        run = Run(job, requests, entry, span, on_placed)
         try:
-            async with aclosing(stream) as deltas:
-                yield deltas
+            run.deltas = self._one(run, 0) if len(requests) == 1 else self._merged(run)
+            async with aclosing(run.deltas):
+                yield run
         finally:
-            for placed in placements:  # a stream that was never read has released nothing
-                placed.worker.release(placed.request.request_id)
+            self.admission.settle(entry)
+
+    # --- one prompt ---------------------------------------------------------------------------
+
+    async def _one(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
+        """Let a prompt have its turn, run it, and learn from what comes."""
+        waiting, admission = run.entry.waiting[index], self.admission
+        with run.span.child("queue"):
+            worker = await self.queue.turn(waiting)
+        unstarted = True
+        try:
+            admission.began(run.entry, index)
+            with run.span.child("decide"):
+                placed = self._placer.place(run.job, index, run.requests[index], worker)
+            run.place(index, placed)
+            request = placed.request
+            async with (
+                self._leased(placed),
+                aclosing(worker.backend.generate(request)) as deltas,
+            ):
+                async for delta in deltas:
+                    if unstarted:
+                        unstarted = False
+                        worker.started(request.request_id)
+                        self.queue.pump()
+                    run.entry.output_tokens += len(delta.token_ids)
+                    if delta.outcome is not None:
+                        self._placer.learn(placed, delta.outcome)
+                        run.entry.ended += 1
+                    yield delta
+        finally:
+            worker.release(waiting.request_id)
+            self.queue.pump()
+
+    @asynccontextmanager
+    async def _leased(self, placed: Placement) -> AsyncIterator[None]:
+        """Hold a lease on a worker's capacity."""
+        lease = placed.request.request_id
+        self._leases.add(lease)
+        try:
+            tokens = placed.request.most_tokens
+            await self._store.reserve(placed.worker.worker_id, lease, tokens, LEASE_S)
+            yield
+        finally:
+            self._leases.discard(lease)
+            await self._store.release(lease)
+
+    # --- several prompts ----------------------------------------------------------------------
+
+    async def _merged(self, run: Run) -> AsyncGenerator[Delta, None]:
+        # The queue is short: what waits for a slow reader waits, merged, in the backend's streams.
+        news: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(len(run.requests))
+        tasks = [
+            asyncio.create_task(self._pump(run, index, news)) for index in range(len(run.requests))
+        ]
+        try:
+            running = len(tasks)
+            while running:
+                one = await news.get()
+                if isinstance(one, Exception):
+                    raise one
+                if one is None:
+                    running -= 1
+                else:
+                    yield one
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(
+        self, run: Run, index: int, news: asyncio.Queue[Delta | Exception | None]
+    ) -> None:
+        """Run one prompt into the queue; end with None, or with the exception it ended with."""
+        first_choice = index * run.job.n
+        try:
+            async with aclosing(self._one(run, index)) as deltas:
+                async for delta in deltas:
+                    await news.put(delta._replace(choice=first_choice + delta.choice))
+        except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
+            await news.put(error)
+        else:
+            await news.put(None)
+
+    # --- the heartbeat ------------------------------------------------------------------------
 
     async def heartbeat(self) -> None:
         """Publish the workers' loads, renew leases, write decisions, until cancelled.
@@ -275,6 +284,7 @@ class Dispatcher:
             log(logging.ERROR, "decisions cannot be written", error=error)
 
     async def _beat(self) -> None:
+        self.queue.pump()  # memory becomes free without an end that this node sees
         for worker in self._fleet.workers:
             worker_id, failure = worker.worker_id, worker.backend.failure
             if failure is None:
@@ -285,82 +295,20 @@ class Dispatcher:
                 await self._store.withdraw(worker_id)
         await self._store.renew(tuple(self._leases), LEASE_S)
 
-    async def _leased(self, placed: Placement) -> AsyncGenerator[Delta, None]:
-        request, worker = placed.request, placed.worker
-        lease = request.request_id
-        self._leases.add(lease)
-        try:
-            await self._store.reserve(worker.worker_id, lease, placed.tokens, LEASE_S)
-            async with aclosing(worker.backend.generate(request)) as deltas:
-                async for delta in deltas:
-                    if delta.outcome is not None:
-                        self._learn(placed, delta.outcome)
-                    yield delta
-        finally:
-            worker.release(lease)
-            self._leases.discard(lease)
-            await self._store.release(lease)
 
-    def _learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
-        """Remember how a choice's drafts fared; what a grammar forces tells nothing of others."""
-        request = placed.request
-        if request.grammar is None:
-            self._history.learn(
-                request.tenant,
-                placed.worker.backend.card.model_id,
-                greedy=request.sampling.temperature == 0,
-                drafted=outcome.num_drafted_tokens,
-                histogram=outcome.acceptance_histogram,
-            )
-
-    async def _merged(self, placements: Sequence[Placement]) -> AsyncGenerator[Delta, None]:
-        # The queue is short: what waits for a slow reader waits, merged, in the backend's streams.
-        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(len(placements))
-        tasks = [
-            asyncio.create_task(self._pump(placed, index * placed.request.n, queue))
-            for index, placed in enumerate(placements)
-        ]
-        try:
-            running = len(tasks)
-            while running:
-                news = await queue.get()
-                if isinstance(news, Exception):
-                    raise news
-                if news is None:
-                    running -= 1
-                else:
-                    yield news
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _pump(
-        self,
-        placed: Placement,
-        first_choice: int,
-        queue: asyncio.Queue[Delta | Exception | None],
-    ) -> None:
-        """Run one request into the queue; end with None, or with the exception it ended with."""
-        try:
-            async with aclosing(self._leased(placed)) as deltas:
-                async for delta in deltas:
-                    await queue.put(delta._replace(choice=first_choice + delta.choice))
-        except Exception as error:  # noqa: BLE001 - handed to the reader, who raises it
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-
-def _check_proposer(mode: SpeculationMode, load: WorkerLoad) -> None:
-    """Return if a worker can draft as the client wishes.
-
-    Raises:
-        InvalidRequest: it cannot; the message says with what it can.
-    """
-    if mode in PROPOSER_MODES and mode.value not in load.proposers:
-        there = ", ".join(load.proposers) or "nothing"
-        raise InvalidRequest(
-            f"this worker cannot draft with {mode.value!r}; it can draft with: {there}",
-            "speculation.mode",
-        )
+def _ask(job: Job, requests: Sequence[GenerationRequest]) -> Ask:
+    """Return a job as admission and queue look at it."""
+    tpot_s = job.service.tpot_s
+    needs = tuple(
+        Need(request.n, len(request.prompt_ids), request.most_tokens, tpot_s)
+        for request in requests
+    )
+    return Ask(
+        job.request_id,
+        needs,
+        max(request.sampling.max_tokens for request in requests),
+        job.service,
+        job.tenant,
+        job.share,
+        job.fingerprint,
+    )

@@ -8,6 +8,11 @@
     │   ├── RouteNotFound     404  ... code not_found
     │   ├── MethodNotAllowed  405  ... code method_not_allowed
     │   └── BodyTooLarge      413  ... code body_too_large
+    ├── Unauthorized          401  invalid_request_error, code invalid_api_key
+    ├── TooMany               429  rate_limit_error, with Retry-After
+    │   ├── QuotaExceeded          ... code rate_limit_exceeded
+    │   ├── Overloaded             ... code overloaded
+    │   └── QueueTimeout           ... code queue_timeout
     └── Unavailable           503  server_error, with Retry-After
         ├── Starting               ... code model_loading
         ├── Draining               ... code draining
@@ -18,6 +23,7 @@ On the wire each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Final
 
 import msgspec
@@ -41,7 +47,7 @@ class GatewayError(Exception):
     code: ClassVar[str | None] = "internal_error"
 
     def __init__(
-        self, message: str, param: str | None = None, retry_after_s: int | None = None
+        self, message: str, param: str | None = None, retry_after_s: float | None = None
     ) -> None:
         if len(message) > LONGEST_MESSAGE:
             message = message[:LONGEST_MESSAGE] + "..."
@@ -61,8 +67,17 @@ class GatewayError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that go with it."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        """Return the headers that go with it.
+
+        HTTP counts whole seconds, which are rounded up; OpenAI's clients look for milliseconds
+        first.
+        """
+        if self.retry_after_s is None:
+            return {}
+        return {
+            "Retry-After": str(math.ceil(self.retry_after_s)),
+            "retry-after-ms": str(math.ceil(self.retry_after_s * 1e3)),
+        }
 
 
 class InvalidRequest(GatewayError):
@@ -117,6 +132,44 @@ class BodyTooLarge(InvalidRequest):
 
     status = 413
     code = "body_too_large"
+
+
+class Unauthorized(GatewayError):
+    """There is no such API key, or none was sent."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        """Say how to authenticate: programs with a bearer token, browsers with a password."""
+        return {"WWW-Authenticate": 'Bearer, Basic realm="draftgate"'}
+
+
+class TooMany(GatewayError):
+    """Not now: the client may come back after `retry_after_s`."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many"
+
+
+class QuotaExceeded(TooMany):
+    """The key's own quota does not allow it now."""
+
+    code = "rate_limit_exceeded"
+
+
+class Overloaded(TooMany):
+    """It could not be answered in time: said before it waits in vain."""
+
+    code = "overloaded"
+
+
+class QueueTimeout(TooMany):
+    """It waited for as long as anything may."""
+
+    code = "queue_timeout"
 
 
 class Unavailable(GatewayError):

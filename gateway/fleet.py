@@ -16,33 +16,66 @@ from backends.base import Backend, WorkerConfig
 from backends.errors import BackendFailed
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
+from policies.room import Need, Occupancy
 
 BackendFactory = Callable[[WorkerConfig], Backend]
 
 
 class FleetWorker:
-    """A worker of this node, and the tokens promised to requests that run on it.
+    """A worker of this node, and what was sent to it and has not ended.
 
     Attributes:
-        reserved_tokens: tokens of prompt and output of the requests that have not ended.
+        reserved_tokens: tokens of prompt and output that these take at most.
     """
 
     def __init__(self, worker_id: str, backend: Backend) -> None:
-        """Begin with nothing reserved."""
+        """Begin with nothing sent."""
         self.worker_id = worker_id
         self.backend = backend
-        self._reserved: dict[str, int] = {}
         self.reserved_tokens = 0
+        self._sequences = 0
+        self._unstarted_prompt_tokens = 0
+        self._sent: dict[str, Need] = {}
+        self._unstarted: dict[str, Need] = {}  # of these, those without a token
+        self._promised: dict[str, float] = {}  # times per token
 
-    def reserve(self, request_id: str, tokens: int) -> None:
-        """Count a request in."""
+    @property
+    def occupancy(self) -> Occupancy:
+        """What it has on its hands."""
+        return Occupancy(
+            self.backend.load(),
+            self._sequences,
+            self._unstarted_prompt_tokens,
+            min(self._promised.values(), default=None),
+        )
+
+    def reserve(self, request_id: str, need: Need) -> None:
+        """Count a request in: it is about to be sent."""
         self.release(request_id)
-        self._reserved[request_id] = tokens
-        self.reserved_tokens += tokens
+        self._sent[request_id] = self._unstarted[request_id] = need
+        self._sequences += need.sequences
+        self._unstarted_prompt_tokens += need.prompt_tokens
+        self.reserved_tokens += need.most_tokens
+        if need.tpot_s is not None:
+            self._promised[request_id] = need.tpot_s
+
+    def started(self, request_id: str) -> bool:
+        """Note that a request has its first token; return whether that was news."""
+        need = self._unstarted.pop(request_id, None)
+        if need is None:
+            return False
+        self._unstarted_prompt_tokens -= need.prompt_tokens
+        return True
 
     def release(self, request_id: str) -> None:
-        """Count it out. Idempotent."""
-        self.reserved_tokens -= self._reserved.pop(request_id, 0)
+        """Count a request out. Idempotent."""
+        self.started(request_id)
+        need = self._sent.pop(request_id, None)
+        if need is None:
+            return
+        self._sequences -= need.sequences
+        self.reserved_tokens -= need.most_tokens
+        self._promised.pop(request_id, None)
 
 
 class Fleet:

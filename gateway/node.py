@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from gateway.accounts import Accounts, read_accounts
+from gateway.admission import Bounds
+from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.config import ServeConfig
 from gateway.decisions import Decisions
-from gateway.dispatch import Dispatcher
 from gateway.fleet import Fleet
 from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
@@ -25,7 +27,7 @@ class Node:
         """Join the parts; nothing starts yet.
 
         Raises:
-            ValueError: the configured policy does not exist.
+            ValueError: the configured policy does not exist, or the keys cannot be read.
         """
         self._served: Served | None = None
         self.config = config
@@ -36,7 +38,18 @@ class Node:
         self.policy = speculation_policy(config.speculation)
         path = None if config.decisions_file is None else Path(config.decisions_file)
         self.decisions = Decisions(path, time.time)
-        self.dispatcher = Dispatcher(fleet, self.policy, store, self.lifecycle, self.decisions)
+        self.accounts = _accounts(config)
+        bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
+        rules = WaitingRules(config.ordering, config.admission, bounds)
+        self.dispatcher = build_dispatcher(
+            fleet,
+            store,
+            self.lifecycle,
+            self.decisions,
+            self.policy,
+            rules,
+            quotas={account.name: account.quota for account in self.accounts},
+        )
         self.metrics = Metrics(self._loads, self._model_name)
 
     @property
@@ -81,3 +94,8 @@ class Node:
 
     def _model_name(self) -> str:
         return "" if self._served is None else self._served.name
+
+
+def _accounts(config: ServeConfig) -> Accounts:
+    path = None if config.api_keys_file is None else Path(config.api_keys_file)
+    return read_accounts(path)

@@ -14,8 +14,8 @@ from backends.types import SamplingParams, SpeculationOutcome
 from gateway.app import StartError, build_node, start_workers
 from gateway.cli.loading import loading_shown, stderr
 from gateway.config import ServeConfig
-from gateway.dispatch import Job
 from gateway.errors import GatewayError, InvalidRequest
+from gateway.job import Job
 from gateway.node import Node
 from policies.repetition import repetition
 
@@ -65,16 +65,17 @@ async def _stream(node: Node, sample: Sample) -> None:
     ids = tuple(tokenizer.encode(prompt, add_special_tokens=not sample.chat))
     sampling = SamplingParams(sample.max_tokens, sample.seed, sample.temperature)
     job = Job("generate", (ids,), sampling, sample.max_tokens, repetitions=(repetition(ids),))
-    (placed,) = node.dispatcher.decide(job)
     tokens, outcome, begin_s = 0, SpeculationOutcome(), time.perf_counter()
-    async with node.dispatcher.run([placed]) as deltas:
-        async for delta in deltas:
+    async with node.dispatcher.run(job) as run:
+        async for delta in run.deltas:
             typer.echo(delta.text, nl=False)
             tokens += len(delta.token_ids)
             outcome = delta.outcome or outcome
     seconds = time.perf_counter() - begin_s
     typer.echo()
-    typer.echo(_summary(tokens, seconds, outcome, placed.request.speculation.reason), err=True)
+    typer.echo(
+        _summary(tokens, seconds, outcome, run.placed[0].request.speculation.reason), err=True
+    )
 
 
 def _summary(tokens: int, seconds: float, outcome: SpeculationOutcome, reason: str) -> str:

@@ -98,6 +98,6 @@ def _metavar(setting: Setting) -> str:
         return "SIZE"
     if setting.kind == "indices":
         return "INDICES"
-    if setting.kind in {"speculation", "batching"}:
+    if setting.kind in {"speculation", "batching", "ordering", "admission"}:
         return "POLICY"
     return "NUMBER" if setting.numeric else "TEXT"

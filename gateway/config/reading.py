@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
@@ -15,9 +15,22 @@ from msgspec import Meta
 from backends.registry import backend_names
 from gateway.config.schema import ServeConfig
 from gateway.config.values import indices, size_bytes
-from policies.registry import batching_policy, speculation_policy
+from policies.registry import (
+    admission_policy,
+    batching_policy,
+    ordering_policy,
+    speculation_policy,
+)
 
 ENV_PREFIX: Final = "DRAFTGATE_"
+
+_POLICIES: Final[Mapping[str, Callable[[str], object]]] = {
+    "speculation": speculation_policy,
+    "batching": batching_policy,
+    "ordering": ordering_policy,
+    "admission": admission_policy,
+}
+"""Kinds of settings that name a policy; each refuses names that it does not know."""
 
 
 class ConfigError(ValueError):
@@ -89,10 +102,8 @@ class Setting:
         choices = self.choices
         if self.kind == "backend":
             choices = backend_names()
-        if self.kind == "speculation":
-            speculation_policy(str(value))
-        if self.kind == "batching":
-            batching_policy(str(value))
+        if self.kind in _POLICIES:
+            _POLICIES[self.kind](str(value))
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("expected a finite number")
         if choices and value not in choices:

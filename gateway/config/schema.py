@@ -30,8 +30,8 @@ def _meta(
 
     Args:
         text: the help text.
-        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1; `backend`,
-            `speculation` and `batching` are names.
+        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1; `backend`
+            and the kinds of policies are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
         gt: what the value must exceed; instead of `ge`.
@@ -176,6 +176,37 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
     served_model_name: (
         Annotated[str, _meta("Name clients use (default: the model's own)", gateway=True)] | None
+    ) = None
+    ordering: Annotated[
+        str,
+        _meta("Who is next in the queue: fair, edf, fcfs, ...", kind="ordering", gateway=True),
+    ] = "fair"
+    admission: Annotated[
+        str,
+        _meta(
+            "Who may wait: deadline refuses what would come too late, bounded, none, ...",
+            kind="admission",
+            gateway=True,
+        ),
+    ] = "deadline"
+    max_queued: Annotated[int, _meta("Most prompts that wait for a worker", gateway=True, ge=0)] = (
+        1024
+    )
+    queue_timeout_s: Annotated[
+        float, _meta("Longest that a request may wait for a worker", gateway=True, gt=0)
+    ] = 60.0
+    shed_priority: (
+        Annotated[
+            int,
+            _meta(
+                "Requests of this priority or behind are refused as soon as others wait",
+                gateway=True,
+            ),
+        ]
+        | None
+    ) = None
+    api_keys_file: (
+        Annotated[str, _meta("YAML file of API keys with their limits", gateway=True)] | None
     ) = None
     drain_timeout_s: Annotated[
         float, _meta("Seconds open streams may take to end on SIGTERM", gateway=True, ge=0)

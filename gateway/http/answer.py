@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager
 
 from msgspec import UNSET
 
 from backends.errors import BackendFailed
 from backends.types import Delta, SpeculationOutcome
-from gateway.dispatch import Dispatcher, Placement
+from gateway.dispatch import Run
 from gateway.http.replies.rendering import Rendering, WholeChoice
 from gateway.http.replies.shapes import (
     PromptMetrics,
@@ -20,37 +18,27 @@ from gateway.http.replies.shapes import (
     Usage,
 )
 from gateway.http.requests.validation import Call
+from gateway.placement import Placement
 from gateway.telemetry.watch import RequestWatch
 
 
 class Answer:
     """What the streaming and the whole form of an answer have in common."""
 
-    def __init__(
-        self,
-        call: Call,
-        placements: Sequence[Placement],
-        rendering: Rendering,
-        watch: RequestWatch,
-    ) -> None:
-        """Begin before the first delta."""
+    def __init__(self, call: Call, rendering: Rendering, watch: RequestWatch) -> None:
+        """Begin before the job is admitted; `run` is set once it is."""
         self.call = call
         self.rendering = rendering
         self.watch = watch
-        self._placements = placements
-        self._outcomes = [SpeculationOutcome() for _ in placements]
-        self._open_choices = call.job.n * len(placements)
+        self.run: Run
+        prompts = len(call.job.prompts)
+        self._outcomes = [SpeculationOutcome() for _ in range(prompts)]
+        self._open_choices = call.job.n * prompts
 
     @property
     def complete(self) -> bool:
         """Whether every choice has finished."""
         return self._open_choices == 0
-
-    def deltas(
-        self, dispatcher: Dispatcher
-    ) -> AbstractAsyncContextManager[AsyncGenerator[Delta, None]]:
-        """Run the requests: see `Dispatcher.run`."""
-        return dispatcher.run(self._placements)
 
     def observe(self, delta: Delta) -> None:
         """Take note of a delta; every one must pass here, in order."""
@@ -76,10 +64,11 @@ class Answer:
 
     def metrics(self) -> ResponseMetrics:
         """Return the decisions and what came of them, a prompt's choices summed."""
-        first = self._placements[0]
+        placed = self.run.placed
+        first = placed[0]
         prompts = [
-            PromptMetrics(placed.worker.worker_id, speculation_reply(placed, outcome))
-            for placed, outcome in zip(self._placements, self._outcomes, strict=True)
+            PromptMetrics(one.worker.worker_id, speculation_reply(one, outcome))
+            for one, outcome in zip(placed, self._outcomes, strict=True)
         ]
         return ResponseMetrics(
             first.request.sampling.seed,
@@ -89,14 +78,14 @@ class Answer:
             prompts if len(prompts) > 1 else UNSET,
         )
 
-    async def whole(self, deltas: AsyncGenerator[Delta, None]) -> bytes:
-        """Collect every delta and return the response's JSON.
+    async def whole(self) -> bytes:
+        """Collect every delta of the run and return the response's JSON.
 
         Raises:
             BackendFailed: the worker broke.
         """
         choices = [WholeChoice() for _ in range(self._open_choices)]
-        async for delta in deltas:
+        async for delta in self.run.deltas:
             self.observe(delta)
             choices[delta.choice].add(delta)
         self.check_complete()

@@ -8,9 +8,11 @@ from typing import Final
 from aiohttp import web
 
 from gateway.errors import BodyTooLarge, InvalidRequest
+from gateway.http.readers import SlowReaders
 from gateway.node import Node
 
 NODE: Final = web.AppKey("node", Node)
+SLOW_READERS: Final = web.AppKey("slow_readers", SlowReaders)
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 """The id under which logs and the `x-request-id` header know a request."""

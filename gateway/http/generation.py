@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from aiohttp import web
 
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
+from gateway.http.accounts import ACCOUNT, fingerprint
 from gateway.http.answer import Answer
-from gateway.http.context import NODE, REQUEST_ID, new_id, read_body
+from gateway.http.context import NODE, REQUEST_ID, SLOW_READERS, new_id, read_body
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.service import service_of
 from gateway.http.requests.validation import Call, Served
@@ -64,7 +65,7 @@ async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
     span = node.tracing.server(f"POST {api.path}", request.headers, attributes)
     watch = RequestWatch(node.metrics, span, api.path, request[REQUEST_ID])
     try:
-        with node.dispatcher.admitted():
+        with node.dispatcher.counted():
             response = await _respond(request, node, api, watch)
     except (asyncio.CancelledError, ConnectionResetError) as error:
         watch.end(Ending.CANCELLED, CLIENT_GONE, error)
@@ -80,17 +81,15 @@ async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
 async def _respond(
     request: web.Request, node: Node, api: Api, watch: RequestWatch
 ) -> web.StreamResponse:
-    answer = await _decide(request, node, api, watch)
-    dispatch = watch.span.child("dispatch")
-    try:
-        if answer.call.stream:
-            events = EventStream(request)
-            await stream_answer(events, answer, node.dispatcher)
-            return events.response
-        async with answer.deltas(node.dispatcher) as deltas:
-            body = await answer.whole(deltas)
-    finally:
-        dispatch.end()
+    call = await _parsed(request, node, api, watch)
+    answer = Answer(call, api.rendering(_frame(call, node)), watch)
+    running = node.dispatcher.run(call.job, watch.span, watch.placed)
+    if call.stream:
+        events = EventStream(request, request.app[SLOW_READERS])
+        await stream_answer(events, answer, running)
+        return events.response
+    async with running as answer.run:
+        body = await answer.whole()
     response = web.Response(body=body, content_type="application/json")
     # Sent from here, so that the request is in flight, and its span open, up to the last byte.
     await response.prepare(request)
@@ -98,8 +97,8 @@ async def _respond(
     return response
 
 
-async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatch) -> Answer:
-    """Parse the request and decide how it runs.
+async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatch) -> Call:
+    """Return what the request asks for, in its account's name and within its bounds.
 
     Raises:
         GatewayError, RequestRejected: it cannot run.
@@ -112,23 +111,23 @@ async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatc
         call = api.parse(body, served, internal_id, service)
     else:
         call = await asyncio.to_thread(api.parse, body, served, internal_id, service)
-    span = watch.span.child("decide")
-    try:
-        await node.dispatcher.prepare(call.job)
-        placements = node.dispatcher.decide(call.job)
-    finally:
-        span.end()
-    watch.span.set(
-        {
-            "gen_ai.request.model": served.name,
-            "gen_ai.request.stream": call.stream,
-            "gen_ai.response.id": internal_id,
-        }
+    account = request[ACCOUNT]
+    job = replace(
+        call.job,
+        service=account.capped(call.job.service),
+        tenant=account.name,
+        share=account.share,
+        fingerprint=fingerprint(account.name, body),
     )
-    watch.decided(placements)
+    watch.parsed(job, served.name, stream=call.stream)
+    return replace(call, job=job)
+
+
+def _frame(call: Call, node: Node) -> Frame:
     wants_logprobs = call.job.sampling.logprobs is not None
-    frame = Frame(internal_id, int(time.time()), served.name, served.tokenizer, wants_logprobs)
-    return Answer(call, placements, api.rendering(frame), watch)
+    served = node.served
+    request_id = call.job.request_id
+    return Frame(request_id, int(time.time()), served.name, served.tokenizer, wants_logprobs)
 
 
 def _ending(error: GatewayError) -> Ending:

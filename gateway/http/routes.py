@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -16,10 +17,18 @@ from gateway.errors import (
     as_gateway_error,
 )
 from gateway.http import generation
-from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, client_request_id
+from gateway.http.accounts import authenticate
+from gateway.http.context import (
+    NODE,
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    SLOW_READERS,
+    client_request_id,
+)
 from gateway.http.endpoints import decisions, health, models, tokenize
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
+from gateway.http.readers import SlowReaders
 from gateway.node import Node
 from gateway.telemetry.logs import log
 
@@ -29,9 +38,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
     app = web.Application(
-        middlewares=[_identify, _explain], client_max_size=node.config.max_body_bytes
+        middlewares=[_identify, _explain, authenticate], client_max_size=node.config.max_body_bytes
     )
     app[NODE] = node
+    app[SLOW_READERS] = SlowReaders(time.monotonic)
     app.on_response_prepare.append(_sign)
     app.add_routes(
         [

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from aiohttp import web
 from msgspec import UNSET
 
 from backends.types import Delta
-from gateway.dispatch import Dispatcher
+from gateway.dispatch import Run
 from gateway.errors import as_gateway_error
 from gateway.http.answer import Answer
+from gateway.http.readers import Reader, SlowReaders
 from gateway.telemetry.watch import Ending
 
 KEEPALIVE_S: Final = 5.0
@@ -34,8 +36,9 @@ _HEADERS: Final = {
 class EventStream:
     """A response of server-sent events that begins with its first event."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, slow: SlowReaders) -> None:
         self._request = request
+        self.reader = Reader(request, slow)
         self.response = web.StreamResponse(headers=_HEADERS)
 
     @property
@@ -52,22 +55,29 @@ class EventStream:
         if not self.begun:
             await self.response.prepare(self._request)
         await self.response.write(events)
+        await self.reader.wrote(len(events))
 
     async def end(self) -> None:
         """Send the end of the response."""
         await self.response.write_eof()
 
 
-async def stream_answer(events: EventStream, answer: Answer, dispatcher: Dispatcher) -> None:
+async def stream_answer(
+    events: EventStream, answer: Answer, running: AbstractAsyncContextManager[Run]
+) -> None:
     """Send the whole answer as events.
+
+    Args:
+        running: runs the job when it is entered (`Dispatcher.run`).
 
     Raises:
         ConnectionResetError: the client is gone; the request was cancelled.
         Exception: whatever went wrong before the first event; later, it is sent as an event.
     """
     try:
-        async with answer.deltas(dispatcher) as deltas:
-            await _send_deltas(events, answer, deltas)
+        async with running as run:
+            answer.run = events.reader.paced = run
+            await _send_deltas(events, answer, run.deltas)
         answer.check_complete()
         await events.write(_ending(answer))
     except ConnectionResetError:
@@ -79,6 +89,8 @@ async def stream_answer(events: EventStream, answer: Answer, dispatcher: Dispatc
         answer.watch.end(Ending.FAILED, shown.status, error)
         events.response.force_close()
         await events.write(_event(shown.body()))
+    finally:
+        events.reader.left()
     await events.end()
 
 

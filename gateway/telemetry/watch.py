@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import StrEnum
 
 from backends.types import Delta, SpeculationOutcome
-from gateway.dispatch import Placement
+from gateway.job import Job
+from gateway.placement import Placement
 from gateway.telemetry.logs import log
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Span
@@ -43,7 +44,8 @@ class RequestWatch:
         self.output_tokens = 0
         self.outcome = SpeculationOutcome()
         self.plan: SpeculationPlan | None = None
-        self.workers: str | None = None  # their ids
+        self.workers: list[str] = []  # their ids
+        self.tenant: str | None = None
         self._metrics = metrics
         self._endpoint = endpoint
         self._clock = clock
@@ -55,26 +57,40 @@ class RequestWatch:
         self._finish_reasons: list[str] = []
         self._ended = False
 
-    def decided(self, placements: Sequence[Placement]) -> None:
-        """Record what was decided; in span and log the first prompt's plan stands for all."""
-        first = placements[0].request
-        plan = first.speculation
-        self.plan = plan
-        self.workers = ",".join(dict.fromkeys(placed.worker.worker_id for placed in placements))
-        self._n = first.n
-        self._choices = first.n * len(placements)
-        self.prompt_tokens = sum(len(placed.request.prompt_ids) for placed in placements)
-        self._metrics.prompt(self.prompt_tokens)
-        for placed in placements:
-            decided = placed.request.speculation
-            self._metrics.decided(decided.policy, decided.proposer)
+    def parsed(self, job: Job, model: str, *, stream: bool) -> None:
+        """Record what was asked for."""
+        self._n = job.n
+        self._choices = job.n * len(job.prompts)
+        self.prompt_tokens = sum(map(len, job.prompts))
+        self.tenant = job.tenant or None
+        sampling = job.sampling
         self.span.set(
             {
-                "gen_ai.request.max_tokens": first.sampling.max_tokens,
-                "gen_ai.request.temperature": first.sampling.temperature,
-                "gen_ai.request.seed": str(first.sampling.seed),  # beyond an attribute's int64
-                "gen_ai.request.choice.count": first.n,
-                "draftgate.worker_id": self.workers,
+                "gen_ai.request.model": model,
+                "gen_ai.request.stream": stream,
+                "gen_ai.response.id": job.request_id,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.seed": str(sampling.seed),  # beyond an attribute's int64
+                "gen_ai.request.choice.count": job.n,
+                "draftgate.tenant": job.tenant,
+            }
+        )
+
+    def placed(self, placed: Placement) -> None:
+        """Record where a prompt goes; in span and log the plan of the first one there stands."""
+        request, worker_id = placed.request, placed.worker.worker_id
+        plan = request.speculation
+        self._metrics.prompt(len(request.prompt_ids))
+        self._metrics.decided(plan.policy, plan.proposer)
+        if worker_id not in self.workers:
+            self.workers.append(worker_id)
+        if self.plan is not None:
+            return
+        self.plan = plan
+        self.span.set(
+            {
+                "gen_ai.request.max_tokens": request.sampling.max_tokens,
+                "draftgate.worker_id": worker_id,
                 "draftgate.policy": plan.policy,
                 "draftgate.speculation.mode": plan.mode.value,
                 "draftgate.proposer": plan.proposer or "none",
@@ -120,7 +136,8 @@ class RequestWatch:
             ending=ending.value,
             seconds=seconds,
             ttft_s=ttft_s,
-            worker=self.workers,
+            worker=",".join(self.workers) or None,
+            tenant=self.tenant,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,

@@ -24,7 +24,9 @@ from backends.types import (
 from gateway.app import Listening, build_fleet, listening, start_workers
 from gateway.config import ServeConfig
 from gateway.fleet import Fleet
+from gateway.job import Job
 from gateway.node import Node
+from gateway.placement import Placement
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing, Tracing
 from policies.types import WorkerLoad
@@ -131,6 +133,18 @@ def is_idle(node: Node) -> bool:
     busy = [w for w in loads if w.running + w.waiting or w.kv_blocks_free < w.kv_blocks_total]
     reserved = sum(worker.reserved_tokens for worker in node.fleet.workers)
     return not busy and reserved == node.dispatcher.in_flight == 0
+
+
+async def placed(node: Node, job: Job) -> list[Placement]:
+    """Where the prompts of a job go; a worker that the test plays has them then, and no answer."""
+    async with node.dispatcher.run(job) as run:
+        reading = asyncio.ensure_future(anext(run.deltas))
+        await until(lambda: None not in run.placements or reading.done())
+        if reading.done():
+            reading.result()
+        reading.cancel()
+        await asyncio.wait({reading})
+        return run.placed
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from backends.types import (
 )
 from gateway.config import ServeConfig
 from gateway.decisions import KEPT, Decisions, read_decisions
-from gateway.dispatch import Job
+from gateway.job import Job
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing
@@ -32,7 +32,7 @@ from policies.types import (
     SpeculationMode,
     WorkerLoad,
 )
-from tests.gateway.harness import ScriptedBackend, client, running, scripted_fleet
+from tests.gateway.harness import ScriptedBackend, client, placed, running, scripted_fleet
 from tests.gateway.test_cli import draftgate
 
 LOAD = WorkerLoad(3, 1, 5, 8, 0.2, 0.7, ("ngram",))
@@ -101,11 +101,11 @@ async def test_the_dispatcher_records_what_the_policy_saw(scripted: ScriptedBack
     await node.start()
     prompts, sampling = ((7, 7), (8, 8, 8)), SamplingParams(1, 0)
     job = Job("r", prompts, sampling, 5, max_draft_tokens=2, repetitions=(None, 0.5))
-    placements = node.dispatcher.decide(job)
+    placements = await placed(node, job)
     second, first = node.decisions.latest(9)
     assert (first.request.prompt_tokens, second.request.prompt_tokens) == (2, 3)
     assert (first.request.repetition, second.request.repetition) == (None, 0.5)
-    assert [first.plan, second.plan] == [placed.request.speculation for placed in placements]
+    assert [first.plan, second.plan] == [one.request.speculation for one in placements]
     assert all(decision.under(node.policy) == decision.plan for decision in (first, second))
 
 
@@ -130,15 +130,14 @@ def test_a_line_of_an_older_version_is_read(tmp_path: Path) -> None:
 
 async def finish(node: Node, scripted: ScriptedBackend, job: Job, *outcomes: object) -> None:
     """Run a job; the worker ends its choices with these outcomes."""
-    placements = node.dispatcher.decide(job)
-    async with node.dispatcher.run(placements) as deltas:
-        reading = asyncio.ensure_future(anext(deltas))
+    async with node.dispatcher.run(job) as run:
+        reading = asyncio.ensure_future(anext(run.deltas))
         request = await scripted.submitted.get()
         for choice, outcome in enumerate(outcomes):
             last = Delta(choice, (1,), "x", (), FinishReason.STOP, outcome)
             scripted.streams.deliver([(request.request_id, last)])
         await reading
-        async for _ in deltas:
+        async for _ in run.deltas:
             pass
 
 
@@ -153,9 +152,9 @@ async def test_decisions_learn_from_what_became_of_earlier_requests(
     outcome = SpeculationOutcome(10, 40, 30, (0, 0, 5, 0, 5))
     await finish(node, scripted, job, outcome, outcome)
     await finish(node, scripted, replace(job, n=1, mode=SpeculationMode.OFF), SpeculationOutcome())
-    node.dispatcher.decide(job)
-    node.dispatcher.decide(replace(job, tenant="b"))
-    node.dispatcher.decide(replace(job, sampling=SamplingParams(1, 0, 0.8)))
+    await placed(node, job)
+    await placed(node, replace(job, tenant="b"))
+    await placed(node, replace(job, sampling=SamplingParams(1, 0, 0.8)))
     drawn, other, again, _, first = node.decisions.latest(9)
     assert first.request.tenant_drafts == first.request.model_drafts == UNTESTED
     assert again.request.tenant_drafts.agreed == pytest.approx(60, rel=0.01)
@@ -175,7 +174,7 @@ async def test_what_a_grammar_forces_teaches_nothing(scripted: ScriptedBackend) 
     job = Job("r", ((7,) * 9,), SamplingParams(1, 0, 0.0), 5)
     forced = replace(job, grammar=GrammarSpec(GrammarKind.REGEX, "aaaa"))
     await finish(node, scripted, forced, SpeculationOutcome(1, 4, 4, (0, 0, 0, 0, 1)))
-    node.dispatcher.decide(job)
+    await placed(node, job)
     assert node.decisions.latest(1)[0].request.model_drafts == UNTESTED
 
 

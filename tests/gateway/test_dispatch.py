@@ -9,13 +9,13 @@ import pytest
 from backends.errors import RequestRejected
 from backends.types import SamplingParams
 from gateway.config import ServeConfig
-from gateway.dispatch import Job
 from gateway.errors import InvalidRequest
+from gateway.job import Job
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing
 from policies.types import SpeculationMode
-from tests.gateway.harness import ScriptedBackend, scripted_fleet
+from tests.gateway.harness import ScriptedBackend, placed, scripted_fleet
 
 
 @pytest.fixture
@@ -34,45 +34,46 @@ def job(prompt_tokens: int = 10, **fields: object) -> Job:
     return Job("r", ((1,) * prompt_tokens,), SamplingParams(1, 0), **values)
 
 
-def test_without_max_tokens_the_context_is_filled(node: Node, scripted: ScriptedBackend) -> None:
+async def test_without_max_tokens_the_context_is_filled(
+    node: Node, scripted: ScriptedBackend
+) -> None:
     """The default is what is left of the context, or of the KV pool if that is smaller."""
     scripted.kv_tokens = 5000
-    assert node.dispatcher.decide(job(max_tokens=None))[0].request.sampling.max_tokens == 990
+    assert (await placed(node, job(max_tokens=None)))[0].request.sampling.max_tokens == 990
     scripted.kv_tokens = 500
-    assert node.dispatcher.decide(job(max_tokens=None))[0].request.sampling.max_tokens == 490
+    assert (await placed(node, job(max_tokens=None)))[0].request.sampling.max_tokens == 490
 
 
-def test_a_prompt_that_leaves_no_room_is_rejected(node: Node) -> None:
+async def test_a_prompt_that_leaves_no_room_is_rejected(node: Node) -> None:
     """A default cannot save a prompt that fills everything by itself."""
     with pytest.raises(RequestRejected):
-        node.dispatcher.decide(job(500, max_tokens=None))
+        await placed(node, job(500, max_tokens=None))
     with pytest.raises(RequestRejected):
-        node.dispatcher.decide(job(2000, max_tokens=None))
+        await placed(node, job(2000, max_tokens=None))
 
 
-def test_the_plan_honours_the_clients_cap(node: Node) -> None:
+async def test_the_plan_honours_the_clients_cap(node: Node) -> None:
     """What the client allows bounds what the policy plans, and the reason is told."""
-    plan = node.dispatcher.decide(job(max_draft_tokens=2))[0].request.speculation
+    plan = (await placed(node, job(max_draft_tokens=2)))[0].request.speculation
     assert (plan.proposer, plan.max_draft_tokens) == ("ngram", 2)
     assert plan.reason
 
 
-def test_a_proposer_that_is_not_there_is_named_with_those_that_are(node: Node) -> None:
+async def test_a_proposer_that_is_not_there_is_named_with_those_that_are(node: Node) -> None:
     """Asking for what the worker lacks is the client's error, with the way out in it."""
     with pytest.raises(InvalidRequest, match="can draft with: ngram") as caught:
-        node.dispatcher.decide(job(mode=SpeculationMode.DRAFT_MODEL))
+        await placed(node, job(mode=SpeculationMode.DRAFT_MODEL))
     assert caught.value.param == "speculation.mode"
 
 
 async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
     """Tokens of prompt and output are leased while the request runs, and not a moment longer."""
     await node.store.publish(node.fleet.workers[0].worker_id, scripted.load())
-    (placed,) = node.dispatcher.decide(job())
-    async with node.dispatcher.run([placed]) as deltas:
-        reading = asyncio.ensure_future(anext(deltas))
-        await scripted.submitted.get()
+    async with node.dispatcher.run(job()) as run:
+        reading = asyncio.ensure_future(anext(run.deltas))
+        request = await scripted.submitted.get()
         assert (await node.store.snapshot())[0].leased_tokens == 15
-        scripted.emit(placed.request, "x", last=True)
+        scripted.emit(request, "x", last=True)
         await reading
     assert (await node.store.snapshot())[0].leased_tokens == 0
 

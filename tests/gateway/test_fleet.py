@@ -15,8 +15,8 @@ from backends.shipped import SHIPPED_MODEL
 from backends.types import GenerationRequest, SamplingParams
 from gateway.app import Listening, StartError, drain, start_workers
 from gateway.config import ServeConfig
-from gateway.dispatch import Job
 from gateway.fleet import FleetWorker, RoundRobin, least_reserved
+from gateway.job import Job
 from gateway.lifecycle import NodeState
 from tests.gateway.harness import (
     ScriptedBackend,
@@ -138,11 +138,14 @@ async def test_choices_stay_together_and_prompts_spread(
 
 
 async def test_what_was_never_read_is_not_reserved(node: Listening) -> None:
-    """Tokens count from the moment of dispatch, and are given back even if nothing ever ran."""
-    dispatcher = node.node.dispatcher
-    placements = dispatcher.decide(Job("r", ((1, 2), (3,)), SamplingParams(1, 0), 10, n=2))
-    async with dispatcher.run(placements):
+    """Tokens count while a request is on its worker, and are given back when it leaves."""
+    dispatcher, job = node.node.dispatcher, Job("r", ((1, 2), (3,)), SamplingParams(1, 0), 10, n=2)
+    async with dispatcher.run(job) as run:
+        assert is_idle_of_tokens(node)
+        reading = asyncio.ensure_future(anext(run.deltas))
+        await until(lambda: None not in run.placements)
         assert [w.reserved_tokens for w in node.node.fleet.workers] == [24, 22]
+        reading.cancel()
     assert is_idle_of_tokens(node)
 
 

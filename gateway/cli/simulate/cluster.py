@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -16,11 +17,15 @@ from backends.sim.clock import LoopClock, run_virtual
 from backends.sim.simulated import World, simulation_policy
 from backends.sim.worker import Deliveries
 from backends.types import Delta
+from gateway.admission import Bounds
+from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.cli.simulate.prompts import job_of
 from gateway.cli.simulate.records import record_of, refusal_of
 from gateway.decisions import Decisions
-from gateway.dispatch import Dispatcher, Job
+from gateway.dispatch import Dispatcher
+from gateway.errors import TooMany
 from gateway.fleet import BackendFactory, Choose, Fleet, RoundRobin, least_reserved
+from gateway.job import Job
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
 from loadgen.types import Planned, Record
@@ -32,6 +37,10 @@ ROUTINGS: Final[dict[str, Callable[[], Choose]]] = {
 """How the dispatcher chooses workers: by fewest reserved tokens, or in turn."""
 
 
+EVERYBODY_WAITS: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
+"""What a simulation compares is not who is refused, unless it says so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """What is simulated.
@@ -41,12 +50,14 @@ class Cluster:
         workers: how many there are.
         routing: of `ROUTINGS`.
         world: what is true; its ledger must be this cluster's own.
+        rules: who may wait, and who is next.
     """
 
     config: WorkerConfig
     workers: int
     routing: str
     world: World
+    rules: WaitingRules = EVERYBODY_WAITS
 
 
 def simulate(
@@ -72,13 +83,19 @@ async def _simulate(
 ) -> list[Record]:
     factory = partial(SimBackend, build=cluster.world.parts)
     take = cluster.world.ledger.take
-    async with started(factory, cluster.config, cluster.workers, cluster.routing) as dispatcher:
+    async with started(
+        factory, cluster.config, cluster.workers, cluster.routing, cluster.rules
+    ) as dispatcher:
         return await send(dispatcher, requests, to_job, on_record, take)
 
 
 @asynccontextmanager
 async def started(
-    factory: BackendFactory, config: WorkerConfig, workers: int, routing: str
+    factory: BackendFactory,
+    config: WorkerConfig,
+    workers: int,
+    routing: str,
+    rules: WaitingRules = EVERYBODY_WAITS,
 ) -> AsyncIterator[Dispatcher]:
     """Start the workers of a node, as a gateway does; stop them at the end."""
     configs = [replace(config, device_index=index) for index in range(workers)]
@@ -86,13 +103,15 @@ async def started(
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)
     now_s = asyncio.get_running_loop().time
-    dispatcher = Dispatcher(
+    dispatcher = build_dispatcher(
         fleet,
-        simulation_policy(config.speculation),
         MemoryStore(now_s),
         lifecycle,
         Decisions(None, now_s),
-        ROUTINGS[routing](),
+        simulation_policy(config.speculation),
+        rules,
+        quotas={},
+        choose=ROUTINGS[routing](),
     )
     heartbeat = asyncio.create_task(dispatcher.heartbeat())
     try:
@@ -149,18 +168,20 @@ async def _ask(
     """
     last: Delta | None = None
     came, now_s = Deliveries(), asyncio.get_running_loop().time
-    with dispatcher.admitted():
+    with dispatcher.counted():
         try:
-            (placed,) = dispatcher.decide(job)
+            async with dispatcher.run(job) as run:
+                async for delta in run.deltas:
+                    last = delta
+                    if take is None and delta.token_ids:
+                        came.at_s.append(now_s() - start_s)
+                        came.tokens.append(len(delta.token_ids))
         except RequestRejected as error:
             return refusal_of(planned, 400, str(error))
-        async with dispatcher.run([placed]) as deltas:
-            async for delta in deltas:
-                last = delta
-                if take is None and delta.token_ids:
-                    came.at_s.append(now_s() - start_s)
-                    came.tokens.append(len(delta.token_ids))
+        except TooMany as error:
+            return refusal_of(planned, error.status, str(error))
     assert last is not None
+    (placed,) = run.placed
     if take is not None:
         came = take(placed.request.request_id)
     return record_of(planned, placed, last, came)

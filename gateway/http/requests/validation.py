@@ -15,7 +15,6 @@ import msgspec
 
 from backends.tokenizer import Tokenizer
 from backends.types import GrammarKind, GrammarSpec, SamplingParams
-from gateway.dispatch import Job
 from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.http.requests.decoding import decode, reject_unsupported
 from gateway.http.requests.messages import chat_prompt
@@ -28,6 +27,7 @@ from gateway.http.requests.schemas import (
     RegexFormat,
     ResponseFormat,
 )
+from gateway.job import Job
 from policies.repetition import repetition
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 

@@ -1,0 +1,160 @@
+"""API keys: whose request it is, and what they may ask for.
+
+Without keys everybody is welcome, and nobody is told from others. Keys come from a YAML file
+(`--api-keys-file`) or, plain ones without limits, from `DRAFTGATE_API_KEYS`.
+
+    keys:
+      - name: search            # the tenant, in metrics and logs
+        key: sk-...             # or its SHA-256 in hex, so that the file holds no secret:
+        key_sha256: 9f86d0...
+        share: 2                # of the pool, where others have 1
+        requests_per_minute: 600
+        tokens_per_minute: 200000
+        first_priority: -1      # the highest class it may ask for (default 0; null: any)
+        least_ttft_ms: 200      # no tighter targets than these
+        least_tpot_ms: 20
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from policies.quotas import Quota
+from policies.types import ServiceLevel
+
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+_DIGITS: Final = 64
+"""Hexadecimal digits of a SHA-256."""
+
+
+class Account(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key's tenant and its bounds; see the module's example. No limit where None."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    key: str | None = None
+    key_sha256: str | None = None
+    share: Positive = 1.0
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    first_priority: int | None = 0
+    least_ttft_ms: Positive | None = None
+    least_tpot_ms: Positive | None = None
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the key, in hex.
+
+        Raises:
+            ValueError: not exactly one of key and digest is given, or it is malformed.
+        """
+        if (self.key is None) == (self.key_sha256 is None):
+            raise ValueError(f"{self.name}: give either key or key_sha256")
+        if self.key is not None:
+            if not self.key:
+                raise ValueError(f"{self.name}: the key is empty")
+            return _sha256(self.key)
+        digest = (self.key_sha256 or "").lower()
+        if len(digest) != _DIGITS or any(c not in "0123456789abcdef" for c in digest):
+            raise ValueError(f"{self.name}: key_sha256 must be {_DIGITS} hexadecimal digits")
+        return digest
+
+    @property
+    def quota(self) -> Quota:
+        """What it may use in a minute."""
+        return Quota(self.requests_per_minute, self.tokens_per_minute)
+
+    def capped(self, asked: ServiceLevel) -> ServiceLevel:
+        """Return what a request gets of the service that it asks for."""
+        first = self.first_priority
+        return ServiceLevel(
+            _at_least(asked.ttft_s, self.least_ttft_ms),
+            _at_least(asked.tpot_s, self.least_tpot_ms),
+            asked.priority if first is None else max(asked.priority, first),
+        )
+
+
+EVERYBODY: Final = Account("", first_priority=None)
+"""Whose requests are where there are no keys."""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    """The YAML file."""
+
+    keys: list[Account]
+
+
+class Accounts:
+    """The keys of a node."""
+
+    def __init__(self, accounts: Iterable[Account] = ()) -> None:
+        """Know these.
+
+        Raises:
+            ValueError: two share a name or a key, or one is malformed.
+        """
+        self._by_digest: dict[str, Account] = {}
+        for account in accounts:
+            digest = account.digest
+            if digest in self._by_digest:
+                raise ValueError(f"{account.name}: another account has the same key")
+            self._by_digest[digest] = account
+        names = [account.name for account in self._by_digest.values()]
+        if len(set(names)) < len(names):
+            raise ValueError("two accounts have the same name")
+
+    def __iter__(self) -> Iterator[Account]:
+        """Yield the accounts."""
+        return iter(self._by_digest.values())
+
+    @property
+    def required(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._by_digest)
+
+    def find(self, key: str) -> Account | None:
+        """Return the account of a key; None if nobody has it.
+
+        Keys are looked up by their digest, and digests compared in constant time: how long it
+        takes tells nothing of any key.
+        """
+        digest = _sha256(key)
+        account = self._by_digest.get(digest)
+        known = account.digest if account is not None else _sha256("")
+        return account if hmac.compare_digest(digest, known) else None
+
+
+def read_accounts(path: Path | None, keys: Iterable[str] = ()) -> Accounts:
+    """Return the accounts of a file, and one for each further key.
+
+    Raises:
+        ValueError: the file cannot be read or is malformed; the message names it.
+    """
+    listed = [Account(f"key-{_sha256(key)[:8]}", key) for key in keys if key]
+    if path is None:
+        return Accounts(listed)
+    try:
+        found = msgspec.yaml.decode(path.read_bytes(), type=_File)
+        return Accounts([*found.keys, *listed])
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _at_least(asked_s: float | None, least_ms: float | None) -> float | None:
+    if asked_s is None or least_ms is None:
+        return asked_s
+    return max(asked_s, least_ms / 1e3)

@@ -1,0 +1,236 @@
+"""Admission: quotas and deadlines, before anything waits. The decisions are in `policies/`.
+
+A request is refused here, at once and with the time after which to come back, or it will be
+answered. What it may use at most is reserved for it; when it ends, what it did use is settled and
+the rest released, however it ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Final
+
+from policies.admission.forecast import forecast, pool_of
+from policies.output_history import OutputHistory
+
+from gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
+from gateway.fleet import Fleet
+from gateway.queue import CentralQueue, Waiting
+from policies.admission.types import AdmissionView, Admitted, QueueView, Refused
+from policies.ordering.ticket import Ticket
+from policies.protocols import AdmissionPolicy
+from policies.quotas import Ledger, Shortage
+from policies.room import Need
+from policies.types import ANYTIME, ServiceLevel
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A client's request, as far as admission and queue look at it.
+
+    Attributes:
+        needs: of each of its prompts, at least one.
+        max_tokens: most tokens of output for each sequence.
+        service: how soon its tokens are wanted, and how much they matter.
+        tenant, share: whose it is, and what that tenant gets beside others who have 1.
+        fingerprint: the same for what a client sends again.
+    """
+
+    request_id: str
+    needs: tuple[Need, ...]
+    max_tokens: int
+    service: ServiceLevel = ANYTIME
+    tenant: str = ""
+    share: float = 1.0
+    fingerprint: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request that was admitted.
+
+    Attributes:
+        waiting: one for each of its prompts.
+        foreseen: what admission expects of it.
+        since_s: when it was admitted.
+        begun: its prompts that went to a worker.
+        output_tokens: tokens that it has generated.
+        ended: its sequences that ended by themselves or at their limit.
+    """
+
+    ask: Ask
+    waiting: Sequence[Waiting]
+    foreseen: Admitted
+    since_s: float
+    begun: list[int] = field(default_factory=list)
+    output_tokens: int = 0
+    ended: int = 0
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of prompts that were computed, and of output."""
+        prompts = sum(self.ask.needs[index].prompt_tokens for index in self.begun)
+        return prompts + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of the queue.
+
+    Attributes:
+        most: prompts that may wait.
+        timeout_s: longest wait.
+        shed_priority: requests of this class or behind are refused as soon as others wait; None
+            refuses nobody for its class.
+    """
+
+    most: int = 1024
+    timeout_s: float = 60.0
+    shed_priority: int | None = None
+
+
+DEFAULT_BOUNDS: Final = Bounds()
+
+
+class AdmissionController:
+    """Lets requests in, and accounts for them. Use on the event loop's thread.
+
+    Attributes:
+        refused: how many requests, by the reason's kind.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        queue: CentralQueue,
+        policy: AdmissionPolicy,
+        ledger: Ledger,
+        bounds: Bounds,
+        now_s: Callable[[], float],
+    ) -> None:
+        """Guard a queue.
+
+        Args:
+            now_s: the clock of the queue's tickets.
+        """
+        self.ledger = ledger
+        self.refused: Counter[str] = Counter()
+        self._fleet = fleet
+        self._queue = queue
+        self._policy = policy
+        self._bounds = bounds
+        self._now_s = now_s
+        self._outputs = OutputHistory()
+        self._keys = count()
+
+    def admit(self, ask: Ask) -> Entry:
+        """Return the entry of a request, whose tokens are reserved until `settle`.
+
+        Raises:
+            InvalidRequest: it is larger than its quota can ever be.
+            QuotaExceeded, Overloaded: not now; the error says when.
+        """
+        now_s = self._now_s()
+        self._reserve(ask, now_s)
+        view = self._view(ask, now_s)
+        decision = self._policy.decide(view, now_s)
+        if isinstance(decision, Refused):
+            self.ledger.release(ask.request_id)
+            self.refused[decision.kind] += 1
+            raise Overloaded(decision.reason, retry_after_s=decision.retry_after_s)
+        return Entry(ask, self._waiting(ask, decision.work_s, now_s), decision, now_s)
+
+    def began(self, entry: Entry, index: int) -> None:
+        """Note that a prompt goes to a worker."""
+        if not entry.begun:
+            waited_s = self._now_s() - entry.since_s
+            self._policy.learn(entry.foreseen.wait_s, waited_s)
+        entry.begun.append(index)
+
+    def settle(self, entry: Entry) -> None:
+        """Settle what a request used, and release the rest; learn from it if it came to its end."""
+        ask = entry.ask
+        self.ledger.settle(ask.request_id, entry.used_tokens)
+        if entry.ended == sum(need.sequences for need in ask.needs):
+            self._outputs.learn(ask.tenant, entry.output_tokens // entry.ended, ask.max_tokens)
+
+    def _reserve(self, ask: Ask, now_s: float) -> None:
+        tokens = sum(need.most_tokens for need in ask.needs)
+        shortage = self.ledger.reserve(ask.tenant, ask.request_id, tokens, now_s)
+        if shortage is not None:
+            self.refused[f"quota_{shortage.limit}"] += 1
+            raise _quota_error(shortage)
+
+    def _view(self, ask: Ask, now_s: float) -> AdmissionView:
+        """Return what the policy may know of a request and of what it meets."""
+        bounds, ordering = self._bounds, self._queue.ordering
+        loads = [worker.backend.load() for worker in self._fleet.serving]
+        prompt_tokens = sum(need.prompt_tokens for need in ask.needs)
+        output_tokens = self._outputs.expected_tokens(ask.tenant, ask.max_tokens)
+        view = AdmissionView(
+            ask.fingerprint,
+            prompt_tokens,
+            output_tokens,
+            bounds.timeout_s,
+            sum(need.sequences for need in ask.needs),
+            ask.service,
+            ask.tenant,
+            ask.share,
+            self._is_sheddable(ask.service.priority),
+            pool=pool_of(loads, prompt_tokens + output_tokens),
+        )
+        ticket = self._ticket(ask, forecast(view).work_s, now_s)
+        queue = QueueView(
+            len(self._queue),
+            bounds.most,
+            ordering.queued_of(ask.tenant),
+            ordering.work_s,
+            ordering.ahead_s(ticket, now_s),
+            self._queue.prompt_tokens,
+        )
+        return replace(view, queue=queue)
+
+    def _is_sheddable(self, priority: int) -> bool:
+        least = self._bounds.shed_priority
+        return least is not None and priority >= least
+
+    def _ticket(self, ask: Ask, work_s: float, now_s: float) -> Ticket:
+        """Return the ticket of one of a request's prompts."""
+        target_s = ask.service.ttft_s
+        deadline_s = now_s + (self._bounds.timeout_s if target_s is None else target_s)
+        return Ticket(
+            next(self._keys),
+            now_s,
+            deadline_s,
+            ask.service.priority,
+            ask.tenant,
+            ask.share,
+            work_s,
+        )
+
+    def _waiting(self, ask: Ask, work_s: float, now_s: float) -> tuple[Waiting, ...]:
+        """Return a request's prompts on their way."""
+        each_s = work_s / len(ask.needs)
+        return tuple(
+            Waiting(f"{ask.request_id}-{index}", self._ticket(ask, each_s, now_s), need)
+            for index, need in enumerate(ask.needs)
+        )
+
+
+def _quota_error(shortage: Shortage) -> GatewayError:
+    """Return what a client is told whose quota does not allow a request."""
+    what = f"{shortage.asked} {shortage.limit}"
+    if shortage.retry_after_s is None:
+        return InvalidRequest(
+            f"the request may take {what}, and the key's quota never holds more than "
+            f"{shortage.most}: ask for fewer with max_tokens",
+            "max_tokens",
+        )
+    return QuotaExceeded(
+        f"the key's quota of {shortage.limit} does not allow {what} before "
+        f"{shortage.retry_after_s:.1f} s from now",
+        retry_after_s=shortage.retry_after_s,
+    )

@@ -1,0 +1,69 @@
+"""What a dispatcher is made of: one way to put it together, for a node and for a simulation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
+from gateway.decisions import Decisions
+from gateway.dispatch import Dispatcher
+from gateway.fleet import Choose, Fleet, least_reserved
+from gateway.lifecycle import Lifecycle
+from gateway.placement import Placer
+from gateway.queue import CentralQueue
+from gateway.state.store import Store
+from policies.protocols import SpeculationPolicy
+from policies.quotas import Ledger, Quota
+from policies.registry import admission_policy, ordering_policy
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRules:
+    """Who may wait, how long, and who is next.
+
+    Attributes:
+        ordering, admission: policies by name.
+        bounds: of the queue.
+    """
+
+    ordering: str = "fair"
+    admission: str = "deadline"
+    bounds: Bounds = DEFAULT_BOUNDS
+
+
+def loop_time_s() -> float:
+    """Return the running event loop's time: virtual in a simulation."""
+    return asyncio.get_running_loop().time()
+
+
+def build_dispatcher(
+    fleet: Fleet,
+    store: Store,
+    lifecycle: Lifecycle,
+    decisions: Decisions,
+    policy: SpeculationPolicy,
+    rules: WaitingRules,
+    *,
+    quotas: Mapping[str, Quota],
+    choose: Choose = least_reserved,
+) -> Dispatcher:
+    """Return the dispatcher of a fleet, which need not have started yet.
+
+    Args:
+        policy: decides about speculation.
+        quotas: by tenant; others have none.
+        choose: picks each request's worker among those with room.
+
+    Raises:
+        ValueError: a policy does not exist.
+    """
+    ordering, bounds = ordering_policy(rules.ordering), rules.bounds
+    queue = CentralQueue(fleet, ordering, choose, loop_time_s, bounds.timeout_s)
+    policy_of_admission = admission_policy(rules.admission)
+    controller = AdmissionController(
+        fleet, queue, policy_of_admission, Ledger(quotas), bounds, loop_time_s
+    )
+    placer = Placer(fleet, policy, decisions)
+    return Dispatcher(fleet, store, lifecycle, decisions, placer, queue, controller)

@@ -1,0 +1,167 @@
+"""Placing a request: can it run at all, and, once its worker is known, how far may it speculate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from backends.errors import BackendFailed, RequestRejected
+from backends.types import GenerationRequest, SpeculationOutcome
+from gateway.decisions import Decisions
+from gateway.errors import InvalidRequest
+from gateway.fleet import Fleet, FleetWorker
+from gateway.job import Job
+from policies.acceptance_history import AcceptanceHistory
+from policies.protocols import SpeculationPolicy
+from policies.types import (
+    PROPOSER_MODES,
+    RequestView,
+    SpeculationMode,
+    SpeculationPlan,
+    WorkerLoad,
+)
+
+UNDECIDED: Final = SpeculationPlan("", SpeculationMode.OFF, None, 0, "not decided yet")
+"""The plan of a request that has no worker yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A request with the decision how far it may speculate, and the worker it goes to.
+
+    Attributes:
+        view, load: what the decision was made from.
+    """
+
+    request: GenerationRequest
+    worker: FleetWorker
+    view: RequestView
+    load: WorkerLoad
+
+
+class Placer:
+    """Sizes requests, and decides about their speculation; remembers how drafts fared."""
+
+    def __init__(self, fleet: Fleet, policy: SpeculationPolicy, decisions: Decisions) -> None:
+        """Place requests on the workers of a fleet, which are alike but for their load."""
+        self._fleet = fleet
+        self._policy = policy
+        self._decisions = decisions
+        self._history = AcceptanceHistory()
+
+    async def size(self, job: Job) -> tuple[GenerationRequest, ...]:
+        """Return a request for each prompt of a job, sized and checked, without a plan.
+
+        A grammar is compiled by then, in a thread.
+
+        Raises:
+            InvalidRequest: the client asked for a proposer the workers do not have, or for more
+                tokens at least than at most.
+            RequestRejected: the job can never run here.
+            BackendFailed: no worker is left.
+        """
+        workers = self._fleet.serving
+        if not workers:
+            raise BackendFailed(self._fleet.failure or "there is no worker")
+        if job.grammar is not None:
+            for worker in workers:
+                await asyncio.to_thread(_sized, job, 0, worker)
+        return tuple(_sized(job, index, workers[0]) for index in range(len(job.prompts)))
+
+    def place(
+        self, job: Job, index: int, request: GenerationRequest, worker: FleetWorker
+    ) -> Placement:
+        """Decide how far a job's sized request may speculate on a worker, and record it."""
+        load = worker.backend.load()
+        view = self._view(job, index, request, worker)
+        plan = self._policy.decide(view, load)
+        self._decisions.record(job.request_id, worker.worker_id, view, load, plan)
+        return Placement(replace(request, speculation=plan), worker, view, load)
+
+    def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
+        """Remember how a choice's drafts fared; what a grammar forces tells nothing of others."""
+        request = placed.request
+        if request.grammar is None:
+            self._history.learn(
+                request.tenant,
+                placed.worker.backend.card.model_id,
+                greedy=request.sampling.temperature == 0,
+                drafted=outcome.num_drafted_tokens,
+                histogram=outcome.acceptance_histogram,
+            )
+
+    def _view(
+        self, job: Job, index: int, request: GenerationRequest, worker: FleetWorker
+    ) -> RequestView:
+        """Return what the policy may know of one prompt of a job."""
+        temperature, model = job.sampling.temperature, worker.backend.card.model_id
+        of_tenant, of_model = self._history.of(job.tenant, model, greedy=temperature == 0)
+        return RequestView(
+            len(request.prompt_ids),
+            request.sampling.max_tokens,
+            temperature,
+            job.mode,
+            job.max_draft_tokens,
+            job.service,
+            job.repetitions[index] if job.repetitions else None,
+            of_tenant,
+            of_model,
+        )
+
+
+def total_tokens(requests: Sequence[GenerationRequest]) -> int:
+    """Return the tokens of prompt and output that all choices of requests take at most."""
+    return sum(request.most_tokens for request in requests)
+
+
+def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:
+    """Return one prompt's request, checked; without `max_tokens` it gets all that fits."""
+    prompt = job.prompts[index]
+    if job.max_tokens is not None:
+        return _checked(job, index, job.max_tokens, worker)
+    room = max(1, worker.backend.card.max_model_len - len(prompt))
+    try:
+        return _checked(job, index, room, worker)
+    except RequestRejected as error:
+        limit = error.limit_tokens
+        if limit is None or limit <= len(prompt):
+            raise
+        return _checked(job, index, limit - len(prompt), worker)
+
+
+def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> GenerationRequest:
+    _check_proposer(job.mode, worker.backend.load())
+    if job.sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: must be at most the {max_tokens} tokens that may be generated, "
+            f"not {job.sampling.min_tokens}",
+            "min_tokens",
+        )
+    request = GenerationRequest(
+        f"{job.request_id}-{index}",
+        job.prompts[index],
+        replace(job.sampling, max_tokens=max_tokens),
+        UNDECIDED,
+        job.n,
+        job.tenant,
+        job.grammar,
+        service=job.service,
+    )
+    worker.backend.check(request)
+    return request
+
+
+def _check_proposer(mode: SpeculationMode, load: WorkerLoad) -> None:
+    """Return if a worker can draft as the client wishes.
+
+    Raises:
+        InvalidRequest: it cannot; the message says with what it can.
+    """
+    if mode in PROPOSER_MODES and mode.value not in load.proposers:
+        there = ", ".join(load.proposers) or "nothing"
+        raise InvalidRequest(
+            f"this worker cannot draft with {mode.value!r}; it can draft with: {there}",
+            "speculation.mode",
+        )

@@ -1,0 +1,178 @@
+"""The central queue: who waits is bound late, in the order of the policy, and leaves no trace."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.errors import BackendFailed
+from backends.sim.clock import run_virtual
+from gateway.errors import QueueTimeout
+from gateway.fleet import FleetWorker, least_reserved
+from gateway.queue import CentralQueue, Waiting
+from policies.ordering.ticket import Ticket
+from policies.registry import ordering_policy
+from policies.room import Need
+from policies.types import WorkerLoad
+
+
+class Backend:
+    """A worker with so many seats."""
+
+    def __init__(self, seats: int) -> None:
+        self.seats = seats
+        self.failure: str | None = None
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(0, 0, 1000, 1000, 0.0, 0.5, (), seats=self.seats, step_tokens=512)
+
+
+class Fleet(SimpleNamespace):
+    """What the queue sees of a fleet."""
+
+    @property
+    def serving(self) -> list[FleetWorker]:
+        return [worker for worker in self.workers if worker.backend.failure is None]
+
+    failure = "device lost"
+
+
+def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[FleetWorker]]:
+    """A queue in front of workers with so many seats each."""
+    workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(seats)]
+    clock = asyncio.get_running_loop().time
+    fleet = Fleet(workers=workers)
+    return CentralQueue(fleet, ordering_policy("fair"), least_reserved, clock, timeout_s), workers
+
+
+def one(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
+    """A request on its way."""
+    now_s = asyncio.get_running_loop().time()
+    ticket = Ticket(key, now_s, now_s + 10.0, priority, work_s=1.0)
+    return Waiting(f"r-{key}", ticket, Need(sequences, 10, 30 * sequences))
+
+
+async def settled() -> None:
+    """Let everything that can happen now happen."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_the_first_to_go_is_the_most_urgent_and_it_goes_where_room_is_first() -> None:
+    """Who came later may overtake as long as both wait; the worker is chosen at that moment."""
+
+    async def scenario() -> None:
+        queue, workers = queue_of(1, 1)
+        assert [await queue.turn(one(key)) for key in range(2)] == workers
+        usual, urgent = (asyncio.create_task(queue.turn(one(2 + p, -p))) for p in range(2))
+        await settled()
+        assert len(queue) == 2
+        assert queue.prompt_tokens == 20
+        workers[1].release("r-1")
+        queue.pump()
+        await settled()
+        assert urgent.result() is workers[1]
+        assert not usual.done()
+        workers[0].release("r-0")
+        queue.pump()
+        assert await usual is workers[0]
+        assert len(queue) == queue.prompt_tokens == 0
+
+    run_virtual(scenario())
+
+
+def test_nobody_waits_for_ever() -> None:
+    """A wait that is in vain ends with an error at the bound, and the next ones are not held up."""
+
+    async def scenario() -> None:
+        queue, workers = queue_of(2, timeout_s=5.0)
+        await queue.turn(one(0))
+        with pytest.raises(QueueTimeout) as caught:
+            await queue.turn(one(1, sequences=2))
+        assert caught.value.retry_after_s is not None
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert await queue.turn(one(2)) is workers[0]
+
+    run_virtual(scenario())
+
+
+def test_who_waits_learns_that_no_worker_is_left() -> None:
+    """With the last worker all who wait are told, at once."""
+
+    async def scenario() -> None:
+        queue, workers = queue_of(1)
+        await queue.turn(one(0))
+        waiting = asyncio.create_task(queue.turn(one(1)))
+        await settled()
+        workers[0].backend.failure = "device lost"
+        queue.pump()
+        with pytest.raises(BackendFailed, match="device lost"):
+            await waiting
+        assert len(queue) == 0
+
+    run_virtual(scenario())
+
+
+def test_who_leaves_at_the_moment_of_its_turn_leaves_its_place_to_the_next() -> None:
+    """A client that goes just when a worker was found for it keeps nothing of that worker."""
+
+    async def scenario() -> None:
+        queue, workers = queue_of(1)
+        await queue.turn(one(0))
+        leaving, next_ = (asyncio.create_task(queue.turn(one(key))) for key in (1, 2))
+        await settled()
+        workers[0].release("r-0")
+        queue.pump()  # its turn, and before it hears of it
+        leaving.cancel()
+        await settled()
+        assert leaving.cancelled()
+        assert await next_ is workers[0]
+
+    run_virtual(scenario())
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["come", "end", "leave"]), st.integers(0, 30), st.integers(1, 3)),
+    max_size=40,
+)
+
+
+@given(STEPS, st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def test_no_worker_gets_more_than_it_has_room_for_and_nothing_is_left_over(
+    steps: list[tuple[str, int, int]], seats: list[int]
+) -> None:
+    """Whoever comes, ends or leaves in whatever order: seats hold, and in the end all is free."""
+
+    async def scenario() -> None:
+        queue, workers = queue_of(*seats)
+        tasks: dict[int, asyncio.Task[FleetWorker]] = {}
+        for key, (what, who, sequences) in enumerate(steps):
+            task = tasks.get(who)
+            if what == "come":
+                tasks[key] = asyncio.create_task(queue.turn(one(key, sequences=sequences)))
+            elif task is not None and what == "leave":
+                task.cancel()
+            elif task is not None and task.done() and not task.cancelled():
+                task.result().release(f"r-{who}")
+                queue.pump()
+            if who % 2:
+                await settled()
+            for worker, most in zip(workers, seats, strict=True):
+                assert worker.occupancy.sequences <= max(most, 3)
+                alone = len(worker._sent) == 1
+                assert alone or worker.occupancy.sequences <= most
+        for task in tasks.values():
+            task.cancel()
+        await settled()
+        for key, task in tasks.items():
+            if task.done() and not task.cancelled():
+                task.result().release(f"r-{key}")
+        assert len(queue) == queue.prompt_tokens == 0
+        assert all(worker.reserved_tokens == 0 for worker in workers)
+        assert all(worker.occupancy.unstarted_prompt_tokens == 0 for worker in workers)
+
+    run_virtual(scenario())
