@@ -12,12 +12,13 @@ from aiohttp import web
 
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.answer import Answer
-from gateway.http.context import NODE, REQUEST_ID, new_id, read_body
+from gateway.http.context import NODE, begin_span, new_id, read_body
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.service import service_of
 from gateway.http.requests.validation import Call, Served
 from gateway.http.stream import EventStream, stream_answer
 from gateway.node import Node
+from gateway.telemetry.outcomes import describe_decision
 from gateway.telemetry.watch import Ending, RequestWatch
 from policies.types import ServiceLevel
 
@@ -55,14 +56,8 @@ def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
 
 async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
     node = request.app[NODE]
-    attributes = {
-        "http.request.method": "POST",
-        "http.route": api.path,
-        "gen_ai.operation.name": api.operation,
-        "gen_ai.provider.name": "draftgate",
-    }
-    span = node.tracing.server(f"POST {api.path}", request.headers, attributes)
-    watch = RequestWatch(node.metrics, span, api.path, request[REQUEST_ID])
+    span = begin_span(node.tracing, request, api.path, api.operation)
+    watch = RequestWatch(node.metrics, span, api.path, api.operation)
     try:
         with node.dispatcher.admitted():
             response = await _respond(request, node, api, watch)
@@ -81,16 +76,13 @@ async def _respond(
     request: web.Request, node: Node, api: Api, watch: RequestWatch
 ) -> web.StreamResponse:
     answer = await _decide(request, node, api, watch)
-    dispatch = watch.span.child("dispatch")
-    try:
+    with watch.dispatched():
         if answer.call.stream:
             events = EventStream(request)
             await stream_answer(events, answer, node.dispatcher)
             return events.response
         async with answer.deltas(node.dispatcher) as deltas:
             body = await answer.whole(deltas)
-    finally:
-        dispatch.end()
     response = web.Response(body=body, content_type="application/json")
     # Sent from here, so that the request is in flight, and its span open, up to the last byte.
     await response.prepare(request)
@@ -112,19 +104,20 @@ async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatc
         call = api.parse(body, served, internal_id, service)
     else:
         call = await asyncio.to_thread(api.parse, body, served, internal_id, service)
-    span = watch.span.child("decide")
-    try:
+    with watch.span.child("decide") as span:
         await node.dispatcher.prepare(call.job)
         placements = node.dispatcher.decide(call.job)
-    finally:
-        span.end()
-    watch.span.set(
-        {
-            "gen_ai.request.model": served.name,
-            "gen_ai.request.stream": call.stream,
-            "gen_ai.response.id": internal_id,
-        }
-    )
+        first = placements[0]
+        describe_decision(span, first.view, first.load, len(node.fleet.serving))
+    if watch.span.recording:
+        watch.span.set(
+            {
+                "gen_ai.request.model": served.name,
+                "gen_ai.request.stream": call.stream,
+                "gen_ai.response.id": internal_id,
+                "gen_ai.response.model": served.name,
+            }
+        )
     watch.decided(placements)
     wants_logprobs = call.job.sampling.logprobs is not None
     frame = Frame(internal_id, int(time.time()), served.name, served.tokenizer, wants_logprobs)
