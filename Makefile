@@ -18,7 +18,7 @@ STAMP := $(VENV)/.setup-done
 pip_install = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long check format clean
+.PHONY: help setup serve test test-long check docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ check: $(STAMP) ## style, types, import contracts, docstrings of tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/interrogate tests
+
+docs: $(STAMP) ## write the pages that are made from declarations
+	$(BIN)/python -m gateway.cli.reference docs
 
 format: $(STAMP) ## put the code into form
 	$(BIN)/ruff check --fix-only --quiet .

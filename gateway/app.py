@@ -59,7 +59,8 @@ def build_node(config: ServeConfig) -> Node:
         StartError: the policy does not exist.
     """
     try:
-        return Node(config, build_fleet(config), MemoryStore(), open_tracing(os.environ))
+        tracing = open_tracing(config.otlp_endpoint, os.environ)
+        return Node(config, build_fleet(config), MemoryStore(), tracing)
     except ValueError as error:
         raise StartError(str(error)) from error
 

@@ -15,13 +15,15 @@ from typing import Final
 from backends.types import Delta, GenerationRequest
 from gateway.admission import AdmissionController, Ask, Entry
 from gateway.decisions import Decisions
-from gateway.fleet import Fleet
+from gateway.fleet import Fleet, FleetWorker
 from gateway.job import Job
 from gateway.lifecycle import Lifecycle
 from gateway.placement import Placement, Placer
 from gateway.queue import CentralQueue
 from gateway.state.store import Store
+from gateway.telemetry.hops import dispatched
 from gateway.telemetry.logs import log
+from gateway.telemetry.outcomes import admission_attributes, describe_decision
 from gateway.telemetry.tracing import NO_SPAN, Span
 from policies.room import Need
 from policies.types import Pace
@@ -166,9 +168,11 @@ class Dispatcher:
             Overloaded, QuotaExceeded: not now; the error says when.
             BackendFailed: no worker is left.
         """
-        with span.child("admit"):
+        with span.child("admit") as admit:
             requests = await self._placer.size(job)
             entry = self.admission.admit(_ask(job, requests))
+            if admit.recording:
+                admit.set(admission_attributes(entry))
         run = Run(job, requests, entry, span, on_placed)
         try:
             run.deltas = self._one(run, 0) if len(requests) == 1 else self._merged(run)
@@ -180,44 +184,49 @@ class Dispatcher:
     # --- one prompt ---------------------------------------------------------------------------
 
     async def _one(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
-        """Let a prompt have its turn, run it, and learn from what comes."""
-        waiting, admission = run.entry.waiting[index], self.admission
+        """Let a prompt have its turn, decide about it, run it, and learn from what comes."""
+        waiting, entry = run.entry.waiting[index], run.entry
         with run.span.child("queue"):
             worker = await self.queue.turn(waiting)
-        unstarted = True
         try:
-            admission.began(run.entry, index)
-            with run.span.child("decide"):
-                placed = self._placer.place(run.job, index, run.requests[index], worker)
-            run.place(index, placed)
-            request = placed.request
-            async with (
-                self._leased(placed),
-                aclosing(worker.backend.generate(request)) as deltas,
-            ):
-                async for delta in deltas:
-                    if unstarted:
-                        unstarted = False
-                        worker.started(request.request_id)
-                        self.queue.pump()
-                    run.entry.output_tokens += len(delta.token_ids)
-                    if delta.outcome is not None:
-                        self._placer.learn(placed, delta.outcome)
-                        run.entry.ended += 1
-                    yield delta
+            self.admission.began(entry, index)
+            placed = self._decide(run, index, worker)
+            unstarted = True
+            with dispatched(run.span) as hops:
+                async with self._leased(placed) as deltas:
+                    async for delta in deltas:
+                        if unstarted:
+                            unstarted = False
+                            worker.started(waiting.request_id)
+                            self.queue.pump()
+                        if hops is not None:
+                            hops.observe(delta)
+                        entry.output_tokens += len(delta.token_ids)
+                        if delta.outcome is not None:
+                            entry.ended += 1
+                            self._placer.learn(placed, delta.outcome)
+                        yield delta
         finally:
             worker.release(waiting.request_id)
             self.queue.pump()
 
+    def _decide(self, run: Run, index: int, worker: FleetWorker) -> Placement:
+        """Decide how far a prompt may speculate on the worker that has room for it."""
+        with run.span.child("decide") as span:
+            placed = self._placer.place(run.job, index, run.requests[index], worker)
+            describe_decision(span, placed.view, placed.load, len(self._fleet.serving))
+        run.place(index, placed)
+        return placed
+
     @asynccontextmanager
-    async def _leased(self, placed: Placement) -> AsyncIterator[None]:
-        """Hold a lease on a worker's capacity."""
-        lease = placed.request.request_id
+    async def _leased(self, placed: Placement) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Run a request under a lease on its worker's capacity."""
+        lease, worker = placed.request.request_id, placed.worker
         self._leases.add(lease)
         try:
-            tokens = placed.request.most_tokens
-            await self._store.reserve(placed.worker.worker_id, lease, tokens, LEASE_S)
-            yield
+            await self._store.reserve(worker.worker_id, lease, placed.request.most_tokens, LEASE_S)
+            async with aclosing(worker.backend.generate(placed.request)) as deltas:
+                yield deltas
         finally:
             self._leases.discard(lease)
             await self._store.release(lease)

@@ -11,7 +11,6 @@ import typer
 from gateway.cli.options import config_from, with_settings
 from gateway.cli.simulate.flags import simulate
 from gateway.config import ConfigError
-from gateway.config import settings as all_settings
 
 app = typer.Typer(
     name="draftgate",
@@ -124,13 +123,15 @@ def collect_env(
 
 @config_app.command("show")
 @with_settings()
-def show_config(settings: dict[str, Any]) -> None:
-    """Show the settings in force, and where each one comes from."""
-    effective = config_from(settings)
-    width = max(map(len, effective.origins))
-    for setting in all_settings():
-        value = setting.shown(getattr(effective.config, setting.name))
-        typer.echo(f"{setting.name:{width}} = {value:24} ({effective.origins[setting.name]})")
+def show_config(
+    settings: dict[str, Any],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
+) -> None:
+    """Show the settings in force, and where each one comes from. Secrets are masked."""
+    from gateway.cli.configuration import as_json_text, as_lines
+
+    shown = as_json_text if as_json else as_lines
+    typer.echo(shown(config_from(settings)))
 
 
 @app.command()

@@ -17,8 +17,8 @@ R = TypeVar("R")
 def with_settings(*, gateway: bool = True) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command one option per setting; it receives them as the dictionary `settings`.
 
-    Values arrive as texts, or as booleans for what is on or off, and as None where a flag was not
-    given: `config_from` checks them.
+    Values arrive as texts, as lists of them where a flag may be repeated, or as booleans for what
+    is on or off, and as None where a flag was not given: `config_from` checks them.
 
     Args:
         gateway: with False, settings of the HTTP server are left out.
@@ -50,7 +50,7 @@ def config_from(values: dict[str, Any]) -> EffectiveConfig:
     Raises:
         ConfigError: one of them is bad.
     """
-    flags = dict(values)
+    flags = {name: None if value == [] else value for name, value in values.items()}
     file = flags.pop("config", None)
     return load_config(flags, file)
 
@@ -66,8 +66,10 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         return _keyword(setting.name, Annotated[bool | None, info])
     else:
         info = typer.Option(
-            setting.flag, help=_help(setting), metavar=_metavar(setting), show_default=False
+            setting.flag, help=_help(setting), metavar=metavar(setting), show_default=False
         )
+    if setting.kind == "list":
+        return _keyword(setting.name, Annotated[list[str] | None, info])
     return _keyword(setting.name, Annotated[str | None, info])
 
 
@@ -83,21 +85,29 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
 
 
 def _help(setting: Setting) -> str:
-    if setting.default is None:
-        return setting.help
-    default = setting.shown(setting.default)
+    default = shown_default(setting)
+    return f"{setting.help} (default: {default})" if default else setting.help
+
+
+def shown_default(setting: Setting) -> str:
+    """Return the default as a flag would have it; "" where there is none."""
+    if setting.default in (None, ()):
+        return ""
     if setting.kind == "bytes":
-        default = f"{setting.default >> 20}MiB"
-    return f"{setting.help} (default: {default})"
+        return f"{setting.default >> 20}MiB"
+    return setting.shown(setting.default)
 
 
-def _metavar(setting: Setting) -> str:
+def metavar(setting: Setting) -> str:
+    """Return what stands for its value in help and documents."""
     if setting.choices:
         return "|".join(setting.choices)
     if setting.kind == "bytes":
         return "SIZE"
     if setting.kind == "indices":
         return "INDICES"
+    if setting.kind == "list":
+        return "TEXT ..."
     if setting.kind in {"speculation", "batching", "ordering", "admission"}:
         return "POLICY"
     return "NUMBER" if setting.numeric else "TEXT"

@@ -23,7 +23,7 @@ CANNOT_START = 1
 
 def run_server(config: ServeConfig) -> None:
     """Serve until a signal; exits with 1 and one line on stderr if the node cannot start."""
-    configure(config.log_level)
+    configure(config.log_level, config.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
 
@@ -14,7 +16,7 @@ from msgspec import Meta
 
 from backends.registry import backend_names
 from gateway.config.schema import ServeConfig
-from gateway.config.values import indices, size_bytes
+from gateway.config.values import indices, size_bytes, texts
 from policies.registry import (
     admission_policy,
     batching_policy,
@@ -23,6 +25,17 @@ from policies.registry import (
 )
 
 ENV_PREFIX: Final = "DRAFTGATE_"
+
+CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
+"""Names the file, as `--config` does."""
+
+MASK: Final = "********"
+
+_OF_KUBERNETES: Final = re.compile(
+    ENV_PREFIX
+    + r"([A-Z0-9_]+?_)??(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+"""What it puts into every pod for a service whose name begins with ours; see `_linked`."""
 
 _POLICIES: Final[Mapping[str, Callable[[str], object]]] = {
     "speculation": speculation_policy,
@@ -48,6 +61,7 @@ class Setting:
     kind: str
     choices: tuple[str, ...]
     gateway: bool
+    secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -69,10 +83,15 @@ class Setting:
         """The environment's name for it."""
         return ENV_PREFIX + self.name.upper()
 
+    def public(self, value: Any) -> Any:
+        """Return a value as anybody may see it: a secret one is masked."""
+        return MASK if self.secret and value not in (None, ()) else value
+
     def shown(self, value: object) -> str:
-        """Return a value as a flag would have it; `-` for none."""
+        """Return a value as a flag would have it, masked if it is secret; `-` for none."""
+        value = self.public(value)
         if isinstance(value, tuple):
-            return ",".join(map(str, value))
+            return ",".join(map(str, value)) or "-"
         return "-" if value is None else str(value)
 
     def read(self, value: object, source: str) -> Any:
@@ -86,6 +105,8 @@ class Setting:
                 value = size_bytes(value)
             if self.kind == "indices":
                 value = indices(value)
+            if self.kind == "list":
+                value = texts(value)
             if value is False and self.kind == "speculation":
                 value = "off"  # which is how YAML spells false
             if isinstance(value, str) and self.choices:
@@ -95,7 +116,8 @@ class Setting:
         except ValueError as error:
             reason = str(error).partition(", got ")[0].replace("`", "")
             reason = reason[:1].lower() + reason[1:]
-            raise ConfigError(f"{source}: {reason} (given: {value!r})") from None
+            given = self.public(value)
+            raise ConfigError(f"{source}: {reason} (given: {given!r})") from None
         return checked
 
     def _check(self, value: object) -> None:
@@ -135,6 +157,7 @@ def settings() -> tuple[Setting, ...]:
                 str(extra["kind"]),
                 tuple(extra["choices"]),
                 bool(extra["gateway"]),
+                bool(extra["secret"]),
             )
         )
     return tuple(found)
@@ -156,9 +179,13 @@ def effective_config(
         file: the YAML file; None looks at `DRAFTGATE_CONFIG`.
 
     Raises:
-        ConfigError: a key is unknown, or a value bad.
+        ConfigError: a key or a variable of ours is unknown, or a value bad.
     """
-    path = file or environ.get(ENV_PREFIX + "CONFIG")
+    environ = {name: value for name, value in environ.items() if not _linked(name, value)}
+    ours = (name for name in environ if name.startswith(ENV_PREFIX))
+    known = {*(setting.variable for setting in settings()), CONFIG_VARIABLE}
+    _check_known(ours, known, "unknown variable", ENV_PREFIX)
+    path = file or environ.get(CONFIG_VARIABLE)
     from_file = _read_file(Path(path)) if path else {}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -194,9 +221,37 @@ def _read_file(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a mapping of settings was expected")
-    known = {setting.name for setting in settings()}
     found = {str(key).replace("-", "_"): value for key, value in content.items()}
-    for key in found:
-        if key not in known:
-            raise ConfigError(f"{path}: unknown key {key!r}; known: {', '.join(sorted(known))}")
+    _check_known(found, {setting.name for setting in settings()}, f"{path}: unknown key")
     return found
+
+
+def _check_known(names: Iterable[str], known: set[str], what: str, prefix: str = "") -> None:
+    """Return if all names are known.
+
+    Args:
+        what: how the message begins; what may have been meant follows.
+        prefix: of all names, which makes none of them like another.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        if name not in known:
+            bare = sorted(one.removeprefix(prefix) for one in known)
+            near = get_close_matches(name.removeprefix(prefix), bare, n=1)
+            hint = f"did you mean {prefix + near[0]!r}?" if near else f"known: {_listed(known)}"
+            raise ConfigError(f"{what} {name!r}; {hint}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _linked(name: str, value: str) -> bool:
+    """Whether Kubernetes set a variable, for a service called `draftgate` or `draftgate-...`.
+
+    So it may set DRAFTGATE_PORT, which is a setting of ours too: to `tcp://10.0.0.1:80`.
+    """
+    match = _OF_KUBERNETES.fullmatch(name)
+    return match is not None and (match[2] != "PORT" or "://" in value)

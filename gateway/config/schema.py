@@ -22,6 +22,7 @@ def _meta(
     kind: str = "",
     choices: tuple[str, ...] = (),
     gateway: bool = False,
+    secret: bool = False,
     gt: float | None = None,
     ge: float | None = None,
     le: float | None = None,
@@ -30,15 +31,17 @@ def _meta(
 
     Args:
         text: the help text.
-        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1; `backend`
-            and the kinds of policies are names.
+        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1, `list` takes texts
+            with commas between them, or the flag again and again; `backend` and the kinds of
+            policies are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
+        secret: whether its value is never shown.
         gt: what the value must exceed; instead of `ge`.
         ge: least value.
         le: greatest value.
     """
-    extra = {"kind": kind, "choices": choices, "gateway": gateway}
+    extra = {"kind": kind, "choices": choices, "gateway": gateway, "secret": secret}
     if gt is not None:
         return Meta(description=text, extra=extra, gt=gt, le=le)
     return Meta(description=text, extra=extra, ge=ge, le=le)
@@ -218,6 +221,21 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _meta("Least severity to log", choices=("debug", "info", "warning", "error"), gateway=True),
     ] = "info"
+    log_format: Annotated[
+        str,
+        _meta("Form of a log line: key=value, or JSON", choices=("line", "json"), gateway=True),
+    ] = "line"
+    otlp_endpoint: (
+        Annotated[
+            str,
+            _meta(
+                "Send a trace of each request to this OTLP/HTTP collector, such as "
+                "http://127.0.0.1:4318 (default: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces)",
+                gateway=True,
+            ),
+        ]
+        | None
+    ) = None
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
         """Return what concerns the workers: a configuration for each of the devices."""

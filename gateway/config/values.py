@@ -1,4 +1,4 @@
-"""Values of settings that a text stands for: sizes and lists of indices."""
+"""Values of settings that a text stands for: sizes, indices, lists of texts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ def indices(value: object) -> list[int]:
         found = []
     if not found or min(found) < 0 or len(set(found)) < len(found):
         raise ValueError("expected different indices from 0 on, such as 0,1")
+    return found
+
+
+def texts(value: object) -> object:
+    """Read several texts: one with commas between them, or a list, whose entries stay as they are.
+
+    What is neither is returned as it is: whoever checks types complains about it.
+
+    Raises:
+        ValueError: one of them is empty.
+    """
+    if not isinstance(value, str):
+        return value
+    found = [item.strip() for item in value.split(",")] if value.strip() else []
+    if "" in found:
+        raise ValueError("expected texts with commas between them, none of them empty")
     return found
 
 

@@ -10,6 +10,8 @@ from aiohttp import web
 from gateway.errors import BodyTooLarge, InvalidRequest
 from gateway.http.readers import SlowReaders
 from gateway.node import Node
+from gateway.telemetry.logs import add_about_request
+from gateway.telemetry.tracing import Span, Tracing
 
 NODE: Final = web.AppKey("node", Node)
 SLOW_READERS: Final = web.AppKey("slow_readers", SlowReaders)
@@ -32,6 +34,33 @@ def client_request_id(request: web.Request) -> str:
 def new_id() -> str:
     """Return an id nobody else has."""
     return secrets.token_hex(12)
+
+
+def begin_span(tracing: Tracing, request: web.Request, route: str, operation: str) -> Span:
+    """Start the SERVER span of a generating request; its log lines have the trace's id.
+
+    Attributes are those of OpenTelemetry's HTTP and GenAI conventions. What samplers are given is
+    little: most of it is gathered for spans only that will be sent.
+    """
+    span = tracing.server(f"{request.method} {route}", request.headers, {"http.route": route})
+    if not span.recording:
+        return span
+    add_about_request(trace=span.trace_id)
+    version = request.version
+    span.set(
+        {
+            "http.request.method": request.method,
+            "url.path": request.path,
+            "url.scheme": request.scheme,
+            "client.address": request.remote or "",
+            "network.protocol.version": f"{version.major}.{version.minor}",
+            "user_agent.original": request.headers.get("User-Agent", ""),
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "draftgate",
+            "draftgate.request_id": request[REQUEST_ID],
+        }
+    )
+    return span
 
 
 async def read_body(request: web.Request) -> bytes:

@@ -13,7 +13,7 @@ from aiohttp import web
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.accounts import ACCOUNT, fingerprint
 from gateway.http.answer import Answer
-from gateway.http.context import NODE, REQUEST_ID, SLOW_READERS, new_id, read_body
+from gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.service import service_of
 from gateway.http.requests.validation import Call, Served
@@ -56,14 +56,8 @@ def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
 
 async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
     node = request.app[NODE]
-    attributes = {
-        "http.request.method": "POST",
-        "http.route": api.path,
-        "gen_ai.operation.name": api.operation,
-        "gen_ai.provider.name": "draftgate",
-    }
-    span = node.tracing.server(f"POST {api.path}", request.headers, attributes)
-    watch = RequestWatch(node.metrics, span, api.path, request[REQUEST_ID])
+    span = begin_span(node.tracing, request, api.path, api.operation)
+    watch = RequestWatch(node.metrics, span, api.path, api.operation)
     try:
         with node.dispatcher.counted():
             response = await _respond(request, node, api, watch)

@@ -30,7 +30,7 @@ from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
 from gateway.http.readers import SlowReaders
 from gateway.node import Node
-from gateway.telemetry.logs import log
+from gateway.telemetry.logs import about_request, log
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -62,9 +62,10 @@ def build_app(node: Node) -> web.Application:
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every request an id."""
+    """Give every request an id, which all its log lines have."""
     request[REQUEST_ID] = client_request_id(request)
-    return await handler(request)
+    with about_request(id=request[REQUEST_ID]):
+        return await handler(request)
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
@@ -86,7 +87,7 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
     except Exception as error:  # noqa: BLE001 - every one becomes an answer
         shown = as_gateway_error(error)
         if type(shown) is GatewayError:
-            log(logging.ERROR, "internal error", error=error, id=request[REQUEST_ID])
+            log(logging.ERROR, "internal error", error=error)
         return _error_response(shown)
 
 

@@ -1,14 +1,25 @@
-"""Logs: one line per event, `key=value`, with the request's id. Never the text of a prompt."""
+"""Logs: one line per event, with the id of the request that it concerns. Never a prompt's text.
+
+What is said within a request carries what is known of that request (`about_request`): its id, its
+trace, later perhaps its tenant. Nobody who logs has to hand that on.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final
 
 LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
+
+_REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
 
 class LineFormatter(logging.Formatter):
@@ -16,32 +27,82 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; a traceback, if there is one, follows on its own lines."""
-        moment = datetime.fromtimestamp(record.created, UTC)
-        stamp = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        fields: dict[str, object] = getattr(record, _FIELDS, {})
-        pairs = [f"{key}={_quoted(value)}" for key, value in fields.items() if value is not None]
-        line = " ".join([stamp, record.levelname, record.getMessage(), *pairs])
+        pairs = [f"{key}={_quoted(value)}" for key, value in _fields(record).items()]
+        line = " ".join([_moment(record), record.levelname, record.getMessage(), *pairs])
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
 
 
-def configure(level: str) -> None:
-    """Send our log lines of that level and above to stderr. Idempotent."""
+class JsonFormatter(logging.Formatter):
+    """`{"time": "...", "level": "INFO", "event": "request", "id": "...", "status": 200}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the object on one line; a traceback, if there is one, is its `traceback`."""
+        told = {
+            **{key: _plain(value) for key, value in _fields(record).items()},
+            "time": _moment(record),
+            "level": record.levelname,
+            "event": record.getMessage(),
+        }
+        if record.exc_info:
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told)
+
+
+FORMATTERS: Final = {"line": LineFormatter, "json": JsonFormatter}
+
+
+def configure(level: str, form: str = "line") -> None:
+    """Send our log lines of that level and above to stderr, in a form of `FORMATTERS`."""
     logger = logging.getLogger(LOGGER)
     logger.setLevel(level.upper())
     logger.propagate = False
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(LineFormatter())
-        logger.addHandler(handler)
+        logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.handlers[0].setFormatter(FORMATTERS[form]())
+
+
+@contextmanager
+def about_request(**fields: object) -> Iterator[None]:
+    """Put the fields into every line that is logged in this context, and in tasks made there."""
+    token = _REQUEST.set(fields)
+    try:
+        yield
+    finally:
+        _REQUEST.reset(token)
+
+
+def add_about_request(**fields: object) -> None:
+    """Put further fields into the lines of this request; nothing happens outside of one."""
+    known = _REQUEST.get()
+    if known is not None:
+        known.update(fields)
 
 
 def log(level: int, event: str, *, error: BaseException | None = None, **fields: object) -> None:
     """Log an event with its fields; fields that are None are left out."""
     logger = logging.getLogger(LOGGER)
     if logger.isEnabledFor(level):
-        logger.log(level, event, extra={_FIELDS: fields}, exc_info=error)
+        known = _REQUEST.get() or {}
+        logger.log(level, event, extra={_FIELDS: {**known, **fields}}, exc_info=error)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    found: dict[str, object] = getattr(record, _FIELDS, {})
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _moment(record: logging.LogRecord) -> str:
+    moment = datetime.fromtimestamp(record.created, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _plain(value: object) -> object:
+    """Return a value that JSON can hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if isinstance(value, str | int) else str(value)
 
 
 def _quoted(value: object) -> str:

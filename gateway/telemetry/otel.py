@@ -1,19 +1,50 @@
-"""Traces through OpenTelemetry. Imported only where there is somewhere to send them."""
+"""Traces through OpenTelemetry. Imported only where there is somewhere to send them.
+
+The SDK reads the standard variables itself: sampler, limits, batching, headers, compression,
+certificates, resource attributes.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from types import TracebackType
+from typing import Final, Self
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagate import extract
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.propagators.textmap import Getter
+from opentelemetry.sdk.resources import (
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from gateway import __version__
-from gateway.telemetry.tracing import Attributes
+from gateway.errors import as_gateway_error
+from gateway.telemetry.tracing import NO_SPAN, Attributes, Span, is_ours
+
+TRACES_PATH: Final = "/v1/traces"
+"""Where an OTLP/HTTP collector takes spans."""
+
+
+class _Headers(Getter[Mapping[str, str]]):
+    """Reads headers where they are, instead of from a copy of all of them."""
+
+    def get(self, carrier: Mapping[str, str], key: str) -> list[str] | None:
+        found = carrier.get(key)
+        return None if found is None else [found]
+
+    def keys(self, carrier: Mapping[str, str]) -> list[str]:
+        return list(carrier)
+
+
+_HEADERS: Final = _Headers()
 
 
 class OtelTracing:
@@ -21,19 +52,22 @@ class OtelTracing:
 
     def __init__(self, processor: SpanProcessor) -> None:
         """Send ended spans to the processor."""
-        resource = Resource.create({SERVICE_NAME: "draftgate", SERVICE_VERSION: __version__})
-        self._provider = TracerProvider(resource=resource)
+        of_environment = OTELResourceDetector().detect().attributes
+        ours = {SERVICE_NAME: "draftgate", SERVICE_VERSION: __version__}
+        self._provider = TracerProvider(resource=Resource.create({**ours, **of_environment}))
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("draftgate", __version__)
 
-    def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> OtelSpan:
-        """Start a SERVER span below the client's, if it sent one."""
-        carrier = {key.lower(): value for key, value in headers.items()}
-        parent = extract(carrier)
+    def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
+        """Start a SERVER span below the client's, if it sent one; none if it is not sampled."""
+        start_ns = time.time_ns()
+        parent = extract(headers, getter=_HEADERS)
         span = self._tracer.start_span(
-            name, parent, kind=trace.SpanKind.SERVER, attributes=dict(attributes)
+            name, parent, trace.SpanKind.SERVER, dict(attributes), start_time=start_ns
         )
-        return OtelSpan(self._tracer, span)
+        if not span.is_recording():
+            return NO_SPAN
+        return OtelSpan(self._tracer, span, start_ns - time.monotonic_ns())
 
     def shutdown(self) -> None:
         """Export what is left."""
@@ -41,36 +75,82 @@ class OtelTracing:
 
 
 class OtelSpan:
-    """Implements `Span`."""
+    """Implements `Span`.
 
-    def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
+    All instants of a trace are of one monotonic clock, moved to where the wall clock was when the
+    trace began: no step of that clock lets a span end before it starts or outlive its parent.
+    """
+
+    recording = True
+
+    def __init__(self, tracer: trace.Tracer, span: trace.Span, offset_ns: int) -> None:
+        """Wrap a span; the offset is that from the monotonic clock to the wall clock."""
         self._tracer = tracer
         self._span = span
+        self._offset_ns = offset_ns
+        self._context: Context | None = None  # of its children
+
+    @property
+    def trace_id(self) -> str:
+        """The W3C trace id."""
+        return trace.format_trace_id(self._span.get_span_context().trace_id)
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes."""
         self._span.set_attributes(dict(attributes))
 
-    def event(self, name: str, attributes: Attributes | None = None) -> None:
+    def event(
+        self, name: str, attributes: Attributes | None = None, at_s: float | None = None
+    ) -> None:
         """Add an event."""
-        self._span.add_event(name, dict(attributes or {}))
+        self._span.add_event(name, dict(attributes or {}), self._wall_ns(at_s))
 
-    def fail(self, kind: str, message: str) -> None:
-        """Mark it as failed."""
-        self._span.set_attribute("error.type", kind)
-        self._span.set_status(trace.StatusCode.ERROR, message)
+    def fail(self, error: BaseException) -> None:
+        """Note an error; the description is what a client may see of it."""
+        self._span.set_attribute("error.type", type(error).__name__)
+        if isinstance(error, Exception) and is_ours(error):
+            self._span.set_status(trace.StatusCode.ERROR, as_gateway_error(error).message)
 
-    def child(self, name: str) -> OtelSpan:
+    def child(
+        self, name: str, attributes: Attributes | None = None, start_s: float | None = None
+    ) -> OtelSpan:
         """Start an INTERNAL span below this one."""
-        context = trace.set_span_in_context(self._span, Context())
-        return OtelSpan(self._tracer, self._tracer.start_span(name, context))
+        if self._context is None:
+            self._context = trace.set_span_in_context(self._span, Context())
+        span = self._tracer.start_span(
+            name,
+            self._context,
+            attributes=None if attributes is None else dict(attributes),
+            start_time=self._wall_ns(start_s),
+        )
+        return OtelSpan(self._tracer, span, self._offset_ns)
 
-    def end(self) -> None:
+    def end(self, at_s: float | None = None) -> None:
         """End it, once."""
         if self._span.is_recording():
-            self._span.end()
+            self._span.end(self._wall_ns(at_s))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.end()
+
+    def _wall_ns(self, at_s: float | None) -> int:
+        now_ns = time.monotonic_ns() if at_s is None else int(at_s * 1e9)
+        return self._offset_ns + now_ns
 
 
-def otlp_tracing() -> OtelTracing:
-    """Return tracing to the OTLP endpoint that the environment names."""
-    return OtelTracing(BatchSpanProcessor(OTLPSpanExporter()))
+def otlp_tracing(endpoint: str | None) -> OtelTracing:
+    """Return tracing to an OTLP/HTTP collector; None is the one that the environment names."""
+    if endpoint is not None:
+        base = endpoint.rstrip("/")
+        endpoint = base if base.endswith(TRACES_PATH) else base + TRACES_PATH
+    return OtelTracing(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

@@ -1,39 +1,66 @@
-"""Traces, behind two small protocols: a node without an exporter pays a method call that returns.
+"""Traces, behind two small protocols: a node without an exporter pays method calls that return.
 
-Spans of a request: the HTTP SERVER span, below it `decide` and `dispatch`; events for the first
-token; attributes for the decision and the outcome. Never a span per token.
+One trace per request (design, section 4): the HTTP SERVER span, below it a span for each hop, and
+below `dispatch` those of the worker (`hops`). Never a span per token. Spans are context managers;
+they end when they are left, also by a cancel. Instants are those of `time.monotonic`, in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, Protocol
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Final, Protocol, Self
 
-Attributes = Mapping[str, str | int | float | bool]
+from gateway.errors import as_gateway_error
+
+Attributes = Mapping[str, str | int | float | bool | Sequence[str] | Sequence[int]]
 
 
 class Span(Protocol):
-    """A running span."""
+    """A running span. Leaving it as a context ends it, and an exception is noted (`fail`)."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether anybody will read it: ask before making attributes that cost something."""
+        ...
+
+    @property
+    def trace_id(self) -> str | None:
+        """The W3C trace id, 32 hexadecimal digits; None where there is no trace."""
+        ...
 
     def set(self, attributes: Attributes) -> None:
         """Add attributes."""
         ...
 
-    def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """Add an event that happens now."""
+    def event(
+        self, name: str, attributes: Attributes | None = None, at_s: float | None = None
+    ) -> None:
+        """Add an event that happens now, or happened at an instant."""
         ...
 
-    def fail(self, kind: str, message: str) -> None:
-        """Mark it as failed; `kind` becomes `error.type`."""
+    def fail(self, error: BaseException) -> None:
+        """Note what it ended with: `error.type`, and an ERROR status if it is a fault of ours."""
         ...
 
-    def child(self, name: str) -> Span:
-        """Start a span below this one."""
+    def child(
+        self, name: str, attributes: Attributes | None = None, start_s: float | None = None
+    ) -> Span:
+        """Start a span below this one, now or at an instant that has been."""
         ...
 
-    def end(self) -> None:
-        """End it. Idempotent."""
+    def end(self, at_s: float | None = None) -> None:
+        """End it, now or at an instant that has been. Idempotent."""
         ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
 
 
 class Tracing(Protocol):
@@ -51,21 +78,39 @@ class Tracing(Protocol):
 class _NoSpan:
     """A span that nobody reads."""
 
+    recording = False
+    trace_id = None
+
     def set(self, attributes: Attributes) -> None:
         """Do nothing."""
 
-    def event(self, name: str, attributes: Attributes | None = None) -> None:
+    def event(
+        self, name: str, attributes: Attributes | None = None, at_s: float | None = None
+    ) -> None:
         """Do nothing."""
 
-    def fail(self, kind: str, message: str) -> None:
+    def fail(self, error: BaseException) -> None:
         """Do nothing."""
 
-    def child(self, name: str) -> Span:
+    def child(
+        self, name: str, attributes: Attributes | None = None, start_s: float | None = None
+    ) -> Span:
         """Return itself."""
         return self
 
-    def end(self) -> None:
+    def end(self, at_s: float | None = None) -> None:
         """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        return None
 
 
 NO_SPAN: Final[Span] = _NoSpan()
@@ -82,11 +127,28 @@ class NoTracing:
         """Do nothing."""
 
 
-def open_tracing(environ: Mapping[str, str]) -> Tracing:
-    """Return tracing to the endpoint of `OTEL_EXPORTER_OTLP_ENDPOINT`, or none if it is unset."""
+def is_ours(error: BaseException) -> bool:
+    """Whether an error is a fault of ours: no bad request, and no client that left."""
+    if isinstance(error, ConnectionResetError) or not isinstance(error, Exception):
+        return False
+    return as_gateway_error(error).status >= 500
+
+
+def open_tracing(endpoint: str | None, environ: Mapping[str, str]) -> Tracing:
+    """Return tracing to a collector, or none: nobody asked for it, or OpenTelemetry is disabled.
+
+    Args:
+        endpoint: the collector's address, such as `http://127.0.0.1:4318`; None leaves it to the
+            standard variables, `OTEL_EXPORTER_OTLP_ENDPOINT` or that of traces. What else there is
+            of those (headers, sampler, limits, batches) counts either way.
+    """
     names = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-    if not any(environ.get(name) for name in names) or environ.get("OTEL_SDK_DISABLED") == "true":
+    asked = any(environ.get(name) for name in names)
+    if environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower() == "none":
+        asked = False
+    disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if disabled or not (endpoint or asked):
         return NoTracing()
     from gateway.telemetry.otel import otlp_tracing
 
-    return otlp_tracing()
+    return otlp_tracing(endpoint)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from backends.types import Delta, SpeculationOutcome
+from backends.types import Delta, FinishReason, Phases, SpeculationOutcome
 from gateway.job import Job
 from gateway.placement import Placement
+from gateway.telemetry import figures
 from gateway.telemetry.logs import log
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.tracing import Span
+from gateway.telemetry.outcomes import (
+    count_outcome,
+    decision_attributes,
+    job_attributes,
+    outcome_attributes,
+)
+from gateway.telemetry.tracing import Attributes, Span
 from policies.types import SpeculationPlan
 
 
@@ -33,12 +40,17 @@ class RequestWatch:
         metrics: Metrics,
         span: Span,
         endpoint: str,
-        request_id: str,
-        clock: Callable[[], float] = time.perf_counter,
+        operation: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin now."""
+        """Begin now.
+
+        Args:
+            endpoint: its path.
+            operation: `gen_ai.operation.name`.
+            clock: that of the spans.
+        """
         self.span = span
-        self.request_id = request_id
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
@@ -48,12 +60,17 @@ class RequestWatch:
         self.tenant: str | None = None
         self._metrics = metrics
         self._endpoint = endpoint
+        self._operation = operation
         self._clock = clock
         self._arrival_s = clock()
         self._first_s: float | None = None
         self._last_s = self._arrival_s
+        self._generated = metrics.amount(figures.GENERATION_TOKENS)
+        self._gaps = metrics.spread(figures.GAPS)
+        self._latest_s: dict[int, float] = {}  # by choice
+        self._begun_s: dict[int, float] = {}  # by choice, where the worker said when
         self._n = 1  # choices of a prompt
-        self._choices = 1
+        self._choices = 0  # of all prompts, once they are dispatched
         self._finish_reasons: list[str] = []
         self._ended = False
 
@@ -63,60 +80,51 @@ class RequestWatch:
         self._choices = job.n * len(job.prompts)
         self.prompt_tokens = sum(map(len, job.prompts))
         self.tenant = job.tenant or None
-        sampling = job.sampling
-        self.span.set(
-            {
-                "gen_ai.request.model": model,
-                "gen_ai.request.stream": stream,
-                "gen_ai.response.id": job.request_id,
-                "gen_ai.request.temperature": sampling.temperature,
-                "gen_ai.request.seed": str(sampling.seed),  # beyond an attribute's int64
-                "gen_ai.request.choice.count": job.n,
-                "draftgate.tenant": job.tenant,
-            }
-        )
+        if self.span.recording:
+            self.span.set(
+                {
+                    "gen_ai.request.model": model,
+                    "gen_ai.request.stream": stream,
+                    "gen_ai.response.id": job.request_id,
+                    "gen_ai.response.model": model,
+                    **job_attributes(job),
+                }
+            )
 
     def placed(self, placed: Placement) -> None:
         """Record where a prompt goes; in span and log the plan of the first one there stands."""
-        request, worker_id = placed.request, placed.worker.worker_id
-        plan = request.speculation
-        self._metrics.prompt(len(request.prompt_ids))
-        self._metrics.decided(plan.policy, plan.proposer)
-        if worker_id not in self.workers:
-            self.workers.append(worker_id)
-        if self.plan is not None:
-            return
-        self.plan = plan
-        self.span.set(
-            {
-                "gen_ai.request.max_tokens": request.sampling.max_tokens,
-                "draftgate.worker_id": worker_id,
-                "draftgate.policy": plan.policy,
-                "draftgate.speculation.mode": plan.mode.value,
-                "draftgate.proposer": plan.proposer or "none",
-                "draftgate.max_draft_tokens": plan.max_draft_tokens,
-                "draftgate.reason": plan.reason,
-                "draftgate.price": -1.0 if plan.price is None else plan.price,
-            }
-        )
+        request, metrics = placed.request, self._metrics
+        plan, tokens = request.speculation, len(request.prompt_ids)
+        metrics.observe(figures.PROMPT_LENGTH, tokens)
+        metrics.observe(figures.MAX_TOKENS, request.sampling.max_tokens)
+        metrics.add(figures.DECISIONS, 1, plan.policy, plan.proposer or "none")
+        metrics.add(figures.PROMPT_TOKENS, tokens)
+        if placed.worker.worker_id not in self.workers:
+            self.workers.append(placed.worker.worker_id)
+        if self.plan is None:
+            self.plan = plan
+            if self.span.recording:
+                self.span.set(decision_attributes(placed))
 
     def observe(self, delta: Delta) -> None:
-        """Record a delta as it passes to the client."""
-        self._last_s = self._clock()
+        """Record a delta as it passes to the client. Called for every one: keep it cheap."""
+        now_s = self._clock()
+        choice = delta.choice
+        tokens = len(delta.token_ids)
+        self.output_tokens += tokens
+        self._generated.value += tokens
+        latest_s = self._latest_s.get(choice)
+        if latest_s is not None:
+            self._gaps.observe(now_s - latest_s)
+        self._latest_s[choice] = self._last_s = now_s
         if self._first_s is None and delta.text:
-            self._first_s = self._last_s
-            self._metrics.first_token(self._first_s - self._arrival_s)
-            self.span.event("first_token")
-        self.output_tokens += len(delta.token_ids)
-        self._metrics.generated(len(delta.token_ids))
+            self._first_s = now_s
+            self._metrics.observe(figures.TTFT, now_s - self._arrival_s, self._operation)
+            self.span.event("first_token", at_s=now_s)
+        if delta.phases is not None:
+            self._phases(choice, delta.phases)
         if delta.finish_reason is not None:
-            self._finish_reasons.append(delta.finish_reason.value)
-            if delta.choice % self._n == 0:  # a prompt's further choices read what the first did
-                self.cached_tokens += delta.cached_tokens
-                self._metrics.cached(delta.cached_tokens)
-        if delta.outcome is not None:
-            self.outcome += delta.outcome
-            self._metrics.speculated(delta.outcome)
+            self._finished(delta, delta.finish_reason, now_s)
 
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
         """Record the end: the last byte, a cancel, or an error."""
@@ -124,18 +132,89 @@ class RequestWatch:
             return
         self._ended = True
         seconds = self._clock() - self._arrival_s
-        self._metrics.finished(self._endpoint, ending.value, seconds, self._tpot_s())
-        self._end_span(ending, status, error)
-        ttft_s = None if self._first_s is None else self._first_s - self._arrival_s
+        self._count_end(ending, seconds, error)
+        if self.span.recording:
+            self.span.set(self._figures(ending, status))
+            if error is not None and status >= 500:
+                self.span.fail(error)
+        self.span.end()
+        self._log_end(ending, status, seconds, error)
+
+    def _phases(self, choice: int, phases: Phases) -> None:
+        metrics = self._metrics
+        metrics.observe(figures.WORKER_QUEUE, phases.scheduled_s - phases.queued_s)
+        metrics.observe(figures.PREFILL, phases.first_token_s - phases.scheduled_s)
+        self._begun_s[choice] = phases.first_token_s
+
+    def _finished(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
+        """Record a choice's last delta."""
+        self._finish_reasons.append(reason.value)
+        self._metrics.add(figures.CHOICES, 1, reason.value)
+        if delta.choice % self._n == 0:  # a prompt's further choices read what the first did
+            self.cached_tokens += delta.cached_tokens
+            self._metrics.add(figures.CACHED_TOKENS, delta.cached_tokens)
+        if delta.outcome is not None:
+            self.outcome += delta.outcome
+        begun_s = self._begun_s.get(delta.choice)
+        if begun_s is not None:
+            self._metrics.observe(figures.DECODE, now_s - begun_s)
+
+    def _count_end(self, ending: Ending, seconds: float, error: BaseException | None) -> None:
+        metrics = self._metrics
+        wrong = "" if ending is Ending.FINISHED else ending.value
+        if ending is not Ending.CANCELLED and error is not None:
+            wrong = type(error).__name__
+        metrics.add(figures.REQUESTS, 1, self._endpoint, ending.value)
+        metrics.observe(figures.DURATION, seconds, self._operation, wrong)
+        unfinished = self._choices - len(self._finish_reasons)
+        if unfinished > 0:
+            reason = "abort" if ending is Ending.CANCELLED else "error"
+            metrics.add(figures.CHOICES, unfinished, reason)
+        if self._choices:
+            metrics.observe(figures.OUTPUT_LENGTH, self.output_tokens)
+        tpot_s = self._tpot_s()
+        if tpot_s is not None:
+            metrics.observe(figures.TPOT, tpot_s, self._operation)
+        count_outcome(metrics, self.outcome)
+
+    def _tpot_s(self) -> float | None:
+        """Return the mean gap between tokens of a choice."""
+        gaps = self.output_tokens / max(self._choices, 1) - 1
+        if self._first_s is None or gaps <= 0:
+            return None
+        return (self._last_s - self._first_s) / gaps
+
+    def _ttft_s(self) -> float | None:
+        return None if self._first_s is None else self._first_s - self._arrival_s
+
+    def _figures(self, ending: Ending, status: int) -> Attributes:
+        """Return what the span says of the end."""
+        found: dict[str, str | int | float | Sequence[str] | Sequence[int]] = {
+            "http.response.status_code": status,
+            "draftgate.ending": ending.value,
+            "gen_ai.usage.input_tokens": self.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
+            "gen_ai.usage.output_tokens": self.output_tokens,
+            **outcome_attributes(self.outcome),
+        }
+        ttft_s = self._ttft_s()
+        if ttft_s is not None:
+            found["gen_ai.response.time_to_first_chunk"] = ttft_s
+        if self._finish_reasons:
+            found["gen_ai.response.finish_reasons"] = self._finish_reasons
+        return found
+
+    def _log_end(
+        self, ending: Ending, status: int, seconds: float, error: BaseException | None
+    ) -> None:
         log(
             logging.WARNING if ending is Ending.FAILED else logging.INFO,
             "request",
-            id=self.request_id,
             endpoint=self._endpoint,
             status=status,
             ending=ending.value,
             seconds=seconds,
-            ttft_s=ttft_s,
+            ttft_s=self._ttft_s(),
             worker=",".join(self.workers) or None,
             tenant=self.tenant,
             prompt_tokens=self.prompt_tokens,
@@ -146,29 +225,3 @@ class RequestWatch:
             accepted=self.outcome.num_accepted_tokens,
             reason=None if error is None else str(error) or type(error).__name__,
         )
-
-    def _tpot_s(self) -> float | None:
-        """Return the mean gap between tokens of a choice."""
-        gaps = self.output_tokens / self._choices - 1
-        if self._first_s is None or gaps <= 0:
-            return None
-        return (self._last_s - self._first_s) / gaps
-
-    def _end_span(self, ending: Ending, status: int, error: BaseException | None) -> None:
-        self.span.set(
-            {
-                "http.response.status_code": status,
-                "gen_ai.usage.input_tokens": self.prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
-                "gen_ai.usage.output_tokens": self.output_tokens,
-                "gen_ai.response.finish_reasons": ",".join(self._finish_reasons),
-                "draftgate.ending": ending.value,
-                "draftgate.spec_steps": self.outcome.num_spec_steps,
-                "draftgate.drafted_tokens": self.outcome.num_drafted_tokens,
-                "draftgate.accepted_tokens": self.outcome.num_accepted_tokens,
-                "draftgate.acceptance_histogram": str(list(self.outcome.acceptance_histogram)),
-            }
-        )
-        if error is not None and status >= 500:
-            self.span.fail(type(error).__name__, str(error))
-        self.span.end()

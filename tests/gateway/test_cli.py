@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Annotated
 
 import pytest
+from msgspec import Meta
+
+from gateway.cli.options import config_from, with_settings
+from gateway.config import Setting
 
 COMMAND = [sys.executable, "-c", "from gateway.cli import main; main()"]
 
@@ -99,6 +104,42 @@ def test_config_show_tells_value_and_origin() -> None:
     assert lines["host"].endswith("(default)")
     assert lines["devices"].split()[2:] == ["0,1", "(--devices)"]
     assert lines["exact"].split()[2:] == ["True", "(--exact)"]
+    told = json.loads(draftgate("config", "show", *given, "--json").stdout)
+    assert told["devices"] == {"value": [0, 1], "origin": "--devices"}
+    assert told.keys() == lines.keys()
+
+
+def test_a_mistyped_flag_or_command_gets_a_suggestion() -> None:
+    """Where something near exists, the error names it."""
+    for arguments, meant in (
+        (("serve", "--max-num-seq", "3"), "--max-num-seqs"),
+        (("serv",), "serve"),
+    ):
+        done = draftgate(*arguments)
+        assert done.returncode == 2
+        assert meant in done.stderr.partition("Error")[2]
+
+
+def test_a_list_flag_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `--peers` adds an entry; without one, environment and file decide."""
+    import typer
+    from typer.testing import CliRunner
+
+    peers = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "x", "list", (), gateway=True)
+    monkeypatch.setattr("gateway.cli.options.settings", lambda: (peers,))
+    seen: list[object] = []
+    monkeypatch.setattr("gateway.cli.options.load_config", lambda flags, _file: seen.append(flags))
+    app = typer.Typer()
+
+    @app.command()
+    @with_settings()
+    def look(settings: dict[str, object]) -> None:
+        config_from(settings)
+
+    for arguments in (["--peers", "a,b", "--peers", "c"], []):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert seen == [{"peers": ["a,b", "c"]}, {"peers": None}]
 
 
 def test_generate_writes_text_to_stdout_and_figures_to_stderr() -> None:

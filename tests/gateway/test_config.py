@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from msgspec import Meta
 
 from backends.base import WorkerConfig
-from gateway.config import ConfigError, ServeConfig, effective_config, settings
+from gateway.cli.reference import PAGES
+from gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "Peers", "list", (), gateway=True)
+KEY = Setting("key", Annotated[str, Meta(min_length=9)], "", "Key", "", (), True, secret=True)
 
 
 def test_a_flag_wins_over_environment_file_and_default(tmp_path: Path) -> None:
@@ -80,7 +87,15 @@ def test_a_bad_value_is_one_line_that_names_its_source(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("prot: 1\n", "unknown key 'prot'"),
+        ("prot: 1\n", "unknown key 'prot'; did you mean 'port'?"),
+        ("max-num-seq: 1\n", "unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
+        ("zzz: 1\n", "unknown key 'zzz'; known: backend, "),
+        ("model: 5\n", "model: expected str"),
+        ("host: true\n", "host: expected str"),
+        ("port: null\n", "port: expected int"),
+        ("port: 80.5\n", "port: expected int"),
+        ("exact: perhaps\n", "exact: expected bool"),
+        ("sim_acceptance: [1]\n", "sim_acceptance: expected float"),
         ("- port\n", "a mapping of settings was expected"),
         ("port: [1\n", "not YAML"),
         ("port: many\n", "port: expected int"),
@@ -171,3 +186,83 @@ def test_a_boolean_can_be_switched_both_ways() -> None:
     environ = {"DRAFTGATE_EXACT": "true"}
     assert effective_config({}, environ).config.exact is True
     assert effective_config({"exact": False}, environ).config.exact is False
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("DRAFTGATE_MAX_NUM_SEQ", "did you mean 'DRAFTGATE_MAX_NUM_SEQS'?"),
+        ("DRAFTGATE_XYZ", "known: DRAFTGATE_BACKEND, "),
+    ],
+)
+def test_an_unknown_variable_of_ours_is_refused(variable: str, message: str) -> None:
+    """A typo in the environment is an error that says what may have been meant."""
+    with pytest.raises(ConfigError) as caught:
+        effective_config({}, {variable: "1"})
+    assert str(caught.value).startswith(f"unknown variable {variable!r}; {message}")
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
+    """A pod next to a service called `draftgate` starts: its variables are not ours."""
+    environ = {
+        "DRAFTGATE_SERVICE_HOST": "10.0.0.1",
+        "DRAFTGATE_SERVICE_PORT": "80",
+        "DRAFTGATE_SERVICE_PORT_HTTP": "80",
+        "DRAFTGATE_PORT": "tcp://10.0.0.1:80",
+        "DRAFTGATE_PORT_80_TCP": "tcp://10.0.0.1:80",
+        "DRAFTGATE_PORT_80_TCP_PROTO": "tcp",
+        "DRAFTGATE_PORT_80_TCP_PORT": "80",
+        "DRAFTGATE_PORT_80_TCP_ADDR": "10.0.0.1",
+        "DRAFTGATE_WEB_SERVICE_HOST": "10.0.0.1",
+        "DRAFTGATE_WEB_PORT": "tcp://10.0.0.1:80",
+        "DRAFTGATE_WEB_PORT_80_TCP_PORT": "80",
+    }
+    assert effective_config({}, environ).config == ServeConfig()
+    with pytest.raises(ConfigError, match="DRAFTGATE_PORT: expected int"):
+        effective_config({}, {"DRAFTGATE_PORT": "http"})
+    with pytest.raises(ConfigError, match="unknown variable 'DRAFTGATE_WEB_PORT'"):
+        effective_config({}, {"DRAFTGATE_WEB_PORT": "80"})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("http://a, http://b", ("http://a", "http://b")),
+        ("", ()),
+        (["http://a?x=1,2"], ("http://a?x=1,2",)),
+        ([], ()),
+    ],
+)
+def test_a_list_is_a_text_with_commas_or_a_list(given: object, found: tuple[str, ...]) -> None:
+    """Environment, repeated flag and YAML give the same; entries of a list are not split."""
+    assert PEERS.read(given, "x") == found
+
+
+@pytest.mark.parametrize("given", ["a,,b", ",", [1], 5, [["a"]], {"a": 1}])
+def test_what_is_no_list_of_texts_is_refused(given: object) -> None:
+    """Types are checked inside lists, too."""
+    with pytest.raises(ConfigError, match=r"^--peers: expected"):
+        PEERS.read(given, "--peers")
+
+
+def test_a_secret_is_never_shown() -> None:
+    """Neither where settings are shown nor in the complaint about a bad one."""
+    assert KEY.shown("hush-hush-hush") == KEY.public("hush-hush-hush") == "********"
+    assert KEY.shown(None) == "-"
+    with pytest.raises(ConfigError) as caught:
+        KEY.read("hush", "--key")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pages_made_from_declarations_are_current(name: str) -> None:
+    """`make docs` has been run since a declaration changed."""
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == PAGES[name]()
+
+
+def test_every_default_is_a_value_one_may_give() -> None:
+    """What holds for flags holds for defaults: bounds, choices, types."""
+    for setting in settings():
+        if setting.default is not None:
+            given = ",".join(map(str, setting.default)) if setting.kind == "indices" else None
+            assert setting.read(given or setting.default, setting.flag) == setting.default

@@ -92,11 +92,11 @@ async def test_a_rejected_request_is_traced(
 
 def test_without_an_endpoint_there_is_no_exporter() -> None:
     """Tracing costs nothing unless it is asked for."""
-    tracing = open_tracing({})
+    tracing = open_tracing(None, {})
     assert isinstance(tracing, NoTracing)
     assert tracing.server("x", {}, {}).child("y") is NO_SPAN
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
-    assert isinstance(open_tracing(asked), NoTracing)
+    assert isinstance(open_tracing(None, asked), NoTracing)
 
 
 async def test_logs_have_the_request_and_not_its_text(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+import asyncio
 
 from aiohttp import web
 
@@ -10,8 +10,6 @@ from gateway import __version__
 from gateway.fleet import FleetWorker
 from gateway.http.context import NODE
 from gateway.lifecycle import NodeState
-
-_METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(request: web.Request) -> web.Response:
@@ -57,6 +55,7 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Return the metrics in Prometheus' text format."""
-    body = request.app[NODE].metrics.exposition()
-    return web.Response(body=body, headers={"Content-Type": _METRICS_TYPE})
+    """Return the metrics: Prometheus' text format, or OpenMetrics for who accepts it."""
+    write, content_type = request.app[NODE].metrics.page(request.headers.get("Accept", ""))
+    body = await asyncio.to_thread(write)  # thousands of lines take longer than the loop has
+    return web.Response(body=body, headers={"Content-Type": content_type})

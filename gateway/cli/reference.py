@@ -1,0 +1,71 @@
+"""Pages of the documentation that are made from declarations.
+
+    python -m gateway.cli.reference docs
+
+writes `settings.md` and `metrics.md` into that folder (`make docs`). A test holds the pages of the
+repository to what this writes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from gateway.cli.options import metavar, shown_default
+from gateway.config import Setting, settings
+
+_SETTINGS = """\
+# Settings
+
+Each is a flag, a variable and a key of a YAML file (`--config FILE` or `DRAFTGATE_CONFIG`); a flag
+wins over the variable, that over the file, that over the default. Keys and `DRAFTGATE_*` variables
+that do not exist are refused. `draftgate config show` tells what is in force and where it comes
+from, with `--json` for programs; what is secret is masked.
+
+A list is the flag again and again, a list in YAML, or one text with commas between its entries.
+Sizes take units (`512MiB`, `2GB`).
+
+"""
+
+
+def settings_page(all_settings: Sequence[Setting]) -> str:
+    """Return the page about settings, in Markdown."""
+    rows = [
+        (
+            f"`{setting.flag}`",
+            "" if setting.boolean else _code(metavar(setting)),
+            _code(shown_default(setting)),
+            f"`{setting.variable}`",
+            setting.help + ("; secret" if setting.secret else ""),
+        )
+        for setting in all_settings
+    ]
+    return _SETTINGS + _table(("flag", "value", "default", "variable", "what it is"), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|") if text else ""
+
+
+PAGES: Final[dict[str, Callable[[], str]]] = {
+    "settings.md": lambda: settings_page(settings()),
+}
+"""File name and maker of each page."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the pages into the folder."""
+    (folder,) = arguments
+    for name, page in PAGES.items():
+        (Path(folder) / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

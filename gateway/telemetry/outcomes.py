@@ -1,0 +1,100 @@
+"""What is told of a decision and of its outcome: attributes of spans, and figures."""
+
+from __future__ import annotations
+
+from backends.types import SpeculationOutcome
+from gateway.admission import Entry
+from gateway.job import Job
+from gateway.placement import Placement
+from gateway.telemetry import figures
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.tracing import Attributes, Span
+from policies.types import RequestView, WorkerLoad
+
+
+def job_attributes(job: Job) -> Attributes:
+    """Return what was asked for; nothing of a text."""
+    sampling = job.sampling
+    found: dict[str, str | int | float] = {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.seed": str(sampling.seed),  # beyond an attribute's int64
+        "gen_ai.request.choice.count": job.n,
+        "draftgate.tenant": job.tenant,
+        "draftgate.speculation.mode": job.mode.value,
+        "draftgate.priority": job.service.priority,
+    }
+    asked = {
+        "draftgate.slo.ttft_s": job.service.ttft_s,
+        "draftgate.slo.tpot_s": job.service.tpot_s,
+    }
+    return {**found, **{name: value for name, value in asked.items() if value is not None}}
+
+
+def decision_attributes(placed: Placement) -> Attributes:
+    """Return what was decided, and where it runs."""
+    plan = placed.request.speculation
+    found: dict[str, str | int | float] = {
+        "gen_ai.request.max_tokens": placed.request.sampling.max_tokens,
+        "draftgate.worker_id": placed.worker.worker_id,
+        "draftgate.policy": plan.policy,
+        "draftgate.proposer": plan.proposer or "none",
+        "draftgate.max_draft_tokens": plan.max_draft_tokens,
+        "draftgate.reason": plan.reason,
+    }
+    return found if plan.price is None else {**found, "draftgate.price": plan.price}
+
+
+def admission_attributes(entry: Entry) -> Attributes:
+    """Return what was foreseen of a request that was admitted."""
+    return {
+        "draftgate.predicted_wait_s": entry.foreseen.wait_s,
+        "draftgate.predicted_ttft_s": entry.foreseen.ttft_s,
+        "draftgate.admission.reason": entry.foreseen.reason,
+    }
+
+
+def describe_decision(span: Span, view: RequestView, load: WorkerLoad, candidates: int) -> None:
+    """Put what a decision was made from on the span that covers it.
+
+    Args:
+        candidates: the workers there were to choose from.
+    """
+    if not span.recording:
+        return
+    span.set(
+        {
+            "draftgate.candidates": candidates,
+            "draftgate.load.running": load.running,
+            "draftgate.load.waiting": load.waiting,
+            "draftgate.load.kv_blocks_free": load.kv_blocks_free,
+            "draftgate.load.price": load.price,
+            "draftgate.load.acceptance": load.acceptance,
+            "draftgate.prompt_tokens": view.prompt_tokens,
+        }
+    )
+    if view.repetition is not None:
+        span.set({"draftgate.repetition": view.repetition})
+
+
+def outcome_attributes(outcome: SpeculationOutcome) -> Attributes:
+    """Return what speculation did."""
+    return {
+        "draftgate.spec_steps": outcome.num_spec_steps,
+        "draftgate.drafted_tokens": outcome.num_drafted_tokens,
+        "draftgate.accepted_tokens": outcome.num_accepted_tokens,
+        "draftgate.acceptance_histogram": outcome.acceptance_histogram,
+    }
+
+
+def count_outcome(metrics: Metrics, outcome: SpeculationOutcome) -> None:
+    """Count what speculation did for a request."""
+    if not outcome.num_spec_steps:
+        return
+    metrics.add(figures.SPEC_STEPS, outcome.num_spec_steps)
+    metrics.add(figures.DRAFTED, outcome.num_drafted_tokens)
+    metrics.add(figures.ACCEPTED, outcome.num_accepted_tokens)
+    beyond = sum(outcome.acceptance_histogram)
+    for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
+        beyond -= steps  # steps that accepted more than `position` tokens
+        metrics.add(figures.ACCEPTED_AT, beyond, str(position))
