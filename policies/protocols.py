@@ -146,6 +146,6 @@ class AdmissionPolicy(Protocol):
         """
         ...
 
-    def learn(self, foreseen_s: float, waited_s: float) -> None:
-        """Learn how long a request waited of which `Admitted.wait_s` was foreseen."""
+    def learn(self, admitted: Admitted, ttft_s: float) -> None:
+        """Learn after how many seconds the first token of an admitted request came."""
         ...

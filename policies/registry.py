@@ -12,8 +12,15 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, Generic, TypeGuard, TypeVar
 
+from policies.admission import Bounded, Deadline, Unbounded
 from policies.batching import DecodeFirst, FixedBudget, PrefillFirst, Slack
-from policies.protocols import BatchingPolicy, SpeculationPolicy
+from policies.ordering import Fair, edf, fcfs
+from policies.protocols import (
+    AdmissionPolicy,
+    BatchingPolicy,
+    OrderingPolicy,
+    SpeculationPolicy,
+)
 from policies.speculation import (
     AdaptiveVerification,
     Auto,
@@ -145,6 +152,28 @@ _BATCHING: Final[_Family[BatchingPolicy]] = _Family(
     {"fixed": "fixed:TOKENS"},
 )
 
+_ORDERING: Final[_Family[OrderingPolicy]] = _Family(
+    "ordering",
+    "draftgate.policies.ordering",
+    {
+        "fair": _without_argument(Fair),
+        "fcfs": _without_argument(fcfs),
+        "edf": _without_argument(edf),
+    },
+    {},
+)
+
+_ADMISSION: Final[_Family[AdmissionPolicy]] = _Family(
+    "admission",
+    "draftgate.policies.admission",
+    {
+        "deadline": _without_argument(Deadline),
+        "bounded": _without_argument(Bounded),
+        "none": _without_argument(Unbounded),
+    },
+    {},
+)
+
 
 def speculation_policy(spec: str) -> SpeculationPolicy:
     """Build the policy that `NAME` or `NAME:ARGUMENT` names, e.g. `auto` or `fixed:4`.
@@ -167,3 +196,25 @@ def batching_policy(spec: str) -> BatchingPolicy:
         ValueError: no such policy, or the argument does not fit it. The message lists the names.
     """
     return _BATCHING.build(spec)
+
+
+def ordering_policy(spec: str) -> OrderingPolicy:
+    """Build an empty queue of that discipline, e.g. `fair`; each queue needs one of its own.
+
+    Others come in by the entry points of `draftgate.policies.ordering`.
+
+    Raises:
+        ValueError: no such policy, or the argument does not fit it. The message lists the names.
+    """
+    return _ORDERING.build(spec)
+
+
+def admission_policy(spec: str) -> AdmissionPolicy:
+    """Build the admission policy of that name, e.g. `deadline`; it remembers whom it refused.
+
+    Others come in by the entry points of `draftgate.policies.admission`.
+
+    Raises:
+        ValueError: no such policy, or the argument does not fit it. The message lists the names.
+    """
+    return _ADMISSION.build(spec)

@@ -1,0 +1,26 @@
+"""Admission policies: who may wait, and when those may come back who may not."""
+
+from policies.admission.bounded import Bounded, Unbounded
+from policies.admission.deadline import Deadline
+from policies.admission.forecast import pool_of
+from policies.admission.types import (
+    AdmissionView,
+    Admitted,
+    PoolView,
+    QueueView,
+    RefusalKind,
+    Refused,
+)
+
+__all__ = [
+    "AdmissionView",
+    "Admitted",
+    "Bounded",
+    "Deadline",
+    "PoolView",
+    "QueueView",
+    "RefusalKind",
+    "Refused",
+    "Unbounded",
+    "pool_of",
+]

@@ -33,7 +33,7 @@ class QueueView:
     """The queue, as the request that asks would find it.
 
     Attributes:
-        length, capacity: requests that wait, and most that may.
+        length, capacity: requests that wait, and the most that may.
         tenant_length: those of its tenant.
         work_s: seconds of the pool that all of them take.
         ahead_s: of these, what would start before the request (`OrderingPolicy.ahead_s`).
@@ -84,8 +84,8 @@ class Admitted:
     """The request may wait.
 
     Attributes:
-        wait_s: seconds that it is expected to wait, to be held against what it waited (`learn`).
-        ttft_s: seconds to its first token, likewise.
+        wait_s: seconds that it is expected to wait.
+        ttft_s: seconds to its first token: the wait, and those that its prompt takes.
         work_s: seconds of the whole pool that it takes, for its `Ticket`.
         reason: in words.
     """

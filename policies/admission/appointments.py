@@ -1,0 +1,171 @@
+"""When those who were refused come back.
+
+Future time of the pool is one line. Who was admitted occupies it from now on, for W seconds; who
+was refused is booked behind them and all who were booked before, and told to come when so much of
+the line has drained that it can be let in. Clients are known by their requests' fingerprints.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Final
+
+MOST_BOOKINGS: Final = 16384
+"""Bookings that are kept, five megabytes or so: more than a minute of three times what 100 requests
+a second can be served. Beyond it clients are told when to come, and not known when they do."""
+
+EARLY_S: Final = 0.05
+"""Who comes no earlier is on time: clients' clocks and timers."""
+
+GRACE_S: Final = 5.0
+GRACE_SHARE: Final = 0.25
+"""Who comes so many seconds and this share of its delay later is still expected: `Retry-After` has
+whole seconds, and OpenAI's clients add a quarter of jitter to delays of their own."""
+
+SAME_BURST_S: Final = 0.25
+"""Equal requests that come so soon behind the first of them are others, not the same one coming
+back: OpenAI's clients wait half a second at least."""
+
+KEPT_AT_FIRST: Final = 0.8
+"""Share of appointments that are believed to be kept before any is due."""
+
+_LEARNING: Final = 0.02
+"""An appointment moves that share by a fiftieth of the way. (Chosen.)"""
+
+
+@dataclass(slots=True)
+class Booking:
+    """A request that was told when to come back.
+
+    Attributes:
+        due_s: when.
+        told_s: when it was told so.
+        again: it came in time once, and was sent away.
+        number: by which it is known here, once it is booked.
+    """
+
+    fingerprint: int
+    priority: int
+    tenant: str
+    work_s: float
+    due_s: float
+    told_s: float
+    again: bool = False
+    number: int = 0
+
+    @property
+    def until_s(self) -> float:
+        """When it is no longer expected."""
+        return self.due_s + GRACE_S + GRACE_SHARE * (self.due_s - self.told_s)
+
+
+@dataclass(slots=True)
+class _Booked:
+    """What a tenant has booked in a class."""
+
+    share: float
+    work_s: float = 0.0
+    bookings: int = 0
+
+
+class Appointments:
+    """Who is expected when, and how much of the pool they will take."""
+
+    def __init__(self, most: int = MOST_BOOKINGS) -> None:
+        """Expect nobody."""
+        self._most = most
+        self._of: dict[int, dict[int, Booking]] = {}  # by fingerprint, then by number
+        self._until = list[tuple[float, int, Booking]]()  # a heap; those who came are among them
+        self._booked: defaultdict[int, dict[str, _Booked]] = defaultdict(dict)
+        self._again_s = 0.0
+        self._count = 0
+        self._number = 0
+        self.kept_share = KEPT_AT_FIRST
+
+    def __len__(self) -> int:
+        """Return how many are expected."""
+        return self._count
+
+    def expire(self, now_s: float) -> None:
+        """Give up on those who did not come."""
+        while self._until and self._until[0][0] < now_s:
+            _, number, booking = heappop(self._until)
+            if number in self._of.get(booking.fingerprint, {}):
+                self._drop(booking)
+                self._learn(kept=False)
+
+    def find(self, fingerprint: int, now_s: float, retries: int | None) -> Booking | None:
+        """Return the appointment that a request comes for, the earliest of equal ones.
+
+        None if it has none, or is another request that is equal to those which have.
+        """
+        if fingerprint not in self._of or retries == 0:
+            return None
+        booking = min(self._of[fingerprint].values(), key=lambda one: one.due_s)
+        is_early = now_s < booking.due_s - EARLY_S
+        if retries is None and is_early and now_s - booking.told_s < SAME_BURST_S:
+            return None
+        return booking
+
+    def ahead_s(self, priority: int, tenant: str, share: float, work_s: float) -> float:
+        """Return how much of the line those take who are expected before a newcomer.
+
+        Better classes whole; in its own, tenants share the line as `fair` would, so that the
+        bookings of one do not send another's newcomers away.
+        """
+        booked_s = 0.0
+        for level, tenants in self._booked.items():
+            if level < priority:
+                booked_s += sum(one.work_s for one in tenants.values())
+        tenants = self._booked.get(priority, {})
+        own_s = tenants[tenant].work_s if tenant in tenants else 0.0
+        until = (own_s + work_s) / share
+        others_s = (min(one.work_s, until * one.share) for n, one in tenants.items() if n != tenant)
+        return (booked_s + own_s + sum(others_s)) * self.kept_share
+
+    @property
+    def again_s(self) -> float:
+        """How much of the line those take who came in time and were sent away once more."""
+        return self._again_s
+
+    def book(self, booking: Booking, share: float) -> None:
+        """Expect somebody, if there is room."""
+        if self._count >= self._most:
+            return
+        self._number += 1
+        self._count += 1
+        booking.number = self._number
+        self._of.setdefault(booking.fingerprint, {})[self._number] = booking
+        heappush(self._until, (booking.until_s, self._number, booking))
+        booked = self._booked[booking.priority].setdefault(booking.tenant, _Booked(share))
+        booked.share = share
+        booked.work_s += booking.work_s
+        booked.bookings += 1
+        self._again_s += booking.work_s if booking.again else 0.0
+
+    def strike(self, booking: Booking) -> None:
+        """Strike out who came: it is let in, or booked anew."""
+        self._drop(booking)
+        if not booking.again:
+            self._learn(kept=True)
+
+    def _drop(self, booking: Booking) -> None:
+        equal = self._of[booking.fingerprint]
+        del equal[booking.number]
+        if not equal:
+            del self._of[booking.fingerprint]
+        tenants = self._booked[booking.priority]
+        booked = tenants[booking.tenant]
+        booked.work_s -= booking.work_s
+        booked.bookings -= 1
+        if not booked.bookings:
+            del tenants[booking.tenant]
+            if not tenants:
+                del self._booked[booking.priority]
+        self._count -= 1
+        self._again_s -= booking.work_s if booking.again else 0.0
+
+    def _learn(self, *, kept: bool) -> None:
+        self.kept_share += _LEARNING * (float(kept) - self.kept_share)

@@ -1,0 +1,39 @@
+"""The baselines: a bound for the queue, or none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from policies.admission.forecast import forecast
+from policies.admission.refusals import queue_full
+from policies.admission.types import AdmissionView, Admitted, Refused
+
+
+class Bounded:
+    """Lets in as long as the queue has places, whatever the wait; as most gateways do."""
+
+    name = "bounded"
+
+    def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
+        foreseen = forecast(view)
+        refused = queue_full(view, foreseen)
+        if refused is not None:
+            return replace(refused, retry_after_s=max(refused.retry_after_s, foreseen.wait_s))
+        reason = f"{view.queue.length} of {view.queue.capacity} places are taken"
+        return Admitted(foreseen.wait_s, foreseen.ttft_s, foreseen.work_s, reason)
+
+    def learn(self, admitted: Admitted, ttft_s: float) -> None:
+        pass
+
+
+class Unbounded:
+    """Lets everybody in: the queue grows as long as more come than are served."""
+
+    name = "none"
+
+    def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
+        foreseen = forecast(view)
+        return Admitted(foreseen.wait_s, foreseen.ttft_s, foreseen.work_s, "nobody is refused")
+
+    def learn(self, admitted: Admitted, ttft_s: float) -> None:
+        pass
