@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final
 
-from policies.admission.forecast import forecast, pool_of
-from policies.output_history import OutputHistory
-
 from gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
 from gateway.fleet import Fleet
 from gateway.queue import CentralQueue, Waiting
+from policies.admission.forecast import forecast, pool_of
 from policies.admission.types import AdmissionView, Admitted, QueueView, Refused
 from policies.ordering.ticket import Ticket
+from policies.output_history import OutputHistory
 from policies.protocols import AdmissionPolicy
 from policies.quotas import Ledger, Shortage
 from policies.room import Need
@@ -143,12 +142,10 @@ class AdmissionController:
             raise Overloaded(decision.reason, retry_after_s=decision.retry_after_s)
         return Entry(ask, self._waiting(ask, decision.work_s, now_s), decision, now_s)
 
-    def began(self, entry: Entry, index: int) -> None:
-        """Note that a prompt goes to a worker."""
-        if not entry.begun:
-            waited_s = self._now_s() - entry.since_s
-            self._policy.learn(entry.foreseen.wait_s, waited_s)
-        entry.begun.append(index)
+    def answered(self, entry: Entry) -> None:
+        """Learn from the first token of a request."""
+        if not entry.output_tokens:
+            self._policy.learn(entry.foreseen, self._now_s() - entry.since_s)
 
     def settle(self, entry: Entry) -> None:
         """Settle what a request used, and release the rest; learn from it if it came to its end."""

@@ -23,7 +23,11 @@ from gateway.queue import CentralQueue
 from gateway.state.store import Store
 from gateway.telemetry.hops import dispatched
 from gateway.telemetry.logs import log
-from gateway.telemetry.outcomes import admission_attributes, describe_decision
+from gateway.telemetry.outcomes import (
+    admission_attributes,
+    describe_decision,
+    describe_route,
+)
 from gateway.telemetry.tracing import NO_SPAN, Span
 from policies.room import Need
 from policies.types import Pace
@@ -188,8 +192,10 @@ class Dispatcher:
         waiting, entry = run.entry.waiting[index], run.entry
         with run.span.child("queue"):
             worker = await self.queue.turn(waiting)
+        with run.span.child("route") as route:
+            describe_route(route, worker, self._fleet.serving)
         try:
-            self.admission.began(entry, index)
+            entry.begun.append(index)
             placed = self._decide(run, index, worker)
             unstarted = True
             with dispatched(run.span) as hops:
@@ -198,6 +204,7 @@ class Dispatcher:
                         if unstarted:
                             unstarted = False
                             worker.started(waiting.request_id)
+                            self.admission.answered(entry)
                             self.queue.pump()
                         if hops is not None:
                             hops.observe(delta)
@@ -214,7 +221,7 @@ class Dispatcher:
         """Decide how far a prompt may speculate on the worker that has room for it."""
         with run.span.child("decide") as span:
             placed = self._placer.place(run.job, index, run.requests[index], worker)
-            describe_decision(span, placed.view, placed.load, len(self._fleet.serving))
+            describe_decision(span, placed.view, placed.load)
         run.place(index, placed)
         return placed
 

@@ -110,11 +110,14 @@ class CentralQueue:
             return
         while (ticket := self.ordering.choose(self._now_s())) is not None:
             place = self._places[ticket.key]
-            worker = self._with_room(place.waiting.need)
-            if worker is None:
+            gone = place.turn.cancelled()  # and has not been able to leave by itself yet
+            worker = None if gone else self._with_room(place.waiting.need)
+            if worker is None and not gone:
                 return
             self.ordering.take(self._now_s())
             self._forget(place)
+            if worker is None:
+                continue
             worker.reserve(place.waiting.request_id, place.waiting.need)
             place.turn.set_result(worker)
 

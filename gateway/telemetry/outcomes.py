@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from backends.types import SpeculationOutcome
 from gateway.admission import Entry
+from gateway.fleet import FleetWorker
 from gateway.job import Job
 from gateway.placement import Placement
 from gateway.telemetry import figures
@@ -54,17 +57,24 @@ def admission_attributes(entry: Entry) -> Attributes:
     }
 
 
-def describe_decision(span: Span, view: RequestView, load: WorkerLoad, candidates: int) -> None:
-    """Put what a decision was made from on the span that covers it.
+def describe_route(span: Span, chosen: FleetWorker, candidates: Sequence[FleetWorker]) -> None:
+    """Put which worker was chosen, and among how many, on the span that covers it."""
+    if span.recording:
+        span.set(
+            {
+                "draftgate.worker_id": chosen.worker_id,
+                "draftgate.candidates": len(candidates),
+                "draftgate.reserved_tokens": [one.reserved_tokens for one in candidates],
+            }
+        )
 
-    Args:
-        candidates: the workers there were to choose from.
-    """
+
+def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:
+    """Put what a decision was made from on the span that covers it."""
     if not span.recording:
         return
     span.set(
         {
-            "draftgate.candidates": candidates,
             "draftgate.load.running": load.running,
             "draftgate.load.waiting": load.waiting,
             "draftgate.load.kv_blocks_free": load.kv_blocks_free,

@@ -258,7 +258,7 @@ async def test_a_bug_is_a_bare_500_that_shows_nothing(
     def explode(_job: object) -> None:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(sim.node.dispatcher, "decide", explode)
+    monkeypatch.setattr(sim.node.dispatcher.admission, "admit", explode)
     answer = await http.post(TEXT, json={"prompt": "a"})
     assert answer.status_code == 500
     assert "secret" not in answer.text

@@ -89,7 +89,7 @@ def test_a_bad_value_is_one_line_that_names_its_source(
     [
         ("prot: 1\n", "unknown key 'prot'; did you mean 'port'?"),
         ("max-num-seq: 1\n", "unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
-        ("zzz: 1\n", "unknown key 'zzz'; known: backend, "),
+        ("zzz: 1\n", "unknown key 'zzz'; known: admission, "),
         ("model: 5\n", "model: expected str"),
         ("host: true\n", "host: expected str"),
         ("port: null\n", "port: expected int"),
@@ -192,7 +192,7 @@ def test_a_boolean_can_be_switched_both_ways() -> None:
     ("variable", "message"),
     [
         ("DRAFTGATE_MAX_NUM_SEQ", "did you mean 'DRAFTGATE_MAX_NUM_SEQS'?"),
-        ("DRAFTGATE_XYZ", "known: DRAFTGATE_BACKEND, "),
+        ("DRAFTGATE_XYZ", "known: DRAFTGATE_ADMISSION, "),
     ],
 )
 def test_an_unknown_variable_of_ours_is_refused(variable: str, message: str) -> None:

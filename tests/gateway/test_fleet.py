@@ -18,6 +18,7 @@ from gateway.config import ServeConfig
 from gateway.fleet import FleetWorker, RoundRobin, least_reserved
 from gateway.job import Job
 from gateway.lifecycle import NodeState
+from policies.room import Need
 from tests.gateway.harness import (
     ScriptedBackend,
     client,
@@ -139,13 +140,14 @@ async def test_choices_stay_together_and_prompts_spread(
 
 async def test_what_was_never_read_is_not_reserved(node: Listening) -> None:
     """Tokens count while a request is on its worker, and are given back when it leaves."""
-    dispatcher, job = node.node.dispatcher, Job("r", ((1, 2), (3,)), SamplingParams(1, 0), 10, n=2)
-    async with dispatcher.run(job) as run:
+    job = Job("r", ((1, 2), (3,)), SamplingParams(1, 0), 10, n=2)
+    async with node.node.dispatcher.run(job) as run:
         assert is_idle_of_tokens(node)
         reading = asyncio.ensure_future(anext(run.deltas))
         await until(lambda: None not in run.placements)
         assert [w.reserved_tokens for w in node.node.fleet.workers] == [24, 22]
         reading.cancel()
+        await asyncio.wait({reading})
     assert is_idle_of_tokens(node)
 
 
@@ -320,9 +322,9 @@ async def test_two_workers_say_what_one_says(settings: dict[str, object]) -> Non
 def test_reserved_tokens_are_those_of_open_requests() -> None:
     """Counting in twice counts once, counting out twice counts once, and nothing remains."""
     worker = FleetWorker("w", None)
-    worker.reserve("a", 10)
-    worker.reserve("a", 12)
-    worker.reserve("b", 5)
+    worker.reserve("a", Need(1, 4, 10))
+    worker.reserve("a", Need(1, 4, 12))
+    worker.reserve("b", Need(1, 3, 5))
     assert worker.reserved_tokens == 17
     worker.release("a")
     worker.release("a")

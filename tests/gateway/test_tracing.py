@@ -50,12 +50,13 @@ async def test_a_request_is_one_trace_below_its_clients(
     async with client(traced) as http:
         await http.post("/v1/completions", json={**BODY, "stream": stream}, headers=headers)
     spans = by_name(exporter)
-    assert set(spans) == {"POST /v1/completions", "decide", "dispatch"}
+    hops = {"admit", "queue", "route", "decide", "dispatch"}
+    assert set(spans) == {"POST /v1/completions", *hops}
     server = spans["POST /v1/completions"]
     assert server.kind is SpanKind.SERVER
     assert f"{server.context.trace_id:032x}" == TRACE
     assert f"{server.parent.span_id:016x}" == PARENT
-    for name in ("decide", "dispatch"):
+    for name in hops:
         assert spans[name].parent.span_id == server.context.span_id
         assert spans[name].end_time <= server.end_time
     assert [event.name for event in server.events] == ["first_token"]
