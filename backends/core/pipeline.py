@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from backends.core.scheduler import Emission
+from backends.core.accounting import Emission
 from backends.core.steps import Executor, Launcher, StepPlan
 from backends.core.worker import Worker
 from backends.types import Delta

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from itertools import count
 
+from backends.core.accounting import Emission
 from backends.core.admission import Admission
 from backends.core.detokenize import TextStream
 from backends.core.grammar import Grammar, Grammars
-from backends.core.scheduler import Emission, Scheduler
+from backends.core.scheduler import Scheduler
 from backends.core.sequence import Sequence
 from backends.core.steps import StepPlan, StepResult
 from backends.tokenizer import Tokenizer

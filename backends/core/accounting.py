@@ -1,0 +1,97 @@
+"""What a step did to its sequences: tokens, ends, drafts that failed, blocks that are full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from backends.core.draft_plan import DraftPlan
+from backends.core.queues import Queues
+from backends.core.sequence import Sequence
+from backends.core.steps import SequenceWork
+from backends.types import FinishReason, TokenLogprob
+
+Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...]]
+"""Tokens a step added to a sequence, with their log probabilities if it asked."""
+
+
+class Accounting:
+    """Accounts for the work of steps that ran."""
+
+    def __init__(
+        self,
+        queues: Queues,
+        drafts: DraftPlan,
+        eos_ids: frozenset[int],
+        finish: Callable[[Sequence, FinishReason], None],
+    ) -> None:
+        """Keep them; `finish` ends a sequence and frees what it has."""
+        self._queues = queues
+        self._blocks = queues.blocks
+        self._drafts = drafts
+        self._eos_ids = eos_ids
+        self._finish = finish
+
+    def fed(self, work: SequenceWork) -> None:
+        """Account for a chunk of a prompt behind which nothing was sampled."""
+        work.sequence.num_computed = work.confirmed_end
+        self._confirm_blocks(work.sequence)
+
+    def confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
+        """Append what was emitted to the sequence, and settle its blocks; return what it keeps."""
+        sequence, accepted = work.sequence, len(emitted) - 1
+        self._drafts.drafting.learn(sequence, emitted)
+        kept = self._append(sequence, emitted)
+        sequence.num_computed = work.start + len(work.token_ids) + accepted
+        within_block = sequence.num_computed % self._blocks.block_size
+        fed_one = len(work.token_ids) == 1 and not work.draft.token_ids
+        if not (within_block and fed_one) or sequence.finish_reason is not None:
+            self._settle(work, kept)
+        return kept
+
+    def _settle(self, work: SequenceWork, kept: tuple[int, ...]) -> None:
+        """Account for drafts, share full blocks, give back those that are not needed."""
+        sequence = work.sequence
+        if work.num_drafts:
+            # By what was kept: some executors end the walk with the sequence, others walk on.
+            sequence.count_draft(work.num_drafts, len(work.draft.walk(kept)))
+        self._queues.prompt_is_computed(sequence)
+        self._confirm_blocks(sequence)
+        if sequence.finish_reason is None:
+            # The last token is fed next, or has been: to a step planned behind this one.
+            self._blocks.trim(sequence.block_table, len(sequence.token_ids))
+        else:
+            self._finish(sequence, sequence.finish_reason)
+
+    def _confirm_blocks(self, sequence: Sequence) -> None:
+        """Let others share the blocks that are full of confirmed tokens."""
+        if sequence.num_computed // self._blocks.block_size <= sequence.known_blocks:
+            return  # as after most steps
+        hashes = sequence.hash_blocks(self._blocks.block_size)
+        # What was accepted behind the end of the sequence is in the cache, but not in its tokens.
+        full = min(sequence.num_computed // self._blocks.block_size, len(hashes))
+        known = range(sequence.known_blocks, full)
+        self._blocks.confirm(sequence.block_table, hashes, known)
+        sequence.known_blocks = max(full, sequence.known_blocks)
+
+    def _append(self, sequence: Sequence, emitted: tuple[int, ...]) -> tuple[int, ...]:
+        """Append tokens to the sequence up to the one that ends it, and return them."""
+        tokens, grammar = sequence.token_ids, sequence.grammar
+        for count, token in enumerate(emitted, 1):
+            tokens.append(token)
+            if token in self._eos_ids and sequence.heeds_eos:
+                sequence.finish_reason = FinishReason.STOP
+                return emitted[:count]
+            if len(tokens) >= sequence.most_tokens:
+                sequence.finish_reason = FinishReason.LENGTH
+                return emitted[:count]
+            if grammar is not None:
+                grammar.accept(token)
+        return emitted
+
+
+def note_first_tokens(emissions: Iterable[Emission], now_s: float) -> None:
+    """Note when sequences began to decode: their further tokens are due from then on."""
+    for sequence, _, _ in emissions:
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
+            sequence.first_output_tokens = sequence.output_tokens
