@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 from backends.core.draft_plan import DraftPlan
 from backends.core.queues import Queues
 from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork
-from backends.types import FinishReason, TokenLogprob
+from backends.core.steps import SequenceWork, StepPlan
+from backends.types import FinishReason, Phases, StepTrace, TokenLogprob
 
-Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...]]
-"""Tokens a step added to a sequence, with their log probabilities if it asked."""
+
+class Details(NamedTuple):
+    """What there is to tell of a step beside its tokens.
+
+    Attributes:
+        step: what it did for a traced sequence.
+        phases: how the sequence came to its first token, which is one of the step's.
+    """
+
+    step: StepTrace | None
+    phases: Phases | None
+
+
+Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...], Details | None]
+"""Tokens a step added to a sequence, with their log probabilities if it asked, and details of the
+few who have any. A bare tuple: there is one for each sequence in each step."""
+
+_NO_DRAFTS: Final = StepTrace(0)
 
 
 class Accounting:
@@ -31,9 +48,11 @@ class Accounting:
         self._eos_ids = eos_ids
         self._finish = finish
 
-    def fed(self, work: SequenceWork) -> None:
+    def fed(self, work: SequenceWork, now_s: float) -> None:
         """Account for a chunk of a prompt behind which nothing was sampled."""
         work.sequence.num_computed = work.confirmed_end
+        if work.sequence.first_token_s is None:
+            work.sequence.chunks.append((now_s, len(work.token_ids)))
         self._confirm_blocks(work.sequence)
 
     def confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
@@ -89,9 +108,31 @@ class Accounting:
         return emitted
 
 
-def note_first_tokens(emissions: Iterable[Emission], now_s: float) -> None:
-    """Note when sequences began to decode: their further tokens are due from then on."""
-    for sequence, _, _ in emissions:
+def add_details(plan: StepPlan, emissions: list[Emission], now_s: float) -> int:
+    """Put into the emissions of a step what there is to tell of it.
+
+    Args:
+        now_s: when it ended.
+
+    Returns:
+        How many sequences got their first token, and go on.
+    """
+    begun = 0
+    told = [
+        place
+        for place, (sequence, *_) in enumerate(emissions)
+        if sequence.first_token_s is None or sequence.request.traced
+    ]
+    work_of = {work.sequence.key: work for work in plan.work} if told else {}
+    for place in told:
+        sequence, token_ids, logprobs, _ = emissions[place]
+        work, phases, step = work_of[sequence.key], None, None
         if sequence.first_token_s is None:
-            sequence.first_token_s = now_s
-            sequence.first_output_tokens = sequence.output_tokens
+            phases = sequence.begin_output(now_s, len(work.token_ids))
+            begun += sequence.finish_reason is None
+        if sequence.request.traced:
+            drafted = plan.traces.get(sequence.key, _NO_DRAFTS)
+            accepted = len(work.draft.walk(token_ids))
+            step = drafted._replace(tokens=len(token_ids), accepted=accepted)
+        emissions[place] = sequence, token_ids, logprobs, Details(step, phases)
+    return begun

@@ -8,6 +8,9 @@ cannot be admitted keeps those behind it waiting, so none starves; but one that 
 a prefill under way lets others pass and takes the blocks when they are ready. When blocks run out,
 the youngest sequence gives its own back and is computed again later (recompute), but for what is
 still cached.
+
+Who is sparing comes behind all others in each of these, for a bounded time, gets no drafts, and
+goes first when blocks run out. Who is paused is in no step (`Queues`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from backends.core.accounting import Accounting, Emission, note_first_tokens
+from backends.core.accounting import Accounting, Emission, add_details
 from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
@@ -28,10 +31,11 @@ from backends.core.newcomers import first_blocks, prompt_tokens
 from backends.core.queues import Queues
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
-from backends.types import FinishReason
+from backends.types import FinishReason, Pace, StepTrace
 from policies.batching import Slack
 from policies.cost_fit import StepCostFit
 from policies.protocols import BatchingPolicy, SpeculationPolicy
+from policies.speed import SpeedMeter
 from policies.step_cost import StepCost
 from policies.types import WorkerLoad
 
@@ -57,15 +61,32 @@ class _StepDraft:
 
     budget: int
     work: dict[int, SequenceWork] = field(default_factory=dict)  # by sequence key
+    chunks: int = 0
+    prompt_tokens: int = 0
+    traces: Mapping[int, StepTrace] = field(default_factory=dict)
 
     def attach(self, key: int, draft: Draft) -> None:
         self.budget -= len(draft)
         self.work[key] = self.work[key]._replace(draft=draft)
 
+    def planned(self) -> StepPlan:
+        return StepPlan(tuple(self.work.values()), self.chunks, self.prompt_tokens, self.traces)
+
 
 DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
 
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
+
+SPARING_STEPS: Final = 64
+"""How many steps later a sparing sequence is taken to have been served than it was. So all others
+come first as long as each of them is served within so many steps; beyond that it takes turns with
+them. At steps of 10 to 30 ms a slow reader then waits for a token for 1 to 2 seconds, less than the
+30 s after which the most impatient of usual proxies drops a silent connection."""
+
+
+def _sparing_last(sequence: Sequence) -> tuple[int, int]:
+    """Order decodes where some are sparing."""
+    return sequence.last_step + SPARING_STEPS * (sequence.pace is Pace.SPARING), sequence.key
 
 
 class Scheduler:
@@ -92,11 +113,26 @@ class Scheduler:
         self._assumed: StepPlan | None = None  # planned behind, and not applied yet
         self._now_s = 0.0
         self._with_service = 0  # open sequences with a service level
+        self._traced = 0  # open sequences whose steps are told
+        self._silent = 0  # open sequences that were in a step, and have no first token
+        self._speed = SpeedMeter(cost, config.max_step_tokens)
+        self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
+    def add(self, sequence: Sequence, now_s: float | None = None) -> None:
+        """Queue a new sequence.
+
+        Args:
+            now_s: the time; None takes that of all steps so far.
+        """
+        sequence.queued_s = self._now_s if now_s is None else now_s
         self._with_service += sequence.has_service
+        self._traced += sequence.request.traced
         self._queues.add(sequence)
+
+    def pace(self, sequence: Sequence, pace: Pace) -> None:
+        """Change how far a sequence goes on, from the next step on; no-op if it has ended."""
+        if sequence.state is not SequenceState.FINISHED:
+            self._queues.pace(sequence, pace)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free its blocks at once; no-op if it has ended already."""
@@ -105,6 +141,8 @@ class Scheduler:
         self._queues.remove(sequence)
         sequence.finish_reason = reason
         self._with_service -= sequence.has_service
+        self._traced -= sequence.request.traced
+        self._silent -= sequence.first_token_s is None and sequence.scheduled_s is not None
         self._drafts.drafting.forget(sequence)
 
     @property
@@ -130,7 +168,7 @@ class Scheduler:
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
         return WorkerLoad(
-            running=len(self._queues.running),
+            running=len(self._queues.running) - len(self._queues.leaving),
             waiting=len(self._queues.waiting),
             kv_blocks_free=self.blocks.num_free,
             kv_blocks_total=self.blocks.num_blocks,
@@ -138,6 +176,12 @@ class Scheduler:
             acceptance=self._drafts.drafting.acceptance,
             proposers=self._drafts.drafting.names,
             step_cost_error=self.cost_error,
+            seats=self.config.max_num_seqs,
+            prompt_tokens=self._queues.prefill_tokens,
+            step_tokens=self.config.max_step_tokens,
+            kv_block_tokens=self.blocks.block_size,
+            speed=self._speed.speed(self.cost, *self._decoding),
+            paused=len(self._queues.paused) + len(self._queues.leaving),
         )
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
@@ -149,6 +193,8 @@ class Scheduler:
             now_s: the time, which says who is late; None takes that of all steps so far.
         """
         self._now_s = self._now_s if now_s is None else now_s
+        self._queues.park()
+        self._speed.begin(self._now_s)
         self._step += 1
         step = _StepDraft(self.config.max_step_tokens)
         stalled = self._batching.stalls_decodes and self._has_prefills()
@@ -161,8 +207,9 @@ class Scheduler:
         if stalled and not step.work:
             self._plan_decodes(step)
         if not step.work:
+            self._speed.rest()
             return None
-        return StepPlan(tuple(step.work.values()))
+        return step.planned()
 
     def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step behind one that was planned last and is not applied yet.
@@ -173,8 +220,10 @@ class Scheduler:
         Returns:
             None if the first step's result has to be known before: where a proposer, a grammar or a
             penalty looks at its tokens, where memory is so short that somebody might be preempted,
-            or where there is nothing to do without it.
+            where somebody was paused, or where there is nothing to do without it.
         """
+        if self._queues.leaving:
+            return None
         going_on = [w for w in plan.work if w.sequence.state is SequenceState.RUNNING]
         # A decode takes a block at most, and comes before all who take what is left.
         if self.blocks.num_free < len(self._queues.running) or not all(
@@ -188,26 +237,44 @@ class Scheduler:
                 work.sequence.token_ids.append(PENDING)
         return self.plan(now_s)
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
-        """Account for a step: confirm tokens, give back rejected tails, end what has ended."""
+    def apply(
+        self, plan: StepPlan, result: StepResult, now_s: float | None = None
+    ) -> list[Emission]:
+        """Account for a step: confirm tokens, give back rejected tails, end what has ended.
+
+        Args:
+            now_s: when it ended; None adds its seconds to the time.
+        """
         emissions: list[Emission] = []
         assumed, self._assumed = plan is self._assumed, None
+        self._now_s = self._now_s + result.step_s if now_s is None else now_s
+        has_details = self._silent or self._traced  # some may end in this step
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             sequence = work.sequence
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if not work.samples:
-                self._accounting.fed(work)
+                self._accounting.fed(work, self._now_s)
                 continue
             if assumed:
                 sequence.token_ids.pop()  # here comes the token that was pending
             kept = self._accounting.confirm(work, emitted)
-            emissions.append((sequence, kept, logprobs[: len(kept)]))
-        self._now_s += result.step_s
-        if self._with_service:
-            note_first_tokens(emissions, self._now_s)
-        self._fit.observe(plan.size, result.step_s)
+            emissions.append((sequence, kept, logprobs[: len(kept)], None))
+        if has_details:
+            self._silent -= add_details(plan, emissions, self._now_s)
+        self._learn_costs(plan, result)
         return emissions
+
+    def _learn_costs(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from what a step took, and how far it came."""
+        size = plan.size
+        self._fit.observe(size, result.step_s)
+        decodes = size.sequences - plan.chunks
+        drafted = size.tokens - plan.prompt_tokens > decodes
+        accepted = sum(len(e) - 1 for e in result.emitted if len(e) > 1) if drafted else 0
+        self._speed.ran(decodes, decodes + accepted, plan.prompt_tokens)
+        if decodes:
+            self._decoding = decodes, size.kv_tokens * decodes // size.sequences
 
     def _goes_on(self, work: SequenceWork) -> bool:
         """Return whether a step can be planned behind this work whatever token it draws.
@@ -228,7 +295,7 @@ class Scheduler:
             for s in self._queues.running
             if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
         ]
-        decodes.sort(key=_LEAST_RECENTLY_SERVED)
+        decodes.sort(key=_sparing_last if self._queues.num_sparing else _LEAST_RECENTLY_SERVED)
         for sequence in decodes:
             if step.budget <= 0:
                 break
@@ -247,6 +314,8 @@ class Scheduler:
         now_s = self._now_s if self._with_service else None
         for sequence, draft in self._drafts.plan(decodes, room, self.cost, now_s):
             step.attach(sequence.key, draft)
+        if self._traced:
+            step.traces = self._drafts.traces(decodes, self.cost)
 
     def _room_beside(self, decodes: Many[Sequence], step: _StepDraft) -> Room:
         """Return what a step of these decodes has left for drafts and prompts."""
@@ -295,7 +364,10 @@ class Scheduler:
 
     def _plan_prefills(self, step: _StepDraft) -> None:
         """Continue prefills with what is left of the budget, oldest first."""
-        for sequence in tuple(self._queues.running):
+        running = tuple(self._queues.running)
+        if self._queues.num_sparing:
+            running = tuple(sorted(running, key=attrgetter("pace")))
+        for sequence in running:
             if step.budget <= 0:
                 return
             unplanned = sequence.key not in step.work and sequence.state is SequenceState.RUNNING
@@ -304,7 +376,7 @@ class Scheduler:
                 and sequence.pending_tokens > 1
                 and self._queues.make_room(sequence, step.work)
             ):
-                self._schedule(step, sequence, min(sequence.pending_tokens, step.budget))
+                self._feed(step, sequence)
 
     def _admit(self, step: _StepDraft) -> None:
         """Admit waiting sequences in order while budget, batch and memory have room."""
@@ -317,7 +389,18 @@ class Scheduler:
             except OutOfBlocks:
                 return
             if admitted:
-                self._schedule(step, sequence, min(sequence.pending_tokens, step.budget))
+                if sequence.scheduled_s is None:
+                    sequence.scheduled_s = self._now_s
+                    self._silent += 1
+                self._feed(step, sequence)
+
+    def _feed(self, step: _StepDraft, sequence: Sequence) -> None:
+        """Put as much of what a prefill has left into the step as fits."""
+        tokens = min(sequence.pending_tokens, step.budget)
+        step.chunks += 1
+        step.prompt_tokens += tokens
+        self._queues.feed(sequence, tokens)
+        self._schedule(step, sequence, tokens)
 
     def _schedule(self, step: _StepDraft, sequence: Sequence, tokens: int) -> None:
         """Put the next `tokens` pending tokens of the sequence into the step."""

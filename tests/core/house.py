@@ -114,7 +114,7 @@ class House:
         result = FakeExecutor().execute(plan)
         for work, emitted in zip(plan.work, result.emitted, strict=True):
             self.compact(work, emitted)
-        for sequence, token_ids, logprobs in self.scheduler.apply(plan, result):
+        for sequence, token_ids, logprobs, _ in self.scheduler.apply(plan, result):
             assert len(token_ids) == len(logprobs)
             self.outputs[sequence.key].extend(token_ids)
 
