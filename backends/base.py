@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard
+from backends.types import Delta, GenerationRequest, ModelCard, Pace
 from policies.types import WorkerLoad
 
 
@@ -128,6 +128,21 @@ class Backend(Protocol):
         Raises:
             RequestRejected: as `check`.
             BackendFailed: the worker broke; no delta follows.
+        """
+        ...
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change how far the worker goes on with a request, from one of its next steps on.
+
+        No pace changes what is generated. Ids that are unknown, or have ended, are ignored.
+        """
+        ...
+
+    def unread_tokens(self, request_id: str) -> int:
+        """Return how many tokens were delivered that the reader of `generate` has not taken.
+
+        0 for ids that are unknown, and where all tokens were delivered: nobody need slow down any
+        more. Costs as much as there are deltas waiting.
         """
         ...
 

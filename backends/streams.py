@@ -53,6 +53,11 @@ class DeltaStreams:
             if stream is not None and stream.put(delta):
                 del self._open[request_id]
 
+    def unread_tokens(self, request_id: str) -> int:
+        """Return how many tokens wait for the reader of a stream; 0 once none is owed to it."""
+        stream = self._open.get(request_id)
+        return 0 if stream is None else stream.unread_tokens
+
     def fail(self, message: str) -> None:
         """End every open stream with `BackendFailed(message)`."""
         streams, self._open = self._open, {}
@@ -86,6 +91,11 @@ class _Stream(AsyncGenerator[Delta, None]):
         self._unfinished -= delta.finish_reason is not None
         self._news.set()
         return self._unfinished == 0
+
+    @property
+    def unread_tokens(self) -> int:
+        """Tokens that wait. Counted when asked: deltas come far more often."""
+        return sum(len(delta.token_ids) for of in self._waiting.values() for delta in of)
 
     def fail(self, message: str) -> None:
         """End with an error after what waits."""
@@ -153,4 +163,6 @@ def _merged(deltas: list[Delta]) -> Delta:
         last.finish_reason,
         last.outcome,
         last.cached_tokens,
+        tuple(step for delta in deltas for step in delta.steps),
+        deltas[0].phases,  # they come with the first one
     )

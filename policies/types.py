@@ -143,6 +143,8 @@ class WorkerLoad:
         step_tokens: most tokens of a step; 0 where nobody knows.
         kv_block_tokens: tokens of a KV block.
         speed: what its steps take now.
+        paused: sequences whose readers have fallen far behind: they take no seat, nor any memory
+            that others need, and count neither as running nor as waiting.
     """
 
     running: int
@@ -158,6 +160,7 @@ class WorkerLoad:
     step_tokens: int = 0
     kv_block_tokens: int = 16
     speed: WorkerSpeed = UNKNOWN_SPEED
+    paused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

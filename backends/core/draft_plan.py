@@ -12,6 +12,7 @@ from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks
 from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
+from backends.types import StepTrace
 from policies.price import rate, slot_price
 from policies.protocols import SpeculationPolicy
 from policies.speculation import MOST_FIXED
@@ -59,6 +60,8 @@ class DraftPlan:
         self._batch: tuple[float, ...] = ()  # what the terms are of
         self._view: StepView | None = None  # the last step
         self._accepted = 0.0  # weighted tokens that its drafts are expected to bring
+        # What was offered in it, computed for it, and is verified, of the same sequences in turn.
+        self._stages: tuple[Many[Offer], Many[Offer], Many[Offer]] = ((), (), ())
         self.drafting_s = 0.0
 
     def plan(
@@ -84,16 +87,34 @@ class DraftPlan:
         lengths = self._lengths(view, offers, cost) if offers else ()
         slots = self._reserve(offers, lengths, room)
         self.drafting_s = _drafting_s(offers, slots)
-        drafted = self.drafting.compute(offers, slots)
+        drafted = computed = self.drafting.compute(offers, slots)
         if any(most and offer.draft is None for offer, most in zip(offers, slots, strict=True)):
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum(offer.expected for offer in drafted)
+        self._stages = offers, computed, drafted
         return [
             (offer.sequence, self._settled(offer, reserved))
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
+
+    def traces(self, decodes: Many[Sequence], cost: StepCost) -> dict[int, StepTrace]:
+        """Return what was drafted in the last step for those of its sequences that are traced.
+
+        By sequence key. What came of it is still to be filled in.
+        """
+        price = self.price(cost)
+        plain = StepTrace(0, price=price)
+        traces = {s.key: plain for s in decodes if s.request.traced}
+        for offered, computed, verified in zip(*self._stages, strict=True):
+            key = offered.sequence.key
+            proposed = (computed if offered.draft is None else offered).draft
+            if key in traces and proposed and verified.draft is not None:
+                ids = verified.draft.token_ids
+                survivals = verified.candidate.survivals[: len(ids)]
+                traces[key] = StepTrace(0, offered.source, len(proposed), ids, 0, survivals, price)
+        return traces
 
     def price(self, cost: StepCost) -> float:
         """Return what a slot had to promise in the last step, in tokens of weight 1."""

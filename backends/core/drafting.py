@@ -20,6 +20,7 @@ from backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
 from backends.core.exploration import Exploration
 from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
+from backends.types import Pace
 from policies.arbitration import arbitrate
 from policies.types import ANY_PROPOSER, DraftCandidate
 
@@ -165,7 +166,8 @@ class Drafting:
         if not self._proposers or self._turn % PROBED_TURNS:
             return None
         self._scores.refresh()  # what probes teach is little, and all there is
-        return min(sequences, key=lambda sequence: sequence.key, default=None)
+        may = (sequence for sequence in sequences if sequence.pace is Pace.FULL)
+        return min(may, key=lambda sequence: sequence.key, default=None)
 
     def _allowed(self, sequence: Sequence, most: int) -> Iterable[str]:
         """Return the proposers that may draft for a sequence."""
@@ -249,10 +251,12 @@ class Drafting:
 
 
 def _most_tokens(sequence: Sequence) -> int:
-    """Return how long a draft of a sequence may be.
+    """Return how long a draft of a sequence may be: nothing where it is to give way to others.
 
     The token sampled behind a draft is the last one that may be generated.
     """
+    if sequence.pace:
+        return 0
     return min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from backends.core.scheduler import Emission
+from backends.core.accounting import Emission
 from backends.core.steps import Executor, Launcher, StepPlan
 from backends.core.worker import Worker
 from backends.types import Delta
@@ -61,7 +61,8 @@ class Pipeline:
             return self._overlap(self._launcher)
         plan = self._worker.plan(self._now_s())
         if plan is not None:
-            self._tell(self._worker.apply(plan, self._executor.execute(plan)))
+            result = self._executor.execute(plan)
+            self._tell(self._worker.apply(plan, result, self._now_s()))
         return plan is not None
 
     def _overlap(self, launcher: Launcher) -> bool:
@@ -71,7 +72,8 @@ class Pipeline:
             return self._under_way is not None
         plan, step = self._under_way
         following = _launched(launcher, self._worker.plan_behind(plan, self._now_s()), step)
-        emissions = self._worker.apply(plan, launcher.fetch(step))
+        result = launcher.fetch(step)
+        emissions = self._worker.apply(plan, result, self._now_s())
         self._under_way = following or _launched(launcher, self._worker.plan(self._now_s()))
         self._tell(emissions)
         return True

@@ -8,12 +8,13 @@ cannot be admitted keeps those behind it waiting, so none starves; but one that 
 a prefill under way lets others pass and takes the blocks when they are ready. When blocks run out,
 the youngest sequence gives its own back and is computed again later (recompute), but for what is
 still cached.
+
+Who is sparing comes behind all others in each of these, for a bounded time, gets no drafts, and
+goes first when blocks run out. Who is paused is in no step (`Queues`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -21,18 +22,20 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
+from backends.core.accounting import Accounting, Emission, add_details
 from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.newcomers import first_blocks, prompt_tokens
-from backends.core.prefix_cache import PendingPrefixes
+from backends.core.queues import Queues
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
-from backends.types import FinishReason, TokenLogprob
+from backends.types import FinishReason, Pace, StepTrace
 from policies.batching import Slack
 from policies.cost_fit import StepCostFit
 from policies.protocols import BatchingPolicy, SpeculationPolicy
+from policies.speed import SpeedMeter
 from policies.step_cost import StepCost
 from policies.types import WorkerLoad
 
@@ -52,25 +55,38 @@ class SchedulerConfig:
     eos_ids: frozenset[int] = frozenset()
 
 
-Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...]]
-"""Tokens a step added to a sequence, with their log probabilities if it asked."""
-
-
 @dataclass(slots=True)
 class _StepDraft:
     """The step under construction."""
 
     budget: int
     work: dict[int, SequenceWork] = field(default_factory=dict)  # by sequence key
+    chunks: int = 0
+    prompt_tokens: int = 0
+    traces: Mapping[int, StepTrace] = field(default_factory=dict)
 
     def attach(self, key: int, draft: Draft) -> None:
         self.budget -= len(draft)
         self.work[key] = self.work[key]._replace(draft=draft)
 
+    def planned(self) -> StepPlan:
+        return StepPlan(tuple(self.work.values()), self.chunks, self.prompt_tokens, self.traces)
+
 
 DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
 
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
+
+SPARING_STEPS: Final = 64
+"""How many steps later a sparing sequence is taken to have been served than it was. So all others
+come first as long as each of them is served within so many steps; beyond that it takes turns with
+them. At steps of 10 to 30 ms a slow reader then waits for a token for 1 to 2 seconds, less than the
+30 s after which the most impatient of usual proxies drops a silent connection."""
+
+
+def _sparing_last(sequence: Sequence) -> tuple[int, int]:
+    """Order decodes where some are sparing."""
+    return sequence.last_step + SPARING_STEPS * (sequence.pace is Pace.SPARING), sequence.key
 
 
 class Scheduler:
@@ -91,42 +107,53 @@ class Scheduler:
         self._batching = batching
         self._fit = StepCostFit(cost)
         self._drafts = DraftPlan(policy, proposers, blocks)
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._pending = PendingPrefixes()
+        self._queues = Queues(blocks)
+        self._accounting = Accounting(self._queues, self._drafts, config.eos_ids, self.finish)
         self._step = 0
         self._assumed: StepPlan | None = None  # planned behind, and not applied yet
         self._now_s = 0.0
         self._with_service = 0  # open sequences with a service level
+        self._traced = 0  # open sequences whose steps are told
+        self._silent = 0  # open sequences that were in a step, and have no first token
+        self._speed = SpeedMeter(cost, config.max_step_tokens)
+        self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence."""
+    def add(self, sequence: Sequence, now_s: float | None = None) -> None:
+        """Queue a new sequence.
+
+        Args:
+            now_s: the time; None takes that of all steps so far.
+        """
+        sequence.queued_s = self._now_s if now_s is None else now_s
         self._with_service += sequence.has_service
-        self._waiting.append(sequence)
+        self._traced += sequence.request.traced
+        self._queues.add(sequence)
+
+    def pace(self, sequence: Sequence, pace: Pace) -> None:
+        """Change how far a sequence goes on, from the next step on; no-op if it has ended."""
+        if sequence.state is not SequenceState.FINISHED:
+            self._queues.pace(sequence, pace)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free its blocks at once; no-op if it has ended already."""
         if sequence.state is SequenceState.FINISHED:
             return
-        if sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        sequence.move_to(SequenceState.FINISHED)
+        self._queues.remove(sequence)
         sequence.finish_reason = reason
         self._with_service -= sequence.has_service
-        self._give_back(sequence)
+        self._traced -= sequence.request.traced
+        self._silent -= sequence.first_token_s is None and sequence.scheduled_s is not None
         self._drafts.drafting.forget(sequence)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
         """Sequences in the batch, oldest admission first."""
-        return tuple(self._running)
+        return tuple(self._queues.running)
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
         """Sequences in the queue, next first."""
-        return tuple(self._waiting)
+        return tuple(self._queues.waiting)
 
     @property
     def cost(self) -> StepCost:
@@ -141,14 +168,20 @@ class Scheduler:
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
         return WorkerLoad(
-            running=len(self._running),
-            waiting=len(self._waiting),
+            running=len(self._queues.running) - len(self._queues.leaving),
+            waiting=len(self._queues.waiting),
             kv_blocks_free=self.blocks.num_free,
             kv_blocks_total=self.blocks.num_blocks,
-            price=self._drafts.price(self.cost) if self._running else 0.0,
+            price=self._drafts.price(self.cost) if self._queues.running else 0.0,
             acceptance=self._drafts.drafting.acceptance,
             proposers=self._drafts.drafting.names,
             step_cost_error=self.cost_error,
+            seats=self.config.max_num_seqs,
+            prompt_tokens=self._queues.prefill_tokens,
+            step_tokens=self.config.max_step_tokens,
+            kv_block_tokens=self.blocks.block_size,
+            speed=self._speed.speed(self.cost, *self._decoding),
+            paused=len(self._queues.paused) + len(self._queues.leaving),
         )
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
@@ -160,6 +193,8 @@ class Scheduler:
             now_s: the time, which says who is late; None takes that of all steps so far.
         """
         self._now_s = self._now_s if now_s is None else now_s
+        self._queues.park()
+        self._speed.begin(self._now_s)
         self._step += 1
         step = _StepDraft(self.config.max_step_tokens)
         stalled = self._batching.stalls_decodes and self._has_prefills()
@@ -172,8 +207,9 @@ class Scheduler:
         if stalled and not step.work:
             self._plan_decodes(step)
         if not step.work:
+            self._speed.rest()
             return None
-        return StepPlan(tuple(step.work.values()))
+        return step.planned()
 
     def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step behind one that was planned last and is not applied yet.
@@ -184,11 +220,15 @@ class Scheduler:
         Returns:
             None if the first step's result has to be known before: where a proposer, a grammar or a
             penalty looks at its tokens, where memory is so short that somebody might be preempted,
-            or where there is nothing to do without it.
+            where somebody was paused, or where there is nothing to do without it.
         """
+        if self._queues.leaving:
+            return None
         going_on = [w for w in plan.work if w.sequence.state is SequenceState.RUNNING]
         # A decode takes a block at most, and comes before all who take what is left.
-        if self.blocks.num_free < len(self._running) or not all(map(self._goes_on, going_on)):
+        if self.blocks.num_free < len(self._queues.running) or not all(
+            map(self._goes_on, going_on)
+        ):
             return None
         self._assumed = plan
         for work in going_on:
@@ -197,27 +237,44 @@ class Scheduler:
                 work.sequence.token_ids.append(PENDING)
         return self.plan(now_s)
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
-        """Account for a step: confirm tokens, give back rejected tails, end what has ended."""
+    def apply(
+        self, plan: StepPlan, result: StepResult, now_s: float | None = None
+    ) -> list[Emission]:
+        """Account for a step: confirm tokens, give back rejected tails, end what has ended.
+
+        Args:
+            now_s: when it ended; None adds its seconds to the time.
+        """
         emissions: list[Emission] = []
         assumed, self._assumed = plan is self._assumed, None
+        self._now_s = self._now_s + result.step_s if now_s is None else now_s
+        has_details = self._silent or self._traced  # some may end in this step
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             sequence = work.sequence
             if sequence.state is not SequenceState.RUNNING:
                 continue
             if not work.samples:
-                sequence.num_computed = work.confirmed_end
-                self._confirm_blocks(sequence)
+                self._accounting.fed(work, self._now_s)
                 continue
             if assumed:
                 sequence.token_ids.pop()  # here comes the token that was pending
-            kept = self._confirm(work, emitted)
-            emissions.append((sequence, kept, logprobs[: len(kept)]))
-        self._now_s += result.step_s
-        if self._with_service:
-            _note_first_tokens(emissions, self._now_s)
-        self._fit.observe(plan.size, result.step_s)
+            kept = self._accounting.confirm(work, emitted)
+            emissions.append((sequence, kept, logprobs[: len(kept)], None))
+        if has_details:
+            self._silent -= add_details(plan, emissions, self._now_s)
+        self._learn_costs(plan, result)
         return emissions
+
+    def _learn_costs(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from what a step took, and how far it came."""
+        size = plan.size
+        self._fit.observe(size, result.step_s)
+        decodes = size.sequences - plan.chunks
+        drafted = size.tokens - plan.prompt_tokens > decodes
+        accepted = sum(len(e) - 1 for e in result.emitted if len(e) > 1) if drafted else 0
+        self._speed.ran(decodes, decodes + accepted, plan.prompt_tokens)
+        if decodes:
+            self._decoding = decodes, size.kv_tokens * decodes // size.sequences
 
     def _goes_on(self, work: SequenceWork) -> bool:
         """Return whether a step can be planned behind this work whatever token it draws.
@@ -235,15 +292,17 @@ class Scheduler:
         # None remaining: the last token is pending.
         decodes = [
             s
-            for s in self._running
+            for s in self._queues.running
             if len(s.token_ids) - s.num_computed == 1 and len(s.token_ids) < s.most_tokens
         ]
-        decodes.sort(key=_LEAST_RECENTLY_SERVED)
+        decodes.sort(key=_sparing_last if self._queues.num_sparing else _LEAST_RECENTLY_SERVED)
         for sequence in decodes:
             if step.budget <= 0:
                 break
             # An earlier decode may have preempted this one.
-            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, step):
+            if sequence.state is SequenceState.RUNNING and self._queues.make_room(
+                sequence, step.work
+            ):
                 self._schedule(step, sequence, 1)
 
     def _plan_drafts(self, step: _StepDraft) -> None:
@@ -255,16 +314,18 @@ class Scheduler:
         now_s = self._now_s if self._with_service else None
         for sequence, draft in self._drafts.plan(decodes, room, self.cost, now_s):
             step.attach(sequence.key, draft)
+        if self._traced:
+            step.traces = self._drafts.traces(decodes, self.cost)
 
     def _room_beside(self, decodes: Many[Sequence], step: _StepDraft) -> Room:
         """Return what a step of these decodes has left for drafts and prompts."""
         newcomer_blocks = self._newcomer_blocks()
         blocks = self.blocks.num_free - newcomer_blocks
-        if len(decodes) == len(self._running) and not newcomer_blocks:
+        if len(decodes) == len(self._queues.running) and not newcomer_blocks:
             return Room(step.budget, blocks)
-        ready = sum(s.pending_tokens for s in self._running if s.pending_tokens > 1)
+        ready = sum(s.pending_tokens for s in self._queues.running if s.pending_tokens > 1)
         if newcomer_blocks:
-            ready += prompt_tokens(self._waiting, self.blocks, self._seats, step.budget)
+            ready += prompt_tokens(self._queues.waiting, self.blocks, self._seats, step.budget)
         most = self._most_prefill_tokens(step)
         joining = min(ready, most)
         if not joining:
@@ -274,11 +335,13 @@ class Scheduler:
 
     def _has_prefills(self) -> bool:
         """Return whether there are prompt tokens to be fed."""
-        return bool(self._newcomer_blocks()) or any(s.pending_tokens > 1 for s in self._running)
+        return bool(self._newcomer_blocks()) or any(
+            s.pending_tokens > 1 for s in self._queues.running
+        )
 
     def _limit_prefills(self, step: _StepDraft) -> None:
         """Leave of the step's budget what the batching policy gives to prompts."""
-        if step.work and (self._waiting or len(step.work) < len(self._running)):
+        if step.work and (self._queues.waiting or len(step.work) < len(self._queues.running)):
             step.budget = min(step.budget, self._most_prefill_tokens(step))
 
     def _most_prefill_tokens(self, step: _StepDraft) -> int:
@@ -286,59 +349,58 @@ class Scheduler:
         now_s = self._now_s if self._with_service else None
         drafting_s = self._drafts.drafting_s  # that of the last step before this one's is known
         view = batch_view(
-            *(step.work.values(), self._running, step.budget, now_s, drafting_s),
+            *(step.work.values(), self._queues.running, step.budget, now_s, drafting_s),
             cost_error=self._fit.relative_error,
         )
         return self._batching.prefill_tokens(view, self.cost)
 
     def _newcomer_blocks(self) -> int:
         """Return the blocks of the sequence that comes in next; 0 if none can now."""
-        return first_blocks(self._waiting, self.blocks) if self._seats else 0
+        return first_blocks(self._queues.waiting, self.blocks) if self._seats else 0
 
     @property
     def _seats(self) -> int:
-        return self.config.max_num_seqs - len(self._running)
+        return self.config.max_num_seqs - len(self._queues.running)
 
     def _plan_prefills(self, step: _StepDraft) -> None:
         """Continue prefills with what is left of the budget, oldest first."""
-        for sequence in tuple(self._running):
+        running = tuple(self._queues.running)
+        if self._queues.num_sparing:
+            running = tuple(sorted(running, key=attrgetter("pace")))
+        for sequence in running:
             if step.budget <= 0:
                 return
             unplanned = sequence.key not in step.work and sequence.state is SequenceState.RUNNING
-            if unplanned and sequence.pending_tokens > 1 and self._make_room(sequence, step):
-                self._schedule(step, sequence, min(sequence.pending_tokens, step.budget))
+            if (
+                unplanned
+                and sequence.pending_tokens > 1
+                and self._queues.make_room(sequence, step.work)
+            ):
+                self._feed(step, sequence)
 
     def _admit(self, step: _StepDraft) -> None:
         """Admit waiting sequences in order while budget, batch and memory have room."""
         # No more than a batch is looked at: a burst with one prefix may be long.
-        for sequence in tuple(islice(self._waiting, self.config.max_num_seqs)):
+        for sequence in tuple(islice(self._queues.waiting, self.config.max_num_seqs)):
             if step.budget <= 0 or not self._seats:
                 return
-            hashes = sequence.sharable_hashes(self.blocks.block_size)
-            if self._prefix_is_pending(hashes):
-                continue  # soon it is there to be shared
             try:
-                shared = self.blocks.admit(sequence.block_table, hashes, len(sequence.token_ids))
+                admitted = self._queues.admit(sequence)
             except OutOfBlocks:
                 return
-            self._run(sequence, shared)
-            self._pending.add(sequence.key, hashes[shared:])
-            self._schedule(step, sequence, min(sequence.pending_tokens, step.budget))
+            if admitted:
+                if sequence.scheduled_s is None:
+                    sequence.scheduled_s = self._now_s
+                    self._silent += 1
+                self._feed(step, sequence)
 
-    def _prefix_is_pending(self, hashes: list[bytes]) -> bool:
-        """Return whether a running prefill is computing the first block that is not cached."""
-        cached = self.blocks.num_cached(hashes)
-        return cached < len(hashes) and hashes[cached] in self._pending
-
-    def _run(self, sequence: Sequence, shared_blocks: int) -> None:
-        """Make a waiting sequence run, `shared_blocks` of whose keys and values are there."""
-        self._waiting.remove(sequence)
-        sequence.move_to(SequenceState.RUNNING)
-        self._running.append(sequence)
-        sequence.known_blocks = shared_blocks
-        sequence.num_computed = shared_blocks * self.blocks.block_size
-        if sequence.last_step < 0:
-            sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
+    def _feed(self, step: _StepDraft, sequence: Sequence) -> None:
+        """Put as much of what a prefill has left into the step as fits."""
+        tokens = min(sequence.pending_tokens, step.budget)
+        step.chunks += 1
+        step.prompt_tokens += tokens
+        self._queues.feed(sequence, tokens)
+        self._schedule(step, sequence, tokens)
 
     def _schedule(self, step: _StepDraft, sequence: Sequence, tokens: int) -> None:
         """Put the next `tokens` pending tokens of the sequence into the step."""
@@ -348,103 +410,3 @@ class Scheduler:
         sequence.last_step = self._step
         step.budget -= tokens
         step.work[sequence.key] = SequenceWork(sequence, start, fed, end == len(known))
-
-    def _make_room(self, sequence: Sequence, step: _StepDraft) -> bool:
-        """Give the sequence blocks for all its tokens, preempting the youngest if need be.
-
-        Returns False if it had to be preempted itself: whatever else runs is in this step.
-        """
-        if len(sequence.token_ids) <= len(sequence.block_table) * self.blocks.block_size:
-            return True
-        while True:
-            try:
-                self.blocks.extend(sequence.block_table, len(sequence.token_ids))
-            except OutOfBlocks:
-                victim = self._victim(step)
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
-            else:
-                return True
-
-    def _victim(self, step: _StepDraft) -> Sequence:
-        """Return the youngest running sequence that is not part of this step yet."""
-        return max((s for s in self._running if s.key not in step.work), key=lambda s: s.key)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it is computed anew, ahead of all that never ran."""
-        self._running.remove(sequence)
-        self._give_back(sequence)
-        sequence.move_to(SequenceState.WAITING)
-        sequence.num_computed = 0
-        sequence.preemptions += 1
-        # The queue is in order of arrival, so it stands behind older ones preempted before.
-        at = bisect_left(self._waiting, sequence.key, key=lambda waiting: waiting.key)
-        self._waiting.insert(at, sequence)
-
-    def _give_back(self, sequence: Sequence) -> None:
-        """Free the sequence's blocks; those with a known prefix stay cached."""
-        self._pending.drop(sequence.key)
-        self.blocks.release(sequence.block_table)
-
-    # --- accounting ---------------------------------------------------------------------------
-
-    def _confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
-        """Append what was emitted to the sequence, and settle its blocks; return what it keeps."""
-        sequence, accepted = work.sequence, len(emitted) - 1
-        self._drafts.drafting.learn(sequence, emitted)
-        kept = self._append(sequence, emitted)
-        sequence.num_computed = work.start + len(work.token_ids) + accepted
-        within_block = sequence.num_computed % self.blocks.block_size
-        fed_one = len(work.token_ids) == 1 and not work.draft.token_ids
-        if not (within_block and fed_one) or sequence.finish_reason is not None:
-            self._settle(work, kept)
-        return kept
-
-    def _settle(self, work: SequenceWork, kept: tuple[int, ...]) -> None:
-        """Account for drafts, share full blocks, give back those that are not needed."""
-        sequence = work.sequence
-        if work.num_drafts:
-            # By what was kept: some executors end the walk with the sequence, others walk on.
-            sequence.count_draft(work.num_drafts, len(work.draft.walk(kept)))
-        self._pending.drop(sequence.key)  # the prompt is computed
-        self._confirm_blocks(sequence)
-        if sequence.finish_reason is None:
-            # The last token is fed next, or has been: to a step planned behind this one.
-            self.blocks.trim(sequence.block_table, len(sequence.token_ids))
-        else:
-            self.finish(sequence, sequence.finish_reason)
-
-    def _confirm_blocks(self, sequence: Sequence) -> None:
-        """Let others share the blocks that are full of confirmed tokens."""
-        if sequence.num_computed // self.blocks.block_size <= sequence.known_blocks:
-            return  # as after most steps
-        hashes = sequence.hash_blocks(self.blocks.block_size)
-        # What was accepted behind the end of the sequence is in the cache, but not in its tokens.
-        full = min(sequence.num_computed // self.blocks.block_size, len(hashes))
-        known = range(sequence.known_blocks, full)
-        self.blocks.confirm(sequence.block_table, hashes, known)
-        sequence.known_blocks = max(full, sequence.known_blocks)
-
-    def _append(self, sequence: Sequence, emitted: tuple[int, ...]) -> tuple[int, ...]:
-        """Append tokens to the sequence up to the one that ends it, and return them."""
-        tokens, grammar = sequence.token_ids, sequence.grammar
-        for count, token in enumerate(emitted, 1):
-            tokens.append(token)
-            if token in self.config.eos_ids and sequence.heeds_eos:
-                sequence.finish_reason = FinishReason.STOP
-                return emitted[:count]
-            if len(tokens) >= sequence.most_tokens:
-                sequence.finish_reason = FinishReason.LENGTH
-                return emitted[:count]
-            if grammar is not None:
-                grammar.accept(token)
-        return emitted
-
-
-def _note_first_tokens(emissions: list[Emission], now_s: float) -> None:
-    """Note when sequences began to decode: their further tokens are due from then on."""
-    for sequence, _, _ in emissions:
-        if sequence.first_token_s is None:
-            sequence.first_token_s = now_s
-            sequence.first_output_tokens = sequence.output_tokens

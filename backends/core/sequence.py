@@ -15,7 +15,14 @@ from typing import Final
 from backends.core.draft_pages import DraftTable
 from backends.core.grammar import Grammar
 from backends.core.prefix_cache import extend_chain
-from backends.types import FinishReason, GenerationRequest, ResumedChoice, SpeculationOutcome
+from backends.types import (
+    FinishReason,
+    GenerationRequest,
+    Pace,
+    Phases,
+    ResumedChoice,
+    SpeculationOutcome,
+)
 from policies.survival import RequestRecord
 from policies.types import ANYTIME
 from policies.weights import next_due_s
@@ -32,7 +39,7 @@ class SequenceState(Enum):
 TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
     # admitted to the batch; or cancelled in the queue
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    # preempted by recompute; or finished
+    # preempted by recompute, or paused; or finished
     SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
@@ -55,6 +62,8 @@ class Sequence:
             may be shared with other sequences. An array, so that devices read it as it lies.
         block_hashes: chain over the full blocks of `token_ids` (`prefix_cache`).
         known_blocks: leading blocks of the table which are known by their hash.
+        pace: how far it goes on; what is paused waits.
+        prefill_tokens: pending tokens that are to be fed in chunks, or with its admission.
         most_tokens: tokens of prompt and output together at which it ends.
         is_plain: nothing reads or changes its logits but the sampler.
         has_service: its request asked for a service level.
@@ -63,6 +72,9 @@ class Sequence:
         grammar: what the output may say; None allows everything.
         draft_records: what its own drafts have shown, by source.
         weight: what a token of it is worth now (`policies.weights`).
+        queued_s: when it came, by the worker's time.
+        scheduled_s: when it first was in a step; None before.
+        chunks: of its prompt, each with when its step ended and how many tokens it had.
         first_token_s: when it began to decode here, by the worker's time; None before.
         first_output_tokens: how many tokens of output it had then.
     """
@@ -82,8 +94,13 @@ class Sequence:
     finish_reason: FinishReason | None = None
     preemptions: int = 0
     last_step: int = -1
+    pace: Pace = Pace.FULL
+    prefill_tokens: int = 0
     draft_records: dict[str, RequestRecord] = field(default_factory=dict)
     weight: float = 1.0
+    queued_s: float = 0.0
+    scheduled_s: float | None = None
+    chunks: list[tuple[float, int]] = field(default_factory=list)
     first_token_s: float | None = None
     first_output_tokens: int = 0
     drafted_tokens: int = 0
@@ -150,6 +167,17 @@ class Sequence:
         The last token is always computed, for its logits.
         """
         return self.hash_blocks(block_size)[: (len(self.token_ids) - 1) // block_size]
+
+    def begin_output(self, now_s: float, fed_tokens: int) -> Phases:
+        """Note that its first token is there; return how it came to it.
+
+        Args:
+            fed_tokens: of the step that brought it.
+        """
+        assert self.scheduled_s is not None, "it was in a step"
+        self.first_token_s, self.first_output_tokens = now_s, self.output_tokens
+        self.chunks.append((now_s, fed_tokens))
+        return Phases(self.queued_s, self.scheduled_s, tuple(self.chunks), now_s)
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state.

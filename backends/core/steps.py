@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 from backends.core.drafts import NO_DRAFT, Draft
 from backends.core.sequence import Sequence
-from backends.types import TokenLogprob
+from backends.types import StepTrace, TokenLogprob
 from policies.step_cost import StepSize
 
 PENDING: Final = -1
@@ -77,9 +77,19 @@ class SequenceWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass over a ragged batch of prefill chunks, decodes and drafts."""
+    """One forward pass over a ragged batch of prefill chunks, decodes and drafts.
+
+    Attributes:
+        chunks: how many of `work` feed prompts.
+        prompt_tokens: that those feed.
+        traces: of traced sequences that decode, by key: what was drafted, nothing being known of
+            the tokens yet.
+    """
 
     work: tuple[SequenceWork, ...]
+    chunks: int = 0
+    prompt_tokens: int = 0
+    traces: Mapping[int, StepTrace] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

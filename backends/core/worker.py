@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from itertools import count
 
+from backends.core.accounting import Details, Emission
 from backends.core.admission import Admission
 from backends.core.detokenize import TextStream
 from backends.core.grammar import Grammar, Grammars
-from backends.core.scheduler import Emission, Scheduler
+from backends.core.scheduler import Scheduler
 from backends.core.sequence import Sequence
 from backends.core.steps import StepPlan, StepResult
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, GenerationRequest, TokenLogprob
+from backends.types import Delta, FinishReason, GenerationRequest, Pace, TokenLogprob
 from policies.types import WorkerLoad
 
 
@@ -51,14 +52,18 @@ class Worker:
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
         self._texts: dict[int, TextStream] = {}  # by sequence key
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Queue every choice of a request that `admission` accepted."""
+    def submit(self, request: GenerationRequest, now_s: float | None = None) -> None:
+        """Queue every choice of a request that `admission` accepted.
+
+        Args:
+            now_s: when it came; None takes the time of all steps so far.
+        """
         sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         for sequence in sequences:
             sequence.grammar = self._grammar(sequence)
             self._texts[sequence.key] = self._text_stream(sequence)
-            self._scheduler.add(sequence)
+            self._scheduler.add(sequence, now_s)
 
     def _grammar(self, sequence: Sequence) -> Grammar | None:
         """Return the grammar of a sequence, as far as its output has come."""
@@ -84,6 +89,11 @@ class Worker:
         for sequence in self._requests.pop(request_id, ()):
             self._close(sequence, FinishReason.ABORT)
 
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change how far a request goes on, from the next step on; no-op if it is not open."""
+        for sequence in self._requests.get(request_id, ()):
+            self._scheduler.pace(sequence, pace)
+
     @property
     def open_requests(self) -> tuple[str, ...]:
         """Ids of the requests that have not ended."""
@@ -105,13 +115,21 @@ class Worker:
         """Return the step behind one that is not applied yet; None if that has to come first."""
         return self._scheduler.plan_behind(plan, now_s)
 
-    def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
-        """Account for a step and return the deltas it gives, with their request ids."""
-        return self.render(self.apply(plan, result))
+    def complete(
+        self, plan: StepPlan, result: StepResult, now_s: float | None = None
+    ) -> list[tuple[str, Delta]]:
+        """Account for a step and return the deltas it gives, with their request ids.
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[Emission]:
+        Args:
+            now_s: when it ended; None adds its seconds to the time.
+        """
+        return self.render(self.apply(plan, result, now_s))
+
+    def apply(
+        self, plan: StepPlan, result: StepResult, now_s: float | None = None
+    ) -> list[Emission]:
         """Account for a step, as far as the next plan needs it; `render` is still to be called."""
-        return self._scheduler.apply(plan, result)
+        return self._scheduler.apply(plan, result, now_s)
 
     def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
         """Return the deltas of a step, with their request ids; what they end is freed at once.
@@ -121,8 +139,13 @@ class Worker:
         Requests that were cancelled meanwhile get nothing.
         """
         return [
-            (sequence.request.request_id, self._delta(sequence, token_ids, logprobs))
-            for sequence, token_ids, logprobs in emissions
+            (
+                sequence.request.request_id,
+                self._delta(sequence, token_ids, logprobs)
+                if details is None
+                else _detailed(self._delta(sequence, token_ids, logprobs), details),
+            )
+            for sequence, token_ids, logprobs, details in emissions
             if sequence.key in self._texts
         ]
 
@@ -178,3 +201,12 @@ class Worker:
             open_choices.remove(sequence)
         if not open_choices:
             self._requests.pop(request_id, None)
+
+
+def _detailed(delta: Delta, details: Details) -> Delta:
+    """Return a delta that tells what there is to tell; tokens behind a stop string never were."""
+    step, shown = details.step, len(delta.token_ids)
+    if step is None:
+        return delta._replace(phases=details.phases)
+    step = step._replace(tokens=shown, accepted=min(step.accepted, shown))
+    return delta._replace(steps=(step,), phases=details.phases)

@@ -16,7 +16,7 @@ from backends.engine.served import ServedModel
 from backends.errors import BackendError, BackendFailed
 from backends.streams import DeltaStreams
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard
+from backends.types import Delta, GenerationRequest, ModelCard, Pace
 from policies.types import WorkerLoad
 
 
@@ -33,6 +33,10 @@ class EngineHost(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step; no-op if it has ended. Any thread."""
+        ...
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change a request's pace before the next step; no-op if it has ended. Any thread."""
         ...
 
     def stop(self) -> None:
@@ -107,6 +111,14 @@ class EngineBackend:
         stream = self._streams.open(request)
         self._host.submit(request)
         return stream
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change how far the engine goes on with a request."""
+        self._host.pace(request_id, pace)
+
+    def unread_tokens(self, request_id: str) -> int:
+        """Return how many tokens wait for a request's reader."""
+        return self._streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
         """Return the load after the latest step."""

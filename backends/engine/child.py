@@ -24,6 +24,7 @@ from backends.engine.wire import (
     Loading,
     Ready,
     Report,
+    SetPace,
     Start,
     Stepped,
     Submit,
@@ -78,6 +79,8 @@ def main() -> None:
             loop.submit(command.request)
         elif isinstance(command, Cancel):
             loop.cancel(command.request_id)
+        elif isinstance(command, SetPace):
+            loop.pace(command.request_id, command.pace)
     loop.stop()
     loop.join(STOP_S)
     os._exit(0)  # also in the middle of loading, which nothing else can cut short

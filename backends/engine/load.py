@@ -37,7 +37,7 @@ from backends.errors import CheckpointError
 from backends.grammar import LlGrammars
 from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
 from backends.tokenizer import Tokenizer
-from backends.types import ModelCard
+from backends.types import Capabilities, ModelCard
 from policies.registry import batching_policy, speculation_policy
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
@@ -130,7 +130,7 @@ def load_engine(
     numerics = numerics_class(
         weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
     )
-    card = _card(config, numerics, max_model_len)
+    card = _card(config, numerics, max_model_len, exact=exact)
     worker = Worker(scheduler, tokenizer, max_model_len, LlGrammars(tokenizer, model.eos_ids))
     served = ServedModel(card, worker.admission, model.eos_ids)
     return LoadedEngine(worker, runner, served, proposers)
@@ -278,11 +278,14 @@ def _window(config: WorkerConfig) -> int | None:
     return SHIPPED_DRAFT_WINDOW
 
 
-def _card(config: WorkerConfig, numerics: str, max_model_len: int) -> ModelCard:
+def _card(config: WorkerConfig, numerics: str, max_model_len: int, *, exact: bool) -> ModelCard:
+    # Under rejection a text depends on what was drafted.
+    capabilities = Capabilities(exact=exact and config.verify == "coupled")
     return ModelCard(
         checkpoint_id(config.model),
         config.model or SHIPPED_MODEL_ID,
         max_model_len,
         numerics,
         int(time.time()),
+        capabilities,
     )

@@ -17,7 +17,7 @@ from backends.core.pipeline import Pipeline
 from backends.core.worker import Worker
 from backends.engine.served import ServedModel
 from backends.errors import BackendError
-from backends.types import Delta, GenerationRequest
+from backends.types import Delta, GenerationRequest, Pace
 from policies.types import WorkerLoad
 
 if TYPE_CHECKING:
@@ -56,17 +56,22 @@ class EngineLoop(threading.Thread):
         super().__init__(name="draftgate-engine", daemon=True)
         self._load = load
         self._events = events
-        self._commands: deque[GenerationRequest | str] = deque()
+        self._commands: deque[Callable[[Worker], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Any thread."""
-        self._command(request)
+        came_s = time.monotonic()
+        self._command(lambda worker: worker.submit(request, came_s))
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step; no-op if it has ended. Any thread."""
-        self._command(request_id)
+        self._command(lambda worker: worker.cancel(request_id))
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change a request's pace before the next step; no-op if it has ended. Any thread."""
+        self._command(lambda worker: worker.pace(request_id, pace))
 
     def stop(self) -> None:
         """Let the thread end after the step in progress. Any thread; idempotent."""
@@ -89,8 +94,8 @@ class EngineLoop(threading.Thread):
                 logger.exception("the engine failed")
             self._events.failed(error)
 
-    def _command(self, command: GenerationRequest | str) -> None:
-        """Queue a request to run, or the id of one to cancel."""
+    def _command(self, command: Callable[[Worker], None]) -> None:
+        """Queue what the thread is to do with the worker."""
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -113,11 +118,7 @@ class EngineLoop(threading.Thread):
     def _obey(self, worker: Worker) -> None:
         """Carry out what was asked since the last step."""
         while self._commands:
-            command = self._commands.popleft()
-            if isinstance(command, GenerationRequest):
-                worker.submit(command)
-            else:
-                worker.cancel(command)
+            self._commands.popleft()(worker)
 
     def _sleep(self) -> None:
         with self._wake:

@@ -27,6 +27,7 @@ from backends.engine.wire import (
     Loading,
     Ready,
     Report,
+    SetPace,
     Start,
     Stepped,
     Submit,
@@ -34,7 +35,7 @@ from backends.engine.wire import (
 from backends.errors import BackendFailed, CheckpointError
 from backends.grammar import LlGrammars
 from backends.tokenizer import Tokenizer
-from backends.types import GenerationRequest
+from backends.types import GenerationRequest, Pace
 
 STOP_S: Final = 10.0
 """How long a process may take to end once it was told to; then it is killed."""
@@ -67,6 +68,10 @@ class EngineProcess(threading.Thread):
     def cancel(self, request_id: str) -> None:
         """End a request before the next step; no-op if it has ended. Any thread."""
         self._send(Cancel(request_id))
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change a request's pace before the next step; no-op if it has ended. Any thread."""
+        self._send(SetPace(request_id, pace))
 
     def stop(self) -> None:
         """Let the process end, at once if it is still loading. Any thread; idempotent."""

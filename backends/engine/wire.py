@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from backends.base import WorkerConfig
-from backends.types import Delta, GenerationRequest, ModelCard
+from backends.types import Delta, GenerationRequest, ModelCard, Pace
 from policies.types import WorkerLoad
 
 _LENGTH_BYTES: Final = 4
@@ -36,6 +36,13 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     """To the engine: end this request, if it has not ended."""
 
     request_id: str
+
+
+class SetPace(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: go on with this request so far, if it has not ended."""
+
+    request_id: str
+    pace: Pace
 
 
 class Loading(msgspec.Struct, tag=True, frozen=True):
@@ -74,7 +81,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-Command = Start | Submit | Cancel
+Command = Start | Submit | Cancel | SetPace
 Report = Loading | Ready | Stepped | Failed
 Received = TypeVar("Received", Command, Report)
 

@@ -13,7 +13,7 @@ from backends.sim.executor import SimExecutor
 from backends.sim.parts import Builder, StepWorker, serving_parts
 from backends.streams import DeltaStreams
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard
+from backends.types import Delta, GenerationRequest, ModelCard, Pace
 from policies.types import WorkerLoad
 
 
@@ -86,9 +86,18 @@ class SimBackend:
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)
-        self._worker.submit(request)
+        self._worker.submit(request, self._clock.now_s())
         self._wake.set()
         return stream
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change how far the worker goes on with a request."""
+        self._worker.pace(request_id, pace)
+        self._wake.set()
+
+    def unread_tokens(self, request_id: str) -> int:
+        """Return how many tokens wait for a request's reader."""
+        return self._streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
         """Return the worker's load."""
@@ -117,7 +126,7 @@ class SimBackend:
             # Steps follow each other's due time: timers that fire late do not add up.
             due_s += self._executor.drafting_s + result.step_s
             await self._clock.sleep_s(due_s - self._clock.now_s())
-            self._streams.deliver(self._worker.complete(plan, result))
+            self._streams.deliver(self._worker.complete(plan, result, self._clock.now_s()))
 
 
 def _one_at_a_time(config: WorkerConfig) -> WorkerConfig:

@@ -25,12 +25,15 @@ from backends.sim.proposer import SimProposer
 from backends.sim.service import ServiceDevice, constant_service
 from backends.sim.truth import Truth, printable_vocabulary
 from backends.tokenizer import Tokenizer, read_json
-from backends.types import Delta, GenerationRequest, ModelCard
+from backends.types import Capabilities, Delta, GenerationRequest, ModelCard, Pace
 from policies.registry import batching_policy, speculation_policy
 from policies.types import SpeculationMode, WorkerLoad
 
 BLOCK_TOKENS: Final = 16
 DEFAULT_MODEL_LEN: Final = 8192
+
+EXACT: Final = Capabilities(exact=True)
+"""Of a simulator: texts are functions of seed, choice and position."""
 
 PROPOSER: Final = SpeculationMode.NGRAM.value
 """The served simulator's drafter: clients see what the cheapest real one looks like."""
@@ -44,12 +47,16 @@ class StepWorker(Protocol):
         """What can run here."""
         ...
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, now_s: float) -> None:
         """Queue every choice of a request that `admission` accepted."""
         ...
 
     def cancel(self, request_id: str) -> None:
         """End a request and free its blocks at once; no-op if it has ended already."""
+        ...
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """Change how far a request goes on, from the next step on; no-op if it is not open."""
         ...
 
     def load(self) -> WorkerLoad:
@@ -60,8 +67,8 @@ class StepWorker(Protocol):
         """Return the next step, or None when there is nothing to do."""
         ...
 
-    def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
-        """Account for a step and return the deltas it gives, with their request ids."""
+    def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> list[tuple[str, Delta]]:
+        """Account for a step that ended now, and return the deltas with their request ids."""
         ...
 
 
@@ -116,6 +123,7 @@ def serving_parts(config: WorkerConfig, clock: Clock) -> Parts:
         max_model_len=max_model_len,
         numerics_class=f"sim:{profile.name}",
         created_s=int(time.time()),
+        capabilities=EXACT,
     )
     worker = Worker(scheduler, tokenizer, max_model_len)
     return Parts(worker, SimExecutor(truth, device), tokenizer, card)

@@ -22,7 +22,7 @@ from backends.sim.device import Device, ProfileDevice, RooflineDevice
 from backends.sim.executor import SimExecutor
 from backends.sim.oracle import NAME as ORACLE
 from backends.sim.oracle import Oracle, OracleScheduler
-from backends.sim.parts import BLOCK_TOKENS, Parts, num_blocks
+from backends.sim.parts import BLOCK_TOKENS, EXACT, Parts, num_blocks
 from backends.sim.profile import DraftCost, Profile, load_profile
 from backends.sim.proposer import SimProposer
 from backends.sim.recording import load_recording
@@ -88,8 +88,10 @@ class World:
         tokenizer = _tokenizer()
         max_model_len = config.max_model_len or MAX_MODEL_LEN
         admission = Admission(tokenizer, max_model_len, blocks.num_blocks * BLOCK_TOKENS)
-        card = ModelCard(profile.name, profile.source, max_model_len, f"sim:{profile.name}", 0)
-        worker = TextlessWorker(scheduler, admission, self.ledger, clock)
+        card = ModelCard(
+            profile.name, profile.source, max_model_len, f"sim:{profile.name}", 0, EXACT
+        )
+        worker = TextlessWorker(scheduler, admission, self.ledger)
         return Parts(worker, SimExecutor(truth, device), tokenizer, card)
 
     def _device(self, profile: Profile, index: int, clock: Clock) -> Device:

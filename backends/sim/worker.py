@@ -14,8 +14,7 @@ from backends.core.admission import Admission
 from backends.core.scheduler import Scheduler
 from backends.core.sequence import Sequence
 from backends.core.steps import StepPlan, StepResult
-from backends.sim.clock import Clock
-from backends.types import Delta, FinishReason, GenerationRequest
+from backends.types import Delta, FinishReason, GenerationRequest, Pace
 from policies.types import WorkerLoad
 
 
@@ -50,35 +49,37 @@ class Ledger:
 class TextlessWorker:
     """Requests and their choices on top of a scheduler; a choice gives one delta, its last.
 
-    Without text there are no stop strings and no grammars.
+    Without text there are no stop strings and no grammars, and its deltas tell nothing of steps.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, admission: Admission, ledger: Ledger, clock: Clock
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, admission: Admission, ledger: Ledger) -> None:
         """Start empty; nobody else may use the scheduler."""
         self._scheduler = scheduler
         self.admission = admission
         self._ledger = ledger
-        self._clock = clock
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
         self._unscheduled: set[str] = set()  # open requests that were in no step yet
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest, now_s: float) -> None:
         """See `StepWorker`."""
         sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         self._unscheduled.add(request.request_id)
         self._ledger.came[request.request_id] = Deliveries()
         for sequence in sequences:
-            self._scheduler.add(sequence)
+            self._scheduler.add(sequence, now_s)
 
     def cancel(self, request_id: str) -> None:
         """See `StepWorker`."""
         self._unscheduled.discard(request_id)
         for sequence in self._requests.pop(request_id, ()):
             self._scheduler.finish(sequence, FinishReason.ABORT)
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        """See `StepWorker`."""
+        for sequence in self._requests.get(request_id, ()):
+            self._scheduler.pace(sequence, pace)
 
     def load(self) -> WorkerLoad:
         """See `StepWorker`."""
@@ -91,11 +92,10 @@ class TextlessWorker:
             self._note_scheduled(plan, now_s)
         return plan
 
-    def complete(self, plan: StepPlan, result: StepResult) -> list[tuple[str, Delta]]:
+    def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> list[tuple[str, Delta]]:
         """See `StepWorker`; only last deltas are returned, without tokens."""
-        now_s, last = self._clock.now_s(), []
-        came = self._ledger.came
-        for sequence, tokens, _ in self._scheduler.apply(plan, result):
+        last, came = [], self._ledger.came
+        for sequence, tokens, *_ in self._scheduler.apply(plan, result, now_s):
             request_id = sequence.request.request_id
             deliveries = came[request_id]
             deliveries.at_s.append(now_s)

@@ -10,7 +10,7 @@ from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import SequenceWork, StepPlan
-from backends.types import FinishReason, GenerationRequest
+from backends.types import FinishReason, GenerationRequest, Pace
 from policies.registry import batching_policy, speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
@@ -102,11 +102,13 @@ class House:
         plan = self.scheduler.plan()
         self.check_memory()
         if plan is None:
-            assert not self.open, "nothing planned although something is open"
+            held_up = [s for s in self.open if s.pace is not Pace.PAUSED]
+            assert not held_up, "nothing planned although something is open"
             return None
         self.check_plan(plan)
         self.apply(plan)
         self.check_memory()
+        self.check_load()
         self.steps += 1
         return plan
 
@@ -114,12 +116,18 @@ class House:
         result = FakeExecutor().execute(plan)
         for work, emitted in zip(plan.work, result.emitted, strict=True):
             self.compact(work, emitted)
-        for sequence, token_ids, logprobs in self.scheduler.apply(plan, result):
+        for sequence, token_ids, logprobs, _ in self.scheduler.apply(plan, result):
             assert len(token_ids) == len(logprobs)
             self.outputs[sequence.key].extend(token_ids)
 
     def run(self) -> None:
-        """Run until all is done; a run which takes longer than recomputing everything starves."""
+        """Run until all is done; a run which takes longer than recomputing everything starves.
+
+        Whatever is paused goes on.
+        """
+        for sequence in self.open:
+            if sequence.pace is Pace.PAUSED:
+                self.scheduler.pace(sequence, Pace.FULL)
         tokens = sum(s.prompt_tokens + s.request.sampling.max_tokens for s in self.sequences)
         limit = self.steps + tokens * (len(self.sequences) + 1)
         while self.step() is not None:
@@ -139,6 +147,20 @@ class House:
         assert all(s.state is SequenceState.RUNNING or not s.block_table for s in self.sequences)
         queue = [s.key for s in self.scheduler.waiting]
         assert queue == sorted(queue), "somebody jumped the queue"
+        assert all(s.pace is not Pace.PAUSED for s in self.scheduler.waiting), "it holds up others"
+        load = self.scheduler.load()
+        assert load.running + load.waiting + load.paused == len(self.open), "somebody is lost"
+
+    def check_load(self) -> None:
+        """What is owed to prompts is what those who run or wait lack, but for decodes."""
+        going_on = [s for s in self.open if s.pace is not Pace.PAUSED]
+        leaving = [s for s in self.open if s.pace is Pace.PAUSED and s.block_table]
+        lacking = [
+            s.pending_tokens
+            for s in [*going_on, *leaving]
+            if s.pending_tokens > 1 or s.state is SequenceState.WAITING
+        ]
+        assert self.scheduler.load().prompt_tokens == sum(lacking)
 
     def check_plan(self, plan: StepPlan) -> None:
         config = self.scheduler.config
@@ -196,6 +218,8 @@ class House:
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
         most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
         assert 0 <= work.num_drafts <= (most if work.samples else 0)
+        assert sequence.pace is not Pace.PAUSED, "a paused sequence goes on"
+        assert sequence.pace is Pace.FULL or not work.num_drafts, "a draft for a slow reader"
 
     def check_results(self) -> None:
         assert self.blocks.num_free == self.blocks.num_blocks

@@ -13,7 +13,7 @@ from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence
 from backends.core.steps import PENDING, StepPlan, StepResult
 from backends.core.worker import Worker
-from backends.types import Delta, FinishReason, GenerationRequest, ResumedChoice
+from backends.types import Delta, FinishReason, GenerationRequest, Pace, ResumedChoice
 from policies.registry import speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
@@ -201,6 +201,40 @@ def test_overlapped_steps_tell_what_steps_in_turn_tell(
             key = one.request_id, choice
             assert overlapped[key] == in_turn[key]
             assert len(overlapped[key][3]) == 1
+
+
+@settings(max_examples=200)
+@given(
+    wanted=REQUESTS,
+    plain=st.booleans(),
+    asynchronous=st.booleans(),
+    paces=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(0, 6), st.sampled_from(Pace)), max_size=12
+    ),
+    num_blocks=st.integers(8, 20),
+    policy=st.sampled_from(["off", "fixed:3", "auto"]),
+)
+def test_no_change_of_pace_changes_a_text(
+    wanted, plain, asynchronous, paces, num_blocks, policy
+) -> None:
+    """Slowed down, paused and resumed at any step, it tells what an undisturbed run tells."""
+    requests = [request(**(one | {"drafts": 0} if plain else one)) for one in wanted]
+
+    def told(paces) -> dict:
+        bench = Bench(asynchronous=asynchronous, num_blocks=num_blocks, policy=policy)
+        for one in requests:
+            bench.submit(one)
+        for turn in range(13):
+            for when, index, pace in paces:
+                if when == turn and index < len(requests):
+                    bench.worker.pace(requests[index].request_id, pace)
+            bench.step()
+        for one in requests:
+            bench.worker.pace(one.request_id, Pace.FULL)
+        bench.run()
+        return bench.told()
+
+    assert told(paces) == told([])
 
 
 def test_texts_are_told_while_the_next_step_is_under_way() -> None:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence, SequenceState
-from backends.types import FinishReason, ResumedChoice
+from backends.types import FinishReason, Pace, ResumedChoice
 from policies.batching import LEAST_CHUNK, LEAST_STRETCH
 from policies.registry import speculation_policy
 from policies.types import ServiceLevel
@@ -83,6 +83,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan is not None:
             self.house.check_plan(plan)
         self.house.scheduler.finish(sequence, FinishReason.ABORT)
+        self.house.check_memory()
+        if plan is not None:
+            self.house.apply(plan)
+
+    @precondition(lambda self: self.house.open)
+    @rule(data=st.data(), pace=st.sampled_from(Pace), during_a_step=st.booleans())
+    def change_pace(self, data, pace, during_a_step):
+        sequence = data.draw(st.sampled_from(self.house.open))
+        plan = self.house.scheduler.plan() if during_a_step else None
+        if plan is not None:
+            self.house.check_plan(plan)
+        self.house.scheduler.pace(sequence, pace)
         self.house.check_memory()
         if plan is not None:
             self.house.apply(plan)

@@ -19,6 +19,7 @@ from backends.types import (
     FinishReason,
     GenerationRequest,
     ModelCard,
+    Pace,
     SpeculationOutcome,
 )
 from gateway.app import Listening, build_fleet, listening, start_workers
@@ -40,6 +41,7 @@ class ScriptedBackend:
     def __init__(self) -> None:
         self.submitted: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
+        self.paces: list[tuple[str, Pace]] = []  # what was asked for, in turn
         self.streams = DeltaStreams(self.abandoned.put_nowait)
         self.gate = asyncio.Event()  # start() waits for it
         self.gate.set()
@@ -67,6 +69,12 @@ class ScriptedBackend:
         stream = self.streams.open(request)
         self.submitted.put_nowait(request)
         return stream
+
+    def pace(self, request_id: str, pace: Pace) -> None:
+        self.paces.append((request_id, pace))
+
+    def unread_tokens(self, request_id: str) -> int:
+        return self.streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(len(self.streams), 0, 8, 8, 0.0, 0.5, ("ngram",))
