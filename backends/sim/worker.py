@@ -47,7 +47,8 @@ class Ledger:
 
 
 class TextlessWorker:
-    """Requests and their choices on top of a scheduler; a choice gives one delta, its last.
+    """Requests and their choices on top of a scheduler; a choice gives two deltas: that it
+    has begun, and its last, with all its tokens.
 
     Without text there are no stop strings and no grammars, and its deltas tell nothing of steps.
     """
@@ -93,17 +94,19 @@ class TextlessWorker:
         return plan
 
     def complete(self, plan: StepPlan, result: StepResult, now_s: float) -> list[tuple[str, Delta]]:
-        """See `StepWorker`; only last deltas are returned, without tokens."""
-        last, came = [], self._ledger.came
+        """See `StepWorker`; of each choice only that it has begun, and its last delta."""
+        news, came = [], self._ledger.came
         for sequence, tokens, *_ in self._scheduler.apply(plan, result, now_s):
             request_id = sequence.request.request_id
             deliveries = came[request_id]
+            if not deliveries.at_s:
+                news.append((request_id, Delta(sequence.choice, (), "")))
             deliveries.at_s.append(now_s)
             deliveries.tokens.append(len(tokens))
             if sequence.finish_reason is not None:
                 self._forget(sequence)
-                last.append((request_id, _last_delta(sequence)))
-        return last
+                news.append((request_id, _last_delta(sequence)))
+        return news
 
     def _note_scheduled(self, plan: StepPlan, now_s: float) -> None:
         for work in plan.work:
@@ -123,7 +126,7 @@ class TextlessWorker:
 def _last_delta(sequence: Sequence) -> Delta:
     return Delta(
         sequence.choice,
-        (),
+        tuple(sequence.token_ids[sequence.prompt_tokens :]),
         "",
         finish_reason=sequence.finish_reason,
         outcome=sequence.outcome(),
