@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Final
@@ -146,7 +147,12 @@ def read_accounts(path: Path | None, keys: Iterable[str] = ()) -> Accounts:
         return Accounts([*found.keys, *listed])
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, msgspec.MsgspecError) as error:
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except msgspec.DecodeError as error:  # its words quote the file, and so perhaps a key
+        line = re.search(r"line \d+", str(error))
+        raise ValueError(f"{path}: not YAML{f', {line[0]}' if line else ''}") from None
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -98,4 +98,4 @@ class Node:
 
 def _accounts(config: ServeConfig) -> Accounts:
     path = None if config.api_keys_file is None else Path(config.api_keys_file)
-    return read_accounts(path)
+    return read_accounts(path, config.api_keys)

@@ -47,10 +47,10 @@ class Ledger:
 
 
 class TextlessWorker:
-    """Requests and their choices on top of a scheduler; a choice gives two deltas: that it
-    has begun, and its last, with all its tokens.
+    """Requests and their choices on top of a scheduler.
 
-    Without text there are no stop strings and no grammars, and its deltas tell nothing of steps.
+    A choice gives two deltas: that it has begun, and its last, with all its tokens. Without text
+    there are no stop strings and no grammars, and its deltas tell nothing of steps.
     """
 
     def __init__(self, scheduler: Scheduler, admission: Admission, ledger: Ledger) -> None:

@@ -211,6 +211,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     api_keys_file: (
         Annotated[str, _meta("YAML file of API keys with their limits", gateway=True)] | None
     ) = None
+    api_keys: Annotated[
+        tuple[str, ...],
+        _meta(
+            "Keys without limits; rather in the environment", kind="list", gateway=True, secret=True
+        ),
+    ] = ()
     drain_timeout_s: Annotated[
         float, _meta("Seconds open streams may take to end on SIGTERM", gateway=True, ge=0)
     ] = 30.0

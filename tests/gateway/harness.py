@@ -174,12 +174,12 @@ def port_of(where: Listening) -> int:
 
 
 async def post_raw(
-    where: Listening, path: str, body: dict[str, Any]
+    where: Listening, path: str, body: dict[str, Any], headers: str = ""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a request over a bare socket; the caller reads, or leaves."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(where))
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     await writer.drain()
     return reader, writer

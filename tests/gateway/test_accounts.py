@@ -1,0 +1,195 @@
+"""API keys: who gets in, what they may ask for, and what they may use."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from gateway.accounts import EVERYBODY, Account, Accounts, read_accounts
+from gateway.app import Listening, StartError, build_node
+from gateway.config import ServeConfig
+from policies.types import ServiceLevel
+from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
+
+BODY = {"prompt": "x", "max_tokens": 5}
+KEYS = """
+keys:
+  - name: search
+    key: sk-search
+    share: 2
+    first_priority: -1
+    least_ttft_ms: 500
+    least_tpot_ms: 20
+  - name: batch
+    key_sha256: {digest}
+    requests_per_minute: 2
+    tokens_per_minute: 40
+""".format(digest=hashlib.sha256(b"sk-batch").hexdigest())
+
+
+@pytest.fixture
+def keys_file(tmp_path: Path) -> Path:
+    """A file of two accounts."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(KEYS)
+    return path
+
+
+@pytest.fixture
+async def guarded(keys_file: Path, scripted: ScriptedBackend) -> AsyncIterator[Listening]:
+    """A node that wants keys; its worker is the test's."""
+    async with running(backends=[scripted], api_keys_file=str(keys_file)) as where:
+        yield where
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/decisions", "/v1/completions", "/nowhere"]
+)
+async def test_with_keys_set_nothing_that_tells_anything_is_open(
+    guarded: Listening, path: str
+) -> None:
+    """Model, figures, decisions and what does not exist need a key; the error is OpenAI's."""
+    async with client(guarded) as http:
+        for headers in ({}, bearer("sk-wrong"), {"authorization": "Bearer"}, {"authorization": "Basic ???"}):
+            answer = await http.get(path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert "Basic" in answer.headers["www-authenticate"]
+            assert "sk-" not in answer.text
+
+
+async def test_an_orchestrator_needs_no_key(guarded: Listening) -> None:
+    """Whether the node lives, is ready, and its version can be asked by anybody."""
+    async with client(guarded) as http:
+        for path in ("/health", "/ready", "/version"):
+            assert (await http.get(path)).status_code == 200
+
+
+async def test_a_browser_gives_the_key_as_its_password(guarded: Listening) -> None:
+    """Basic authentication with any name and the key opens what a bearer token opens."""
+    password = base64.b64encode(b"anybody:sk-search").decode()
+    async with client(guarded) as http:
+        answer = await http.get("/v1/models", headers={"authorization": f"Basic {password}"})
+    assert answer.status_code == 200
+
+
+async def test_the_openai_client_is_known_by_its_key(
+    guarded: Listening, scripted: ScriptedBackend
+) -> None:
+    """What is asked for is capped by the account, and the worker learns whose it is."""
+    api = openai.AsyncOpenAI(base_url=f"{guarded.url}/v1", api_key="sk-search", max_retries=0)
+    headers = {"x-slo-ttft-ms": "10", "x-slo-tpot-ms": "100"}
+    asking = asyncio.create_task(
+        api.completions.create(
+            model="scripted", **BODY, extra_body={"priority": -9}, extra_headers=headers
+        )
+    )
+    request = await scripted.submitted.get()
+    assert request.tenant == "search"
+    assert request.service == ServiceLevel(0.5, 0.1, -1)
+    scripted.emit(request, "hello", last=True)
+    assert (await asking).choices[0].text == "hello"
+    with pytest.raises(openai.AuthenticationError):
+        await api.with_options(api_key="sk-nobody").models.list()
+    await api.close()
+
+
+async def test_a_quota_says_when_to_come_back(
+    guarded: Listening, scripted: ScriptedBackend
+) -> None:
+    """Beyond the quota of requests the answer is 429 with the time until this one fits."""
+    async with client(guarded) as http:
+        answers = [
+            asyncio.create_task(http.post("/v1/completions", json=BODY, headers=bearer("sk-batch")))
+            for _ in range(3)
+        ]
+        for _ in range(2):
+            scripted.emit(await scripted.submitted.get(), "x", last=True)
+        refused = next(a for a in await asyncio.gather(*answers) if a.status_code != 200)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 29 <= int(refused.headers["retry-after"]) <= 31
+        assert 29_000 <= int(refused.headers["retry-after-ms"]) <= 31_000
+
+
+async def test_what_a_quota_never_holds_is_the_clients_error(guarded: Listening) -> None:
+    """A request larger than the bucket would wait for ever: it is told how much fits."""
+    async with client(guarded) as http:
+        body = {**BODY, "max_tokens": 300}
+        answer = await http.post("/v1/completions", json=body, headers=bearer("sk-batch"))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_tokens"
+    assert "40" in answer.json()["error"]["message"]
+
+
+async def test_what_was_not_used_is_given_back(
+    guarded: Listening, scripted: ScriptedBackend
+) -> None:
+    """A client that leaves, an answer that is short, a worker that breaks: the books balance."""
+    ledger = guarded.node.dispatcher.admission.ledger
+    headers = "authorization: Bearer sk-search\r\n"
+    body = {**BODY, "max_tokens": 20, "stream": True}
+    _, writer = await post_raw(guarded, "/v1/completions", body, headers)
+    request = await scripted.submitted.get()
+    scripted.emit(request, "one two three")
+    await until(lambda: guarded.node.dispatcher.in_flight == 1)
+    reserved = request.most_tokens
+    assert ledger.totals("search") == (reserved, 0, 0, reserved)
+    await until(lambda: scripted.unread_tokens(request.request_id) == 0)
+    writer.close()
+    await until(lambda: guarded.node.dispatcher.in_flight == 0)
+    used = len(request.prompt_ids) + 3
+    assert ledger.totals("search") == (reserved, used, reserved - used, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("keys: [{name: a}]", "give either key or key_sha256"),
+        ("keys: [{name: a, key: x, key_sha256: y}]", "give either"),
+        ("keys: [{name: a, key_sha256: xyz}]", "64 hexadecimal digits"),
+        ("keys: [{name: a, key: x}, {name: b, key: x}]", "same key"),
+        ("keys: [{name: a, key: x}, {name: a, key: y}]", "same name"),
+        ("keys: [{name: a, key: x, speed: 3}]", "unknown field `speed`"),
+        ("keys: [{name: a, key: x, share: 0}]", "share"),
+        ("[", "keys.yaml"),
+    ],
+)
+def test_a_bad_file_of_keys_stops_the_start_with_one_line(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    """The line names the file and what is wrong, and shows no key."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(text)
+    with pytest.raises(StartError, match=r"keys\.yaml") as caught:
+        build_node(ServeConfig(backend="sim", api_keys_file=str(path)))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_plain_keys_come_from_the_environment() -> None:
+    """Each key has an account of its own, whose name tells nothing of the key."""
+    accounts = read_accounts(None, ["sk-one", "sk-two"])
+    found = accounts.find("sk-one")
+    assert found is not None
+    assert "one" not in found.name
+    assert accounts.find("sk-three") is None
+    assert accounts.required
+    assert not Accounts().required
+
+
+def test_without_keys_nobody_is_capped() -> None:
+    """A node of one's own takes every wish."""
+    wish = ServiceLevel(0.001, 0.001, -99)
+    assert EVERYBODY.capped(wish) == wish
+    assert Account("a", "k").capped(wish) == ServiceLevel(0.001, 0.001, 0)
