@@ -60,7 +60,12 @@ async def test_with_keys_set_nothing_that_tells_anything_is_open(
 ) -> None:
     """Model, figures, decisions and what does not exist need a key; the error is OpenAI's."""
     async with client(guarded) as http:
-        for headers in ({}, bearer("sk-wrong"), {"authorization": "Bearer"}, {"authorization": "Basic ???"}):
+        for headers in (
+            {},
+            bearer("sk-wrong"),
+            {"authorization": "Bearer"},
+            {"authorization": "Basic ???"},
+        ):
             answer = await http.get(path, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
