@@ -16,9 +16,11 @@ from typing import Final
 from backends.base import Backend
 from backends.errors import BackendFailed, RequestRejected
 from backends.types import (
+    Capabilities,
     Delta,
     FinishReason,
     GenerationRequest,
+    Pace,
     ResumedChoice,
     SamplingParams,
 )
@@ -48,12 +50,18 @@ async def check_backend(backend: Backend) -> None:
     """
     await backend.start()
     try:
+        check_card(backend)
         check_rejections(backend)
         await check_endings(backend)
         await check_replay(backend)
         await check_streams_are_not_crossed(backend)
         await check_speculation_changes_nothing(backend)
-        await check_resume(backend)
+        if backend.card.capabilities.resume:
+            await check_resume(backend)
+        await check_traces(backend)
+        await check_load(backend)
+        await check_unread_tokens(backend)
+        await check_pace(backend)
         await check_closing_frees(backend)
         await check_stop(backend)
     finally:
@@ -72,7 +80,7 @@ def make_request(
     """Return a request that samples for exactly `max_tokens` tokens."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
     prompt_ids = tuple(backend.tokenizer.encode(prompt))
-    return GenerationRequest(f"conformance-{next(_ids)}", prompt_ids, sampling, speculation, n)
+    return GenerationRequest(_id(), prompt_ids, sampling, speculation, n)
 
 
 async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]:
@@ -82,14 +90,8 @@ async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]
         AssertionError: a choice ended twice or never, or went on after its end.
     """
     deltas: dict[int, list[Delta]] = {choice.choice: [] for choice in request.choices}
-    async with _patience(), aclosing(backend.generate(request)) as stream:
-        async for delta in stream:
-            assert delta.choice in deltas, "a delta of a choice nobody asked for"
-            mine = deltas[delta.choice]
-            assert not mine or mine[-1].finish_reason is None, "a delta after the choice's end"
-            ended = delta.finish_reason is not None
-            assert ended == (delta.outcome is not None), "the outcome comes with the end"
-            mine.append(delta)
+    async with aclosing(backend.generate(request)) as stream:
+        await _read(stream, deltas)
     return [_outcome(of_choice) for of_choice in deltas.values()]
 
 
@@ -137,7 +139,7 @@ async def check_streams_are_not_crossed(backend: Backend) -> None:
     requests = [make_request(backend, p, seed=i, n=1 + i % 2) for i, p in enumerate(prompts)]
     together = await asyncio.gather(*(collect(backend, request) for request in requests))
     for request, got in zip(requests, together, strict=True):
-        fresh = replace(request, request_id=f"conformance-{next(_ids)}")
+        fresh = replace(request, request_id=_id())
         alone = await collect(backend, fresh)
         assert [c.finish_reason for c in got] == [c.finish_reason for c in alone]
         assert got == alone, "a stream depends on what runs beside it"
@@ -147,7 +149,7 @@ async def check_speculation_changes_nothing(backend: Backend) -> None:
     """Check that drafts change neither tokens nor text, with every proposer there is."""
     plain = await collect(backend, make_request(backend, max_tokens=24))
     for proposer in backend.load().proposers:
-        plan = SpeculationPlan("check", SpeculationMode.AUTO, proposer, 4, "a conformance check")
+        plan = _drafting(proposer)
         drafted = await collect(backend, make_request(backend, max_tokens=24, speculation=plan))
         assert drafted == plain, f"drafts of {proposer} change the output"
 
@@ -158,13 +160,109 @@ async def check_resume(backend: Backend) -> None:
     first, second = await collect(backend, request)
     for done in (1, 8, 15):
         begun = (ResumedChoice(1, second.token_ids[:done]), ResumedChoice(0, first.token_ids[:1]))
-        again = replace(request, request_id=f"conformance-{next(_ids)}", resumed=begun)
+        again = replace(request, request_id=_id(), resumed=begun)
         rest, other = await collect(backend, again)
         assert rest.token_ids == second.token_ids[done:], "a resumed choice says something else"
         assert other.token_ids == first.token_ids[1:], "choices keep their numbers"
         assert second.text.endswith(rest.text), "text that was sent comes again"
     done_already = replace(request, resumed=(ResumedChoice(0, first.token_ids),))
     assert _rejected_param(backend, done_already) == "max_tokens", "nothing is left to generate"
+
+
+def check_card(backend: Backend) -> None:
+    """Check that the card says what can be done, and promises no bits that have no class."""
+    able = backend.card.capabilities
+    assert isinstance(able, Capabilities), "the card has capabilities"
+    named = backend.card.numerics_class is not None
+    assert named or not able.exact, "equal bits are promised within a numerics class"
+    assert able.speculation or not backend.load().proposers, "proposers, but no speculation"
+
+
+async def check_traces(backend: Backend) -> None:
+    """Check that traced requests are told what steps did, and how each choice began."""
+    plans = [_NO_DRAFTS, *(_drafting(name) for name in backend.load().proposers)]
+    for plan in plans:
+        plain = make_request(backend, n=2, max_tokens=16, speculation=plan)
+        for request in (plain, replace(plain, request_id=_id(), traced=True)):
+            deltas: dict[int, list[Delta]] = {0: [], 1: []}
+            async with aclosing(backend.generate(request)) as stream:
+                await _read(stream, deltas)
+            for of_choice in deltas.values():
+                _check_details(of_choice, traced=request.traced)
+
+
+def _check_details(deltas: list[Delta], *, traced: bool) -> None:
+    for delta in deltas:
+        assert (delta.phases is not None) == (delta is deltas[0]), "the first delta has phases"
+        told = sum(step.tokens for step in delta.steps)
+        assert told == (len(delta.token_ids) if traced else 0), "steps tell of all tokens, or none"
+        for step in delta.steps:
+            drafted = len(step.draft_ids)
+            assert step.accepted <= drafted <= step.offered, "accepted are some of those offered"
+            assert step.tokens - 1 <= step.accepted <= step.tokens, "a step draws one token itself"
+            assert len(step.survivals) == drafted, "each draft token has its chance"
+            assert (step.proposer is not None) == (step.offered > 0), "drafts have a proposer"
+    phases = deltas[0].phases
+    assert phases is not None
+    instants = (*(end_s for end_s, _ in phases.chunks), phases.first_token_s)
+    whole = phases.queued_s, phases.scheduled_s, *instants
+    assert list(whole) == sorted(whole), "a choice is queued, scheduled, fed, and speaks"
+
+
+async def check_load(backend: Backend) -> None:
+    """Check that the load says how much room and how fast a worker is, or that nobody knows."""
+    await collect(backend, make_request(backend, max_tokens=8))
+    await _until_idle(backend)
+    load = backend.load()
+    assert load.seats >= 0
+    assert load.step_tokens >= 0
+    assert load.kv_block_tokens >= 1
+    assert (load.prompt_tokens, load.paused) == (0, 0), "an idle worker owes nobody anything"
+    assert min(load.speed.tpot_s, load.speed.prompt_token_s, load.speed.sequence_s) >= 0.0
+
+
+async def check_unread_tokens(backend: Backend) -> None:
+    """Check that what waits for a reader is counted, and what is read no more."""
+    request = make_request(backend, max_tokens=400)
+    assert backend.unread_tokens(request.request_id) == 0, "nobody asked for anything yet"
+    async with aclosing(backend.generate(request)) as stream, _patience():
+        while backend.unread_tokens(request.request_id) < 3:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(1e-3)
+        waiting = backend.unread_tokens(request.request_id)
+        first = await anext(stream)
+        assert len(first.token_ids) >= waiting, "what waited comes at once"
+        assert backend.unread_tokens(request.request_id) < waiting, "what was read waits no more"
+    assert backend.unread_tokens(request.request_id) == 0, "nobody reads any more"
+
+
+async def check_pace(backend: Backend) -> None:
+    """Check that a pace delays tokens and changes none, and that what is paused delays nobody."""
+    backend.pace("nobody", Pace.PAUSED)
+    seats = min(backend.load().seats, 8) or 1
+    requests = [make_request(backend, seed=s, max_tokens=48) for s in range(seats)]
+    alone = [await collect(backend, request) for request in requests]
+    again = [replace(request, request_id=_id()) for request in requests]
+    ids = [request.request_id for request in again]
+    streams = [backend.generate(request) for request in again]
+    told: list[dict[int, list[Delta]]] = [{0: []} for _ in again]
+    for stream, deltas in zip(streams, told, strict=True):
+        async with _patience():
+            deltas[0].append(await anext(stream))
+    for request_id in ids:
+        backend.pace(request_id, Pace.PAUSED)
+    # Steps under way when the pace changed are over when another request has run to its end.
+    await collect(backend, make_request(backend, max_tokens=8))
+    waiting = [backend.unread_tokens(request_id) for request_id in ids]
+    await collect(backend, make_request(backend, max_tokens=24))
+    assert [backend.unread_tokens(i) for i in ids] == waiting, "a paused request goes on"
+    for place, request_id in enumerate(ids):
+        backend.pace(request_id, Pace.SPARING if place % 2 else Pace.FULL)
+    for stream, deltas in zip(streams, told, strict=True):
+        async with aclosing(stream):
+            await _read(stream, deltas)
+    assert [[_outcome(deltas[0])] for deltas in told] == alone, "a pace changes what is generated"
+    for request_id in ids:
+        backend.pace(request_id, Pace.PAUSED)  # they have ended: no matter
 
 
 async def check_closing_frees(backend: Backend) -> None:
@@ -197,6 +295,26 @@ async def check_stop(backend: Backend) -> None:
     await backend.stop()
     for stream in streams:
         assert await _fails(stream), "a stream of a stopped backend must fail"
+
+
+def _id() -> str:
+    return f"conformance-{next(_ids)}"
+
+
+def _drafting(proposer: str) -> SpeculationPlan:
+    return SpeculationPlan("check", SpeculationMode.AUTO, proposer, 4, "a conformance check")
+
+
+async def _read(stream: AsyncGenerator[Delta, None], deltas: dict[int, list[Delta]]) -> None:
+    """Read a stream to its end into the deltas of each choice, checking their form."""
+    async with _patience():
+        async for delta in stream:
+            assert delta.choice in deltas, "a delta of a choice nobody asked for"
+            mine = deltas[delta.choice]
+            assert not mine or mine[-1].finish_reason is None, "a delta after the choice's end"
+            ended = delta.finish_reason is not None
+            assert ended == (delta.outcome is not None), "the outcome comes with the end"
+            mine.append(delta)
 
 
 @asynccontextmanager

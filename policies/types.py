@@ -139,7 +139,8 @@ class WorkerLoad:
         proposers: what the worker can draft with, cheapest first.
         step_cost_error: running median of |measured / predicted - 1| over step times.
         seats: most sequences that run at once; 0 where nobody knows.
-        prompt_tokens: prompt tokens of its sequences that are still to be computed.
+        prompt_tokens: prompt tokens of its sequences that are still to be computed, and what is to
+            be computed again of those that were preempted; what may be cached is counted, too.
         step_tokens: most tokens of a step; 0 where nobody knows.
         kv_block_tokens: tokens of a KV block.
         speed: what its steps take now.

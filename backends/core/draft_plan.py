@@ -104,9 +104,11 @@ class DraftPlan:
 
         By sequence key. What came of it is still to be filled in.
         """
+        traced = [sequence.key for sequence in decodes if sequence.request.traced]
+        if not traced:
+            return {}
         price = self.price(cost)
-        plain = StepTrace(0, price=price)
-        traces = {s.key: plain for s in decodes if s.request.traced}
+        traces = dict.fromkeys(traced, StepTrace(0, price=price))
         for offered, computed, verified in zip(*self._stages, strict=True):
             key = offered.sequence.key
             proposed = (computed if offered.draft is None else offered).draft

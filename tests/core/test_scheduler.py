@@ -233,6 +233,28 @@ def test_load_tells_of_queue_memory_and_price() -> None:
     assert (idle.running, idle.waiting, idle.kv_blocks_free, idle.price) == (0, 0, 16, 0.0)
 
 
+def test_load_tells_how_fast_the_steps_are() -> None:
+    """Seats and budget are the bounds; speeds are those of the fake device's steps of 1 ms."""
+    house = House(num_blocks=400, max_num_seqs=2, max_step_tokens=16)
+    for _ in range(2):
+        house.add(prompt=40, max_tokens=300, drafts=3, ignore_eos=True)
+    load = house.scheduler.load()
+    assert (load.seats, load.step_tokens, load.kv_block_tokens) == (2, 16, 4)
+    assert load.prompt_tokens == 80
+    house.step()
+    assert house.scheduler.load().prompt_tokens == 80 - 16
+    while house.open and not all(s.output_tokens for s in house.sequences):
+        house.step()
+    assert house.scheduler.load().speed.prompt_token_s == pytest.approx(1e-3 / 16, rel=0.2)
+    before = [s.output_tokens for s in house.sequences]
+    for _ in range(60):
+        house.step()
+    gained = sum(s.output_tokens for s in house.sequences) - sum(before)
+    speed = house.scheduler.load().speed
+    assert speed.tpot_s == pytest.approx(1e-3 / (gained / 120), rel=0.1)
+    assert speed.sequence_s > 0.0
+
+
 def test_no_sequence_leaves_the_table_of_states() -> None:
     """A finished sequence can become nothing else, and finishing twice changes nothing."""
     house = House()

@@ -12,7 +12,7 @@ from backends.core.worker import Worker
 from backends.errors import RequestRejected
 from backends.shipped import SHIPPED_MODEL
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, GenerationRequest
+from backends.types import Delta, FinishReason, GenerationRequest, Pace
 from policies.registry import speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
@@ -164,6 +164,24 @@ def test_cancel_between_plan_and_result_drops_the_result() -> None:
     plan = bench.worker.plan()
     bench.worker.cancel(one.request_id)
     assert bench.worker.complete(plan, FakeExecutor().execute(plan)) == []
+    assert bench.blocks.num_free == bench.blocks.num_blocks
+
+
+def test_a_pace_is_for_every_choice_of_an_open_request() -> None:
+    """All choices of a paused request wait; ids that are unknown or have ended are ignored."""
+    bench = Bench()
+    slow, fast = request(max_tokens=9, n=2, ignore_eos=True), request(max_tokens=9)
+    bench.worker.submit(slow)
+    bench.worker.submit(fast)
+    bench.step()
+    bench.worker.pace(slow.request_id, Pace.PAUSED)
+    bench.worker.pace("nobody", Pace.PAUSED)
+    while (deltas := bench.step()) is not None:
+        assert {request_id for request_id, _ in deltas} == {fast.request_id}
+    assert bench.worker.open_requests == (slow.request_id,)
+    bench.worker.cancel(slow.request_id)
+    bench.worker.pace(slow.request_id, Pace.FULL)
+    assert bench.step() is None
     assert bench.blocks.num_free == bench.blocks.num_blocks
 
 

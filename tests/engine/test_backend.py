@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
@@ -12,10 +13,11 @@ import pytest
 from backends.base import WorkerConfig
 from backends.engine.backend import EngineBackend
 from backends.engine.bench.prompts import held_out_prompts
+from backends.engine.loop import EngineLoop
 from backends.engine.runner import Runner
 from backends.errors import BackendFailed, CheckpointError, RequestRejected
 from backends.testing import check_backend
-from backends.types import FinishReason, GenerationRequest
+from backends.types import Capabilities, FinishReason, GenerationRequest, Pace
 from policies.registry import speculation_policy
 from tests.engine.harness import request
 
@@ -169,3 +171,27 @@ async def test_the_engine_keeps_the_contract_of_backends() -> None:
 async def test_the_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
     """The start-up probe found rows exact, and the numerics class says so."""
     assert str(backend.card.numerics_class).endswith("/exact")
+    assert backend.card.capabilities == Capabilities(exact=True)
+
+
+async def test_an_engine_of_paused_requests_sleeps(
+    backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread waits for a command instead of planning in a loop, and a pace is one."""
+    (wanted,) = requests(backend, 1, 40)
+    alone = await collect(backend, wanted)
+    asleep, sleep = threading.Event(), EngineLoop._sleep
+
+    def noted(self: EngineLoop) -> None:
+        asleep.set()
+        sleep(self)
+
+    stream = backend.generate(wanted)
+    first = await anext(stream)
+    monkeypatch.setattr(EngineLoop, "_sleep", noted)
+    backend.pace(wanted.request_id, Pace.PAUSED)
+    assert await asyncio.to_thread(asleep.wait, 60)
+    assert (backend.load().running, backend.load().paused) == (0, 1)
+    backend.pace(wanted.request_id, Pace.FULL)
+    rest = [token async for delta in stream for token in delta.token_ids]
+    assert [*first.token_ids, *rest] == alone[0]

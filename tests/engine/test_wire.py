@@ -6,18 +6,23 @@ import socket
 
 import pytest
 
-from backends.engine.wire import Channel, Command, Report, Stepped, Submit
+from backends.engine.wire import Channel, Command, Ready, Report, SetPace, Stepped, Submit
 from backends.types import (
+    Capabilities,
     Delta,
     FinishReason,
     GenerationRequest,
     GrammarKind,
     GrammarSpec,
+    ModelCard,
+    Pace,
+    Phases,
     ResumedChoice,
     SamplingParams,
     SpeculationOutcome,
+    StepTrace,
 )
-from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan, WorkerLoad
+from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan, WorkerLoad, WorkerSpeed
 
 PLAN = SpeculationPlan("auto", SpeculationMode.AUTO, "ngram", 4, "because", 0.1)
 REQUESTS = [
@@ -32,13 +37,20 @@ REQUESTS = [
         grammar=GrammarSpec(GrammarKind.REGEX, "a+"),
         resumed=(ResumedChoice(1, (8, 9)),),
         service=ServiceLevel(1.5, 0.0125, -(1 << 31)),
+        traced=True,
     ),
 ]
 OUTCOME = SpeculationOutcome(3, 9, 4, (1, 1, 0, 1))
+STEP = StepTrace(2, "ngram", 3, (5, 9), 1, (0.75, 0.5), 0.125)
+PHASES = Phases(1.0, 2.0, ((3.0, 16), (4.0, 5)), 4.0)
 REPORT = Stepped(
-    [("a", Delta(0, (5, 6), "text", (), FinishReason.STOP, OUTCOME, 16))],
-    WorkerLoad(1, 2, 3, 4, 0.25, 0.7, ("ngram", "draft_model"), 0.05),
+    [("a", Delta(0, (5, 6), "text", (), FinishReason.STOP, OUTCOME, 16, (STEP,), PHASES))],
+    WorkerLoad(
+        *(1, 2, 3, 4, 0.25, 0.7, ("ngram", "draft_model"), 0.05),
+        *(64, 900, 512, 16, WorkerSpeed(0.02, 1e-4, 3e-4), 5),
+    ),
 )
+READY = Ready(ModelCard("m", "r", 512, "c", 1, Capabilities(exact=True)), 640, (0,))
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=["plain", "with everything"])
@@ -50,9 +62,19 @@ def test_a_request_arrives_whole(request_: GenerationRequest) -> None:
         assert next(iter(Channel[Command](there, Command))) == Submit(request_)
 
 
-def test_a_steps_report_arrives_whole() -> None:
-    """Outcomes, from which the gateway learns, and all of the load."""
+@pytest.mark.parametrize("pace", Pace)
+def test_a_pace_arrives_as_one(pace: Pace) -> None:
+    """Not as a number: workers compare by identity."""
     here, there = socket.socketpair()
     with here, there:
-        Channel[Command](here, Command).send(REPORT)
-        assert next(iter(Channel[Report](there, Report))) == REPORT
+        Channel[Report](here, Report).send(SetPace("a", pace))
+        assert next(iter(Channel[Command](there, Command))).pace is pace
+
+
+@pytest.mark.parametrize("report", [REPORT, READY], ids=["step", "ready"])
+def test_a_report_arrives_whole(report: Report) -> None:
+    """Outcomes, from which the gateway learns, traces, all of the load, and what can be done."""
+    here, there = socket.socketpair()
+    with here, there:
+        Channel[Command](here, Command).send(report)
+        assert next(iter(Channel[Report](there, Report))) == report

@@ -8,7 +8,15 @@ import pytest
 
 from backends.errors import BackendFailed
 from backends.streams import DeltaStreams
-from backends.types import Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprob
+from backends.types import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Phases,
+    SamplingParams,
+    StepTrace,
+    TokenLogprob,
+)
 from policies.types import SpeculationMode, SpeculationPlan
 
 PLAN = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "test")
@@ -44,6 +52,32 @@ async def test_waiting_deltas_of_a_choice_merge_into_one() -> None:
         delta(1, 2, 3, 4, end=DONE),
         delta(7, 8, choice=1, end=DONE),
     ]
+
+
+async def test_what_steps_did_merges_too() -> None:
+    """A reader that is behind misses no step, nor how its choice began."""
+    streams = DeltaStreams(lambda _: None)
+    stream = streams.open(request())
+    phases = Phases(0.0, 1.0, ((2.0, 3),), 2.0)
+    steps = [StepTrace(1), StepTrace(2, "ngram", 3, (2, 9), 1, (0.8, 0.5), 0.1)]
+    streams.deliver([("r", delta(1)._replace(steps=(steps[0],), phases=phases))])
+    streams.deliver([("r", delta(2, 3, end=DONE)._replace(steps=(steps[1],)))])
+    (merged,) = [d async for d in stream]
+    assert (merged.steps, merged.phases) == (tuple(steps), phases)
+
+
+async def test_tokens_that_wait_for_a_reader_are_counted() -> None:
+    """Over all choices, until they are read; none where the worker owes nothing or never did."""
+    streams = DeltaStreams(lambda _: None)
+    stream = streams.open(request(n=2))
+    assert streams.unread_tokens("r") == streams.unread_tokens("nobody") == 0
+    streams.deliver([("r", delta(1, 2)), ("r", delta(7, choice=1)), ("r", delta(3))])
+    assert streams.unread_tokens("r") == 4
+    await anext(stream)
+    assert streams.unread_tokens("r") == 1
+    streams.deliver([("r", delta(4, end=DONE)), ("r", delta(8, choice=1, end=DONE))])
+    assert streams.unread_tokens("r") == 0
+    assert [d.token_ids async for d in stream] == [(7, 8), (4,)]
 
 
 async def test_a_stream_that_was_never_read_is_abandoned_when_closed() -> None:

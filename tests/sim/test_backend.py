@@ -18,13 +18,18 @@ from backends.sim.clock import LoopClock, run_virtual
 from backends.sim.profile import load_profile
 from backends.testing import (
     check_backend,
+    check_card,
     check_closing_frees,
+    check_pace,
     check_replay,
     check_stop,
     check_streams_are_not_crossed,
+    check_traces,
+    check_unread_tokens,
     collect,
     make_request,
 )
+from backends.types import Capabilities, Pace
 from policies.types import SpeculationMode, SpeculationPlan
 
 ROOT = Path(__file__).parents[2]
@@ -87,9 +92,44 @@ class Moody(SimBackend):
         return super().generate(replace(request, sampling=replace(request.sampling, seed=seed)))
 
 
+class Deaf(SimBackend):
+    def pace(self, request_id, pace):
+        pass
+
+
+class Impatient(SimBackend):
+    """What is paused for long enough never ends."""
+
+    def pace(self, request_id, pace):
+        if pace is Pace.PAUSED:
+            super().pace(request_id, pace)
+
+
+class Uncounting(SimBackend):
+    def unread_tokens(self, request_id):
+        return 0
+
+
+class Taciturn(SimBackend):
+    def generate(self, request):
+        return super().generate(replace(request, traced=False))
+
+
+class Boasting(SimBackend):
+    """Promises equal bits, but not where."""
+
+    @property
+    def card(self):
+        return replace(super().card, numerics_class=None)
+
+
 @pytest.mark.parametrize(
     ("cheat", "check"),
     [
+        (Deaf, check_pace),
+        (Impatient, check_pace),
+        (Uncounting, check_unread_tokens),
+        (Taciturn, check_traces),
         (Leaky, check_closing_frees),
         (Forgetful, check_stop),
         (Moody, check_streams_are_not_crossed),
@@ -106,6 +146,21 @@ def test_the_conformance_suite_finds_a_cheat(cheat, check) -> None:
                 await check(backend)
         finally:
             await SimBackend.stop(backend)
+
+    run_virtual(main())
+
+
+def test_the_conformance_suite_finds_a_promise_of_bits_without_a_class() -> None:
+    """Who promises equal bits says with whom."""
+
+    async def main() -> None:
+        backend = Boasting(WorkerConfig())
+        await backend.start()
+        try:
+            with pytest.raises(AssertionError, match="numerics class"):
+                check_card(backend)
+        finally:
+            await backend.stop()
 
     run_virtual(main())
 
@@ -233,8 +288,35 @@ def test_the_card_tells_what_is_simulated() -> None:
     card, load = run_with(WorkerConfig(profile="h100-8b", max_model_len=100), use)
     assert (card.model_id, card.max_model_len) == ("draftgate-demo", 100)
     assert card.numerics_class == "sim:h100-8b"
+    assert card.capabilities == Capabilities(exact=True)
     assert load.proposers == ("ngram",)
     assert load.kv_blocks_total == 53_900_000_000 // (16 * 131072)
+
+
+def test_a_worker_of_paused_requests_sleeps_until_one_goes_on() -> None:
+    """No step is planned meanwhile, and the change of pace wakes it."""
+
+    async def use(backend):
+        requests = [make_request(backend, seed=seed, max_tokens=20) for seed in range(3)]
+        alone = [await collect(backend, request) for request in requests]
+        requests = [replace(request, request_id=f"{i}") for i, request in enumerate(requests)]
+        reading = [asyncio.ensure_future(collect(backend, request)) for request in requests]
+        await LoopClock().sleep_s(5e-3)
+        for request in requests:
+            backend.pace(request.request_id, Pace.PAUSED)
+        await LoopClock().sleep_s(1.0)
+        planned, plan = [], backend._worker.plan
+        backend._worker.plan = lambda now_s: (planned.append(now_s), plan(now_s))[1]
+        load = backend.load()
+        await LoopClock().sleep_s(20.0)
+        assert planned == []
+        assert (load.running, load.waiting, load.paused) == (0, 0, 3)
+        assert load.kv_blocks_free == load.kv_blocks_total
+        for request in requests:
+            backend.pace(request.request_id, Pace.FULL)
+        assert await asyncio.gather(*reading) == alone
+
+    run_with(WorkerConfig(), use)
 
 
 def test_logprobs_are_given_when_asked_for() -> None:

@@ -1,0 +1,186 @@
+"""What deltas tell beside tokens: what steps did for a traced request, and how a choice began."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from backends.core.drafts import ROOT, Draft
+from backends.core.kv_blocks import KvBlocks
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.worker import Worker
+from backends.types import Delta, GenerationRequest
+from policies.registry import speculation_policy
+from policies.step_cost import StepCost
+from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
+from tests.core.test_pipeline import LETTERS, Letters
+
+STEP_S = 1e-3
+"""What each step of the fake device takes."""
+
+
+class Told:
+    """A worker on a clock of its steps, and what it told of one request."""
+
+    def __init__(self, proposer=None, policy="fixed:4", true_token=hashed_token, **config) -> None:
+        bounds = SchedulerConfig(**{"max_num_seqs": 4, "max_step_tokens": 64, **config})
+        self.scheduler = Scheduler(
+            bounds,
+            KvBlocks(64, 4),
+            speculation_policy(policy),
+            {"ngram": proposer or FakeProposer(true_token)},
+            StepCost((64,), (STEP_S,)),
+        )
+        self.worker = Worker(self.scheduler, Letters(), 200)
+        self.device = FakeExecutor(true_token)
+        self.now_s = 100.0
+
+    def step(self) -> list[tuple[str, Delta]] | None:
+        plan = self.worker.plan(self.now_s)
+        if plan is None:
+            return None
+        self.now_s += STEP_S
+        return self.worker.complete(plan, self.device.execute(plan), self.now_s)
+
+    def run(self, *wanted: GenerationRequest) -> list[Delta]:
+        """The deltas of the first one."""
+        for one in wanted:
+            self.worker.submit(one, self.now_s)
+        deltas = []
+        while (batch := self.step()) is not None:
+            deltas += [delta for request_id, delta in batch if request_id == wanted[0].request_id]
+        return deltas
+
+
+def traced(**of_request: object) -> GenerationRequest:
+    return replace(request(ignore_eos=True, **of_request), traced=True)
+
+
+@pytest.mark.parametrize("branches", [0.0, 0.5])
+@pytest.mark.parametrize("policy", ["off", "fixed:3", "auto"])
+def test_a_traced_request_is_told_what_each_step_did(branches: float, policy: str) -> None:
+    """Of chains and of trees: what was proposed, verified and accepted, to the last token."""
+    proposer = FakeProposer(is_wrong=lambda key, place: place % 3 == 0, branches=branches)
+    one = traced(max_tokens=40, drafts=4)
+    deltas = Told(proposer, policy).run(one, request(max_tokens=40, drafts=4, ignore_eos=True))
+    steps = [step for delta in deltas for step in delta.steps]
+    assert len(steps) == len(deltas)
+    for step, delta in zip(steps, deltas, strict=True):
+        assert step.tokens == len(delta.token_ids)
+        assert step.accepted == step.tokens - 1 <= len(step.draft_ids) <= step.offered
+        assert len(step.survivals) == len(step.draft_ids)
+        assert all(0.0 <= survival <= 1.0 for survival in step.survivals)
+        assert set(delta.token_ids[: step.accepted]) <= set(step.draft_ids)
+        assert (step.proposer is None) == (step.offered == 0)
+    outcome = deltas[-1].outcome
+    assert sum(len(step.draft_ids) for step in steps) == outcome.num_drafted_tokens
+    assert sum(step.accepted for step in steps) == outcome.num_accepted_tokens
+    assert any(step.price > 0.0 for step in steps)
+    assert policy == "off" or outcome.num_accepted_tokens > 0
+    assert policy == "auto" or any(step.offered > len(step.draft_ids) for step in steps)
+
+
+def test_nobody_else_is_told() -> None:
+    """Beside a traced request an untraced one gets its tokens and nothing more."""
+    plain = request(max_tokens=12, drafts=3, ignore_eos=True)
+    deltas = Told().run(plain, traced(max_tokens=12, drafts=3))
+    assert [delta.steps for delta in deltas] == [()] * len(deltas)
+
+
+def test_drafts_that_are_computed_are_told_too() -> None:
+    """What was drafted counts as proposed, also where the policy then verifies less of it."""
+    proposer = FakeProposer(depth_s=1e-6)
+    deltas = Told(proposer, "fixed:3").run(traced(max_tokens=30, drafts=4))
+    steps = [step for delta in deltas for step in delta.steps]
+    assert {step.offered for step in steps if step.proposer == "ngram"} >= {3}
+
+
+def test_tokens_behind_a_stop_string_are_not_told() -> None:
+    """A stop inside an accepted draft cuts tokens and accepted ones of its step alike."""
+    true_token = scripted(*range(1, 30))
+    text = Letters().decode(range(1, 30))
+    one = traced(max_tokens=29, drafts=4, stop=(text[6],))
+    last = Told(true_token=true_token).run(one)[-1]
+    (step,) = last.steps
+    assert len(step.draft_ids) == 4
+    assert step.tokens == len(last.token_ids) == step.accepted < 5
+
+
+class Forcing:
+    """A grammar that forces two tokens now and then."""
+
+    is_complete = True
+
+    def __init__(self, sequence) -> None:
+        self._sequence = sequence
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def forced(self, most: int) -> tuple[int, ...]:
+        at = len(self._sequence.token_ids)
+        return tuple(hashed_token(self._sequence, at + place) for place in range(min(most, 2)))
+
+    def legal(self, tokens) -> int:
+        return len(tokens)
+
+
+def test_what_a_form_forces_is_told_as_the_grammars() -> None:
+    """Forced tokens are proposed by `grammar`, not by whoever else could draft."""
+    told = Told(policy="fixed:4")
+    one = traced(max_tokens=10, drafts=4)
+    told.worker.submit(one)
+    (sequence,) = told.scheduler.waiting
+    sequence.grammar = Forcing(sequence)
+    steps = []
+    while (batch := told.step()) is not None:
+        steps += [step for _, delta in batch for step in delta.steps]
+    assert steps[0].proposer is None
+    assert {step.proposer for step in steps[1:-1]} == {"grammar"}
+    assert steps[1].draft_ids == tuple(hashed_token(sequence, 5 + place) for place in range(2))
+
+
+def test_survivals_are_told_best_first() -> None:
+    """Of a tree in the order in which its tokens were chosen, not in that of their rows."""
+    tree = Draft((7, 8, 9, 10), (ROOT, ROOT, 0, 1), (0.6, 0.4, 1.0, 1.0))
+    proposer = FakeProposer()
+    proposer.draft = lambda sequence, max_tokens: tree.first(max_tokens)
+    steps = [d.steps[0] for d in Told(proposer, "fixed:4").run(traced(max_tokens=9, drafts=4))]
+    drafted = [step for step in steps if step.draft_ids]
+    for step in drafted:
+        assert list(step.survivals) == sorted(step.survivals, reverse=True)
+    assert drafted[0].draft_ids == tree.token_ids[: len(drafted[0].draft_ids)]
+
+
+def test_the_first_delta_tells_how_the_choice_came_to_it() -> None:
+    """When it came, was first in a step, had each chunk computed, and had its first token."""
+    told = Told(max_step_tokens=8)
+    prompt = tuple(place % LETTERS for place in range(19))
+    first, *others = told.run(request(prompt=prompt, max_tokens=5, ignore_eos=True))
+    phases = first.phases
+    assert (phases.queued_s, phases.scheduled_s) == (100.0, 100.0)
+    assert [tokens for _, tokens in phases.chunks] == [8, 8, 3]
+    ends = [100.0 + STEP_S * step for step in (1, 2, 3)]
+    assert [at_s for at_s, _ in phases.chunks] == pytest.approx(ends)
+    assert phases.first_token_s == phases.chunks[-1][0]
+    assert [delta.phases for delta in others] == [None] * len(others)
+
+
+def test_a_choice_of_one_token_tells_how_it_came_to_it() -> None:
+    """Its first delta is its last; each choice tells of itself, and waiting shows."""
+    told = Told(max_num_seqs=1)
+    deltas = told.run(request(max_tokens=1, n=3))
+    assert [delta.choice for delta in deltas] == [0, 1, 2]
+    scheduled = [delta.phases.scheduled_s for delta in deltas]
+    assert scheduled == pytest.approx([100.0 + STEP_S * step for step in range(3)])
+    assert {delta.phases.queued_s for delta in deltas} == {100.0}
+
+
+def test_without_a_clock_time_is_that_of_the_steps() -> None:
+    """Benchmarks and tests drive a worker without one."""
+    told = Told()
+    told.worker.submit(request(max_tokens=2))
+    plan = told.worker.plan()
+    ((_, delta),) = told.worker.complete(plan, told.device.execute(plan))
+    assert delta.phases == (0.0, 0.0, ((STEP_S, 4),), STEP_S)

@@ -1,0 +1,108 @@
+"""Slow readers on the real engine: at any pace the tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from backends.core.pipeline import Pipeline
+from backends.types import Delta, Pace
+from policies.protocols import SpeculationPolicy
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, note, request
+from tests.engine.tiny import VOCAB, TinyEngine, cpu_engine, tiny_config, tiny_weights, tokens_of
+
+REQUESTS = 10
+NEW_TOKENS = 48
+
+BATCHINGS = {
+    "roomy": {"max_num_seqs": 16, "max_step_tokens": 512, "num_blocks": 200},
+    "few seats": {"max_num_seqs": 3, "max_step_tokens": 40, "num_blocks": 200},
+    "little memory": {"max_num_seqs": 8, "max_step_tokens": 24, "num_blocks": 16},
+}
+
+
+def requests(policy: SpeculationPolicy, temperature: float) -> list:
+    """Requests of which half share a beginning that fills a block."""
+    return [
+        request(
+            str(index),
+            (*tokens_of(17, seed=index % 2), *tokens_of(3 + index, seed=index)),
+            policy,
+            temperature=temperature,
+            seed=index,
+            max_tokens=NEW_TOKENS,
+        )
+        for index in range(REQUESTS)
+    ]
+
+
+def engine(setup: Setup) -> TinyEngine:
+    config = tiny_config()
+    return cpu_engine(config, tiny_weights(config), setup)
+
+
+class Disturbed:
+    """A run in which a random request changes its pace before every other step."""
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        self.engine = engine(setup)
+        self.rng = rng
+        self.outcome = Outcome()
+        self.resumed = 0  # sequences that had run went on after a pause
+        self._paces: dict[str, Pace] = {}
+
+    def run(self, wanted: list) -> Outcome:
+        worker, scheduler = self.engine.worker, self.engine.scheduler
+        for one in wanted:
+            worker.submit(one)
+        sequences = scheduler.waiting
+        pipeline = Pipeline(worker, self.engine.runner, self._deliver)
+        while worker.open_requests:
+            if self.rng.random() < 0.5:
+                self._change(self.rng.choice(worker.open_requests), self.rng.choice(list(Pace)))
+            if not pipeline.step() and worker.open_requests:
+                self._change(self.rng.choice(worker.open_requests), Pace.FULL)
+        self.outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
+        self.outcome.leaked_blocks = scheduler.blocks.num_blocks - scheduler.blocks.num_free
+        return self.outcome
+
+    def _change(self, request_id: str, pace: Pace) -> None:
+        before = self._paces.get(request_id, Pace.FULL)
+        spoke = (request_id, 0) in self.outcome.tokens
+        self.resumed += spoke and before is Pace.PAUSED and pace is not Pace.PAUSED
+        self._paces[request_id] = pace
+        self.engine.worker.pace(request_id, pace)
+
+    def _deliver(self, batch: list[tuple[str, Delta]]) -> None:
+        for request_id, delta in batch:
+            note(self.outcome, request_id, delta)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_any_pace_gives_the_tokens_of_an_undisturbed_run(
+    batching: str, temperature: float, record_testsuite_property
+) -> None:
+    """Paused and resumed at random steps, with drafts and preemptions: the same tokens."""
+    undisturbed = engine(Setup(Off(), max_num_seqs=1)).run(requests(Off(), temperature)).tokens
+    resumed = preemptions = 0
+    for seed, name in enumerate(("off", "fixed:4", "auto", "random", "random", "random")):
+        rng = random.Random(seed)
+        policy = RandomSlots(rng) if name == "random" else speculation_policy(name)
+        setup = Setup(
+            policy,
+            lambda _, rng=rng: {"ngram": HostileProposer(VOCAB, rng)},
+            **BATCHINGS[batching],
+        )
+        disturbed = Disturbed(setup, rng)
+        outcome = disturbed.run(requests(policy, temperature))
+        assert outcome.tokens == undisturbed
+        assert outcome.leaked_blocks == 0
+        resumed += disturbed.resumed
+        preemptions += outcome.preemptions
+    record_testsuite_property("resumed", resumed)
+    assert resumed >= 20
+    assert preemptions > 0 or batching != "little memory"

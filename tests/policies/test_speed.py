@@ -1,0 +1,72 @@
+"""How fast a worker is, by the steps it ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.speed import LAST_STEPS, SpeedMeter
+from policies.step_cost import StepCost
+
+COST = StepCost((1, 8, 64), (1e-3, 2e-3, 5e-3), sequence_s=1e-5)
+BUDGET = 64
+
+
+def run(meter: SpeedMeter, steps: int, step_s: float, *did: int, start_s: float = 0.0) -> float:
+    """Let so many equal steps run; return when the last one ended."""
+    now_s = start_s
+    for _ in range(steps):
+        meter.begin(now_s)
+        meter.ran(*did)
+        now_s += step_s
+    meter.begin(now_s)
+    return now_s
+
+
+def test_a_worker_that_ran_nothing_tells_what_is_forecast() -> None:
+    """The first requests are not admitted blind: a lone decode, and a full step of a prompt."""
+    speed = SpeedMeter(COST, BUDGET).speed(COST, 0, 0)
+    assert speed.tpot_s == pytest.approx(COST.seconds(1, 1, 1))
+    assert speed.prompt_token_s == pytest.approx(COST.seconds(BUDGET, BUDGET, 1) / BUDGET)
+    assert speed.sequence_s == pytest.approx(COST.seconds(2, 0, 2) - COST.seconds(1, 0, 1))
+
+
+def test_speeds_are_those_of_the_last_steps() -> None:
+    """After a few times what is looked back on, the forecast and slower times are forgotten."""
+    meter = SpeedMeter(COST, BUDGET)
+    now_s = run(meter, 100, 0.5, 4, 4, 32)
+    run(meter, 10 * LAST_STEPS, 0.02, 4, 8, 50, start_s=now_s)
+    speed = meter.speed(COST, 4, 100)
+    assert speed.tpot_s == pytest.approx(0.02 / 2, rel=1e-3)
+    assert speed.prompt_token_s == pytest.approx(0.02 / 50, rel=1e-3)
+
+
+def test_a_rate_is_seconds_by_tokens_not_a_mean_of_rates() -> None:
+    """Steps of 1 token in 10 ms and of 100 tokens in 100 ms in turn: 110 ms for 101 tokens."""
+    meter = SpeedMeter(COST, BUDGET)
+    now_s = 0.0
+    for turn in range(20 * LAST_STEPS):
+        meter.begin(now_s)
+        meter.ran(0, 0, 100 if turn % 2 else 1)
+        now_s += 0.1 if turn % 2 else 0.01
+    meter.begin(now_s)
+    assert meter.speed(COST, 0, 0).prompt_token_s == pytest.approx(0.11 / 101, rel=0.05)
+
+
+def test_idle_time_is_no_steps() -> None:
+    """A worker that slept for an hour is as fast as before."""
+    meter = SpeedMeter(COST, BUDGET)
+    now_s = run(meter, 10 * LAST_STEPS, 0.02, 2, 2, 0)
+    meter.rest()
+    before = meter.speed(COST, 2, 10)
+    run(meter, 3, 0.02, 2, 2, 0, start_s=now_s + 3600.0)
+    assert meter.speed(COST, 2, 10).tpot_s == pytest.approx(before.tpot_s)
+
+
+def test_what_one_more_costs_is_spread_over_the_tokens_of_a_step() -> None:
+    """Where drafts bring two tokens a step, a longer step delays each of them by half."""
+    plain, drafted = SpeedMeter(COST, BUDGET), SpeedMeter(COST, BUDGET)
+    run(plain, 10 * LAST_STEPS, 0.02, 4, 4, 0)
+    run(drafted, 10 * LAST_STEPS, 0.02, 4, 8, 0)
+    more_s = plain.speed(COST, 4, 40).sequence_s
+    assert more_s == pytest.approx((COST.seconds(8, 80, 8) - COST.seconds(4, 40, 4)) / 4)
+    assert drafted.speed(COST, 4, 40).sequence_s == pytest.approx(more_s / 2, rel=1e-4)
