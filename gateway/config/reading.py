@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from backends.registry import backend_names
 from gateway.config.schema import ServeConfig
-from gateway.config.values import indices, size_bytes, texts
+from gateway.config.values import check_url, indices, size_bytes, texts
 from policies.registry import batching_policy, speculation_policy
 
 ENV_PREFIX: Final = "DRAFTGATE_"
@@ -115,6 +115,8 @@ class Setting:
             speculation_policy(str(value))
         if self.kind == "batching":
             batching_policy(str(value))
+        if self.kind == "url" and value is not None:
+            check_url(str(value))
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("expected a finite number")
         if choices and value not in choices:

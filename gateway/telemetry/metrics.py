@@ -9,10 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
@@ -102,9 +104,13 @@ class Metrics:
 
         What is written is as of now; writing it may be done in a thread.
         """
-        encode, content_type = choose_encoder(accept)
         page = _Page(tuple(self._families()))
-        return lambda: encode(page), content_type
+        kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
+        if "application/openmetrics-text" not in kinds:
+            return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
+        # Our names need no escaping, and the default one spoils the colon of vllm:* samples.
+        write = partial(openmetrics.generate_latest, page, openmetrics.ALLOWUTF8)
+        return write, openmetrics.CONTENT_TYPE_LATEST
 
     def _bounded(self, figure: Figure, values: Labels) -> Labels:
         names = ("model_name", *figure.labels)
@@ -172,11 +178,16 @@ def _dialect(name: str, labels: dict[str, str]) -> dict[str, str] | None:
     return {label: value for label, value in labels.items() if value}
 
 
+def shown_name(figure: Figure, name: str) -> str:
+    """Return one of a figure's names as the page has it."""
+    return f"{name}_total" if figure.kind is Kind.COUNTER else name
+
+
 def _samples(
     figure: Figure, name: str, labels: dict[str, str], value: Amount | Spread
 ) -> Iterator[Sample]:
     if isinstance(value, Amount):
-        yield Sample(name + ("_total" if figure.kind is Kind.COUNTER else ""), labels, value.value)
+        yield Sample(shown_name(figure, name), labels, value.value)
         return
     below = 0
     bounds = (*figure.buckets, float("inf"))
