@@ -29,7 +29,7 @@ class Ending(StrEnum):
 
 
 class RequestWatch:
-    """Counts what a request did. `end` must be called, and only its first call counts."""
+    """Counts what a request did. `end` must be called at the last byte; its first call counts."""
 
     def __init__(
         self,
@@ -64,10 +64,12 @@ class RequestWatch:
         self._gaps = metrics.spread(figures.GAPS)
         self._latest_s: dict[int, float] = {}  # by choice
         self._begun_s: dict[int, float] = {}  # by choice, where the worker said when
+        self._dispatch: Span | None = None  # where it is recorded
         self._hops: WorkerHops | None = None
         self._n = 1  # choices of a prompt
         self._choices = 0  # of all prompts, once they are dispatched
         self._finish_reasons: list[str] = []
+        self._failure: tuple[Ending, int, BaseException] | None = None
         self._ended = False
 
     def decided(self, placements: Sequence[Placement]) -> None:
@@ -94,7 +96,7 @@ class RequestWatch:
         """Cover what the workers do with a `dispatch` span, below which theirs come."""
         with self.span.child("dispatch") as span:
             if span.recording:
-                self._hops = WorkerHops(span)
+                self._dispatch, self._hops = span, WorkerHops(span)
             try:
                 yield span
             finally:
@@ -121,11 +123,19 @@ class RequestWatch:
         if delta.finish_reason is not None:
             self._finished(delta, delta.finish_reason, now_s)
 
+    def fail(self, ending: Ending, status: int, error: BaseException) -> None:
+        """Note that the request ends badly; the client is told next, and `end` follows then."""
+        self._failure = self._failure or (ending, status, error)
+        if self._dispatch is not None and status >= 500:
+            self._dispatch.fail(error)
+
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
-        """Record the end: the last byte, a cancel, or an error."""
+        """Record the end: the last byte, a cancel, or an error. What `fail` noted stands."""
         if self._ended:
             return
         self._ended = True
+        if self._failure is not None:
+            ending, status, error = self._failure
         seconds = self._clock() - self._arrival_s
         self._count_end(ending, seconds, error)
         if self.span.recording:
