@@ -231,5 +231,8 @@ class RequestWatch:
             proposer=None if self.plan is None else self.plan.proposer,
             drafted=self.outcome.num_drafted_tokens,
             accepted=self.outcome.num_accepted_tokens,
-            reason=None if error is None else str(error) or type(error).__name__,
+            error_type=None if error is None else type(error).__name__,
+            param=getattr(error, "param", None),
+            # A refusal may quote what the client sent: the client is told, the log is not.
+            reason=str(error) if ending is Ending.FAILED else None,
         )

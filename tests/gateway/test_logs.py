@@ -51,6 +51,21 @@ async def test_logs_have_the_request_and_not_its_text(
     assert "\n" not in line
 
 
+async def test_a_refusal_is_logged_without_what_it_quotes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The client reads what was wrong with its words; the log has the parameter and the kind."""
+    body = {"messages": [{"role": "tell nobody", "content": "x"}]}
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        async with running() as where, client(where) as http:
+            answer = await http.post("/v1/chat/completions", json=body)
+    assert "tell nobody" in answer.json()["error"]["message"]
+    (line,) = [r for r in caplog.records if r.getMessage() == "request"]
+    assert "tell nobody" not in LineFormatter().format(line)
+    assert line.draftgate_fields["param"] == "messages[0].role"
+    assert line.draftgate_fields["error_type"] == "InvalidRequest"
+
+
 def record_of(fields: dict[str, object], error: BaseException | None = None) -> logging.LogRecord:
     info = None if error is None else (type(error), error, None)
     record = logging.LogRecord("draftgate", logging.INFO, "", 0, "event", None, info)
