@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -280,6 +281,18 @@ def test_exporters_that_are_none_send_nothing() -> None:
     """OTEL_TRACES_EXPORTER=none switches off what the environment asked for."""
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"}
     assert isinstance(open_tracing(None, asked), NoTracing)
+
+
+async def test_a_protocol_we_do_not_speak_is_not_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who asks for gRPC gets HTTP, and a warning."""
+    async with collecting() as collector:
+        with caplog.at_level(logging.WARNING, logger="draftgate"):
+            environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+            await send(collector, monkeypatch, environ, {}, collector.url)
+    assert collector.named("x")
+    assert [record.getMessage() for record in caplog.records] == ["unsupported OTLP protocol"]
 
 
 async def send(

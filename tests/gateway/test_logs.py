@@ -93,17 +93,33 @@ def test_a_json_line_is_one_object_whatever_it_holds() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "begin"), [("json", "{"), ("line", "20")])
-def test_the_form_is_a_setting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str, begin: str
+@pytest.fixture
+def own_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test configures is undone."""
+    for name in ("draftgate", "aiohttp", "asyncio", "opentelemetry"):
+        logger = logging.getLogger(name)
+        for attribute in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
+
+
+@pytest.mark.usefixtures("own_loggers")
+@pytest.mark.parametrize("form", ["line", "json"])
+def test_the_form_is_a_setting_and_holds_for_libraries_too(
+    capsys: pytest.CaptureFixture[str], form: str
 ) -> None:
-    """`--log-format` decides the form of the lines on stderr."""
-    logger = logging.getLogger("draftgate")
-    for name, value in (("handlers", []), ("propagate", True), ("level", logger.level)):
-        monkeypatch.setattr(logger, name, value)
+    """`--log-format` decides the form of all lines on stderr, one for each event."""
+    configure("error", "line")
     configure("info", form)
     log(logging.INFO, "hello", a=1)
-    assert capsys.readouterr().err.startswith(begin)
+    logging.getLogger("opentelemetry.exporter").warning("no\ncollector")
+    logging.getLogger("aiohttp.server").info("unheard")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    if form == "json":
+        assert [json.loads(line)["event"] for line in lines] == ["hello", "no\ncollector"]
+    else:
+        assert lines[0].endswith("INFO hello a=1")
+        assert lines[1].endswith("WARNING no collector")
 
 
 async def test_every_line_within_a_request_names_it(caplog: pytest.LogCaptureFixture) -> None:
