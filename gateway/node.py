@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from pathlib import Path
 
+from gateway import __version__
 from gateway.accounts import Accounts, read_accounts
 from gateway.admission import Bounds
 from gateway.assembly import WaitingRules, build_dispatcher
@@ -14,6 +16,7 @@ from gateway.fleet import Fleet
 from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.store import Store
+from gateway.telemetry import figures
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Tracing
 from policies.registry import speculation_policy
@@ -80,6 +83,7 @@ class Node:
         card = self.fleet.card
         name = self.config.served_model_name or card.model_id
         self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
+        self.metrics.set(figures.BUILD, 1, __version__, platform.python_version())
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
 

@@ -75,6 +75,7 @@ BENCHES = {
     "capacity": "gateway.cli.studies.capacity",
     "classes": "gateway.cli.studies.classes",
     "gaps": "gateway.cli.studies.gaps",
+    "tracing": "gateway.cli.studies.tracing",
 }
 
 

@@ -108,6 +108,8 @@ def metavar(setting: Setting) -> str:
         return "INDICES"
     if setting.kind == "list":
         return "TEXT ..."
+    if setting.kind == "url":
+        return "URL"
     if setting.kind in {"speculation", "batching", "ordering", "admission"}:
         return "POLICY"
     return "NUMBER" if setting.numeric else "TEXT"

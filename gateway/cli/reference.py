@@ -15,6 +15,8 @@ from typing import Final
 
 from gateway.cli.options import metavar, shown_default
 from gateway.config import Setting, settings
+from gateway.telemetry.figures import FIGURES, Figure
+from gateway.telemetry.metrics import shown_name
 
 _SETTINGS = """\
 # Settings
@@ -45,6 +47,38 @@ def settings_page(all_settings: Sequence[Setting]) -> str:
     return _SETTINGS + _table(("flag", "value", "default", "variable", "what it is"), rows)
 
 
+_METRICS = """\
+# Metrics
+
+`GET /metrics` is Prometheus' text format, or OpenMetrics for who accepts it. Every figure is
+declared once (`gateway/telemetry/figures.py`) and has the label `model_name`. It appears under its
+own name and, where there is one, under those of vLLM and of OpenTelemetry's GenAI conventions, so
+that dashboards and benchmarks made for these read it unchanged. In `gen_ai_*` figures the labels
+are `gen_ai_request_model`, `gen_ai_operation_name` and `gen_ai_provider_name`; in `vllm:*` figures,
+requests that ended in an error have no duration, as there.
+
+A label takes its first 100 values; further ones are counted as `other`. Not there, because no
+worker tells it: `vllm:num_preemptions_total`.
+
+"""
+
+
+def metrics_page(figures: Sequence[Figure]) -> str:
+    """Return the page about metrics, in Markdown."""
+    rows = [
+        (
+            f"`{shown_name(figure, figure.name)}`",
+            figure.kind.value,
+            figure.unit,
+            " ".join(f"`{label}`" for label in figure.labels),
+            figure.text.replace("|", "\\|"),
+            " ".join(f"`{shown_name(figure, alias)}`" for alias in figure.aliases),
+        )
+        for figure in figures
+    ]
+    return _METRICS + _table(("name", "kind", "unit", "labels", "what it is", "also as"), rows)
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -56,6 +90,7 @@ def _code(text: str) -> str:
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "settings.md": lambda: settings_page(settings()),
+    "metrics.md": lambda: metrics_page(FIGURES),
 }
 """File name and maker of each page."""
 

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from backends.registry import backend_names
 from gateway.config.schema import ServeConfig
-from gateway.config.values import indices, size_bytes, texts
+from gateway.config.values import check_url, indices, size_bytes, texts
 from policies.registry import (
     admission_policy,
     batching_policy,
@@ -126,6 +126,8 @@ class Setting:
             choices = backend_names()
         if self.kind in _POLICIES:
             _POLICIES[self.kind](str(value))
+        if self.kind == "url" and value is not None:
+            check_url(str(value))
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("expected a finite number")
         if choices and value not in choices:

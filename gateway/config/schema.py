@@ -32,8 +32,8 @@ def _meta(
     Args:
         text: the help text.
         kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1, `list` takes texts
-            with commas between them, or the flag again and again; `backend` and the kinds of
-            policies are names.
+            with commas between them, or the flag again and again; `url` is the address of an HTTP
+            server; `backend` and the kinds of policies are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
         secret: whether its value is never shown.
@@ -237,6 +237,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             _meta(
                 "Send a trace of each request to this OTLP/HTTP collector, such as "
                 "http://127.0.0.1:4318 (default: OTEL_EXPORTER_OTLP_ENDPOINT, or no traces)",
+                kind="url",
                 gateway=True,
             ),
         ]

@@ -1,10 +1,11 @@
-"""Values of settings that a text stands for: sizes, indices, lists of texts."""
+"""Values of settings that a text stands for: sizes, indices, lists of texts, addresses."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 from typing import Final
+from urllib.parse import urlsplit
 
 
 def indices(value: object) -> list[int]:
@@ -37,6 +38,21 @@ def texts(value: object) -> object:
     if "" in found:
         raise ValueError("expected texts with commas between them, none of them empty")
     return found
+
+
+def check_url(text: str) -> None:
+    """Return if a text is the address of an HTTP server.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        parts = urlsplit(text)
+        fine = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, an unclosed bracket
+        fine = False
+    if not fine:
+        raise ValueError("expected an address such as http://127.0.0.1:4318")
 
 
 _UNITS: Final = {

@@ -86,7 +86,7 @@ async def stream_answer(
         if not events.begun:
             raise
         shown = as_gateway_error(error)
-        answer.watch.end(Ending.FAILED, shown.status, error)
+        answer.watch.fail(Ending.FAILED, shown.status, error)
         events.response.force_close()
         await events.write(_event(shown.body()))
     finally:

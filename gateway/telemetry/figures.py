@@ -71,6 +71,10 @@ def _histogram(
     return _declared(Figure(name, Kind.HISTOGRAM, text, unit, labels, buckets, aliases))
 
 
+def _gauge(name: str, text: str, unit: str, *aliases: str, labels: tuple[str, ...] = ()) -> Figure:
+    return _declared(Figure(name, Kind.GAUGE, text, unit, labels, aliases=aliases))
+
+
 def _of_workers(
     name: str, text: str, unit: str, of_worker: Callable[[WorkerLoad], float], *aliases: str
 ) -> Figure:
@@ -289,4 +293,10 @@ _of_workers(
     "Running median of |measured / predicted - 1| over step times",
     "ratio",
     attrgetter("step_cost_error"),
+)
+
+# --- the node -------------------------------------------------------------------------------------
+
+BUILD: Final = _gauge(
+    "draftgate_build_info", "1, with the version as a label", "info", labels=("version", "python")
 )

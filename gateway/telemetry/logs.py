@@ -19,6 +19,9 @@ from typing import Final
 LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
 
+_OTHERS: Final = ("aiohttp", "asyncio", "opentelemetry")
+"""Loggers of libraries whose warnings are lines of ours: an exporter without a collector, say."""
+
 _REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
 
@@ -28,7 +31,8 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; a traceback, if there is one, follows on its own lines."""
         pairs = [f"{key}={_quoted(value)}" for key, value in _fields(record).items()]
-        line = " ".join([_moment(record), record.levelname, record.getMessage(), *pairs])
+        event = " ".join(record.getMessage().split())
+        line = " ".join([_moment(record), record.levelname, event, *pairs])
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
         return line
@@ -54,13 +58,17 @@ FORMATTERS: Final = {"line": LineFormatter, "json": JsonFormatter}
 
 
 def configure(level: str, form: str = "line") -> None:
-    """Send our log lines of that level and above to stderr, in a form of `FORMATTERS`."""
-    logger = logging.getLogger(LOGGER)
-    logger.setLevel(level.upper())
-    logger.propagate = False
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler(sys.stderr))
-    logger.handlers[0].setFormatter(FORMATTERS[form]())
+    """Send our log lines of that level and above to stderr, in a form of `FORMATTERS`.
+
+    Of libraries, warnings and worse.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(FORMATTERS[form]())
+    for name in (LOGGER, *_OTHERS):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level.upper() if name == LOGGER else logging.WARNING)
 
 
 @contextmanager

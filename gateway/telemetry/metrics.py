@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from prometheus_client.core import Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
@@ -40,6 +42,12 @@ class Amount:
         """Begin at zero."""
         self.value = 0.0
 
+    def copy(self) -> Amount:
+        """Return it as it is now."""
+        copied = Amount()
+        copied.value = self.value
+        return copied
+
 
 class Spread:
     """One series of a histogram."""
@@ -56,6 +64,16 @@ class Spread:
         """Count a value into its bucket."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
+
+    def copy(self) -> Spread:
+        """Return it as it is now."""
+        copied = Spread(self._bounds)
+        copied.counts, copied.total = self.counts.copy(), self.total
+        return copied
+
+
+Rows = list[tuple[Labels, Amount | Spread]]
+"""The series of a figure."""
 
 
 class Metrics:
@@ -102,59 +120,57 @@ class Metrics:
 
         What is written is as of now; writing it may be done in a thread.
         """
-        encode, content_type = choose_encoder(accept)
-        page = _Page(tuple(self._families()))
-        return lambda: encode(page), content_type
+        page = _Page([(figure, self._rows(figure)) for figure in FIGURES])
+        kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
+        if "application/openmetrics-text" not in kinds:
+            return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
+        # Our names need no escaping, and the default one spoils the colon of vllm:* samples.
+        write = partial(openmetrics.generate_latest, page, openmetrics.ALLOWUTF8)
+        return write, openmetrics.CONTENT_TYPE_LATEST
 
     def _bounded(self, figure: Figure, values: Labels) -> Labels:
         names = ("model_name", *figure.labels)
         return tuple(self._bounds.folded(n, v) for n, v in zip(names, values, strict=True))
 
-    def _families(self) -> Iterator[Metric]:
-        for figure in FIGURES:
-            rows = list(self._rows(figure))
-            for name in (figure.name, *figure.aliases):
-                yield _family(figure, name, rows)
-
-    def _rows(self, figure: Figure) -> Iterable[tuple[dict[str, str], Amount | Spread]]:
-        """Return labels and value of each series; figures that need no label have one at once."""
+    def _rows(self, figure: Figure) -> Rows:
+        """Return label values and value of each series, as of now."""
         if figure.of_worker is not None:
             return self._of_workers(figure.of_worker)
         histogram = figure.kind is Kind.HISTOGRAM
-        if not figure.labels and self._model():
+        if not figure.labels and self._model():  # what has not happened yet is 0, not missing
             (self.spread if histogram else self.amount)(figure)
         series: Mapping[Labels, Amount | Spread]
         series = self._spreads[figure] if histogram else self._amounts[figure]
-        names = ("model_name", *figure.labels)
-        return [(dict(zip(names, values, strict=True)), one) for values, one in series.items()]
+        return [(values, one.copy()) for values, one in series.items()]
 
-    def _of_workers(
-        self, of_worker: Callable[[WorkerLoad], float]
-    ) -> Iterator[tuple[dict[str, str], Amount]]:
+    def _of_workers(self, of_worker: Callable[[WorkerLoad], float]) -> Rows:
+        rows: Rows = []
         for index, load in enumerate(self._loads()):
             if load is not None:
                 amount = Amount()
                 amount.value = of_worker(load)
-                yield {"model_name": self._model(), "worker": str(index)}, amount
+                rows.append(((self._model(), str(index)), amount))
+        return rows
 
 
 class _Page:
-    """Families as they were, for an encoder."""
+    """Figures as they were, for an encoder, which may run in a thread."""
 
-    def __init__(self, families: tuple[Metric, ...]) -> None:
-        self._families = families
+    def __init__(self, taken: list[tuple[Figure, Rows]]) -> None:
+        self._taken = taken
 
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    def collect(self) -> Iterator[Metric]:
+        for figure, rows in self._taken:
+            for name in (figure.name, *figure.aliases):
+                yield _family(figure, name, rows)
 
 
-def _family(
-    figure: Figure, name: str, rows: Iterable[tuple[dict[str, str], Amount | Spread]]
-) -> Metric:
+def _family(figure: Figure, name: str, rows: Rows) -> Metric:
     unit = figure.unit if name.endswith("_" + figure.unit) else ""  # OpenMetrics wants it so
     family = Metric(name, figure.text, figure.kind.value, unit)
-    for labels, value in rows:
-        told = _dialect(name, labels)
+    labels = ("model_name", *figure.labels)
+    for values, value in rows:
+        told = _dialect(name, dict(zip(labels, values, strict=True)))
         if told is not None:
             family.samples += _samples(figure, name, told, value)
     return family
@@ -172,11 +188,16 @@ def _dialect(name: str, labels: dict[str, str]) -> dict[str, str] | None:
     return {label: value for label, value in labels.items() if value}
 
 
+def shown_name(figure: Figure, name: str) -> str:
+    """Return one of a figure's names as the page has it."""
+    return f"{name}_total" if figure.kind is Kind.COUNTER else name
+
+
 def _samples(
     figure: Figure, name: str, labels: dict[str, str], value: Amount | Spread
 ) -> Iterator[Sample]:
     if isinstance(value, Amount):
-        yield Sample(name + ("_total" if figure.kind is Kind.COUNTER else ""), labels, value.value)
+        yield Sample(shown_name(figure, name), labels, value.value)
         return
     below = 0
     bounds = (*figure.buckets, float("inf"))

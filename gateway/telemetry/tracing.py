@@ -7,11 +7,16 @@ they end when they are left, also by a cancel. Instants are those of `time.monot
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self
 
 from gateway.errors import as_gateway_error
+from gateway.telemetry.logs import log
+
+PROTOCOL: Final = "http/protobuf"
+"""Of OTLP, in the words of `OTEL_EXPORTER_OTLP_PROTOCOL`."""
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str] | Sequence[int]]
 
@@ -149,6 +154,11 @@ def open_tracing(endpoint: str | None, environ: Mapping[str, str]) -> Tracing:
     disabled = environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     if disabled or not (endpoint or asked):
         return NoTracing()
+    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOL
+    )
+    if protocol != PROTOCOL:
+        log(logging.WARNING, "unsupported OTLP protocol", asked=protocol, used=PROTOCOL)
     from gateway.telemetry.otel import otlp_tracing
 
     return otlp_tracing(endpoint)

@@ -33,7 +33,7 @@ class Ending(StrEnum):
 
 
 class RequestWatch:
-    """Counts what a request did. `end` must be called, and only its first call counts."""
+    """Counts what a request did. `end` must be called at the last byte; its first call counts."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class RequestWatch:
         self._n = 1  # choices of a prompt
         self._choices = 0  # of all prompts, once they are dispatched
         self._finish_reasons: list[str] = []
+        self._failure: tuple[Ending, int, BaseException] | None = None
         self._ended = False
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
@@ -126,11 +127,17 @@ class RequestWatch:
         if delta.finish_reason is not None:
             self._finished(delta, delta.finish_reason, now_s)
 
+    def fail(self, ending: Ending, status: int, error: BaseException) -> None:
+        """Note that the request ends badly; the client is told next, and `end` follows then."""
+        self._failure = self._failure or (ending, status, error)
+
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
-        """Record the end: the last byte, a cancel, or an error."""
+        """Record the end: the last byte, a cancel, or an error. What `fail` noted stands."""
         if self._ended:
             return
         self._ended = True
+        if self._failure is not None:
+            ending, status, error = self._failure
         seconds = self._clock() - self._arrival_s
         self._count_end(ending, seconds, error)
         if self.span.recording:
@@ -223,5 +230,8 @@ class RequestWatch:
             proposer=None if self.plan is None else self.plan.proposer,
             drafted=self.outcome.num_drafted_tokens,
             accepted=self.outcome.num_accepted_tokens,
-            reason=None if error is None else str(error) or type(error).__name__,
+            error_type=None if error is None else type(error).__name__,
+            param=getattr(error, "param", None),
+            # A refusal may quote what the client sent: the client is told, the log is not.
+            reason=str(error) if ending is Ending.FAILED else None,
         )

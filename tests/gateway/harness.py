@@ -20,6 +20,7 @@ from backends.types import (
     GenerationRequest,
     ModelCard,
     Pace,
+    Phases,
     SpeculationOutcome,
 )
 from gateway.app import Listening, build_fleet, listening, start_workers
@@ -87,12 +88,13 @@ class ScriptedBackend:
         last: bool = False,
         choice: int = 0,
         cached_tokens: int = 0,
+        phases: Phases | None = None,
     ) -> None:
         """Deliver a text as one step; one token per word stands for its tokens."""
         ids = tuple(range(max(1, len(text.split()))))
         reason = FinishReason.STOP if last else None
         outcome = SpeculationOutcome() if last else None
-        delta = Delta(choice, ids, text, (), reason, outcome, cached_tokens)
+        delta = Delta(choice, ids, text, (), reason, outcome, cached_tokens, phases=phases)
         self.streams.deliver([(request.request_id, delta)])
 
     def crash(self, reason: str) -> None:

@@ -72,6 +72,10 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
         ({"batching": "fair"}, "--batching: unknown batching policy"),
         ({"speculation": "psychic"}, "--speculation: unknown speculation policy"),
         ({"log_level": "loud"}, "--log-level: expected one of"),
+        ({"log_format": "xml"}, "--log-format: expected one of line, json"),
+        ({"otlp_endpoint": "localhost:4318"}, "--otlp-endpoint: expected an address such as"),
+        ({"otlp_endpoint": "grpc://localhost"}, "--otlp-endpoint: expected an address such as"),
+        ({"otlp_endpoint": "http://a:b"}, "--otlp-endpoint: expected an address such as"),
     ],
 )
 def test_a_bad_value_is_one_line_that_names_its_source(

@@ -60,7 +60,12 @@ async def test_metrics_have_the_names_that_dashboards_read(http: httpx.AsyncClie
         "time_to_first_token_seconds_count", "e2e_request_latency_seconds_count",
         "prompt_tokens_total", "generation_tokens_total", "spec_decode_num_drafts_total",
         "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
-        "spec_decode_num_accepted_tokens_per_pos_total",
+        "spec_decode_num_accepted_tokens_per_pos_total", "request_success_total",
+        "inter_token_latency_seconds_count", "time_per_output_token_seconds_count",
+        "request_time_per_output_token_seconds_count", "request_queue_time_seconds_count",
+        "request_prefill_time_seconds_count", "request_decode_time_seconds_count",
+        "request_prompt_tokens_count", "request_generation_tokens_count",
+        "request_params_max_tokens_count", "prefix_cache_queries_total", "prefix_cache_hits_total",
     ):  # fmt: skip
         assert f"vllm:{name}" in samples
     assert samples["draftgate_generation_tokens_total"] == 30

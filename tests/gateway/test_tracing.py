@@ -1,8 +1,7 @@
-"""One trace per request, ended at the last byte; logs that hold no prompt."""
+"""One trace per request, ended at the last byte, and none where nobody asked for it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +11,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from gateway.app import Listening
-from gateway.telemetry.logs import LineFormatter
 from gateway.telemetry.otel import OtelTracing
 from gateway.telemetry.tracing import NO_SPAN, NoTracing, open_tracing
 from tests.gateway.harness import client, load_of, post_raw, running, until
@@ -51,7 +49,7 @@ async def test_a_request_is_one_trace_below_its_clients(
         await http.post("/v1/completions", json={**BODY, "stream": stream}, headers=headers)
     spans = by_name(exporter)
     hops = {"admit", "queue", "route", "decide", "dispatch"}
-    assert set(spans) == {"POST /v1/completions", *hops}
+    assert {"POST /v1/completions", *hops} <= set(spans)
     server = spans["POST /v1/completions"]
     assert server.kind is SpanKind.SERVER
     assert f"{server.context.trace_id:032x}" == TRACE
@@ -98,36 +96,3 @@ def test_without_an_endpoint_there_is_no_exporter() -> None:
     assert tracing.server("x", {}, {}).child("y") is NO_SPAN
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
     assert isinstance(open_tracing(None, asked), NoTracing)
-
-
-async def test_logs_have_the_request_and_not_its_text(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """One line per request with its id and figures; the prompt and the answer stay out."""
-    logger = logging.getLogger("draftgate")
-    with caplog.at_level(logging.INFO, logger="draftgate"):
-        async with running() as where, client(where) as http:
-            headers = {"x-request-id": "id with space"}
-            answer = await http.post("/v1/completions", json=BODY, headers=headers)
-            worker = where.node.fleet.workers[0].worker_id
-    assert logger.name == "draftgate"
-    lines = [LineFormatter().format(record) for record in caplog.records]
-    (line,) = [line for line in lines if " request " in line]
-    for part in (
-        'id="id with space"',
-        "status=200",
-        f"worker={worker}",
-        "ending=finished",
-        "output_tokens=20",
-    ):
-        assert part in line
-    assert "tell nobody" not in line
-    assert answer.json()["choices"][0]["text"] not in line
-    assert "\n" not in line
-
-
-def test_a_log_line_stays_one_line() -> None:
-    """Values with quotes and line breaks cannot forge a second line."""
-    record = logging.LogRecord("draftgate", logging.INFO, "", 0, "event", None, None)
-    record.draftgate_fields = {"a": 'x"\ny', "b": None, "c": 1.5}
-    assert LineFormatter().format(record).endswith(r'INFO event a="x\"\ny" c=1.5')

@@ -1,0 +1,312 @@
+"""Traces as a collector gets them over OTLP/HTTP: every hop, the right parents, the last byte."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from backends.types import GenerationRequest, Phases
+from gateway.app import Listening
+from gateway.telemetry.figures import GENERATION_TOKENS
+from gateway.telemetry.hops import MOST_CHOICES, MOST_CHUNKS
+from gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
+from tests.gateway.collector import Collector, Sent, collecting
+from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
+
+PATH = "/v1/completions"
+SERVER = f"POST {PATH}"
+GATEWAY_HOPS = ("admit", "queue", "route", "decide", "dispatch")
+"""Below the SERVER span, in the order of their beginning."""
+WORKER_HOPS = ("worker.queue", "prefill", "decode")
+"""Below `dispatch`, in order, one after the other."""
+
+BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1, "stream": True}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+
+
+@asynccontextmanager
+async def traced(
+    collector: Collector, backend: ScriptedBackend
+) -> AsyncIterator[tuple[Listening, Tracing]]:
+    """A node that traces to the collector; at the end everything has been sent."""
+    tracing = open_tracing(collector.url, {})
+    try:
+        async with running(backends=[backend], tracing=tracing) as where:
+            yield where, tracing
+    finally:
+        await asyncio.to_thread(tracing.shutdown)
+
+
+def phases_now(chunks: int = 2) -> Phases:
+    """Phases that fit between the arrival of a request and now."""
+    now_s = time.monotonic()
+    told = tuple((now_s - 1e-6 * (chunks - index), 8) for index in range(chunks))
+    return Phases(now_s - 1e-4, now_s - 5e-5, told, now_s)
+
+
+async def submitted(backend: ScriptedBackend) -> GenerationRequest:
+    """The next request, a little later than it came: phases lie in between."""
+    request = await backend.submitted.get()
+    begin_s = time.monotonic()
+    await until(lambda: time.monotonic() > begin_s + 2e-4)
+    return request
+
+
+def check_tree(collector: Collector, hops: tuple[str, ...]) -> Sent:
+    """Every hop is there once, within its parent; return the SERVER span."""
+    server, dispatch = collector.named(SERVER), collector.named("dispatch")
+    assert sorted(span.name for span in collector.spans) == sorted((SERVER, *GATEWAY_HOPS, *hops))
+    for names, parent in ((GATEWAY_HOPS, server), (hops, dispatch)):
+        found = [collector.named(name) for name in names]
+        assert [span.parent for span in found] == [parent.id] * len(names)
+        assert all(span.within(parent) for span in found)
+        starts = [span.span.start_time_unix_nano for span in found]
+        assert starts == sorted(starts)
+    assert len({span.trace for span in collector.spans}) == 1
+    assert "tell nobody" not in str(collector.spans)
+    return server
+
+
+async def test_a_streamed_request_has_every_hop_and_ends_at_its_last_byte(
+    scripted: ScriptedBackend,
+) -> None:
+    """Below the client's span; while the stream is open its span is, and it ends after all else."""
+
+    async def begin() -> GenerationRequest:
+        request = await submitted(scripted)
+        scripted.emit(request, "one two", phases=phases_now(chunks=3))
+        return request
+
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
+    async with collecting() as collector, traced(collector, scripted) as (where, tracing):
+        beginning = asyncio.create_task(begin())
+        async with (
+            client(where) as http,
+            http.stream("POST", PATH, json=BODY, headers=headers) as answer,
+        ):
+            lines = answer.aiter_lines()
+            await anext(lines)
+            await asyncio.to_thread(tracing._provider.force_flush)
+            assert SERVER not in {span.name for span in collector.spans}
+            last_ns = time.time_ns()
+            scripted.emit(await beginning, "three", last=True)
+            assert [line async for line in lines][-2:] == ["data: [DONE]", ""]
+    server = check_tree(collector, WORKER_HOPS)
+    assert (server.trace, server.parent) == (TRACE, PARENT)
+    assert server.span.end_time_unix_nano > last_ns
+    assert collector.named("dispatch").span.end_time_unix_nano > last_ns
+    assert server.events == ["first_token"]
+    assert collector.named("prefill").events == ["prefill_chunk"] * 3
+    told = server.attributes
+    assert told["http.request.method"] == "POST"
+    assert (told["http.route"], told["url.path"], told["url.scheme"]) == (PATH, PATH, "http")
+    assert told["http.response.status_code"] == 200
+    assert told["gen_ai.operation.name"] == "text_completion"
+    assert told["gen_ai.response.finish_reasons"] == ["stop"]
+    assert told["gen_ai.usage.output_tokens"] == 3
+    assert told["gen_ai.response.time_to_first_chunk"] > 0
+    assert told["draftgate.request_id"] == "mine"
+    assert told["draftgate.ending"] == "finished"
+    assert told["draftgate.policy"] == "auto"
+    assert not any(span.failed or "error.type" in span.attributes for span in collector.spans)
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("begun", [True, False], ids=["decoding", "queued"])
+async def test_a_cancel_ends_every_span(
+    scripted: ScriptedBackend, stream: bool, begun: bool
+) -> None:
+    """In whatever stage the client leaves: the trace is complete, says so, and blames nobody."""
+    async with collecting() as collector, traced(collector, scripted) as (where, _):
+        reader, writer = await post_raw(where, PATH, {**BODY, "stream": stream})
+        request = await submitted(scripted)
+        if begun:
+            scripted.emit(request, "one", phases=phases_now())
+            counted = where.node.metrics.amount
+            await until(lambda: counted(GENERATION_TOKENS).value == 1)
+        if begun and stream:
+            await reader.readuntil(b"data: ")
+        writer.close()
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+    server = check_tree(collector, WORKER_HOPS if begun else ())
+    assert server.attributes["draftgate.ending"] == "cancelled"
+    assert server.attributes["http.response.status_code"] == 499
+    assert not any(span.failed for span in collector.spans)
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["after the first byte", "before it"])
+async def test_an_error_is_on_the_hop_where_it_happened_and_on_the_request(
+    scripted: ScriptedBackend, begun: bool
+) -> None:
+    """A worker that breaks: dispatch and server span say so, and end with the error's last byte."""
+    async with collecting() as collector, traced(collector, scripted) as (where, _):
+        reader, writer = await post_raw(where, PATH, BODY)
+        request = await submitted(scripted)
+        if begun:
+            scripted.emit(request, "one", phases=phases_now())
+            await reader.readuntil(b"data: ")
+        broken_ns = time.time_ns()
+        scripted.crash("device lost")
+        await reader.readuntil(b"worker_failed")
+        writer.close()
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+    server = check_tree(collector, WORKER_HOPS if begun else ())
+    assert {span.name for span in collector.spans if span.failed} == {SERVER, "dispatch"}
+    assert server.attributes["error.type"] == "BackendFailed"
+    assert server.attributes["http.response.status_code"] == 503
+    assert server.attributes["draftgate.ending"] == "failed"
+    assert server.span.end_time_unix_nano > broken_ns
+
+
+async def test_what_cannot_run_fails_where_it_was_refused(scripted: ScriptedBackend) -> None:
+    """A request that is too long ends in `admit`, which is no error of ours."""
+    async with (
+        collecting() as collector,
+        traced(collector, scripted) as (where, _),
+        client(where) as http,
+    ):
+        assert (await http.post(PATH, json={**BODY, "max_tokens": 999})).status_code == 400
+    server, admit = collector.named(SERVER), collector.named("admit")
+    assert admit.parent == server.id
+    assert admit.attributes["error.type"] == "RequestRejected"
+    assert not any(span.failed for span in collector.spans)
+    assert "error.type" not in server.attributes
+    assert server.attributes["http.response.status_code"] == 400
+
+
+async def test_choices_and_chunks_of_a_trace_are_bounded(scripted: ScriptedBackend) -> None:
+    """However many choices and prefill chunks there are, a trace stays small and says so."""
+    choices = MOST_CHOICES + 2
+    async with collecting() as collector, traced(collector, scripted) as (where, _):
+        _, writer = await post_raw(where, PATH, {**BODY, "n": choices, "stream": False})
+        request = await submitted(scripted)
+        for choice in range(choices):
+            phases = phases_now(chunks=MOST_CHUNKS + 5)
+            scripted.emit(request, "one", choice=choice, last=True, phases=phases)
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+        writer.close()
+    prefills = [span for span in collector.spans if span.name == "prefill"]
+    assert len(prefills) == MOST_CHOICES
+    assert all(len(span.events) == MOST_CHUNKS for span in prefills)
+    assert {span.attributes["draftgate.prefill.chunks"] for span in prefills} == {MOST_CHUNKS + 5}
+    assert collector.named("dispatch").attributes["draftgate.traced_choices"] == MOST_CHOICES
+    decodes = [span.attributes for span in collector.spans if span.name == "decode"]
+    assert {told["draftgate.choice"] for told in decodes} == set(range(MOST_CHOICES))
+    assert all(told["draftgate.spec_steps"] == 0 for told in decodes)
+
+
+async def test_a_choice_that_another_worker_resumes_says_so(scripted: ScriptedBackend) -> None:
+    """Its phases come a second time: an event, and the spans of the second worker."""
+    async with collecting() as collector, traced(collector, scripted) as (where, _):
+        reader, writer = await post_raw(where, PATH, BODY)
+        request = await submitted(scripted)
+        scripted.emit(request, "one", phases=phases_now())
+        await reader.readuntil(b"data: ")
+        scripted.emit(request, "two", phases=phases_now(), last=True)
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+    dispatch = collector.named("dispatch")
+    assert dispatch.events == ["resume"]
+    for name in WORKER_HOPS:
+        found = [span for span in collector.spans if span.name == name]
+        assert [span.parent for span in found] == [dispatch.id] * 2
+        assert all(span.within(dispatch) for span in found)
+
+
+@pytest.mark.parametrize(
+    ("environ", "headers", "names"),
+    [
+        ({}, {}, {"x"}),
+        ({"OTEL_TRACES_SAMPLER": "always_off"}, {}, set()),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0"}, {}, set()),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1"}, {}, {"x"}),
+        ({}, {"TraceParent": f"00-{TRACE}-{PARENT}-00"}, set()),
+        ({}, {"TraceParent": f"00-{TRACE}-{PARENT}-01"}, {"x"}),
+        ({}, {"traceparent": "nonsense"}, {"x"}),
+        ({"OTEL_SDK_DISABLED": "TRUE"}, {}, set()),
+    ],
+)  # fmt: skip
+async def test_the_standard_variables_and_the_client_decide_what_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    headers: dict[str, str],
+    names: set[str],
+) -> None:
+    """Samplers, the switch that disables, the client's own decision: as they are elsewhere."""
+    async with collecting() as collector:
+        await send(
+            collector,
+            monkeypatch,
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, **environ},
+            headers,
+        )
+    assert {span.name for span in collector.spans} == names
+
+
+async def test_the_standard_variables_name_service_endpoint_and_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OTEL_SERVICE_NAME wins over our own name; headers and the address of traces are obeyed."""
+    async with collecting() as collector:
+        environ = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1",
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{collector.url}/v1/traces",
+            "OTEL_EXPORTER_OTLP_HEADERS": "x-key=1",
+            "OTEL_SERVICE_NAME": "edge",
+            "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment.name=test",
+        }
+        await send(collector, monkeypatch, environ, {})
+    (span,) = collector.spans
+    assert span.resource["service.name"] == "edge"
+    assert span.resource["deployment.environment.name"] == "test"
+    assert collector.headers[0]["x-key"] == "1"
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1/traces"])
+async def test_one_flag_suffices(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """`--otlp-endpoint` takes the collector's address, with or without the path of traces."""
+    async with collecting() as collector:
+        await send(collector, monkeypatch, {}, {}, collector.url + suffix)
+    assert collector.named("x").resource["service.name"] == "draftgate"
+
+
+def test_exporters_that_are_none_send_nothing() -> None:
+    """OTEL_TRACES_EXPORTER=none switches off what the environment asked for."""
+    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"}
+    assert isinstance(open_tracing(None, asked), NoTracing)
+
+
+async def test_a_protocol_we_do_not_speak_is_not_passed_over_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who asks for gRPC gets HTTP, and a warning."""
+    async with collecting() as collector:
+        with caplog.at_level(logging.WARNING, logger="draftgate"):
+            environ = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
+            await send(collector, monkeypatch, environ, {}, collector.url)
+    assert collector.named("x")
+    assert [record.getMessage() for record in caplog.records] == ["unsupported OTLP protocol"]
+
+
+async def send(
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    headers: dict[str, str],
+    endpoint: str | None = None,
+) -> None:
+    """Trace a request `x` with these variables set, and flush."""
+    from multidict import CIMultiDict
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    tracing = open_tracing(endpoint, environ)
+    tracing.server("x", CIMultiDict(headers), {}).end()
+    await asyncio.to_thread(tracing.shutdown)

@@ -1,0 +1,160 @@
+"""Logs: one line per event, of one form, that says which request it is about and no text of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from gateway.telemetry.logs import (
+    JsonFormatter,
+    LineFormatter,
+    about_request,
+    add_about_request,
+    configure,
+    log,
+)
+from gateway.telemetry.otel import OtelTracing
+from tests.gateway.harness import ScriptedBackend, client, running
+
+BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
+
+
+async def test_logs_have_the_request_and_not_its_text(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line per request with its id and figures; the prompt and the answer stay out."""
+    logger = logging.getLogger("draftgate")
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        async with running() as where, client(where) as http:
+            headers = {"x-request-id": "id with space"}
+            answer = await http.post("/v1/completions", json=BODY, headers=headers)
+            worker = where.node.fleet.workers[0].worker_id
+    assert logger.name == "draftgate"
+    lines = [LineFormatter().format(record) for record in caplog.records]
+    (line,) = [line for line in lines if " request " in line]
+    for part in (
+        'id="id with space"',
+        "status=200",
+        f"worker={worker}",
+        "ending=finished",
+        "output_tokens=20",
+    ):
+        assert part in line
+    assert "tell nobody" not in line
+    assert answer.json()["choices"][0]["text"] not in line
+    assert "\n" not in line
+
+
+async def test_a_refusal_is_logged_without_what_it_quotes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The client reads what was wrong with its words; the log has the parameter and the kind."""
+    body = {"messages": [{"role": "tell nobody", "content": "x"}]}
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        async with running() as where, client(where) as http:
+            answer = await http.post("/v1/chat/completions", json=body)
+    assert "tell nobody" in answer.json()["error"]["message"]
+    (line,) = [r for r in caplog.records if r.getMessage() == "request"]
+    assert "tell nobody" not in LineFormatter().format(line)
+    assert line.draftgate_fields["param"] == "messages[0].role"
+    assert line.draftgate_fields["error_type"] == "InvalidRequest"
+
+
+def record_of(fields: dict[str, object], error: BaseException | None = None) -> logging.LogRecord:
+    info = None if error is None else (type(error), error, None)
+    record = logging.LogRecord("draftgate", logging.INFO, "", 0, "event", None, info)
+    record.draftgate_fields = fields
+    return record
+
+
+def test_a_log_line_stays_one_line() -> None:
+    """Values with quotes and line breaks cannot forge a second line."""
+    record = record_of({"a": 'x"\ny', "b": None, "c": 1.5})
+    assert LineFormatter().format(record).endswith(r'INFO event a="x\"\ny" c=1.5')
+
+
+def test_a_json_line_is_one_object_whatever_it_holds() -> None:
+    """Line breaks, numbers that JSON does not have, objects and tracebacks: one line, parsable."""
+    fields = {"a": 'x"\ny\udc80', "b": None, "c": math.inf, "d": 1.5, "e": KeyError("k"), "f": True}
+    line = JsonFormatter().format(record_of(fields, ValueError("two\nlines")))
+    assert "\n" not in line
+    told = json.loads(line)
+    assert (told["level"], told["event"]) == ("INFO", "event")
+    assert told["time"].endswith("Z")
+    assert "ValueError: two\nlines" in told["traceback"]
+    assert {key: told.get(key) for key in "abcdef"} == {
+        "a": 'x"\ny\udc80', "b": None, "c": "inf", "d": 1.5, "e": "'k'", "f": True,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def own_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test configures is undone."""
+    for name in ("draftgate", "aiohttp", "asyncio", "opentelemetry"):
+        logger = logging.getLogger(name)
+        for attribute in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, attribute, getattr(logger, attribute))
+
+
+@pytest.mark.usefixtures("own_loggers")
+@pytest.mark.parametrize("form", ["line", "json"])
+def test_the_form_is_a_setting_and_holds_for_libraries_too(
+    capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    """`--log-format` decides the form of all lines on stderr, one for each event."""
+    configure("error", "line")
+    configure("info", form)
+    log(logging.INFO, "hello", a=1)
+    logging.getLogger("opentelemetry.exporter").warning("no\ncollector")
+    logging.getLogger("aiohttp.server").info("unheard")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    if form == "json":
+        assert [json.loads(line)["event"] for line in lines] == ["hello", "no\ncollector"]
+    else:
+        assert lines[0].endswith("INFO hello a=1")
+        assert lines[1].endswith("WARNING no collector")
+
+
+async def test_every_line_within_a_request_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Also in its tasks; nothing of one request is on the lines of another, or outside."""
+
+    async def request(name: str) -> None:
+        with about_request(id=name):
+            add_about_request(tenant=name.upper())
+            await asyncio.create_task(line())
+
+    async def line() -> None:
+        await asyncio.sleep(0)
+        log(logging.INFO, "event")
+
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        await asyncio.gather(request("a"), request("b"))
+        add_about_request(tenant="nobody")
+        log(logging.INFO, "event")
+    told = [record.draftgate_fields for record in caplog.records]
+    assert told == [{"id": "a", "tenant": "A"}, {"id": "b", "tenant": "B"}, {}]
+
+
+async def test_a_traced_request_logs_its_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """From a log line one finds the trace: the line of the end and that of an error have its id."""
+    exporter = InMemorySpanExporter()
+    tracing = OtelTracing(SimpleSpanProcessor(exporter))
+    broken = ScriptedBackend()
+    broken.check = None  # type: ignore[assignment]  # calling it is an error of ours
+    with caplog.at_level(logging.INFO, logger="draftgate"):
+        async with running(backends=[broken], tracing=tracing) as where, client(where) as http:
+            answer = await http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    assert answer.status_code == 500
+    (span,) = (span for span in exporter.get_finished_spans() if span.parent is None)
+    lines = {record.getMessage(): record.draftgate_fields for record in caplog.records}
+    for event in ("request", "internal error"):
+        assert lines[event]["id"] == "mine"
+        assert lines[event]["trace"] == f"{span.context.trace_id:032x}"
+    tracing.shutdown()

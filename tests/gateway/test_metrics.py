@@ -1,0 +1,218 @@
+"""Figures: declared once, told in several dialects, bounded whoever calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
+
+from backends.types import Delta, FinishReason, Phases
+from gateway.telemetry import figures
+from gateway.telemetry.cardinality import MOST_VALUES, OTHER
+from gateway.telemetry.figures import FIGURES, Figure, Kind
+from gateway.telemetry.metrics import Metrics, shown_name
+from gateway.telemetry.tracing import NO_SPAN
+from gateway.telemetry.watch import Ending, RequestWatch
+from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+SEMCONV = {
+    "gen_ai_server_request_duration_seconds": {0.01 * 2**n for n in range(14)},
+    "gen_ai_server_time_to_first_token_seconds": {
+        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
+    },
+    "gen_ai_server_time_per_output_token_seconds": {
+        0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5,
+    },
+}  # fmt: skip
+"""Bucket bounds of OpenTelemetry's GenAI conventions."""
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """Figures of a node without workers."""
+    return Metrics(list, lambda: "m")
+
+
+def samples(
+    metrics: Metrics, accept: str = ""
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample by name and labels, but for the model's name."""
+    write, content_type = metrics.page(accept)
+    read: Any = read_openmetrics if "openmetrics" in content_type else read_text
+    return {
+        (sample.name, _labels(sample.labels.items())): sample.value
+        for family in read(write().decode())
+        for sample in family.samples
+    }
+
+
+def _labels(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        sorted(pair for pair in pairs if pair[0] not in {"model_name", "gen_ai_request_model"})
+    )
+
+
+def total(found: dict[Any, float], name: str, **labels: str) -> float:
+    """The sum of a name's samples that have these labels."""
+    return sum(v for (n, has), v in found.items() if n == name and set(labels.items()) <= set(has))
+
+
+def watched(metrics: Metrics, clock: Clock) -> RequestWatch:
+    return RequestWatch(metrics, NO_SPAN, "/v1/completions", "text_completion", clock)
+
+
+def test_every_name_is_declared_once_with_help_and_unit() -> None:
+    """No two figures share a name, in any dialect; each says what it is and in what unit."""
+    names = [name for figure in FIGURES for name in (figure.name, *figure.aliases)]
+    assert len(names) == len(set(names))
+    assert all(figure.text and figure.unit for figure in FIGURES)
+    assert all(f.name.startswith("draftgate_") for f in FIGURES)
+    assert all(bool(f.buckets) == (f.kind is Kind.HISTOGRAM) for f in FIGURES)
+    assert all(list(f.buckets) == sorted(set(f.buckets)) for f in FIGURES)
+
+
+@pytest.mark.parametrize("name", SEMCONV)
+def test_buckets_include_those_of_the_conventions(name: str) -> None:
+    """A dashboard made for the conventions finds the bounds it asks for, and finer ones."""
+    (figure,) = (figure for figure in FIGURES if name in figure.aliases)
+    assert {round(bound, 9) for bound in SEMCONV[name]} <= set(figure.buckets)
+
+
+def test_both_formats_tell_the_same(metrics: Metrics) -> None:
+    """Who accepts OpenMetrics gets it, well-formed, with the figures of the text format."""
+    for figure in FIGURES:
+        if figure.of_worker is None:
+            values = ["x"] * len(figure.labels)
+            record = metrics.observe if figure.kind is Kind.HISTOGRAM else metrics.add
+            record(figure, 2.0, *values)
+    assert metrics.page("text/html")[1].startswith("text/plain; version=0.0.4")
+    assert metrics.page(OPENMETRICS)[1].startswith("application/openmetrics-text; version=1.0.0")
+    assert samples(metrics, OPENMETRICS) == samples(metrics)
+    assert len(samples(metrics)) > 100
+
+
+@pytest.mark.parametrize(
+    "figure", [f for f in FIGURES if f.aliases and f.of_worker is None], ids=lambda f: f.name
+)
+def test_an_alias_tells_the_same_figure(metrics: Metrics, figure: Figure) -> None:
+    """Under each of its names a figure has the same values."""
+    values = ["" if label == "error_type" else "x" for label in figure.labels]
+    if figure.kind is Kind.HISTOGRAM:
+        metrics.observe(figure, 3.0, *values)
+        suffixes = ["_count", "_sum"]
+    else:
+        metrics.add(figure, 3.0, *values)
+        suffixes = [""]
+    found = samples(metrics)
+    for alias in figure.aliases:
+        for suffix in suffixes:
+            own = total(found, shown_name(figure, figure.name) + suffix)
+            assert total(found, shown_name(figure, alias) + suffix) == own > 0
+
+
+def test_labels_are_bounded_and_nothing_is_lost(metrics: Metrics) -> None:
+    """A thousand values of a label make a bounded number of series, whose sum is the whole."""
+    for number in range(1000):
+        for _ in range(2):
+            metrics.add(figures.REQUESTS, 1, f"/{number}", "finished")
+    found = {
+        key: value
+        for key, value in samples(metrics).items()
+        if key[0] == "draftgate_requests_total"
+    }
+    assert len(found) == MOST_VALUES + 1
+    assert sum(found.values()) == 2000
+    assert total(found, "draftgate_requests_total", endpoint=OTHER) == 2 * (1000 - MOST_VALUES)
+
+
+def test_a_figure_without_labels_begins_at_zero(metrics: Metrics) -> None:
+    """What has not happened yet is 0, not missing: rates are right from the first event on."""
+    found = samples(metrics)
+    for figure in FIGURES:
+        if not figure.labels:
+            suffix = "_count" if figure.kind is Kind.HISTOGRAM else ""
+            assert found[shown_name(figure, figure.name) + suffix, ()] == 0
+
+
+def test_gaps_are_those_between_deliveries_of_a_choice(metrics: Metrics) -> None:
+    """Each choice has its own gaps; a delivery of several tokens ends one gap."""
+    clock = Clock()
+    watch = watched(metrics, clock)
+    for choice, at_s in ((0, 101.0), (1, 101.5), (0, 102.0), (1, 104.5)):
+        clock.now_s = at_s
+        watch.observe(Delta(choice, (1, 2), "ab"))
+    found = samples(metrics)
+    for name in ("draftgate_inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
+        assert total(found, name + "_count") == 2
+        assert total(found, name + "_sum") == pytest.approx(1.0 + 3.0)
+    assert total(found, "vllm:generation_tokens_total") == 8
+    assert total(found, "draftgate_time_to_first_token_seconds_sum") == pytest.approx(1.0)
+
+
+def test_phases_of_a_choice_are_the_times_dashboards_read(metrics: Metrics) -> None:
+    """Queue, prefill and decode come from the instants that the worker noted."""
+    clock = Clock()
+    watch = watched(metrics, clock)
+    phases = Phases(100.0, 100.25, ((101.0, 7),), 101.0)
+    clock.now_s = 101.125
+    watch.observe(Delta(0, (1,), "a", phases=phases))
+    clock.now_s = 103.0
+    watch.observe(Delta(0, (1,), "a", finish_reason=FinishReason.STOP))
+    found = samples(metrics)
+    assert total(found, "vllm:request_queue_time_seconds_sum") == pytest.approx(0.25)
+    assert total(found, "vllm:request_prefill_time_seconds_sum") == pytest.approx(0.75)
+    assert total(found, "vllm:request_decode_time_seconds_sum") == pytest.approx(2.0)
+
+
+def test_errors_have_a_duration_of_their_own(metrics: Metrics) -> None:
+    """Refusals in a millisecond do not make the latencies of what was served look better."""
+    clock = Clock()
+    served, broken = watched(metrics, clock), watched(metrics, clock)
+    broken.end(Ending.FAILED, 500, KeyError("x"))
+    clock.now_s += 2.0
+    served.end(Ending.FINISHED, 200)
+    found = samples(metrics)
+    name = "gen_ai_server_request_duration_seconds"
+    labels = {"gen_ai_operation_name": "text_completion", "gen_ai_provider_name": "draftgate"}
+    assert total(found, name + "_count", **labels) == 2
+    assert total(found, name + "_count", error_type="KeyError", **labels) == 1
+    assert total(found, "vllm:e2e_request_latency_seconds_count") == 1
+    assert total(found, "vllm:e2e_request_latency_seconds_sum") == pytest.approx(2.0)
+
+
+async def test_choices_are_counted_by_how_they_ended(scripted: ScriptedBackend) -> None:
+    """vLLM's `request_success` by reason: stop, and abort when the client left."""
+    body = {"prompt": "x", "max_tokens": 5, "stream": True}
+    async with running(backends=[scripted]) as where, client(where) as http:
+        for last in (True, False):
+            reader, writer = await post_raw(where, "/v1/completions", body)
+            request = await scripted.submitted.get()
+            scripted.emit(request, "a", last=last)
+            await reader.readuntil(b"data: ")
+            if not last:
+                writer.close()
+            await until(lambda: where.node.dispatcher.in_flight == 0)
+            writer.close()
+        answer = await http.get("/metrics", headers={"accept": OPENMETRICS})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    found = {
+        sample.labels["finished_reason"]: sample.value
+        for family in read_openmetrics(answer.text)
+        for sample in family.samples
+        if sample.name == "vllm:request_success_total"
+    }
+    assert found == {"stop": 1.0, "abort": 1.0}
