@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Final
 
 MOST_BOOKINGS: Final = 16384
@@ -19,10 +19,15 @@ a second can be served. Beyond it clients are told when to come, and not known w
 EARLY_S: Final = 0.05
 """Who comes no earlier is on time: clients' clocks and timers."""
 
+LATE_S: Final = 1.5
+"""Who comes no later has kept its appointment: `Retry-After` has whole seconds, and networks take
+theirs. Who is later is let in all the same if there is room, but goes to the end of the line if
+there is none."""
+
 GRACE_S: Final = 5.0
 GRACE_SHARE: Final = 0.25
-"""Who comes so many seconds and this share of its delay later is still expected: `Retry-After` has
-whole seconds, and OpenAI's clients add a quarter of jitter to delays of their own."""
+"""Who comes so many seconds and this share of its delay late is still expected: OpenAI's clients
+put a quarter of jitter on delays of their own."""
 
 SAME_BURST_S: Final = 0.25
 """Equal requests that come so soon behind the first of them are others, not the same one coming
@@ -54,6 +59,14 @@ class Booking:
     told_s: float
     again: bool = False
     number: int = 0
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether it may come now."""
+        return now_s >= self.due_s - EARLY_S
+
+    def is_kept(self, now_s: float) -> bool:
+        """Return whether it would be in time now."""
+        return self.is_due(now_s) and now_s <= self.due_s + LATE_S
 
     @property
     def until_s(self) -> float:
@@ -104,8 +117,8 @@ class Appointments:
         if fingerprint not in self._of or retries == 0:
             return None
         booking = min(self._of[fingerprint].values(), key=lambda one: one.due_s)
-        is_early = now_s < booking.due_s - EARLY_S
-        if retries is None and is_early and now_s - booking.told_s < SAME_BURST_S:
+        is_burst = now_s - booking.told_s < SAME_BURST_S
+        if retries is None and is_burst and not booking.is_due(now_s):
             return None
         return booking
 
@@ -148,8 +161,16 @@ class Appointments:
     def strike(self, booking: Booking) -> None:
         """Strike out who came: it is let in, or booked anew."""
         self._drop(booking)
+        self._tidy()
         if not booking.again:
             self._learn(kept=True)
+
+    def _tidy(self) -> None:
+        """Take those who came out of the heap, once they are most of it."""
+        if len(self._until) > 2 * self._count + 64:
+            expected = [one for equal in self._of.values() for one in equal.values()]
+            self._until = [(one.until_s, one.number, one) for one in expected]
+            heapify(self._until)
 
     def _drop(self, booking: Booking) -> None:
         equal = self._of[booking.fingerprint]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from policies.admission.forecast import forecast
+from policies.admission.forecast import admitted, forecast
 from policies.admission.refusals import queue_full
 from policies.admission.types import AdmissionView, Admitted, Refused
 
@@ -19,10 +19,9 @@ class Bounded:
         refused = queue_full(view, foreseen)
         if refused is not None:
             return replace(refused, retry_after_s=max(refused.retry_after_s, foreseen.wait_s))
-        reason = f"{view.queue.length} of {view.queue.capacity} places are taken"
-        return Admitted(foreseen.wait_s, foreseen.ttft_s, foreseen.work_s, reason)
+        return admitted(view, foreseen)
 
-    def learn(self, admitted: Admitted, ttft_s: float) -> None:
+    def learn(self, admission: Admitted, ttft_s: float) -> None:
         pass
 
 
@@ -32,8 +31,7 @@ class Unbounded:
     name = "none"
 
     def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
-        foreseen = forecast(view)
-        return Admitted(foreseen.wait_s, foreseen.ttft_s, foreseen.work_s, "nobody is refused")
+        return admitted(view, forecast(view))
 
-    def learn(self, admitted: Admitted, ttft_s: float) -> None:
+    def learn(self, admission: Admitted, ttft_s: float) -> None:
         pass

@@ -37,6 +37,8 @@ class QueueView:
         tenant_length: those of its tenant.
         work_s: seconds of the pool that all of them take.
         ahead_s: of these, what would start before the request (`OrderingPolicy.ahead_s`).
+        place_s: the same if it had no deadline: its place in the line, not counting that it is
+            let past those who have more time.
         prompt_tokens: their prompt tokens.
     """
 
@@ -45,6 +47,7 @@ class QueueView:
     tenant_length: int = 0
     work_s: float = 0.0
     ahead_s: float = 0.0
+    place_s: float = 0.0
     prompt_tokens: int = 0
 
 
@@ -87,12 +90,14 @@ class Admitted:
         wait_s: seconds that it is expected to wait.
         ttft_s: seconds to its first token: the wait, and those that its prompt takes.
         work_s: seconds of the whole pool that it takes, for its `Ticket`.
+        service: what it asked for.
         reason: in words.
     """
 
     wait_s: float
     ttft_s: float
     work_s: float
+    service: ServiceLevel
     reason: str
 
 

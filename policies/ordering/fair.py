@@ -88,8 +88,7 @@ class Fair:
         if chosen is None:
             return None
         self._passed_over = 0 if chosen is self._longest_overdue(now_s) else self._passed_over + 1
-        in_turn = chosen is self._in_turn()
-        self._classes[chosen.priority].serve(chosen, in_turn=in_turn)
+        self._classes[chosen.priority].serve(chosen)
         self._forget(chosen)
         return chosen
 
@@ -109,7 +108,7 @@ class Fair:
 
     def _longest_overdue(self, now_s: float) -> Ticket | None:
         """Return who came first, if it has waited too long; somebody must wait."""
-        oldest = self._tickets[self._arrivals.first()]
+        oldest = self._tickets[self._arrivals.first()[1]]
         return oldest if now_s - oldest.arrived_s > self._starvation_s else None
 
     def _forget(self, ticket: Ticket) -> None:

@@ -1,19 +1,22 @@
 """Tenants of one class of priority, served by their shares.
 
 Start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996). Virtual time counts the work that a
-share of 1 was served. A tenant has a start tag, where its service has come to; who is furthest
-behind is next, and taking a request moves its tag by work / share:
+share of 1 was served. A tenant has a start tag, where its service has come to, and taking a request
+moves it by work / share:
 
     start = max(virtual time, start of its last + work of its last / share)   when it begins to wait
-    virtual time = start of the last one taken
+    virtual time = the least start of those who wait
 
-So whoever was away gains no credit, who comes back at once pays for what it took, and of two
-tenants that both wait for the whole of any interval
+Tenants whose start is less than a lag behind the least are even; of these, the earliest deadline is
+next. (With no lag, a tenant's second request waits for everybody's first ones, however much later
+these came: queues are short where deadlines are promised.) So whoever was away gains no credit, who
+comes back at once pays for what it took, and of two tenants that both wait for the whole of any
+interval
 
-    |served_a / share_a - served_b / share_b| <= largest_a / share_a + largest_b / share_b,
+    |served_a / share_a - served_b / share_b| <= lag + largest_a / share_a + largest_b / share_b,
 
-their largest requests. A class in which nobody waits any more is forgotten, with all that was
-served: there was room for everybody.
+their largest requests, however long it is. A class in which nobody waits any more is forgotten,
+with all that was served: there was room for everybody.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from policies.ordering.ticket import Ticket
 
 LEAST_WORK_S: Final = 1e-3
 """A request counts as so much at least: where nobody knows what requests take, all count alike."""
+
+LAG_S: Final = float(__import__("os").environ.get("LAG", "0.5"))
 
 MOST_DEBTORS: Final = 4096
 """Tenants that do not wait and whose last service is remembered, half a megabyte or so. Beyond it
@@ -75,9 +80,10 @@ class FairClass:
         tenant.line.add(_place(ticket), ticket.work_s)
 
     def choose(self) -> int:
-        """Return the key of who is next: of the tenant furthest behind, the earliest deadline."""
+        """Return the key of who is next: the earliest deadline of the tenants who are even."""
+        even = self._furthest_behind() + LAG_S
         tenants = self._tenants.values()
-        return min(tenants, key=lambda tenant: (tenant.start, tenant.order)).line.first()
+        return min(tenant.line.first() for tenant in tenants if tenant.start <= even)[1]
 
     def remove(self, ticket: Ticket) -> None:
         """Take out a request that was not served."""
@@ -89,15 +95,10 @@ class FairClass:
             if len(self._debtors) > MOST_DEBTORS:
                 self._forgive()
 
-    def serve(self, ticket: Ticket, *, in_turn: bool) -> None:
-        """Take out a request that is served now, and charge its tenant.
-
-        Args:
-            in_turn: it was chosen here; virtual time follows.
-        """
+    def serve(self, ticket: Ticket) -> None:
+        """Take out a request that is served now, and charge its tenant."""
+        self._virtual = self._furthest_behind()
         tenant = self._tenants[ticket.tenant]
-        if in_turn:
-            self._virtual = max(self._virtual, tenant.start)
         tenant.start += max(ticket.work_s, LEAST_WORK_S) / ticket.share
         self.remove(ticket)
 
@@ -105,21 +106,29 @@ class FairClass:
         """Return the work that would be served before a ticket.
 
         By generalised processor sharing: until its tenant has been served what waits of it with
-        earlier deadlines, and the ticket itself, each other tenant is served as much by its share,
-        but no more than it has. So no backlog of another, however long, delays a newcomer by more
-        than its own service takes at its share.
+        earlier deadlines, and the ticket itself, each other tenant is served as much by its share;
+        what has an earlier deadline a lag further, what has a later one a lag less. So no backlog
+        of another, however long, delays a newcomer by more than a lag and its own service at its
+        share.
         """
         own, before_s = self._tenants.get(ticket.tenant), 0.0
         start = self._start(ticket.tenant)
         if own is not None:
             start, before_s = own.start, own.line.before(_place(ticket))
         until = start + (before_s + max(ticket.work_s, LEAST_WORK_S)) / ticket.share
-        others_s = (
-            min(tenant.line.work_s, max(until - tenant.start, 0.0) * tenant.share)
-            for name, tenant in self._tenants.items()
-            if name != ticket.tenant
-        )
-        return before_s + sum(others_s)
+        place, others_s = _place(ticket), 0.0
+        for name, tenant in self._tenants.items():
+            if name != ticket.tenant:
+                gap = until - tenant.start
+                sooner_s = min(tenant.line.before(place), max(gap + LAG_S, 0.0) * tenant.share)
+                others_s += max(
+                    sooner_s, min(tenant.line.work_s, max(gap - LAG_S, 0.0) * tenant.share)
+                )
+        return before_s + others_s
+
+    def _furthest_behind(self) -> float:
+        """Return where the tenant has come to that is furthest behind of those who wait."""
+        return min(tenant.start for tenant in self._tenants.values())
 
     def _start(self, name: str) -> float:
         """Return where a tenant begins that does not wait."""

@@ -35,9 +35,9 @@ class Line:
         """What all of them take."""
         return sum(self._sums)
 
-    def first(self) -> int:
-        """Return the key that stands first; there must be one."""
-        return self._pieces[0][0][1]
+    def first(self) -> Place:
+        """Return the first place; there must be one."""
+        return self._pieces[0][0][:2]
 
     def add(self, place: Place, work_s: float) -> None:
         """Enter a key at its place; it must not be there."""

@@ -48,7 +48,7 @@ class SingleLine:
         return ticket
 
     def choose(self, now_s: float) -> Ticket | None:
-        return self._tickets[self._line.first()] if self._tickets else None
+        return self._tickets[self._line.first()[1]] if self._tickets else None
 
     def take(self, now_s: float) -> Ticket | None:
         chosen = self.choose(now_s)

@@ -1,0 +1,223 @@
+"""A toy pool under overload in virtual time: servers, a queue, clients that come back or do not.
+
+What requests take is random; the policies know its expectation alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from policies.admission import AdmissionView, Admitted, PoolView, QueueView
+from policies.ordering import Ticket
+from policies.registry import admission_policy, ordering_policy
+from policies.types import ServiceLevel, WorkerSpeed
+
+TPOT_S = 0.02
+PROMPT_TOKEN_S = 1e-4
+
+
+@dataclass
+class Client:
+    """A request, and what became of it."""
+
+    number: int
+    arrived_s: float
+    expected_s: float
+    service_s: float
+    ttft_s: float | None
+    tenant: str
+    told: list[tuple[float, float]] = field(default_factory=list)  # when, seconds to wait
+    came: list[tuple[float, bool]] = field(default_factory=list)  # returns: when, admitted
+    admitted_s: float | None = None
+    start_s: float | None = None
+    admission: Admitted | None = None
+
+    @property
+    def wait_allowed_s(self) -> float:
+        return MAX_WAIT_S if self.ttft_s is None else self.ttft_s
+
+
+MAX_WAIT_S = 20.0
+
+Return = Callable[[random.Random, float, float], float | None]
+"""When a client comes back: from the instant and the seconds it was told; None for never."""
+
+
+def obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return now_s + retry_s + rng.uniform(0, 0.3)
+
+
+def rounds_up(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return now_s + math.ceil(retry_s) + rng.uniform(0, 0.1)
+
+
+def never(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return None
+
+
+def half_obeys(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return now_s + retry_s if rng.random() < 0.5 else None
+
+
+def at_once(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return 30.0 if now_s < 30.0 else now_s + retry_s
+
+
+def early(rng: random.Random, now_s: float, retry_s: float) -> float | None:
+    return now_s + (retry_s / 2 if retry_s > 1.0 else retry_s)
+
+
+@dataclass
+class Pool:
+    """Servers behind a queue."""
+
+    load: float
+    comes_back: Return = obeys
+    seconds: float = 60.0
+    servers: int = 32
+    mean_s: float = 3.2
+    bias: float = 1.0  # by which service is longer than expected
+    spread: float = 0.5  # of service about its expectation
+    without_target: float = 0.0
+    tenants: int = 1
+    ttft_s: float = 2.0
+    seed: int = 1
+    admission: str = "deadline"
+    ordering: str = "fair"
+
+    def run(self) -> list[Client]:
+        rng = random.Random(self.seed)
+        policy, queue = admission_policy(self.admission), ordering_policy(self.ordering)
+        clients = self._clients(random.Random(self.seed))
+        events = [(c.arrived_s, 0, c.number, "comes") for c in clients]
+        heapq.heapify(events)
+        running, order = 0, 0
+        while events:
+            now_s, _, number, what = heapq.heappop(events)
+            client = clients[number]
+            if what == "leaves":
+                running -= 1
+            else:
+                answer = policy.decide(self._view(client, queue, running, now_s), now_s)
+                if client.told:
+                    client.came.append((now_s, isinstance(answer, Admitted)))
+                if isinstance(answer, Admitted):
+                    client.admitted_s, client.admission = now_s, answer
+                    order += 1
+                    queue.push(self._ticket(client, order, now_s, answer.work_s))
+                else:
+                    client.told.append((now_s, answer.retry_after_s))
+                    back_s = self.comes_back(rng, now_s, answer.retry_after_s)
+                    if back_s is not None and len(client.told) < 30:
+                        heapq.heappush(events, (back_s, 0, number, "comes"))
+            while running < self.servers and (ticket := queue.take(now_s)) is not None:
+                running += 1
+                started = clients[self._numbers[ticket.key]]
+                started.start_s = now_s
+                policy.learn(started.admission, now_s - started.admitted_s)
+                heapq.heappush(events, (now_s + started.service_s, 1, started.number, "leaves"))
+        return clients
+
+    def _clients(self, rng: random.Random) -> list[Client]:
+        self._numbers: dict[int, int] = {}
+        clients, now_s, others = [], 0.0, random.Random(self.seed)
+        sigma = math.sqrt(math.log(1 + self.spread**2))
+        while True:
+            now_s += rng.expovariate(self.load * self.servers / (self.mean_s * self.bias))
+            if now_s > self.seconds:
+                return clients
+            expected_s = self.mean_s * rng.lognormvariate(-0.08, 0.4)
+            service_s = expected_s * self.bias * rng.lognormvariate(-(sigma**2) / 2, sigma)
+            target_s = None if others.random() < self.without_target else self.ttft_s
+            tenant = f"t{others.randrange(self.tenants)}"
+            clients.append(Client(len(clients), now_s, expected_s, service_s, target_s, tenant))
+
+    def _ticket(self, client: Client, order: int, now_s: float, work_s: float) -> Ticket:
+        self._numbers[order] = client.number
+        deadline_s = now_s + client.wait_allowed_s
+        return Ticket(order, now_s, deadline_s, 0, client.tenant, 1.0, work_s)
+
+    def _view(self, client: Client, queue, running: int, now_s: float) -> AdmissionView:
+        work_s = client.expected_s / self.servers
+        ticket = self._ticket(client, 10**9, now_s, work_s)
+        return AdmissionView(
+            fingerprint=client.number,
+            prompt_tokens=0,
+            output_tokens=client.expected_s / TPOT_S,
+            max_wait_s=MAX_WAIT_S,
+            service=ServiceLevel(client.ttft_s),
+            tenant=client.tenant,
+            pool=PoolView(1, self.servers, running, 0, WorkerSpeed(TPOT_S, PROMPT_TOKEN_S)),
+            queue=QueueView(
+                len(queue),
+                1024,
+                queue.queued_of(client.tenant),
+                queue.work_s,
+                queue.ahead_s(ticket, now_s),
+                queue.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
+            ),
+        )
+
+
+def met(client: Client) -> bool:
+    """Whether an admitted request started in time, if it had a target."""
+    return client.ttft_s is None or client.start_s - client.admitted_s <= client.wait_allowed_s
+
+
+def goodput(pool: Pool, clients: list[Client], begin_s: float = 10.0) -> float:
+    """Requests a second that started in time, by the clock of the overload."""
+    good = [c for c in clients if c.start_s is not None and met(c)]
+    window = [c for c in good if begin_s <= c.start_s < pool.seconds]
+    return len(window) / (pool.seconds - begin_s)
+
+
+def attainment(clients: list[Client], with_target: bool = True) -> float:
+    """Share of the admitted that started in time."""
+    ones = [c for c in clients if c.start_s is not None and (c.ttft_s is not None) == with_target]
+    return sum(map(met, ones)) / len(ones) if ones else 1.0
+
+
+def kept(clients: list[Client]) -> float:
+    """Share of returns at the appointed time, or up to a second and a bit behind, that were let in."""
+    on_time = [
+        let_in
+        for c in clients
+        for (told_s, retry_s), (came_s, let_in) in zip(c.told, c.came, strict=False)
+        if -1e-9 <= came_s - told_s - retry_s <= 1.2
+    ]
+    return sum(on_time) / len(on_time) if on_time else math.nan
+
+
+def earliest(pool: Pool, clients: list[Client]) -> list[tuple[float, float]]:
+    """What each refused client was told, and in hindsight the earliest that could have been right.
+
+    One line by true service times, first come first served, of all who were let in at once and all
+    who kept their first appointment, by when they entered it (came, or were booked). A client could
+    have come so early that it starts, behind those before it in that line, just within its limit.
+    """
+    line = []
+    for c in clients:
+        if not c.told and c.admitted_s is not None:
+            line.append((c.admitted_s, c))
+        elif c.told:
+            line.append((c.told[0][0], c))
+    free = [0.0] * pool.servers
+    told = []
+    for at_s, c in sorted(line, key=lambda item: item[0]):
+        start_s = max(at_s, free[0])
+        if c.told:
+            told.append((c.told[0][1], max(start_s - c.wait_allowed_s - at_s, 0.0)))
+        if not c.told or (c.came and c.came[0][1]):
+            heapq.heapreplace(free, start_s + c.service_s)
+    return told
+
+
+def retry_ratio(pool: Pool, clients: list[Client]) -> float:
+    """Median of what clients were told, over the median of the earliest that was feasible."""
+    told = earliest(pool, clients)
+    return statistics.median(r for r, _ in told) / statistics.median(f for _, f in told)
