@@ -7,6 +7,7 @@ the rest released, however it ends.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ class Ask:
         service: how soon its tokens are wanted, and how much they matter.
         tenant, share: whose it is, and what that tenant gets beside others who have 1.
         fingerprint: the same for what a client sends again.
+        retries: how often its client says to have sent it before; None if it does not say.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Ask:
     tenant: str = ""
     share: float = 1.0
     fingerprint: int = 0
+    retries: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -177,16 +180,18 @@ class AdmissionController:
             ask.tenant,
             ask.share,
             self._is_sheddable(ask.service.priority),
+            ask.retries,
             pool=pool_of(loads, prompt_tokens + output_tokens),
         )
         ticket = self._ticket(ask, forecast(view).work_s, now_s)
         queue = QueueView(
-            len(self._queue),
-            bounds.most,
-            ordering.queued_of(ask.tenant),
-            ordering.work_s,
-            ordering.ahead_s(ticket, now_s),
-            self._queue.prompt_tokens,
+            length=len(self._queue),
+            capacity=bounds.most,
+            tenant_length=ordering.queued_of(ask.tenant),
+            work_s=ordering.work_s,
+            ahead_s=ordering.ahead_s(ticket, now_s),
+            place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
+            prompt_tokens=self._queue.prompt_tokens,
         )
         return replace(view, queue=queue)
 

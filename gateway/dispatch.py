@@ -327,4 +327,5 @@ def _ask(job: Job, requests: Sequence[GenerationRequest]) -> Ask:
         job.tenant,
         job.share,
         job.fingerprint,
+        job.retries,
     )

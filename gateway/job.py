@@ -25,6 +25,7 @@ class Job:
         share: what its tenant gets beside others who have 1.
         repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
         fingerprint: the same for what a client sends again; 0 if nobody can tell.
+        retries: how often its client says to have sent it before; None if it does not say.
     """
 
     request_id: str
@@ -40,3 +41,4 @@ class Job:
     share: float = 1.0
     repetitions: tuple[float | None, ...] = ()
     fingerprint: int = 0
+    retries: int | None = None

@@ -75,6 +75,7 @@ BENCHES = {
     "capacity": "gateway.cli.studies.capacity",
     "classes": "gateway.cli.studies.classes",
     "gaps": "gateway.cli.studies.gaps",
+    "overload": "gateway.cli.studies.overload",
     "tracing": "gateway.cli.studies.tracing",
 }
 

@@ -15,7 +15,7 @@ from gateway.http.accounts import ACCOUNT, fingerprint
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
 from gateway.http.replies.rendering import Frame, Rendering
-from gateway.http.requests.service import service_of
+from gateway.http.requests.service import retries_of, service_of
 from gateway.http.requests.validation import Call, Served
 from gateway.http.stream import EventStream, stream_answer
 from gateway.node import Node
@@ -112,6 +112,7 @@ async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatc
         tenant=account.name,
         share=account.share,
         fingerprint=fingerprint(account.name, body),
+        retries=retries_of(request.headers),
     )
     watch.parsed(job, served.name, stream=call.stream)
     return replace(call, job=job)

@@ -11,6 +11,7 @@ from policies.types import ServiceLevel
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
+RETRIES_HEADER: Final = "x-stainless-retry-count"
 
 
 def service_of(headers: Mapping[str, str]) -> ServiceLevel:
@@ -20,6 +21,12 @@ def service_of(headers: Mapping[str, str]) -> ServiceLevel:
         InvalidRequest: one is no positive number of milliseconds; the header is named.
     """
     return ServiceLevel(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
+
+
+def retries_of(headers: Mapping[str, str]) -> int | None:
+    """Return how often the client says to have sent a request before, as OpenAI's do."""
+    text = headers.get(RETRIES_HEADER, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else None
 
 
 def _seconds(headers: Mapping[str, str], name: str) -> float | None:
