@@ -183,7 +183,7 @@ def attainment(clients: list[Client], with_target: bool = True) -> float:
 
 
 def kept(clients: list[Client]) -> float:
-    """Share of returns at the appointed time, or up to a second and a bit behind, that were let in."""
+    """Share of returns at the appointed time, or a second behind it, that were let in."""
     on_time = [
         let_in
         for c in clients
