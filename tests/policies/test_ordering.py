@@ -114,16 +114,16 @@ def test_a_tenants_own_requests_come_by_deadline(requests) -> None:
 
 @given(
     st.lists(st.sampled_from([0.5, 1.0, 1.0, 2.0, 4.0]), min_size=2, max_size=6),
-    st.randoms(use_true_random=False),
+    st.integers(0, 10**6),
     st.booleans(),
 )
-@settings(max_examples=40)
-def test_tenants_that_wait_are_served_by_their_shares(shares, rng, early) -> None:
+@settings(max_examples=25)
+def test_tenants_that_wait_are_served_by_their_shares(shares, seed, early) -> None:
     """Jain's index of work / share of tenants that always wait is 0.98 or more, whoever came first.
 
     Sizes vary a hundredfold, one tenant floods the queue, and deadlines favour one or another.
     """
-    queue, served, key = Fair(PATIENT), [0.0] * len(shares), 0
+    queue, served, key, rng = Fair(PATIENT), [0.0] * len(shares), 0, random.Random(seed)
 
     def push(tenant: int) -> None:
         nonlocal key
@@ -132,11 +132,11 @@ def test_tenants_that_wait_are_served_by_their_shares(shares, rng, early) -> Non
         work_s = 10 ** rng.uniform(-2.5, -0.5)
         queue.push(ticket(key, deadline_s, tenant=str(tenant), share=shares[tenant], work_s=work_s))
 
-    order = [tenant for tenant in range(len(shares)) for _ in range(5)] + [0] * 200
+    order = [tenant for tenant in range(len(shares)) for _ in range(5)] + [0] * 50
     rng.shuffle(order)
     for tenant in order:
         push(tenant)
-    while sum(served) < 50 * LAG_S * sum(shares):
+    while sum(served) < 30 * LAG_S * sum(shares):
         taken = queue.take(0.0)
         served[int(taken.tenant)] += taken.work_s
         push(int(taken.tenant))
