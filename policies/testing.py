@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
-from policies.protocols import BatchingPolicy, SpeculationPolicy
+from policies.admission.types import AdmissionView, Admitted, PoolView, QueueView, Refused
+from policies.ordering.ticket import Ticket
+from policies.protocols import (
+    AdmissionPolicy,
+    BatchingPolicy,
+    OrderingPolicy,
+    SpeculationPolicy,
+)
 from policies.step_cost import StepCost
 from policies.types import (
     ANY_PROPOSER,
@@ -17,6 +26,7 @@ from policies.types import (
     SpeculationMode,
     StepView,
     WorkerLoad,
+    WorkerSpeed,
 )
 
 
@@ -111,3 +121,114 @@ def check_batching(policy: BatchingPolicy) -> None:
                     assert tokens == policy.prefill_tokens(batch, cost), "not a function"
                     assert 0 <= tokens <= most, "more than there is room for"
                     assert tokens or not most or sequences, "nobody runs, and prompts wait"
+
+
+def check_ordering(build: Callable[[], OrderingPolicy]) -> None:
+    """Run the checks of an ordering policy on a queue that fills, is thinned out, and empties.
+
+    Args:
+        build: makes an empty queue.
+
+    Raises:
+        AssertionError: the policy breaks the contract of `OrderingPolicy`.
+    """
+    queue, waiting = build(), dict[int, Ticket]()
+    assert queue.choose(0.0) is None, "nobody waits, nobody is next"
+    assert queue.take(0.0) is None, "nobody waits, nobody is next"
+    for key in range(200):
+        now_s = key * 0.5
+        ticket = _ticket(key, now_s)
+        _check_ahead(queue, _ticket(10_000 + key, now_s), now_s)
+        queue.push(ticket)
+        waiting[key] = ticket
+        if key % 7 == 3:
+            assert queue.remove(key - 2) == waiting.pop(key - 2, None), "remove returns the ticket"
+            assert queue.remove(key - 2) is None, "what is gone is gone"
+        if key % 3 == 2:
+            _check_taking(queue, waiting, now_s)
+        _check_counts(queue, waiting)
+    while waiting:
+        _check_taking(queue, waiting, 1000.0)
+        _check_counts(queue, waiting)
+    assert queue.take(1000.0) is None, "each is taken once"
+
+
+def _ticket(key: int, now_s: float) -> Ticket:
+    share, work_s = 1.0 + key % 5 % 2, key % 4 * 0.1
+    deadline_s = now_s + key * 7 % 5
+    return Ticket(key, now_s, deadline_s, key % 3 - 1, f"tenant {key % 5}", share, work_s)
+
+
+def _check_ahead(queue: OrderingPolicy, ticket: Ticket, now_s: float) -> None:
+    ahead_s = queue.ahead_s(ticket, now_s)
+    assert ahead_s == queue.ahead_s(ticket, now_s), "asking must change nothing"
+    assert -1e-9 <= ahead_s <= queue.work_s + 1e-9, "more is ahead than waits"
+
+
+def _check_taking(queue: OrderingPolicy, waiting: dict[int, Ticket], now_s: float) -> None:
+    chosen = queue.choose(now_s)
+    assert chosen is not None, "somebody waits, so somebody is next"
+    assert queue.choose(now_s) == chosen, "choosing must change nothing"
+    assert queue.take(now_s) == chosen, "who is next is taken"
+    assert waiting.pop(chosen.key) == chosen, "who is taken was waiting"
+
+
+def _check_counts(queue: OrderingPolicy, waiting: dict[int, Ticket]) -> None:
+    assert len(queue) == len(waiting), "the length is wrong"
+    work_s = math.fsum(ticket.work_s for ticket in waiting.values())
+    assert abs(queue.work_s - work_s) < 1e-6, "the sum of work is wrong"
+    for tenant in ("tenant 0", "tenant 1", "nobody"):
+        theirs = sum(ticket.tenant == tenant for ticket in waiting.values())
+        assert queue.queued_of(tenant) == theirs, "a tenant's count is wrong"
+
+
+def check_admission(build: Callable[[], AdmissionPolicy], *, bounded: bool = True) -> None:
+    """Run the checks of an admission policy on a spread of requests, pools and queues.
+
+    Args:
+        build: makes a policy that has seen nothing.
+        bounded: it keeps the queue's bound.
+
+    Raises:
+        AssertionError: the policy breaks the contract of `AdmissionPolicy`.
+    """
+    now_s = 0.0
+    policy = build()
+    for number, view in enumerate(_admission_views()):
+        fresh = build().decide(view, now_s)
+        assert fresh == build().decide(view, now_s), "the same past must give the same answer"
+        answer = policy.decide(replace(view, fingerprint=number), now_s)
+        now_s += 0.1
+        for one in (fresh, answer):
+            assert one.reason, "the client must learn why"
+            if isinstance(one, Admitted):
+                assert 0.0 <= one.wait_s <= one.ttft_s < math.inf, "no wait, or a negative one"
+                assert 0.0 <= one.work_s < math.inf, "no work, or a negative one"
+            else:
+                assert 0.0 < one.retry_after_s < math.inf, "nobody can come back then"
+        if isinstance(answer, Admitted):
+            policy.learn(answer, answer.ttft_s * 1.5)
+        if bounded and view.queue.length >= view.queue.capacity:
+            assert isinstance(fresh, Refused), "the queue is full"
+        if not view.queue.length and not view.pool.running:
+            assert isinstance(fresh, Admitted), "nobody is here, and somebody is sent away"
+
+
+def _admission_views() -> list[AdmissionView]:
+    """Return requests of several kinds, where much or nothing is known."""
+    views = []
+    services = (ServiceLevel(), ServiceLevel(0.5), ServiceLevel(2.0, 0.03, -1))
+    for speed in (WorkerSpeed(), WorkerSpeed(0.02, 1e-4, 1e-4), WorkerSpeed(0.05, 1e-3, 1e-3)):
+        for running, length in ((0, 0), (8, 0), (16, 3), (16, 40), (16, 64)):
+            work_s = 0.1 * length
+            queue = QueueView(length, 64, length // 2, work_s, work_s / 2, work_s, 100 * length)
+            pool = PoolView(2, 16, running, 50 * running, speed)
+            views += [
+                AdmissionView(
+                    1, 500, 100.0, 10.0, n, service, sheddable=shed, pool=pool, queue=queue
+                )
+                for service in services
+                for shed in (False, True)
+                for n in (1, 4)
+            ]
+    return views

@@ -85,6 +85,7 @@ class Pool:
     spread: float = 0.5  # of service about its expectation
     without_target: float = 0.0
     tenants: int = 1
+    flood: float = 0.0  # share of the requests that are the first tenant's, beside its even one
     ttft_s: float = 2.0
     seed: int = 1
     admission: str = "deadline"
@@ -134,8 +135,10 @@ class Pool:
             expected_s = self.mean_s * rng.lognormvariate(-0.08, 0.4)
             service_s = expected_s * self.bias * rng.lognormvariate(-(sigma**2) / 2, sigma)
             target_s = None if others.random() < self.without_target else self.ttft_s
-            tenant = f"t{others.randrange(self.tenants)}"
-            clients.append(Client(len(clients), now_s, expected_s, service_s, target_s, tenant))
+            tenant = 0 if others.random() < self.flood else others.randrange(self.tenants)
+            clients.append(
+                Client(len(clients), now_s, expected_s, service_s, target_s, f"t{tenant}")
+            )
 
     def _ticket(self, client: Client, order: int, now_s: float, work_s: float) -> Ticket:
         self._numbers[order] = client.number
@@ -183,7 +186,7 @@ def attainment(clients: list[Client], with_target: bool = True) -> float:
 
 
 def kept(clients: list[Client]) -> float:
-    """Share of returns at the appointed time, or up to a second and a bit behind, that were let in."""
+    """Share of returns at the appointed time, or a second behind it, that were let in."""
     on_time = [
         let_in
         for c in clients

@@ -1,0 +1,273 @@
+"""Who may wait, and what is told to those who may not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.admission import (
+    AdmissionView,
+    Admitted,
+    PoolView,
+    QueueView,
+    RefusalKind,
+    Refused,
+    pool_of,
+)
+from policies.admission.appointments import Appointments, Booking
+from policies.admission.forecast import WaitError, forecast
+from policies.admission.refusals import TENANT_ALPHA
+from policies.output_history import OutputHistory
+from policies.protocols import AdmissionPolicy
+from policies.registry import admission_policy
+from policies.testing import check_admission
+from policies.types import ServiceLevel, WorkerLoad, WorkerSpeed
+
+SPEED = WorkerSpeed(tpot_s=0.02, prompt_token_s=1e-4, sequence_s=1e-4)
+BUSY = PoolView(workers=1, seats=32, running=32, speed=SPEED)
+
+
+def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> AdmissionView:
+    """A request of 3.2 s in one of 32 seats, 0.1 s of the pool, with so much before it."""
+    queue = QueueView(round(ahead_s * 10), 1024, 0, ahead_s, ahead_s, ahead_s)
+    service = ServiceLevel(ttft_s)
+    given_ = {"fingerprint": 1, "pool": BUSY, "queue": queue, "service": service, **others}
+    return AdmissionView(prompt_tokens=0, output_tokens=160.0, max_wait_s=20.0, **given_)
+
+
+@pytest.mark.parametrize("spec", ["deadline", "bounded", "none"])
+def test_conformance(spec: str) -> None:
+    """Every shipped policy keeps the contract of `AdmissionPolicy`, and is found by its name."""
+    policy = admission_policy(spec)
+    assert isinstance(policy, AdmissionPolicy)
+    assert policy.name == spec
+    check_admission(lambda: admission_policy(spec), bounded=spec != "none")
+
+
+def test_the_forecast_is_its_formula() -> None:
+    """Wait, TTFT and work are what the docstring says, from seats, speed and what is ahead."""
+    foreseen = forecast(replace(view(1.0), prompt_tokens=1000))
+    assert foreseen.work_s == pytest.approx((0.1 + 3.2) / 32)
+    assert foreseen.wait_s == pytest.approx(1.0 + 0.1)
+    assert foreseen.ttft_s == pytest.approx(foreseen.wait_s + 0.1)
+    free = replace(BUSY, running=31)
+    assert forecast(view(pool=free)).wait_s == 0.0
+    prompts = replace(BUSY, prompt_tokens=50_000)
+    assert forecast(view(pool=prompts)).wait_s == pytest.approx(5.0)
+    unknown = replace(BUSY, speed=WorkerSpeed())
+    assert forecast(view(9.0, pool=unknown)).wait_s == 0.0
+
+
+def test_a_sure_wait_leaves_room_for_chance() -> None:
+    """W + z sqrt(W x grain) is what is allowed; without chance it is all of it."""
+    foreseen = forecast(view(1.0))
+    sure_s = foreseen.within_s(2.0, 1.645)
+    assert sure_s + 1.645 * (sure_s * foreseen.grain_s) ** 0.5 == pytest.approx(2.0)
+    assert foreseen.within_s(2.0, 0.0) == pytest.approx(2.0)
+    assert foreseen.within_s(-1.0, 1.645) == 0.0
+
+
+def test_several_workers_are_one_pool() -> None:
+    """Seats and sequences add up, speeds are means, and KV memory bounds the seats."""
+    one = WorkerLoad(3, 1, 5, 100, 0.0, 0.5, (), seats=16, prompt_tokens=7, speed=SPEED)
+    other = replace(one, speed=replace(SPEED, tpot_s=0.04))
+    pool = pool_of([one, other])
+    assert (pool.workers, pool.seats, pool.running, pool.prompt_tokens) == (2, 32.0, 8, 14)
+    assert pool.speed.tpot_s == pytest.approx(0.03)
+    assert pool_of([one, other], sequence_tokens=400.0).seats == pytest.approx(8.0)
+    assert pool_of([one, replace(one, seats=0)]).seats == 0.0
+    assert pool_of([]).seats == 0.0
+
+
+@given(st.floats(0, 10), st.floats(0, 10), st.floats(0.1, 10) | st.none())
+def test_more_ahead_never_lets_anybody_in(less_s, more_s, ttft_s) -> None:
+    """Who is refused with so much ahead is refused with more, and is told to wait no less."""
+    less_s, more_s = sorted((less_s, more_s))
+    answers = [
+        admission_policy("deadline").decide(view(ahead_s, ttft_s), 0.0)
+        for ahead_s in (less_s, more_s)
+    ]
+    if isinstance(answers[0], Refused):
+        assert isinstance(answers[1], Refused)
+        assert answers[1].retry_after_s >= answers[0].retry_after_s - 0.3
+
+
+@given(st.lists(st.floats(0.05, 8), min_size=1, max_size=30))
+def test_a_longer_target_is_never_worse(targets) -> None:
+    """Beside the same queue and bookings, who has more time is let in if who has less is."""
+    policy = admission_policy("deadline")
+    for number in range(30):
+        policy.decide(view(1.9, fingerprint=100 + number), 0.0)
+    admitted = [
+        ttft_s
+        for ttft_s in sorted(targets)
+        if isinstance(policy.decide(view(0.9, ttft_s, fingerprint=7), 0.0), Admitted)
+    ]
+    assert admitted == sorted(targets)[len(targets) - len(admitted) :]
+
+
+def test_an_appointment_is_known_again() -> None:
+    """Who comes at its time is let in behind what really waits, whoever else is expected."""
+    policy = admission_policy("deadline")
+    first = policy.decide(view(3.0), 0.0)
+    assert first.kind is RefusalKind.DEADLINE
+    for number in range(50):
+        policy.decide(view(3.0, fingerprint=2 + number), 0.0)
+    now_s = first.retry_after_s
+    assert isinstance(policy.decide(view(0.6, fingerprint=99), now_s), Refused)
+    assert isinstance(policy.decide(view(0.6), now_s), Admitted)
+    assert isinstance(policy.decide(view(0.6), now_s), Refused), "it was for one request"
+
+
+def test_who_comes_early_is_told_the_rest() -> None:
+    """An appointment does not move, however often its client asks."""
+    policy = admission_policy("deadline")
+    retry_s = policy.decide(view(5.0), 0.0).retry_after_s
+    for at_s in (1.0, 1.5, 2.0):
+        assert policy.decide(view(5.0 - at_s), at_s).retry_after_s == pytest.approx(retry_s - at_s)
+
+
+def test_equal_requests_are_counted() -> None:
+    """Equal requests of one burst, or that say they are first tries, have an appointment each."""
+    for retries in (None, 0):
+        policy = admission_policy("deadline")
+        told = [policy.decide(view(3.0, retries=retries), 0.0).retry_after_s for _ in range(5)]
+        assert told == sorted(told)
+        assert told[-1] > told[0] + 0.3
+
+
+def test_newcomers_stand_behind_those_who_are_expected() -> None:
+    """A newcomer counts what waits and what is booked; at low water it is let in all the same."""
+    policy = admission_policy("deadline")
+    for number in range(40):
+        policy.decide(view(3.0, fingerprint=number), 0.0)
+    assert isinstance(policy.decide(view(0.5, fingerprint=99), 0.1), Refused)
+    assert isinstance(policy.decide(view(0.1, fingerprint=99), 0.2), Admitted)
+
+
+def test_one_tenants_bookings_do_not_send_another_away() -> None:
+    """However many appointments a tenant has, another's newcomer is let in."""
+    policy = admission_policy("deadline")
+    for number in range(500):
+        policy.decide(view(3.0, tenant="flood", fingerprint=number), 0.0)
+    assert isinstance(policy.decide(view(0.9, tenant="flood", fingerprint=999), 0.1), Refused)
+    assert isinstance(policy.decide(view(0.9, tenant="other", fingerprint=999), 0.1), Admitted)
+
+
+def test_better_classes_do_not_see_the_bookings_of_others() -> None:
+    """Appointments of a class count for it and those below it."""
+    policy = admission_policy("deadline")
+    for number in range(50):
+        policy.decide(view(3.0, fingerprint=number), 0.0)
+    for priority, answer in ((-1, Admitted), (0, Refused), (1, Refused)):
+        service = ServiceLevel(2.0, priority=priority)
+        asked = view(0.7, fingerprint=900 + priority, service=service)
+        assert isinstance(policy.decide(asked, 0.1), answer)
+
+
+def test_who_does_not_come_is_not_waited_for() -> None:
+    """A booking ends some time behind its instant, and promises count less the fewer are kept."""
+    appointments = Appointments()
+    appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0), 1.0)
+    before = appointments.kept_share
+    assert appointments.ahead_s(0, "", 1.0, 0.1) == pytest.approx(0.5 * before)
+    appointments.expire(17.0)
+    assert len(appointments) == 1
+    appointments.expire(18.0)
+    assert len(appointments) == 0
+    assert appointments.ahead_s(0, "", 1.0, 0.1) == 0.0
+    assert appointments.kept_share < before
+
+
+def test_bookings_are_bounded() -> None:
+    """Beyond their bound clients are told when to come, and not remembered."""
+    appointments = Appointments(most=10)
+    for number in range(100):
+        appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0), 1.0)
+    assert len(appointments) == 10
+    for number in range(10):
+        appointments.strike(appointments.find(number, 5.0, None))
+    assert len(appointments) == 0
+    for turn in range(1000):
+        booking = Booking(1, 0, "", 0.1, 5.0, 0.0)
+        appointments.book(booking, 1.0)
+        appointments.strike(booking)
+        assert len(appointments._until) <= 100, turn
+
+
+def test_the_queue_is_bounded_for_all_and_for_each() -> None:
+    """A full queue takes nobody; a tenant alone may nearly fill it, two leave room for a third."""
+    policy = admission_policy("bounded")
+    full = view(queue=QueueView(64, 64, 0, 1.0, 1.0, 1.0))
+    assert policy.decide(full, 0.0).kind is RefusalKind.QUEUE_FULL
+    lengths = {"a": 0, "b": 0}
+    for tenants in (["a"], ["a", "b"]):
+        lengths = dict.fromkeys(lengths, 0)
+        for number in range(300):
+            tenant, length = tenants[number % len(tenants)], sum(lengths.values())
+            queue = QueueView(length, 64, lengths[tenant])
+            if isinstance(policy.decide(view(queue=queue), 0.0), Admitted):
+                lengths[tenant] += 1
+        assert sum(lengths.values()) < 64
+        each = TENANT_ALPHA * 64 / (1 + TENANT_ALPHA * len(tenants))
+        assert max(lengths.values()) == pytest.approx(each, abs=1.0)
+
+
+def test_tokens_too_slow_are_refused_unless_they_always_are() -> None:
+    """A TPOT that the load spoils is refused; one that an idle pool cannot give is served."""
+    slow = replace(BUSY, running=20, speed=WorkerSpeed(0.030, 1e-4, 1e-3))
+    policy = admission_policy("deadline")
+    spoilt = policy.decide(view(pool=slow, service=ServiceLevel(None, 0.020)), 0.0)
+    assert spoilt.kind is RefusalKind.TPOT
+    assert "20 ms" in spoilt.reason
+    for target_s in (0.005, 0.031):
+        answer = policy.decide(view(pool=slow, service=ServiceLevel(None, target_s)), 0.0)
+        assert isinstance(answer, Admitted)
+
+
+def test_who_may_be_shed_goes_first() -> None:
+    """A sheddable request is refused as soon as others wait, and let in when nobody does."""
+    policy = admission_policy("deadline")
+    assert isinstance(policy.decide(view(0.0, sheddable=True), 0.0), Admitted)
+    assert policy.decide(view(0.6, sheddable=True), 0.0).kind is RefusalKind.SHED
+    assert isinstance(policy.decide(view(0.6), 0.0), Admitted)
+
+
+def test_where_nobody_knows_anything_there_is_a_queue() -> None:
+    """Without seats or speed a request is let in as long as the queue has room."""
+    policy = admission_policy("deadline")
+    asked = view(0.0, pool=PoolView(), queue=QueueView(40, 64))
+    assert isinstance(policy.decide(asked, 0.0), Admitted)
+    refused = policy.decide(replace(asked, queue=QueueView(64, 64)), 0.0)
+    assert refused.retry_after_s >= 1.0
+
+
+def test_systematic_errors_heal() -> None:
+    """Where waits are three times as long as foreseen, forecasts soon are, too."""
+    error = WaitError()
+    for _ in range(1000):
+        foreseen_s = 0.5 * error.factor
+        error.learn(foreseen_s, 1.5, has_target=True)
+    assert error.factor == pytest.approx(3.0, rel=0.1)
+    healed = error.factor
+    for _ in range(15):
+        error.learn(0.5, 50.0, has_target=False)
+    assert error.factor == healed, "who is let past says nothing"
+
+
+def test_outputs_are_foreseen_by_tenant() -> None:
+    """The share of `max_tokens` that is used is a tenant's own, shrunk to that of all; bounded."""
+    history = OutputHistory(most_tenants=5)
+    assert history.expected_tokens("a", 100) == 100.0
+    for _ in range(200):
+        history.learn("short", 10, 100)
+        history.learn("long", 100, 100)
+    assert history.expected_tokens("short", 1000) < 250
+    assert history.expected_tokens("long", 1000) > 850
+    assert 400 < history.expected_tokens("new", 1000) < 700
+    for number in range(100):
+        history.learn(str(number), 1, 1)
+    assert len(history._of_tenants) == 5

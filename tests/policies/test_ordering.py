@@ -1,0 +1,273 @@
+"""Who is next: classes, shares, deadlines, and nobody starves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.ordering import Fair, Ticket
+from policies.ordering.fair_class import LAG_S
+from policies.ordering.line import PIECE, Line
+from policies.protocols import OrderingPolicy
+from policies.registry import ordering_policy
+from policies.testing import check_ordering
+
+PATIENT = 1e9  # nobody is overdue
+
+
+def ticket(key: int, deadline_s: float = 0.0, **others) -> Ticket:
+    return Ticket(key, float(key), deadline_s, **others)
+
+
+def jain(values: list[float]) -> float:
+    """Jain, Chiu, Hawe (1984): 1 where all are alike, 1 / n where one has everything."""
+    return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
+
+
+@pytest.mark.parametrize("spec", ["fair", "fcfs", "edf"])
+def test_conformance(spec: str) -> None:
+    """Every shipped policy keeps the contract of `OrderingPolicy`, and is found by its name."""
+    policy = ordering_policy(spec)
+    assert isinstance(policy, OrderingPolicy)
+    assert policy.name == spec
+    assert ordering_policy(spec) is not policy
+    check_ordering(lambda: ordering_policy(spec))
+    with pytest.raises(ValueError, match="takes no argument"):
+        ordering_policy(f"{spec}:3")
+
+
+def test_unknown_policies_are_named() -> None:
+    """A name that nobody has is refused with those that somebody has."""
+    with pytest.raises(ValueError, match="edf, fair, fcfs"):
+        ordering_policy("lottery")
+
+
+@pytest.mark.parametrize("spec", ["fair", "fcfs", "edf"])
+def test_a_key_waits_once(spec: str) -> None:
+    """Pushing a key that waits already is refused."""
+    queue = ordering_policy(spec)
+    queue.push(ticket(1))
+    with pytest.raises(ValueError, match="waits already"):
+        queue.push(ticket(1))
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=4 * PIECE))
+@settings(max_examples=30)
+def test_a_line_is_sorted_and_adds_up(moves) -> None:
+    """After any entering and leaving a line knows its first, and the work before each place."""
+    line, there = Line(), {}
+    for key, (at_s, leaves) in enumerate(moves):
+        line.add((at_s, key), at_s)
+        there[(at_s, key)] = at_s
+        if leaves:
+            victim = sorted(there)[len(there) // 2]
+            line.discard(victim)
+            del there[victim]
+    assert len(line) == len(there)
+    assert line.work_s == pytest.approx(sum(there.values()))
+    if there:
+        assert line.first() == min(there)
+    for place in (*list(there)[:5], (5.0, -1), (11.0, 0)):
+        before = sum(work_s for other, work_s in there.items() if other < place)
+        assert line.before(place) == pytest.approx(before)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_line_is_as_a_short_one(seed) -> None:
+    """Beyond one piece, too, a line is sorted and adds up."""
+    rng, line = random.Random(seed), Line()
+    places = [(rng.random(), key) for key in range(10 * PIECE)]
+    for place in places:
+        line.add(place, place[0])
+    for place in places[::3]:
+        line.discard(place)
+    rest = sorted(set(places) - set(places[::3]))
+    for index in range(0, len(rest), 97):
+        assert line.before(rest[index]) == pytest.approx(sum(at for at, _ in rest[:index]))
+    assert line.first() == rest[0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(-2, 2), st.floats(0, 9), st.sampled_from("abc")), max_size=40)
+)
+def test_better_classes_come_first(requests) -> None:
+    """While nobody is overdue, everybody of a class comes before anybody of a worse one."""
+    queue = Fair(PATIENT)
+    for key, (priority, deadline_s, tenant) in enumerate(requests):
+        queue.push(ticket(key, deadline_s, priority=priority, tenant=tenant, work_s=0.1))
+    taken = [queue.take(100.0).priority for _ in requests]
+    assert taken == sorted(taken)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1)), max_size=40))
+def test_a_tenants_own_requests_come_by_deadline(requests) -> None:
+    """Within a tenant and a class the earliest deadline comes first, then who came first."""
+    queue = Fair(PATIENT)
+    for key, (deadline_s, work_s) in enumerate(requests):
+        queue.push(ticket(key, deadline_s, work_s=work_s))
+    taken = [queue.take(100.0) for _ in requests]
+    assert taken == sorted(taken, key=lambda one: (one.deadline_s, one.key))
+
+
+@given(
+    st.lists(st.sampled_from([0.5, 1.0, 1.0, 2.0, 4.0]), min_size=2, max_size=6),
+    st.integers(0, 10**6),
+    st.booleans(),
+)
+@settings(max_examples=25)
+def test_tenants_that_wait_are_served_by_their_shares(shares, seed, early) -> None:
+    """Jain's index of work / share of tenants that always wait is 0.98 or more, whoever came first.
+
+    Sizes vary a hundredfold, one tenant floods the queue, and deadlines favour one or another.
+    """
+    queue, served, key, rng = Fair(PATIENT), [0.0] * len(shares), 0, random.Random(seed)
+
+    def push(tenant: int) -> None:
+        nonlocal key
+        key += 1
+        deadline_s = key - 1e6 * tenant if early else rng.random()
+        work_s = 10 ** rng.uniform(-2.5, -0.5)
+        queue.push(ticket(key, deadline_s, tenant=str(tenant), share=shares[tenant], work_s=work_s))
+
+    order = [tenant for tenant in range(len(shares)) for _ in range(5)] + [0] * 50
+    rng.shuffle(order)
+    for tenant in order:
+        push(tenant)
+    while sum(served) < 30 * LAG_S * sum(shares):
+        taken = queue.take(0.0)
+        served[int(taken.tenant)] += taken.work_s
+        push(int(taken.tenant))
+    assert jain([work_s / share for work_s, share in zip(served, shares, strict=True)]) >= 0.98
+    fair = [work_s / share for work_s, share in zip(served, shares, strict=True)]
+    assert max(fair) - min(fair) <= LAG_S + 2 * 10**-0.5 / min(shares)
+
+
+def test_who_was_away_gains_no_credit() -> None:
+    """A tenant that comes after another was served for long does not get all that followed."""
+    queue = Fair(PATIENT)
+    for key in range(1000):
+        queue.push(ticket(key, tenant="flood", work_s=0.1))
+    for _ in range(500):
+        queue.take(0.0)
+    for key in range(1000, 1500):
+        queue.push(ticket(key, deadline_s=-1.0, tenant="new", work_s=0.1))
+    tenants = [queue.take(0.0).tenant for _ in range(200)]
+    assert 100 - 10 * LAG_S <= tenants.count("flood") <= 100 + 10 * LAG_S
+
+
+def test_who_comes_back_pays_for_what_it_took() -> None:
+    """A tenant that waits with one request at a time is served its share, not more."""
+    queue, key = Fair(PATIENT), 1000
+    for old in range(500):
+        queue.push(ticket(old, deadline_s=1e6, tenant="patient", work_s=0.1))
+    queue.push(ticket(key, tenant="eager", work_s=0.5))
+    served = {"patient": 0.0, "eager": 0.0}
+    for _ in range(300):
+        taken = queue.take(0.0)
+        served[taken.tenant] += taken.work_s
+        if taken.tenant == "eager":
+            key += 1
+            queue.push(ticket(key, tenant="eager", work_s=0.5))
+    assert served["eager"] == pytest.approx(served["patient"], abs=LAG_S + 1.0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-1, 2), st.integers(0, 40), st.sampled_from("ab"), st.booleans()),
+        min_size=1,
+        max_size=120,
+    ),
+    st.integers(2, 5),
+)
+def test_nobody_starves(moves, every) -> None:
+    """Who is the r-th of those that wait when it is overdue is taken within `every` x r takings."""
+    queue, now_s, starvation_s = Fair(20.0, every), 0.0, 20.0
+    waiting, due = {}, {}
+    for key, (priority, deadline_s, tenant, takes) in enumerate(moves * 3):
+        now_s += 1.0
+        late = Ticket(key, now_s, now_s + deadline_s, priority, tenant, 1.0, 0.1)
+        queue.push(late)
+        waiting[key] = late
+        for place, (other, one) in enumerate(sorted(waiting.items()), start=1):
+            if other not in due and now_s - one.arrived_s > starvation_s:
+                due[other] = every * place
+        for _ in range(takes * 2 if key % 3 else 0):
+            if not waiting:
+                break
+            taken = queue.take(now_s)
+            del waiting[taken.key]
+            for other in due:
+                due[other] -= 1
+            assert due.pop(taken.key, 0) >= 0
+            assert all(left > 0 for left in due.values())
+
+
+def test_overdue_bulk_does_not_take_over() -> None:
+    """With all of the bulk overdue, three of four takings are still those of the better class."""
+    queue = Fair()
+    for key in range(400):
+        queue.push(ticket(key, priority=5, tenant="bulk", work_s=0.1))
+    for key in range(400, 800):
+        queue.push(Ticket(key, 1000.0, 1001.0, 0, "people", 1.0, 0.1))
+    taken = [queue.take(1000.0).tenant for _ in range(400)]
+    assert taken.count("bulk") == 100
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1), st.sampled_from("abcd")), max_size=40),
+    st.floats(0, 9),
+    st.floats(0, 1),
+    st.sampled_from("abcd"),
+    st.sampled_from(["fair", "fcfs", "edf"]),
+)
+def test_more_that_waits_is_never_less_ahead(requests, deadline_s, work_s, tenant, spec) -> None:
+    """What is ahead of a newcomer never shrinks when another request joins the queue."""
+    queue, last_s = ordering_policy(spec), 0.0
+    newcomer = Ticket(10**6, 100.0, deadline_s, 0, tenant, 1.0, work_s)
+    for key, (at_s, size_s, other) in enumerate(requests):
+        queue.push(ticket(key, at_s, tenant=other, work_s=size_s))
+        ahead_s = queue.ahead_s(newcomer, 100.0)
+        assert ahead_s >= last_s - 1e-9
+        assert ahead_s <= queue.work_s + 1e-9
+        last_s = ahead_s
+
+
+def test_a_flood_delays_a_newcomer_by_a_lag_at_most() -> None:
+    """Ahead of another tenant's first request is a lag and its own work, however long the flood."""
+    queue = Fair()
+    for key in range(1000):
+        queue.push(ticket(key, tenant="flood", work_s=0.1))
+    newcomer = ticket(2000, deadline_s=1e9, tenant="other", work_s=0.1)
+    assert queue.ahead_s(newcomer, 0.0) <= LAG_S + 0.1 + 1e-9
+    queue.push(newcomer)
+    served_s = 0.0
+    while (taken := queue.take(0.0)).key != 2000:
+        served_s += taken.work_s
+    assert served_s <= LAG_S + 0.2
+
+
+def test_exact_forecasts_of_the_baselines() -> None:
+    """Of `fcfs` and `edf`, what is foreseen to be ahead is what is taken before."""
+    for spec in ("fcfs", "edf"):
+        queue, rng = ordering_policy(spec), random.Random(5)
+        for key in range(100):
+            queue.push(ticket(key, rng.random(), work_s=rng.random()))
+        newcomer = ticket(50_000, 0.5, work_s=1.0)
+        ahead_s, served_s = queue.ahead_s(newcomer, 0.0), 0.0
+        queue.push(newcomer)
+        while (taken := queue.take(0.0)) != newcomer:
+            served_s += taken.work_s
+        assert served_s == pytest.approx(ahead_s)
+
+
+def test_tenants_that_left_are_not_remembered_for_ever() -> None:
+    """However many tenants come once while one always waits, memory stays bounded."""
+    queue = Fair(PATIENT)
+    queue.push(ticket(0, deadline_s=1e9, priority=0, tenant="always", work_s=0.0))
+    for key in range(1, 12_000):
+        queue.push(ticket(key, tenant=f"t{key}", work_s=0.1))
+        queue.remove(key) if key % 2 else queue.take(0.0)
+    assert all(len(one._debtors) <= 4096 for one in queue._classes.values())
