@@ -61,13 +61,14 @@ class OtelTracing:
     def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
         """Start a SERVER span below the client's, if it sent one; none if it is not sampled."""
         start_ns = time.time_ns()
+        offset_ns = start_ns - time.monotonic_ns()
         parent = extract(headers, getter=_HEADERS)
         span = self._tracer.start_span(
             name, parent, trace.SpanKind.SERVER, dict(attributes), start_time=start_ns
         )
         if not span.is_recording():
             return NO_SPAN
-        return OtelSpan(self._tracer, span, start_ns - time.monotonic_ns())
+        return OtelSpan(self._tracer, span, offset_ns)
 
     def shutdown(self) -> None:
         """Export what is left."""

@@ -15,7 +15,7 @@ from backends.base import WorkerConfig
 from backends.sim.profile import load_profile
 from gateway.cli import app
 from gateway.cli.simulate.experiment import Outcome
-from gateway.cli.studies import classes, gaps, policies
+from gateway.cli.studies import classes, gaps, policies, tracing
 from gateway.cli.studies.capacity import LATEST_S, Point, Setting, capacity, slo_seconds
 from gateway.cli.studies.lengths import Drawn
 from gateway.cli.studies.search import (
@@ -224,3 +224,32 @@ def test_the_study_of_policies_tells_every_policy_at_every_rate(
     assert all(named <= cell["policies"].keys() for cell in cells)
     assert str(tmp_path) not in out.read_text()
     assert "Mean latency: code" in page.read_text()
+
+
+def test_tracing_costs_are_differences_within_a_round() -> None:
+    """What a mode adds is taken round by round, so that a slow round slows no mode alone."""
+    cost_s = {"off": (1e-3, 2e-3), "unsampled": (1.1e-3, 2.1e-3), "on": (1.5e-3, 2.564e-3)}
+    rows = [
+        {"mode": mode, "round": number, "chunks": chunks, "cpu_s": cpu_s * (1 + number)}
+        for number in range(2)
+        for mode, both in cost_s.items()
+        for chunks, cpu_s in zip((tracing.SHORT, tracing.LONG), both, strict=True)
+    ]
+    off, unsampled, on = tracing.summary(rows)
+    assert (off["added_request_us"], off["added_chunk_us"]) == (0, 0)
+    assert unsampled["added_request_us"] == pytest.approx(150)
+    assert unsampled["added_chunk_us"] == pytest.approx(0)
+    assert on["added_chunk_us"] == pytest.approx(1.5)
+    assert on["request_us"] == pytest.approx(2250)
+
+
+def test_the_tracing_study_runs(tmp_path: Path) -> None:
+    """Every mode is measured in every round, in this process, and the record says of what."""
+    out = tmp_path / "out.json"
+    arguments = ["--rounds", "1", "--requests", "32", "--profile", "cpu-demo", "--json", str(out)]
+    done = CliRunner().invoke(app, ["bench", "tracing", *arguments])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert [row["mode"] for row in found["summary"]] == list(tracing.MODES)
+    assert len(found["rounds"]) == 2 * len(tracing.MODES)
+    assert found["observe_us"] > 0
