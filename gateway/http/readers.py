@@ -28,6 +28,9 @@ SEND_QUEUE_BYTES: Final = 32 << 10
 """Of a stream's socket (Linux doubles it, for its own book-keeping): at a round trip of 100 ms it
 lets 320 kB/s pass, a thousand tokens a second."""
 
+CHUNK_BYTES: Final = 230
+"""Of a token's own chunk, about: what waits as tokens is counted as the bytes it would be."""
+
 LOOK_S: Final = 0.25
 """Between two looks at a slow reader. What is generated meanwhile is a few dozen tokens."""
 
@@ -153,6 +156,7 @@ class Reader:
             waiting_tokens,
             0.0 if since_s is None else max(read - self._read_bytes, 0) / since_s,
             0.0 if since_s is None else max(made - self._made_bytes, 0.0) / since_s,
+            CHUNK_BYTES,
         )
         self._looked_s, self._read_bytes, self._made_bytes = now_s, read, made
         return view
@@ -164,10 +168,6 @@ class Reader:
         connection = self._transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_QUEUE_BYTES)
-
-
-CHUNK_BYTES: Final = 230
-"""Of a token's own chunk, about: what waits as tokens is counted as the bytes it would be."""
 
 
 def _queued_bytes(transport: Any) -> int:

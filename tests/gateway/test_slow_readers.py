@@ -1,0 +1,166 @@
+"""Back-pressure: who reads slowly costs bounded memory, gives way, and gets every token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from backends.types import GenerationRequest, Pace
+from gateway.app import Listening
+from gateway.http import readers
+from tests.gateway.harness import (
+    PATIENCE_S,
+    ScriptedBackend,
+    events,
+    is_idle,
+    port_of,
+    running,
+    until,
+)
+
+BODY = {"prompt": "x", "max_tokens": 400, "stream": True}
+WORDS = "word " * 40
+MOST_HELD_BYTES = readers.BUFFER_BYTES + 4 * readers.SEND_QUEUE_BYTES
+"""Of one stream on this side: the connection's buffer, and the kernel's, which doubles what it is
+asked for and fills it with its own book-keeping, too."""
+
+
+class StoppedReader:
+    """A client with a small window that reads when it is told to."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.received = b""
+
+    async def ask(self, where: Listening, body: dict[str, object]) -> None:
+        """Connect and send a request."""
+        self._socket.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(self._socket, ("127.0.0.1", port_of(where)))
+        data = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
+        await loop.sock_sendall(self._socket, head.encode() + data)
+
+    async def read(self) -> str:
+        """Read to the end; return the answer's events."""
+        loop = asyncio.get_running_loop()
+        while chunk := await loop.sock_recv(self._socket, 65536):
+            self.received += chunk
+        return self.received.decode()
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+@pytest.fixture
+async def node(
+    scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Listening]:
+    """A node whose worker the test plays; to it a second passes between two looks at a reader."""
+    seconds = count()
+    monkeypatch.setattr(readers, "LOOK_S", 0.001)
+    monkeypatch.setattr(
+        "gateway.http.routes.time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    )
+    async with running(backends=[scripted]) as where:
+        yield where
+
+
+async def generated(
+    scripted: ScriptedBackend, request: GenerationRequest, enough: Callable[[], bool]
+) -> int:
+    """Emit steps until it is enough; return how many these were."""
+    steps = 0
+    async with asyncio.timeout(PATIENCE_S):
+        while not enough():
+            steps += 1
+            scripted.emit(request, WORDS)
+            await asyncio.sleep(0.001)
+    return steps
+
+
+def paces(scripted: ScriptedBackend) -> list[Pace]:
+    """What the worker was asked for, in turn."""
+    return [pace for _, pace in scripted.paces]
+
+
+async def test_a_reader_that_stops_gives_way_step_by_step_and_gets_everything(
+    node: Listening, scripted: ScriptedBackend
+) -> None:
+    """Its sequence is spared, then paused, goes on when it reads again, and no token is lost."""
+    reader = StoppedReader()
+    await reader.ask(node, BODY)
+    request = await scripted.submitted.get()
+    steps = await generated(scripted, request, lambda: Pace.PAUSED in paces(scripted))
+    for _ in range(50):  # what was under way when it was paused
+        scripted.emit(request, WORDS)
+    reading = asyncio.create_task(reader.read())
+    await until(lambda: paces(scripted)[-1] is Pace.FULL)
+    scripted.emit(request, "end", last=True)
+    text = await reading
+    assert paces(scripted) == [Pace.SPARING, Pace.PAUSED, Pace.SPARING, Pace.FULL]
+    told = [event for event in events(text) if event != "[DONE]"]
+    assert "".join(c["text"] for e in told for c in e["choices"]) == WORDS * (steps + 50) + "end"
+    assert len(told) < steps + 5  # what waited came in fewer, larger chunks
+    assert text.count("data: [DONE]") == 1
+    reader.leave()
+
+
+async def test_what_is_held_for_a_stopped_reader_is_bounded(
+    node: Listening, scripted: ScriptedBackend
+) -> None:
+    """However much is generated, the connection holds no more; the rest waits as merged tokens."""
+    reader = StoppedReader()
+    await reader.ask(node, {**BODY, "max_tokens": 400})
+    request = await scripted.submitted.get()
+    unread_tokens = scripted.unread_tokens
+    enough = partial(lambda name: unread_tokens(name) > 400, request.request_id)
+    steps = await generated(scripted, request, enough)
+    for _ in range(1000):
+        scripted.emit(request, WORDS)
+    unread = scripted.unread_tokens(request.request_id)
+    sent_bytes = (steps + 1000) * len(WORDS) - unread * len("word ")
+    assert sent_bytes < MOST_HELD_BYTES
+    reader.leave()
+    await until(lambda: is_idle(node.node))
+    assert scripted.abandoned.get_nowait() == request.request_id
+
+
+async def test_a_paused_reader_that_leaves_frees_everything(
+    node: Listening, scripted: ScriptedBackend
+) -> None:
+    """Leaving is noticed at any pace."""
+    reader = StoppedReader()
+    await reader.ask(node, BODY)
+    request = await scripted.submitted.get()
+    await generated(scripted, request, lambda: Pace.PAUSED in paces(scripted))
+    reader.leave()
+    await until(lambda: is_idle(node.node))
+    assert scripted.abandoned.get_nowait() == request.request_id
+
+
+async def test_a_reader_that_keeps_up_is_left_alone(
+    node: Listening, scripted: ScriptedBackend
+) -> None:
+    """A client that reads what comes never changes the pace, however long the answer."""
+    reader = StoppedReader()
+    await reader.ask(node, BODY)
+    reading = asyncio.create_task(reader.read())
+    request = await scripted.submitted.get()
+    for _ in range(300):
+        scripted.emit(request, "word ")
+        await asyncio.sleep(0)
+    scripted.emit(request, "end", last=True)
+    assert "end" in await reading
+    assert paces(scripted) == []
+    reader.leave()
