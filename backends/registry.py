@@ -14,6 +14,7 @@ BACKEND_GROUP = "draftgate.backends"
 _BUILT_IN = {
     "engine": "backends.engine.backend:EngineBackend",
     "sim": "backends.sim.backend:SimBackend",
+    "openai": "backends.openai.upstream:OpenAIUpstream",
 }
 
 
