@@ -213,7 +213,7 @@ class Dispatcher:
             job.grammar,
             service=job.service,
         )
-        worker.backend.check(request)
+        worker.generating.check(request)
         return Placement(request, worker, view, load)
 
     def _view(self, job: Job, index: int, max_tokens: int, worker: FleetWorker) -> RequestView:
@@ -278,6 +278,9 @@ class Dispatcher:
         for worker in self._fleet.workers:
             worker_id, failure = worker.worker_id, worker.backend.failure
             if failure is None:
+                if worker_id in self._lost:  # an upstream
+                    self._lost.discard(worker_id)
+                    log(logging.INFO, "worker is back", worker=worker_id)
                 await self._store.publish(worker_id, worker.backend.load())
             elif worker_id not in self._lost:
                 self._lost.add(worker_id)
@@ -291,7 +294,7 @@ class Dispatcher:
         self._leases.add(lease)
         try:
             await self._store.reserve(worker.worker_id, lease, placed.tokens, LEASE_S)
-            async with aclosing(worker.backend.generate(request)) as deltas:
+            async with aclosing(worker.generating.generate(request)) as deltas:
                 async for delta in deltas:
                     if delta.outcome is not None:
                         self._learn(placed, delta.outcome)

@@ -2,7 +2,7 @@
 
 All are alike but for their device. They are imported and built when the fleet starts, so that the
 node listens while torch is being loaded. A worker that breaks while serving is left out from then
-on; the fleet has failed once none is left.
+on; the fleet has failed once none is left. Upstreams come back: without one there is an outage.
 """
 
 from __future__ import annotations
@@ -11,28 +11,47 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import cast
 
-from backends.base import Backend, WorkerConfig
+from backends.base import Backend, Upstream, WorkerConfig
 from backends.errors import BackendFailed
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
 
-BackendFactory = Callable[[WorkerConfig], Backend]
+BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 
 
 class FleetWorker:
     """A worker of this node, and the tokens promised to requests that run on it.
 
     Attributes:
+        backend: what runs them; `generating` and `upstream` say which of the two it is.
         reserved_tokens: tokens of prompt and output of the requests that have not ended.
     """
 
-    def __init__(self, worker_id: str, backend: Backend) -> None:
+    def __init__(self, worker_id: str, backend: Backend | Upstream) -> None:
         """Begin with nothing reserved."""
         self.worker_id = worker_id
         self.backend = backend
         self._reserved: dict[str, int] = {}
         self.reserved_tokens = 0
+
+    @property
+    def forwards(self) -> bool:
+        """Whether requests go on as they came, to an upstream."""
+        return hasattr(self.backend, "forward")
+
+    @property
+    def generating(self) -> Backend:
+        """The backend, which takes token ids."""
+        assert not self.forwards
+        return cast(Backend, self.backend)
+
+    @property
+    def upstream(self) -> Upstream:
+        """The upstream, which takes requests as they came."""
+        assert self.forwards
+        return cast(Upstream, self.backend)
 
     def reserve(self, request_id: str, tokens: int) -> None:
         """Count a request in."""
@@ -63,7 +82,17 @@ class Fleet:
 
     @property
     def failure(self) -> str | None:
-        """Why no worker is left, or None while there is one, or none was built yet."""
+        """Why no worker is left, or None while there is one, or may be again, or none was built."""
+        return None if self.forwards else self.outage
+
+    @property
+    def forwards(self) -> bool:
+        """Whether the workers are upstreams."""
+        return bool(self.workers) and self.workers[0].forwards
+
+    @property
+    def outage(self) -> str | None:
+        """Why no worker serves now, or None while one does, or none was built yet."""
         if not self.workers or self.serving:
             return None
         return "; ".join(dict.fromkeys(str(worker.backend.failure) for worker in self.workers))
@@ -77,13 +106,15 @@ class Fleet:
 
     @property
     def card(self) -> ModelCard:
-        """What is served."""
-        return self._any().card
+        """What is served; of upstreams, what the first of them serves that was ever reached."""
+        self._any()
+        cards = [worker.backend.card for worker in self.workers]
+        return next((card for card in cards if card.model_id), cards[0])
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._any().tokenizer
+        return self._any().generating.tokenizer
 
     async def start(self) -> None:
         """Import in a thread, build all, and start them side by side.
@@ -115,10 +146,10 @@ class Fleet:
         """Stop all at once; open streams end with `BackendFailed`. Idempotent."""
         await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
 
-    def _any(self) -> Backend:
+    def _any(self) -> FleetWorker:
         if not self.workers:
             raise BackendFailed("the workers have not started")
-        return self.workers[0].backend
+        return self.workers[0]
 
 
 Choose = Callable[[Sequence[int]], int]

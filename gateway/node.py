@@ -8,7 +8,9 @@ from pathlib import Path
 from gateway.config import ServeConfig
 from gateway.decisions import Decisions
 from gateway.dispatch import Dispatcher
+from gateway.errors import NotOffered
 from gateway.fleet import Fleet
+from gateway.forwarding import Forwarder
 from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.store import Store
@@ -37,7 +39,8 @@ class Node:
         path = None if config.decisions_file is None else Path(config.decisions_file)
         self.decisions = Decisions(path, time.time)
         self.dispatcher = Dispatcher(fleet, self.policy, store, self.lifecycle, self.decisions)
-        self.metrics = Metrics(self._loads, self._model_name)
+        self.forwarder = Forwarder(fleet)
+        self.metrics = Metrics(self._loads, lambda: self.model_name)
 
     @property
     def state(self) -> NodeState:
@@ -46,14 +49,26 @@ class Node:
         return self.lifecycle.state
 
     @property
+    def model_name(self) -> str:
+        """The name clients use; empty while nobody knows it."""
+        if self._served is not None:
+            return self._served.name
+        if not self.fleet.forwards:
+            return ""
+        return self.config.served_model_name or self.fleet.card.model_id
+
+    @property
     def served(self) -> Served:
         """The model as clients see it.
 
         Raises:
             Unavailable: it is not loaded.
+            NotOffered: it is an upstream's.
         """
         if self._served is None:
             self.lifecycle.require_ready()
+            if self.fleet.forwards:
+                raise NotOffered("the upstream has the model; this node forwards requests only")
             raise RuntimeError("the node is ready without a model")
         return self._served
 
@@ -64,20 +79,18 @@ class Node:
             ImportError, CheckpointError, ValueError: as `Fleet.start`.
         """
         await self.fleet.start()
-        card = self.fleet.card
-        name = self.config.served_model_name or card.model_id
-        self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
+        if not self.fleet.forwards:
+            card = self.fleet.card
+            name = self.config.served_model_name or card.model_id
+            self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
 
     def _loads(self) -> list[WorkerLoad | None]:
         """Return the load of every worker in order; None stands for one that is broken."""
-        if self._served is None:
+        if self._served is None and not self.fleet.forwards:
             return []
         return [
             worker.backend.load() if worker.backend.failure is None else None
             for worker in self.fleet.workers
         ]
-
-    def _model_name(self) -> str:
-        return "" if self._served is None else self._served.name

@@ -1,7 +1,7 @@
 """When to leave an upstream alone, decided from what it did. Values in, values out.
 
-    closed ──failures──> open ──the time is over──> half open: one probe ──answer──> closed
-                           ^                                 └─failure─> open, twice as long
+closed ──failures──> open ──the time is over──> half open: one probe ──answer──> closed
+                       ^                                 └─failure─> open, twice as long
 """
 
 from __future__ import annotations

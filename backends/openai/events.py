@@ -119,17 +119,15 @@ class EventScan:
 
 
 def usage_in(text: bytes) -> TokenUsage | None:
-    """Return the tokens of the last `"usage": {...}` in JSON, of which the beginning may be missing.
+    """Return the tokens of the last `"usage": {...}` in JSON, whose beginning may be missing.
 
     A string cannot be mistaken for it: quotation marks inside of strings are escaped.
     """
-    found = None
-    for found in _USAGE.finditer(text):
-        pass
-    if found is None:
+    found = list(_USAGE.finditer(text))
+    if not found:
         return None
     try:
-        value, _ = json.JSONDecoder().raw_decode(text[found.end() :].decode("utf-8", "replace"))
+        value, _ = json.JSONDecoder().raw_decode(text[found[-1].end() :].decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
     details = value.get("prompt_tokens_details")

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
+from io import BytesIO
 from typing import Final
 
 import aiohttp
@@ -38,6 +39,8 @@ DEFAULT_REST_S: Final = 1.0
 
 BYTES_PER_TOKEN: Final = 4
 """Of English text and JSON, roughly: only for the speed of prompts whose `usage` nobody asked."""
+
+LARGE_BYTES: Final = 64 << 10
 
 _REFUSALS: Final = (429, 503)
 _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
@@ -179,7 +182,7 @@ class OpenAIUpstream:
             response = await session.request(
                 call.method,
                 url,
-                data=call.body or None,
+                data=_payload(call.body),
                 headers=call.headers,
                 allow_redirects=False,
             )
@@ -218,6 +221,11 @@ class OpenAIUpstream:
             if self._breaker.remaining_s(now_s) > 0 or now_s < self._rest_until_s:
                 continue  # it asked to be left alone, or its time has not come
             await self.probe()
+
+
+def _payload(body: bytes) -> bytes | BytesIO | None:
+    """Return the body so that a large one is sent piece by piece."""
+    return BytesIO(body) if len(body) > LARGE_BYTES else body or None
 
 
 def _authorization(config: WorkerConfig) -> dict[str, str]:

@@ -17,8 +17,8 @@ R = TypeVar("R")
 def with_settings(*, gateway: bool = True) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command one option per setting; it receives them as the dictionary `settings`.
 
-    Values arrive as texts, or as booleans for what is on or off, and as None where a flag was not
-    given: `config_from` checks them.
+    Values arrive as texts, as lists of them where a flag may stand again, or as booleans for what
+    is on or off, and as None where a flag was not given: `config_from` checks them.
 
     Args:
         gateway: with False, settings of the HTTP server are left out.
@@ -64,6 +64,9 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         both = f"{setting.flag}/--no-{setting.flag[2:]}"
         info = typer.Option(both, help=setting.help, show_default=False)
         return _keyword(setting.name, Annotated[bool | None, info])
+    elif setting.kind == "urls":
+        info = typer.Option(setting.flag, help=setting.help, metavar="URL", show_default=False)
+        return _keyword(setting.name, Annotated[list[str] | None, info])
     else:
         info = typer.Option(
             setting.flag, help=_help(setting), metavar=_metavar(setting), show_default=False

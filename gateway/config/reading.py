@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from backends.registry import backend_names
 from gateway.config.schema import ServeConfig
-from gateway.config.values import indices, size_bytes
+from gateway.config.values import indices, size_bytes, urls
 from policies.registry import batching_policy, speculation_policy
 
 ENV_PREFIX: Final = "DRAFTGATE_"
@@ -73,6 +73,8 @@ class Setting:
                 value = size_bytes(value)
             if self.kind == "indices":
                 value = indices(value)
+            if self.kind == "urls":
+                value = urls(value)
             if value is False and self.kind == "speculation":
                 value = "off"  # which is how YAML spells false
             if isinstance(value, str) and self.choices:

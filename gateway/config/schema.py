@@ -30,8 +30,8 @@ def _meta(
 
     Args:
         text: the help text.
-        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1; `backend`,
-            `speculation` and `batching` are names.
+        kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1, `urls` several
+            addresses; `backend`, `speculation` and `batching` are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
         gt: what the value must exceed; instead of `ge`.
@@ -44,7 +44,7 @@ def _meta(
     return Meta(description=text, extra=extra, ge=ge, le=le)
 
 
-_OF_ONE_WORKER: Final = frozenset({"device_index", "num_workers", "threads"})
+_OF_ONE_WORKER: Final = frozenset({"device_index", "num_workers", "threads", "upstream"})
 """Fields of a worker's configuration that depend on how many workers there are."""
 
 
@@ -63,7 +63,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, _meta("Port to listen on; 0 picks a free one", gateway=True, ge=0, le=65535)
     ] = 8000
     backend: Annotated[
-        str, _meta("What runs requests: engine, sim, or one installed beside", kind="backend")
+        str,
+        _meta("What runs requests: engine, sim, openai, or one installed beside", kind="backend"),
     ] = "engine"
     speculation: Annotated[
         str,
@@ -170,6 +171,16 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sim_acceptance: Annotated[
         float, _meta("sim: chance that a draft token is accepted", ge=0, le=1)
     ] = 0.6
+    upstream: Annotated[
+        tuple[str, ...],
+        _meta("openai: address of a server to forward to; again for more", kind="urls"),
+    ] = ()
+    upstream_api_key_env: (
+        Annotated[str, _meta("openai: environment variable with the upstreams' API key")] | None
+    ) = None
+    upstream_concurrency: Annotated[
+        int, _meta("openai: most requests an upstream runs at once; 0 if nobody knows", ge=0)
+    ] = 0
     decisions_file: (
         Annotated[str, _meta("Append every decision about speculation to this file, as JSON lines")]
         | None
@@ -189,12 +200,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = "info"
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
-        """Return what concerns the workers: a configuration for each of the devices."""
+        """Return what concerns the workers: a configuration for each upstream, or device."""
         shared = {
             field.name: getattr(self, field.name)
             for field in fields(WorkerConfig)
             if field.name not in _OF_ONE_WORKER
         }
+        if self.upstream:
+            return tuple(WorkerConfig(**shared, upstream=url) for url in self.upstream)
         return tuple(
             WorkerConfig(
                 **shared,

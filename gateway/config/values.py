@@ -1,10 +1,11 @@
-"""Values of settings that a text stands for: sizes and lists of indices."""
+"""Values of settings that a text stands for: sizes, lists of indices and of addresses."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 from typing import Final
+from urllib.parse import urlsplit
 
 
 def indices(value: object) -> list[int]:
@@ -20,6 +21,23 @@ def indices(value: object) -> list[int]:
         found = []
     if not found or min(found) < 0 or len(set(found)) < len(found):
         raise ValueError("expected different indices from 0 on, such as 0,1")
+    return found
+
+
+def urls(value: object) -> list[str]:
+    """Read addresses of servers: a text with commas between them, or a list.
+
+    Raises:
+        ValueError: one is no http or https address, or stands twice.
+    """
+    items = value if isinstance(value, list | tuple) else str(value).split(",")
+    found = [str(item).strip().rstrip("/") for item in items]
+    for item in found:
+        parts = urlsplit(item)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
+            raise ValueError("expected addresses such as http://localhost:8001")
+    if len(set(found)) < len(found):
+        raise ValueError("expected different addresses")
     return found
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, REQUEST_ID, new_id, read_body
+from gateway.http.forwarding import forward
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.service import service_of
 from gateway.http.requests.validation import Call, Served
@@ -80,6 +81,8 @@ async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
 async def _respond(
     request: web.Request, node: Node, api: Api, watch: RequestWatch
 ) -> web.StreamResponse:
+    if node.fleet.forwards:
+        return await forward(request, node, watch)
     answer = await _decide(request, node, api, watch)
     dispatch = watch.span.child("dispatch")
     try:

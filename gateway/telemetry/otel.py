@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagate import extract
+from opentelemetry.propagate import extract, inject
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -64,6 +64,12 @@ class OtelSpan:
         """Start an INTERNAL span below this one."""
         context = trace.set_span_in_context(self._span, Context())
         return OtelSpan(self._tracer, self._tracer.start_span(name, context))
+
+    def propagation(self) -> dict[str, str]:
+        """Return `traceparent`, and what else the propagators of the environment add."""
+        carrier: dict[str, str] = {}
+        inject(carrier, trace.set_span_in_context(self._span, Context()))
+        return carrier
 
     def end(self) -> None:
         """End it, once."""

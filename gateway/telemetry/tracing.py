@@ -31,6 +31,10 @@ class Span(Protocol):
         """Start a span below this one."""
         ...
 
+    def propagation(self) -> dict[str, str]:
+        """Return the headers that make a request to another server part of this span."""
+        ...
+
     def end(self) -> None:
         """End it. Idempotent."""
         ...
@@ -63,6 +67,10 @@ class _NoSpan:
     def child(self, name: str) -> Span:
         """Return itself."""
         return self
+
+    def propagation(self) -> dict[str, str]:
+        """Return none."""
+        return {}
 
     def end(self) -> None:
         """Do nothing."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
+from backends.base import TokenUsage
 from backends.types import Delta, SpeculationOutcome
 from gateway.dispatch import Placement
 from gateway.telemetry.logs import log
@@ -101,6 +102,22 @@ class RequestWatch:
         if delta.outcome is not None:
             self.outcome += delta.outcome
             self._metrics.speculated(delta.outcome)
+
+    def progressed(self) -> None:
+        """Record that bytes of an upstream's answer pass to the client."""
+        self._last_s = self._clock()
+        if self._first_s is None:
+            self._first_s = self._last_s
+            self._metrics.first_token(self._first_s - self._arrival_s)
+            self.span.event("first_token")
+
+    def settled(self, usage: TokenUsage, choices: int) -> None:
+        """Record the tokens of an upstream's answer, once, when it is over."""
+        self._choices = choices
+        self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
+        self._metrics.prompt(usage.prompt)
+        self._metrics.cached(usage.cached)
+        self._metrics.generated(usage.output)
 
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
         """Record the end: the last byte, a cancel, or an error."""

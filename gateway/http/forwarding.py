@@ -1,0 +1,203 @@
+"""Requests that an upstream answers: bytes in as they came, bytes out as they come.
+
+A stream that the upstream does not end rightly ends with one error event of ours behind the last
+complete event. Before the first byte an error is an ordinary HTTP error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+from aiohttp import web
+
+from backends.base import UpstreamCall
+from backends.errors import BackendFailed
+from gateway.errors import NotOffered, RouteNotFound, as_gateway_error
+from gateway.forwarding import Answer, ForwardJob
+from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, new_id, read_body
+from gateway.http.requests.forwarded import Wishes, renamed, wishes_of
+from gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER
+from gateway.node import Node
+from gateway.telemetry.tracing import NO_SPAN, Span
+from gateway.telemetry.watch import Ending, RequestWatch
+
+WHOLE_BYTES: Final = 1 << 20
+"""A whole answer of up to this size is sent once it is complete, so that one which breaks off is an
+error and no half; a larger one passes as it comes. A completion of 32,000 tokens has 150 kB."""
+
+_PASSED_ON: Final = (
+    "Content-Type",
+    "Accept",
+    TTFT_HEADER,
+    TPOT_HEADER,
+    "traceparent",
+    "tracestate",
+)
+"""Headers the upstream gets. Not `Authorization`: the client's key is for us, the upstream's is ours
+(`--upstream-api-key-env`)."""
+
+_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def forward(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
+    """Answer a generating request from an upstream.
+
+    Raises:
+        GatewayError: nothing was sent to the client, and no upstream answers.
+        ConnectionResetError: the client is gone.
+    """
+    body = await read_body(request)
+    if len(body) <= WHOLE_BYTES:
+        wishes, body = _understood(body, node)
+    else:
+        wishes, body = await asyncio.to_thread(_understood, body, node)
+    watch.span.set(
+        {"gen_ai.request.model": wishes.model or "", "gen_ai.request.stream": wishes.stream}
+    )
+    span = watch.span.child("forward")
+    job = ForwardJob(
+        new_id(),
+        _call(request, body, span),
+        wishes.prompt_tokens,
+        wishes.max_tokens,
+        wishes.n,
+        wishes.priority,
+        wishes.stream,
+    )
+    try:
+        async with node.forwarder.run(job) as answer:
+            watch.workers = answer.worker_id
+            try:
+                return await _Relay(request, answer, watch).send()
+            finally:
+                watch.settled(answer.usage(), wishes.n)
+    finally:
+        span.end()
+
+
+async def pass_on(request: web.Request) -> web.StreamResponse:
+    """Answer what only an upstream offers here, such as `/v1/embeddings`.
+
+    Raises:
+        GatewayError: as `forward`.
+        RouteNotFound: this node has no upstream.
+    """
+    return await _pass_on(request, missing=())
+
+
+async def pass_on_if_there(request: web.Request) -> web.StreamResponse:
+    """As `pass_on`, of what not every engine has: `/tokenize`.
+
+    Raises:
+        NotOffered: this one has it not.
+    """
+    return await _pass_on(request, missing=(404, 405))
+
+
+async def _pass_on(request: web.Request, missing: tuple[int, ...]) -> web.StreamResponse:
+    node = request.app[NODE]
+    with node.dispatcher.admitted():
+        if not node.fleet.forwards:
+            raise RouteNotFound(f"there is no {request.path}")
+        body = await read_body(request)
+        job = ForwardJob(new_id(), _call(request, body, NO_SPAN), wishes_of(body).prompt_tokens)
+        async with node.forwarder.run(job) as answer:
+            if answer.status in missing:
+                raise NotOffered(f"the upstream has no {request.path}")
+            return await _Relay(request, answer, None).send()
+
+
+class _Relay:
+    """Sends an answer to the client."""
+
+    def __init__(self, request: web.Request, answer: Answer, watch: RequestWatch | None) -> None:
+        self._request = request
+        self._answer = answer
+        self._watch = watch
+        self._response: web.StreamResponse | None = None  # once it has begun
+
+    async def send(self) -> web.StreamResponse:
+        """Send it all from here, so that the request is in flight up to the last byte."""
+        if self._answer.status >= 400 and self._watch is not None:
+            self._watch.end(Ending.REJECTED, self._answer.status)
+        if self._answer.exchange.streaming:
+            return await self._stream()
+        return await self._whole()
+
+    async def _whole(self) -> web.StreamResponse:
+        body = bytearray()
+        async for block in self._answer.blocks:
+            body += block
+            if len(body) > WHOLE_BYTES:
+                await self._write(bytes(body))
+                body.clear()
+                return await self._stream()
+        self._progressed()
+        response = web.Response(
+            status=self._answer.status, headers=self._answer.headers, body=bytes(body)
+        )
+        await response.prepare(self._request)
+        await response.write_eof()
+        return response
+
+    async def _stream(self) -> web.StreamResponse:
+        try:
+            async for block in self._answer.blocks:
+                await self._write(block)
+        except BackendFailed as error:
+            return await self._broke(error)
+        assert self._response is not None
+        if self._answer.exchange.error_sent:
+            self._failed("the upstream sent an error event")
+        await self._response.write_eof()
+        return self._response
+
+    async def _write(self, block: bytes) -> None:
+        if self._response is None:
+            headers: Mapping[str, str] = self._answer.headers
+            if self._answer.exchange.streaming:
+                headers = {**headers, **_STREAM_HEADERS}
+            self._response = web.StreamResponse(status=self._answer.status, headers=headers)
+            await self._response.prepare(self._request)
+        self._progressed()
+        await self._response.write(block)
+
+    async def _broke(self, error: BackendFailed) -> web.StreamResponse:
+        """End what has begun: events with one that says so, anything else with a cut."""
+        assert self._response is not None
+        shown = as_gateway_error(error)
+        if self._watch is not None:
+            self._watch.end(Ending.FAILED, shown.status, error)
+        self._response.force_close()
+        if self._answer.exchange.streaming:
+            await self._response.write(b"data: " + shown.body() + b"\n\n")
+            await self._response.write_eof()
+        elif self._request.transport is not None:
+            self._request.transport.abort()  # its length, or its last chunk, will be missed
+        return self._response
+
+    def _progressed(self) -> None:
+        if self._watch is not None:
+            self._watch.progressed()
+
+    def _failed(self, reason: str) -> None:
+        if self._watch is not None:
+            self._watch.end(Ending.FAILED, 502, BackendFailed(reason))
+
+
+def _understood(body: bytes, node: Node) -> tuple[Wishes, bytes]:
+    """Return what a body asks for, and the body as the upstream is to have it."""
+    wishes = wishes_of(body)
+    ours = node.config.served_model_name
+    if ours is None:
+        return wishes, body
+    return wishes, renamed(body, wishes, ours, node.fleet.card.model_id)
+
+
+def _call(request: web.Request, body: bytes, span: Span) -> UpstreamCall:
+    headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+    headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+    headers.update(span.propagation())
+    return UpstreamCall(request.method, request.rel_url.raw_path_qs, headers, body)
