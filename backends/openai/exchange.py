@@ -77,7 +77,7 @@ class HttpExchange:
 
     async def finish(self) -> None:
         """Read the end of the body behind `[DONE]`, so that the connection can be used again."""
-        if self.scan.ending is not None:
+        if self.scan.ending is not None and not self._response.content.is_eof():
             await self._response.content.readany()
 
     def _passing(self, block: bytes) -> bytes:

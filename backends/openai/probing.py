@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 
 PROBE_S: Final = 2.0
-"""Between probes of an upstream that is well: an outage (three failures) is known in 6 s, and as soon
-as three requests fail."""
+"""Between probes of an upstream that is well: an outage (three failures) is known in 6 s, or as
+soon as three requests have failed."""
 
 PATIENCE_S: Final = 2.0
 """An engine whose event loop is this late serves nobody well."""

@@ -158,7 +158,8 @@ class OpenAIUpstream:
             try:
                 yield exchange
                 with suppress(TimeoutError, aiohttp.ClientError):
-                    await asyncio.wait_for(exchange.finish(), LAST_BYTES_S)
+                    async with asyncio.timeout(LAST_BYTES_S):
+                        await exchange.finish()
             finally:
                 response.close()  # a body read to its end has given its connection back by now
             self._observe(exchange, begin_s, len(call.body))

@@ -173,13 +173,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.6
     upstream: Annotated[
         tuple[str, ...],
-        _meta("openai: address of a server to forward to; again for more", kind="urls"),
+        _meta(
+            "openai: address of a server to forward to; again for more", kind="urls", gateway=True
+        ),
     ] = ()
     upstream_api_key_env: (
-        Annotated[str, _meta("openai: environment variable with the upstreams' API key")] | None
+        Annotated[
+            str, _meta("openai: environment variable with the upstreams' API key", gateway=True)
+        ]
+        | None
     ) = None
     upstream_concurrency: Annotated[
-        int, _meta("openai: most requests an upstream runs at once; 0 if nobody knows", ge=0)
+        int,
+        _meta("openai: most requests an upstream runs at once (0: unknown)", ge=0, gateway=True),
     ] = 0
     decisions_file: (
         Annotated[str, _meta("Append every decision about speculation to this file, as JSON lines")]

@@ -27,16 +27,10 @@ WHOLE_BYTES: Final = 1 << 20
 """A whole answer of up to this size is sent once it is complete, so that one which breaks off is an
 error and no half; a larger one passes as it comes. A completion of 32,000 tokens has 150 kB."""
 
-_PASSED_ON: Final = (
-    "Content-Type",
-    "Accept",
-    TTFT_HEADER,
-    TPOT_HEADER,
-    "traceparent",
-    "tracestate",
-)
-"""Headers the upstream gets. Not `Authorization`: the client's key is for us, the upstream's is ours
-(`--upstream-api-key-env`)."""
+_TRACE: Final = ("traceparent", "tracestate")
+_PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE)
+"""Headers the upstream gets. Not `Authorization`: the client's key is for this node, and the
+upstream's is this node's own (`--upstream-api-key-env`)."""
 
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
