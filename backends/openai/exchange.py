@@ -80,6 +80,10 @@ class HttpExchange:
         if self.scan.ending is not None and not self._response.content.is_eof():
             await self._response.content.readany()
 
+    def fail(self, reason: str) -> None:
+        """Let whoever reads the body find that it broke off."""
+        self._response.content.set_exception(aiohttp.ClientConnectionError(reason))
+
     def _passing(self, block: bytes) -> bytes:
         self.last_s = self._clock()
         if self.first_s is None:

@@ -77,6 +77,8 @@ class OpenAIUpstream:
         self._rest = Rest(0.0, 503, "")
         self._rest_until_s = 0.0
         self._running = 0
+        self._waiting: set[asyncio.Timeout] = set()  # for the head of an answer
+        self._open: set[HttpExchange] = set()
         self._session: aiohttp.ClientSession | None = None
         self._prober: Prober | None = None
         self._probing: asyncio.Task[None] | None = None
@@ -142,6 +144,11 @@ class OpenAIUpstream:
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.wait({self._probing})
+        # aiohttp tells nobody who waits for a connection that it closes itself.
+        for waiting in self._waiting:
+            waiting.reschedule(0.0)
+        for exchange in self._open:
+            exchange.fail("this node stops")
         if self._session is not None:
             await self._session.close()
 
@@ -155,12 +162,14 @@ class OpenAIUpstream:
             begin_s = self._clock()
             response = await self._send(self._session, call)
             exchange = HttpExchange(response, self._clock)
+            self._open.add(exchange)
             try:
                 yield exchange
                 with suppress(TimeoutError, aiohttp.ClientError):
                     async with asyncio.timeout(LAST_BYTES_S):
                         await exchange.finish()
             finally:
+                self._open.discard(exchange)
                 response.close()  # a body read to its end has given its connection back by now
             self._observe(exchange, begin_s, len(call.body))
         finally:
@@ -178,20 +187,24 @@ class OpenAIUpstream:
     async def _send(
         self, session: aiohttp.ClientSession, call: UpstreamCall
     ) -> aiohttp.ClientResponse:
-        url = URL(self.url + call.path, encoded=True)
+        waiting = asyncio.timeout(None)
+        self._waiting.add(waiting)
         try:
-            response = await session.request(
-                call.method,
-                url,
-                data=_payload(call.body),
-                headers=call.headers,
-                allow_redirects=False,
-            )
+            async with waiting:
+                response = await session.request(
+                    call.method,
+                    URL(self.url + call.path, encoded=True),
+                    data=_payload(call.body),
+                    headers=call.headers,
+                    allow_redirects=False,
+                )
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one of these
             reason = str(error) or type(error).__name__
             timeout = isinstance(error, TimeoutError)
             self._breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error
+        finally:
+            self._waiting.discard(waiting)
         if self._breaker.reason is None:
             self._breaker.succeeded()
         if response.status in _REFUSALS:
