@@ -150,11 +150,18 @@ def _event_ends(whole: bytes) -> Iterator[int]:
     if b"\r" in whole:
         yield from (match.end() for match in _EVENT_END.finditer(whole))
         return
-    end = 0
-    while end < len(whole):
-        found = whole.find(b"\n\n", end)
-        end = found + 2 if found >= 0 else len(whole)  # the rest are empty lines
+    end = _behind_newlines(whole, 0)
+    if end > 0:
         yield end
+    while end < len(whole):
+        end = _behind_newlines(whole, whole.index(b"\n\n", end))
+        yield end
+
+
+def _behind_newlines(text: bytes, begin: int) -> int:
+    while text[begin : begin + 1] == b"\n":
+        begin += 1
+    return begin
 
 
 def _count(value: Any) -> int:

@@ -31,7 +31,7 @@ def urls(value: object) -> list[str]:
         ValueError: one is no http or https address, or stands twice.
     """
     items = value if isinstance(value, list | tuple) else str(value).split(",")
-    found = [str(item).strip().rstrip("/") for item in items]
+    found = [str(item).strip().rstrip("/") for item in items] or [""]
     for item in found:
         parts = urlsplit(item)
         if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:

@@ -41,25 +41,29 @@ async def probe(where: Listening, index: int = 0) -> None:
 
 async def test_the_one_with_the_fewest_in_flight_is_chosen() -> None:
     """Three requests that stay open go to three upstreams; a fourth to the one that is free."""
-    async with upstream(held()) as a, upstream(held()) as b, upstream(held()) as c:
-        async with in_front(a, b, c) as where:
-            writers = []
-            for _ in range(3):
-                writers.append((await post_raw(where, "/v1/completions", BODY))[1])
-                await until(lambda: where.node.dispatcher.in_flight == len(writers))
-                await until(lambda: sum(len(u.requests) for u in (a, b, c)) == len(writers))
-            assert [len(u.requests) for u in (a, b, c)] == [1, 1, 1]
-            loads = [worker.backend.load().running for worker in where.node.fleet.workers]
-            assert loads == [1, 1, 1]
-            writers.pop(1).close()
-            assert await b.left.get()
-            await until(lambda: where.node.dispatcher.in_flight == 2)
+    async with (
+        upstream(held()) as a,
+        upstream(held()) as b,
+        upstream(held()) as c,
+        in_front(a, b, c) as where,
+    ):
+        writers = []
+        for _ in range(3):
             writers.append((await post_raw(where, "/v1/completions", BODY))[1])
-            await b.came.get()
-            await b.came.get()
-            for writer in writers:
-                writer.close()
-            await until(lambda: is_idle(where.node))
+            await until(lambda: where.node.dispatcher.in_flight == len(writers))
+            await until(lambda: sum(len(u.requests) for u in (a, b, c)) == len(writers))
+        assert [len(u.requests) for u in (a, b, c)] == [1, 1, 1]
+        loads = [worker.backend.load().running for worker in where.node.fleet.workers]
+        assert loads == [1, 1, 1]
+        writers.pop(1).close()
+        assert await b.left.get()
+        await until(lambda: where.node.dispatcher.in_flight == 2)
+        writers.append((await post_raw(where, "/v1/completions", BODY))[1])
+        await b.came.get()
+        await b.came.get()
+        for writer in writers:
+            writer.close()
+        await until(lambda: is_idle(where.node))
 
 
 async def test_equals_take_turns() -> None:
@@ -82,19 +86,25 @@ async def test_a_refusal_is_tried_elsewhere(status: int) -> None:
 @pytest.mark.parametrize("sent", [(), (b"",), (TOKEN[:20],)], ids=["head", "nothing", "half"])
 async def test_a_break_before_the_first_event_is_tried_elsewhere(sent: tuple[bytes, ...]) -> None:
     """As long as nothing was sent to the client, another upstream may answer."""
-    async with upstream(cut_after(*sent)) as a, upstream(stream_of(TOKEN, LAST, DONE)) as b:
-        async with in_front(a, b) as where:
-            assert await answered(where, stream=True) == (200, TOKEN + LAST + DONE, None)
-            assert len(a.requests) == 1
+    async with (
+        upstream(cut_after(*sent)) as a,
+        upstream(stream_of(TOKEN, LAST, DONE)) as b,
+        in_front(a, b) as where,
+    ):
+        assert await answered(where, stream=True) == (200, TOKEN + LAST + DONE, None)
+        assert len(a.requests) == 1
 
 
 async def test_nothing_is_tried_again_behind_the_first_byte() -> None:
     """A client never gets the pieces of two answers."""
-    async with upstream(cut_after(TOKEN)) as a, upstream(cut_after(TOKEN)) as b:
-        async with in_front(a, b) as where:
-            status, body, _ = await answered(where, stream=True)
-            assert (status, body.count(TOKEN)) == (200, 1)
-            assert len(a.requests) + len(b.requests) == 1
+    async with (
+        upstream(cut_after(TOKEN)) as a,
+        upstream(cut_after(TOKEN)) as b,
+        in_front(a, b) as where,
+    ):
+        status, body, _ = await answered(where, stream=True)
+        assert (status, body.count(TOKEN)) == (200, 1)
+        assert len(a.requests) + len(b.requests) == 1
 
 
 async def test_attempts_are_bounded() -> None:
@@ -103,10 +113,15 @@ async def test_attempts_are_bounded() -> None:
         status, body, _ = await answered(where, stream=True)
         assert (status, len(a.requests)) == (502, 2)
         assert b'"code":"upstream_failed"' in body
-    async with upstream(cut_after()) as a, upstream(cut_after()) as b, upstream(cut_after()) as c:
-        async with upstream(cut_after()) as d, in_front(a, b, c, d) as where:
-            assert (await answered(where, stream=True))[0] == 502
-            assert sum(len(u.requests) for u in (a, b, c, d)) == 3
+    async with (
+        upstream(cut_after()) as a,
+        upstream(cut_after()) as b,
+        upstream(cut_after()) as c,
+        upstream(cut_after()) as d,
+        in_front(a, b, c, d) as where,
+    ):
+        assert (await answered(where, stream=True))[0] == 502
+        assert sum(len(u.requests) for u in (a, b, c, d)) == 3
 
 
 @pytest.mark.parametrize(
@@ -115,34 +130,38 @@ async def test_attempts_are_bounded() -> None:
 async def test_retry_after_is_honoured(status: int, code: bytes) -> None:
     """Until the instant it named, an upstream is not called, and clients hear what remains."""
     clock = Clock()
-    async with upstream(refusal(status, BUSY, Retry_After="30")) as there:
-        async with in_front(there, clock=clock) as where:
+    async with (
+        upstream(refusal(status, BUSY, Retry_After="30")) as there,
+        in_front(there, clock=clock) as where,
+    ):
+        got = await answered(where)
+        assert (got[0], got[2]) == (status, "30")
+        assert b"slow down" in got[1]
+        clock.now_s += 12.5
+        for _ in range(5):
             got = await answered(where)
-            assert (got[0], got[2]) == (status, "30")
-            assert b"slow down" in got[1]
-            clock.now_s += 12.5
-            for _ in range(5):
-                got = await answered(where)
-                assert (got[0], got[2]) == (status, "18")
-                assert code in got[1]
-            assert len(there.requests) == 1
-            there.answer = whole
-            clock.now_s += 17.4
-            assert (await answered(where))[2] == "1"
-            clock.now_s += 0.1
-            assert await answered(where) == (200, WHOLE, None)
-            assert len(there.requests) == 2
+            assert (got[0], got[2]) == (status, "18")
+            assert code in got[1]
+        assert len(there.requests) == 1
+        there.answer = whole
+        clock.now_s += 17.4
+        assert (await answered(where))[2] == "1"
+        clock.now_s += 0.1
+        assert await answered(where) == (200, WHOLE, None)
+        assert len(there.requests) == 2
 
 
 async def test_the_shortest_pause_is_told() -> None:
     """When all rest, Retry-After is that of the first one to be back."""
     clock = Clock()
-    async with upstream(refusal(429, BUSY, Retry_After="40")) as a:
-        async with upstream(refusal(429, BUSY, Retry_After="20")) as b:
-            async with in_front(a, b, clock=clock) as where:
-                assert (await answered(where))[2] == "20"
-                assert (await answered(where))[2] == "20"
-                assert (len(a.requests), len(b.requests)) == (1, 1)
+    async with (
+        upstream(refusal(429, BUSY, Retry_After="40")) as a,
+        upstream(refusal(429, BUSY, Retry_After="20")) as b,
+        in_front(a, b, clock=clock) as where,
+    ):
+        assert (await answered(where))[2] == "20"
+        assert (await answered(where))[2] == "20"
+        assert (len(a.requests), len(b.requests)) == (1, 1)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backends.base import TokenUsage
@@ -77,10 +77,13 @@ def torn_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
     return stream, [stream[a:b] for a, b in itertools.pairwise(edges)]
 
 
+@settings(max_examples=400)
 @given(torn_streams())
 @example((b"data: x\r\n\r\ndata: y", [b"data: x\r\n\r", b"\ndata: y"]))
 @example((b"data: x\n\n\r\n", [b"data: x\n\n\r", b"\n"]))
 @example((LAST + DONE + TOKEN, [LAST, DONE, TOKEN]))
+@example((b"\n" + DONE, [b"\n", DONE]))
+@example((TOKEN + b"\n" + DONE, [TOKEN, b"\n" + DONE]))
 def test_any_pieces_give_the_same_verdict(torn: tuple[bytes, list[bytes]]) -> None:
     """What passes, the ending, and every count are functions of the bytes alone."""
     stream, blocks = torn

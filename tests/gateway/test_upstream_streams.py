@@ -187,9 +187,12 @@ async def test_a_whole_answer_that_breaks_off_is_an_error() -> None:
 async def test_a_large_whole_answer_passes_as_it_comes() -> None:
     """An answer of 3 MB is not collected, and arrives complete."""
     body = json.dumps({"data": ["y" * 1000] * 3000}).encode()
-    async with upstream(refusal(200, body)) as there, in_front(there) as where:
-        async with client(where) as http:
-            assert (await http.post("/v1/embeddings", json={"input": "x"})).content == body
+    async with (
+        upstream(refusal(200, body)) as there,
+        in_front(there) as where,
+        client(where) as http,
+    ):
+        assert (await http.post("/v1/embeddings", json={"input": "x"})).content == body
 
 
 async def test_a_compressed_answer_arrives_readable() -> None:
