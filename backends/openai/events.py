@@ -24,7 +24,8 @@ for each of 500 tokens has 1 MB."""
 _LINE_END: Final = rb"(?:\r\n|\n|\r(?=[^\n]))"
 _DECIDED_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY: Final = re.compile(rb"(?:\A|%s)%s+" % (_LINE_END, _LINE_END))
-_EVENT_END: Final = re.compile(rb"(?:\A|%s)%s+" % (_DECIDED_LINE_END, _DECIDED_LINE_END))
+_EVENT: Final = re.compile(rb"%s|[^\r\n](?s:.)*?%s{2}" % (_DECIDED_LINE_END, _DECIDED_LINE_END))
+_NEWLINE: Final = ord("\n")
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"')
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 
@@ -146,22 +147,17 @@ def _last_boundary(pending: bytes, begin: int) -> int:
 
 
 def _event_ends(whole: bytes) -> Iterator[int]:
-    """Yield where each of some complete events ends."""
+    """Yield where each of some complete events ends, and each run of empty lines between them."""
     if b"\r" in whole:
-        yield from (match.end() for match in _EVENT_END.finditer(whole))
+        yield from (match.end() for match in _EVENT.finditer(whole))
         return
-    end = _behind_newlines(whole, 0)
-    if end > 0:
-        yield end
+    end = 0
     while end < len(whole):
-        end = _behind_newlines(whole, whole.index(b"\n\n", end))
+        if whole[end] == _NEWLINE:
+            end += 1
+        else:
+            end = whole.index(b"\n\n", end) + 2
         yield end
-
-
-def _behind_newlines(text: bytes, begin: int) -> int:
-    while text[begin : begin + 1] == b"\n":
-        begin += 1
-    return begin
 
 
 def _count(value: Any) -> int:
