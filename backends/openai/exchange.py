@@ -28,7 +28,7 @@ class HttpExchange:
     """Implements `Exchange` over an aiohttp response.
 
     Attributes:
-        first_s, last_s: when the first and the last block came, by the clock; None before.
+        first_s, last_s: when the first and the last output of a stream came, by the clock.
     """
 
     def __init__(self, response: aiohttp.ClientResponse, clock: Callable[[], float]) -> None:
@@ -85,16 +85,18 @@ class HttpExchange:
         self._response.content.set_exception(aiohttp.ClientConnectionError(reason))
 
     def _passing(self, block: bytes) -> bytes:
-        self.last_s = self._clock()
-        if self.first_s is None:
-            self.first_s = self.last_s
         if not self.streaming:
             self._tail = (self._tail + block)[-_TAIL_BYTES:]
             return block
         try:
-            return self.scan.feed(block)
+            passing = self.scan.feed(block)
         except ValueError as error:
             raise UpstreamFailed(str(error)) from error
+        if self.scan.outputs:  # and not a comment that only says that it waits
+            self.last_s = self._clock()
+            if self.first_s is None:
+                self.first_s = self.last_s
+        return passing
 
     def _check_ending(self) -> None:
         if not self.streaming:

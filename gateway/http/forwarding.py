@@ -155,7 +155,8 @@ class _Relay:
                 headers = {**headers, **_STREAM_HEADERS}
             self._response = web.StreamResponse(status=self._answer.status, headers=headers)
             await self._response.prepare(self._request)
-        self._progressed()
+        if not block.startswith(b":"):  # a comment, by which an upstream says that it waits
+            self._progressed()
         await self._response.write(block)
 
     async def _broke(self, error: BackendFailed) -> web.StreamResponse:

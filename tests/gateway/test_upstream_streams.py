@@ -224,6 +224,17 @@ async def test_a_stopped_node_ends_its_streams_with_an_error_event() -> None:
         assert b"[DONE]" not in rest
 
 
+async def test_a_stopped_node_answers_who_waits() -> None:
+    """A request whose upstream has said nothing yet is an error of ours, not a connection lost."""
+    async with upstream(held()) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+        await there.came.get()
+        await where.node.fleet.stop()
+        head = await reader.readuntil(b"\r\n")
+        assert head == b"HTTP/1.1 502 Bad Gateway\r\n"
+        writer.close()
+
+
 @pytest.mark.parametrize("usage", [True, False], ids=["usage", "counted"])
 async def test_tokens_are_those_of_the_usage_or_of_the_events(usage: bool) -> None:
     """The last `usage` counts; without one each event of output is a token."""
