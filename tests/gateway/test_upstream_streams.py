@@ -90,6 +90,8 @@ async def test_a_cut_is_told_by_one_error_event(
         assert reason in error["error"]["message"]
         metrics = (await http.get("/metrics")).text
         assert 'outcome="failed"' in metrics
+        tokens = passed.count(b"data:")
+        assert f'generation_tokens_total{{model_name="theirs"}} {tokens}.0' in metrics
         assert is_idle(where.node)
 
 

@@ -54,10 +54,15 @@ def wishes_of(body: bytes) -> Wishes:
         fields.model if isinstance(fields.model, str) else None,
         fields.stream is True,
         max(1, _whole(fields.n) or 1),
-        -(-len(body) // BYTES_PER_TOKEN),
+        estimated_tokens(body),
         _whole(fields.max_tokens) if most is None else most,
         _whole(fields.priority) or 0,
     )
+
+
+def estimated_tokens(body: bytes) -> int:
+    """Return how many tokens a body's prompt may have, by its size."""
+    return -(-len(body) // BYTES_PER_TOKEN)
 
 
 def renamed(body: bytes, wishes: Wishes, ours: str, theirs: str) -> bytes:
