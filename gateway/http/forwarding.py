@@ -28,8 +28,8 @@ WHOLE_BYTES: Final = 1 << 20
 error and no half; a larger one passes as it comes. A completion of 32,000 tokens has 150 kB."""
 
 INLINE_BYTES: Final = 256 << 10
-"""Of larger bodies the fields are read in a thread: 1 MB takes 7 ms, 13 with a name to map (Zen 4, two
-busy cores, 2026-11-21), and the event loop may be held for 5."""
+"""Of larger bodies the fields are read in a thread: 1 MB takes 7 ms, 13 with a name to map (Zen 4,
+two busy cores, 2026-11-21), and the event loop may be held for 5."""
 
 _TRACE: Final = ("traceparent", "tracestate")
 _PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE)
