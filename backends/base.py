@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -47,6 +48,9 @@ class WorkerConfig:
         profile: step costs of the simulator, a shipped name or a file.
         sim_service_ms: constant service time per request of the simulator; None uses the profile.
         sim_acceptance: chance that the simulator accepts a draft token.
+        upstream: address of the server that runs the requests, for backends that forward.
+        upstream_api_key_env: environment variable that holds the upstream's key; None sends none.
+        upstream_concurrency: most requests the upstream runs at once; 0 where nobody knows.
     """
 
     model: str | None = None
@@ -74,22 +78,21 @@ class WorkerConfig:
     profile: str = "cpu-demo"
     sim_service_ms: float | None = None
     sim_acceptance: float = 0.6
+    upstream: str | None = None
+    upstream_api_key_env: str | None = None
+    upstream_concurrency: int = 0
 
 
-class Backend(Protocol):
-    """Runs requests. All methods are called on the event loop's thread.
+class Worker(Protocol):
+    """What a `Backend` and an `Upstream` have in common: a life, a load, and what they serve.
 
-    Life: `start` once, any number of concurrent `generate`, `stop` once.
+    All methods are called on the event loop's thread. Life: `start` once, any number of concurrent
+    requests, `stop` once.
     """
 
     @property
     def card(self) -> ModelCard:
         """What is served. Valid after `start`."""
-        ...
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Valid after `start`; its methods may be called in any thread."""
         ...
 
     @property
@@ -107,6 +110,24 @@ class Backend(Protocol):
 
     async def stop(self) -> None:
         """Stop at once: open streams end with `BackendFailed`. Idempotent."""
+        ...
+
+    def load(self) -> WorkerLoad:
+        """Return the current load. Costs no more than reading a few numbers."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it serves nobody now, or None while it is well. A `Backend` never recovers."""
+        ...
+
+
+class Backend(Worker, Protocol):
+    """Runs requests of token ids, on a device or as if."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Valid after `start`; its methods may be called in any thread."""
         ...
 
     def check(self, request: GenerationRequest) -> None:
@@ -146,11 +167,95 @@ class Backend(Protocol):
         """
         ...
 
-    def load(self) -> WorkerLoad:
-        """Return the current load. Costs no more than reading a few numbers."""
+
+class UpstreamCall(NamedTuple):
+    """A client's request as it is passed on.
+
+    Attributes:
+        path: with the query, e.g. `/v1/chat/completions`.
+        headers: those that concern the upstream.
+    """
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class TokenUsage(NamedTuple):
+    """Tokens of an answer, as its `usage` says.
+
+    Attributes:
+        cached: of the prompt's, those that were not computed anew.
+    """
+
+    prompt: int
+    cached: int
+    output: int
+
+
+class Rest(NamedTuple):
+    """An upstream must be left alone for a while.
+
+    Attributes:
+        remaining_s: how long; more than 0.
+        status: what to tell clients meanwhile: 429 if it has too much to do, 503 if it is out.
+    """
+
+    remaining_s: float
+    status: int
+    reason: str
+
+
+class Exchange(Protocol):
+    """An upstream's answer, of which the head has come.
+
+    Attributes:
+        status: the HTTP status.
+        headers: as they came, but for those that concern the connection or the encoding.
+        streaming: whether it is a stream of events.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    streaming: bool
+
+    def blocks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body as it comes; of a stream of events only complete ones.
+
+        What is not read stays with the upstream. A stream ends with `[DONE]`, or with an error
+        event of the upstream (see `error_sent`), and nothing behind.
+
+        Raises:
+            BackendFailed: the body ended before it was complete.
+        """
         ...
 
     @property
-    def failure(self) -> str | None:
-        """Why the backend is broken, or None while it is well."""
+    def error_sent(self) -> bool:
+        """Whether the stream ended with an error event of the upstream's own."""
+        ...
+
+    def usage(self) -> TokenUsage:
+        """Return the tokens so far: what the answer says, else one for each event of output."""
+        ...
+
+
+class Upstream(Worker, Protocol):
+    """Runs requests as they came, in a server of its own that speaks OpenAI's API.
+
+    Its `failure` may pass: it is asked in the background whether it is back.
+    """
+
+    @property
+    def rest(self) -> Rest | None:
+        """For how long it must not be called, or None when it may be."""
+        ...
+
+    def forward(self, call: UpstreamCall) -> AbstractAsyncContextManager[Exchange]:
+        """Pass a request on; leaving the context early closes it at the upstream.
+
+        Raises:
+            UpstreamUnreachable: on entering: no answer came.
+        """
         ...

@@ -4,6 +4,8 @@ BackendError
 ├── CheckpointError     a model cannot be loaded: says what and where
 ├── RequestRejected     this request can never run here: names the parameter
 └── BackendFailed       the worker is broken; its streams end with this
+    └── UpstreamFailed  an upstream broke, or does not answer as it should
+        └── UpstreamUnreachable  nothing of an answer came: another upstream may be asked
 """
 
 from __future__ import annotations
@@ -35,3 +37,11 @@ class RequestRejected(BackendError):
 
 class BackendFailed(BackendError):
     """The worker failed or stopped while requests were running."""
+
+
+class UpstreamFailed(BackendFailed):
+    """An upstream broke while it answered, or answered what cannot be passed on."""
+
+
+class UpstreamUnreachable(UpstreamFailed):
+    """No byte of an answer came from an upstream."""

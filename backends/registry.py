@@ -7,13 +7,14 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 
-from backends.base import Backend, WorkerConfig
+from backends.base import Backend, Upstream, WorkerConfig
 
 BACKEND_GROUP = "draftgate.backends"
 
 _BUILT_IN = {
     "engine": "backends.engine.backend:EngineBackend",
     "sim": "backends.sim.backend:SimBackend",
+    "openai": "backends.openai.upstream:OpenAIUpstream",
 }
 
 
@@ -23,7 +24,7 @@ def backend_names() -> tuple[str, ...]:
     return tuple(sorted(installed | set(_BUILT_IN)))
 
 
-def backend_factory(name: str) -> Callable[[WorkerConfig], Backend]:
+def backend_factory(name: str) -> Callable[[WorkerConfig], Backend | Upstream]:
     """Import the backend of that name, which may take seconds, and return what builds it.
 
     Raises:
@@ -39,10 +40,10 @@ def backend_factory(name: str) -> Callable[[WorkerConfig], Backend]:
             known = ", ".join(backend_names())
             raise ValueError(f"unknown backend {name!r}; known: {known}")
         factory = found[name].load()
-    return cast(Callable[[WorkerConfig], Backend], factory)
+    return cast(Callable[[WorkerConfig], Backend | Upstream], factory)
 
 
-def create_backend(name: str, config: WorkerConfig) -> Backend:
+def create_backend(name: str, config: WorkerConfig) -> Backend | Upstream:
     """Build the backend of that name; it is not started.
 
     Raises:

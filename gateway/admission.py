@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
@@ -58,7 +58,7 @@ class Entry:
         waiting: one for each of its prompts.
         foreseen: what admission expects of it.
         since_s: when it was admitted.
-        begun: its prompts that went to a worker.
+        prompt_tokens: of its prompts that went to a worker.
         output_tokens: tokens that it has generated.
         ended: its sequences that ended by themselves or at their limit.
     """
@@ -67,15 +67,9 @@ class Entry:
     waiting: Sequence[Waiting]
     foreseen: Admitted
     since_s: float
-    begun: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
     output_tokens: int = 0
     ended: int = 0
-
-    @property
-    def used_tokens(self) -> int:
-        """Tokens of prompts that were computed, and of output."""
-        prompts = sum(self.ask.needs[index].prompt_tokens for index in self.begun)
-        return prompts + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +147,7 @@ class AdmissionController:
     def settle(self, entry: Entry) -> None:
         """Settle what a request used, and release the rest; learn from it if it came to its end."""
         ask = entry.ask
-        self.ledger.settle(ask.request_id, entry.used_tokens)
+        self.ledger.settle(ask.request_id, entry.prompt_tokens + entry.output_tokens)
         if entry.ended == sum(need.sequences for need in ask.needs):
             self._outputs.learn(ask.tenant, entry.output_tokens // entry.ended, ask.max_tokens)
 

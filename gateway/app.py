@@ -48,7 +48,13 @@ class Listening:
 
 
 def build_fleet(config: ServeConfig) -> Fleet:
-    """Return the workers that the settings ask for, not built yet."""
+    """Return the workers that the settings ask for, not built yet.
+
+    Raises:
+        ValueError: there are upstreams for a backend that has its own device.
+    """
+    if config.upstream and config.backend in {"engine", "sim"}:
+        raise ValueError(f"--upstream goes with --backend openai, not with {config.backend}")
     return Fleet(lambda: backend_factory(config.backend), config.worker_configs())
 
 

@@ -83,7 +83,7 @@ class Run:
     def unread_tokens(self) -> int:
         """Tokens that were generated and nobody has read."""
         return sum(
-            placed.worker.backend.unread_tokens(placed.request.request_id)
+            placed.worker.generating.unread_tokens(placed.request.request_id)
             for placed in self.placements
             if placed is not None
         )
@@ -92,7 +92,7 @@ class Run:
         """Let the workers go on like this with what was placed."""
         for placed in self.placements:
             if placed is not None:
-                placed.worker.backend.pace(placed.request.request_id, pace)
+                placed.worker.generating.pace(placed.request.request_id, pace)
 
     def place(self, index: int, placement: Placement) -> None:
         """Note where a prompt goes."""
@@ -195,7 +195,7 @@ class Dispatcher:
         with run.span.child("route") as route:
             describe_route(route, worker, self._fleet.serving)
         try:
-            entry.begun.append(index)
+            entry.prompt_tokens += waiting.need.prompt_tokens
             placed = self._decide(run, index, worker)
             unstarted = True
             with dispatched(run.span) as hops:
@@ -232,7 +232,7 @@ class Dispatcher:
         self._leases.add(lease)
         try:
             await self._store.reserve(worker.worker_id, lease, placed.request.most_tokens, LEASE_S)
-            async with aclosing(worker.backend.generate(placed.request)) as deltas:
+            async with aclosing(worker.generating.generate(placed.request)) as deltas:
                 yield deltas
         finally:
             self._leases.discard(lease)
@@ -304,6 +304,9 @@ class Dispatcher:
         for worker in self._fleet.workers:
             worker_id, failure = worker.worker_id, worker.backend.failure
             if failure is None:
+                if worker_id in self._lost:  # an upstream
+                    self._lost.discard(worker_id)
+                    log(logging.INFO, "worker is back", worker=worker_id)
                 await self._store.publish(worker_id, worker.backend.load())
             elif worker_id not in self._lost:
                 self._lost.add(worker_id)

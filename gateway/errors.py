@@ -12,11 +12,15 @@
     ├── TooMany               429  rate_limit_error, with Retry-After
     │   ├── QuotaExceeded          ... code rate_limit_exceeded
     │   ├── Overloaded             ... code overloaded
-    │   └── QueueTimeout           ... code queue_timeout
+    │   ├── QueueTimeout           ... code queue_timeout
+    │   └── UpstreamBusy           ... code upstream_busy
+    ├── NotOffered            501  ... code not_offered
+    ├── UpstreamBroken        502  ... code upstream_failed
     └── Unavailable           503  server_error, with Retry-After
         ├── Starting               ... code model_loading
         ├── Draining               ... code draining
-        └── WorkerFailed           ... code worker_failed
+        ├── WorkerFailed           ... code worker_failed
+        └── UpstreamUnavailable    ... code upstream_unavailable
 
 On the wire each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
 """
@@ -28,7 +32,12 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from backends.errors import BackendFailed, RequestRejected
+from backends.errors import (
+    BackendFailed,
+    RequestRejected,
+    UpstreamFailed,
+    UpstreamUnreachable,
+)
 
 LONGEST_MESSAGE: Final = 1000
 """Characters of a message: some quote what the client sent, which may be as long as a body."""
@@ -172,6 +181,26 @@ class QueueTimeout(TooMany):
     code = "queue_timeout"
 
 
+class NotOffered(GatewayError):
+    """What is asked for exists, but not with the backend of this node."""
+
+    status = 501
+    code = "not_offered"
+
+
+class UpstreamBusy(TooMany):
+    """Every upstream has asked to be left alone for a while."""
+
+    code = "upstream_busy"
+
+
+class UpstreamBroken(GatewayError):
+    """An upstream does not answer, broke while it did, or answered with an error of its own."""
+
+    status = 502
+    code = "upstream_failed"
+
+
 class Unavailable(GatewayError):
     """This node takes no requests now; another one, or this one later, may."""
 
@@ -197,6 +226,12 @@ class WorkerFailed(Unavailable):
     code = "worker_failed"
 
 
+class UpstreamUnavailable(Unavailable):
+    """No upstream serves now."""
+
+    code = "upstream_unavailable"
+
+
 def as_gateway_error(error: Exception) -> GatewayError:
     """Return what a client may see of any error. What is not ours to explain becomes a bare 500."""
     if isinstance(error, GatewayError):
@@ -204,6 +239,10 @@ def as_gateway_error(error: Exception) -> GatewayError:
     if isinstance(error, RequestRejected):
         kind = InvalidRequest if error.limit_tokens is None else ContextTooLong
         return kind(str(error), error.param)
+    if isinstance(error, UpstreamUnreachable):
+        return UpstreamBroken("the upstream does not answer")  # where it is, the log says
+    if isinstance(error, UpstreamFailed):
+        return UpstreamBroken(f"the upstream failed: {error}")
     if isinstance(error, BackendFailed):
         return WorkerFailed(f"the worker failed: {error}", retry_after_s=5)
     return GatewayError("internal error; the server's log has the details")

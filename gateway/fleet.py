@@ -2,7 +2,7 @@
 
 All are alike but for their device. They are imported and built when the fleet starts, so that the
 node listens while torch is being loaded. A worker that breaks while serving is left out from then
-on; the fleet has failed once none is left.
+on; the fleet has failed once none is left. Upstreams come back: without one there is an outage.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import cast
 
-from backends.base import Backend, WorkerConfig
+from backends.base import Backend, Upstream, WorkerConfig
 from backends.errors import BackendFailed
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
 from policies.room import Need, Occupancy
 
-BackendFactory = Callable[[WorkerConfig], Backend]
+BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 
 
 class FleetWorker:
     """A worker of this node, and what was sent to it and has not ended.
 
     Attributes:
+        backend: what runs them; `generating` and `upstream` say which of the two it is.
         reserved_tokens: tokens of prompt and output that these take at most.
     """
 
-    def __init__(self, worker_id: str, backend: Backend) -> None:
+    def __init__(self, worker_id: str, backend: Backend | Upstream) -> None:
         """Begin with nothing sent."""
         self.worker_id = worker_id
         self.backend = backend
@@ -48,6 +50,23 @@ class FleetWorker:
             self._unstarted_prompt_tokens,
             min(self._promised.values(), default=None),
         )
+
+    @property
+    def forwards(self) -> bool:
+        """Whether requests go on as they came, to an upstream."""
+        return hasattr(self.backend, "forward")
+
+    @property
+    def generating(self) -> Backend:
+        """The backend, which takes token ids."""
+        assert not self.forwards
+        return cast(Backend, self.backend)
+
+    @property
+    def upstream(self) -> Upstream:
+        """The upstream, which takes requests as they came."""
+        assert self.forwards
+        return cast(Upstream, self.backend)
 
     def reserve(self, request_id: str, need: Need) -> None:
         """Count a request in: it is about to be sent."""
@@ -95,8 +114,23 @@ class Fleet:
         return [worker for worker in self.workers if worker.backend.failure is None]
 
     @property
+    def open(self) -> list[FleetWorker]:
+        """Of these, those that may be sent something now: an upstream may have to be left alone."""
+        return [w for w in self.serving if not w.forwards or w.upstream.rest is None]
+
+    @property
     def failure(self) -> str | None:
-        """Why no worker is left, or None while there is one, or none was built yet."""
+        """Why no worker is left, or None while there is one, or may be again, or none was built."""
+        return None if self.forwards else self.outage
+
+    @property
+    def forwards(self) -> bool:
+        """Whether the workers are upstreams."""
+        return bool(self.workers) and self.workers[0].forwards
+
+    @property
+    def outage(self) -> str | None:
+        """Why no worker serves now, or None while one does, or none was built yet."""
         if not self.workers or self.serving:
             return None
         return "; ".join(dict.fromkeys(str(worker.backend.failure) for worker in self.workers))
@@ -110,13 +144,15 @@ class Fleet:
 
     @property
     def card(self) -> ModelCard:
-        """What is served."""
-        return self._any().card
+        """What is served; of upstreams, what the first of them serves that was ever reached."""
+        self._any()
+        cards = [worker.backend.card for worker in self.workers]
+        return next((card for card in cards if card.model_id), cards[0])
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._any().tokenizer
+        return self._any().generating.tokenizer
 
     async def start(self) -> None:
         """Import in a thread, build all, and start them side by side.
@@ -148,10 +184,10 @@ class Fleet:
         """Stop all at once; open streams end with `BackendFailed`. Idempotent."""
         await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
 
-    def _any(self) -> Backend:
+    def _any(self) -> FleetWorker:
         if not self.workers:
             raise BackendFailed("the workers have not started")
-        return self.workers[0].backend
+        return self.workers[0]
 
 
 Choose = Callable[[Sequence[int]], int]
@@ -168,6 +204,23 @@ class RoundRobin:
     def __call__(self, reserved_tokens: Sequence[int]) -> int:
         """Return the index of the worker whose turn it is."""
         return next(self._turns) % len(reserved_tokens)
+
+
+class LeastReservedInTurn:
+    """Chooses the worker with the fewest reserved tokens, and equals in turn.
+
+    So idle ones share what comes, and what goes wrong on one of them does not meet all.
+    """
+
+    def __init__(self) -> None:
+        """Begin with the first."""
+        self._turns = count()
+
+    def __call__(self, reserved_tokens: Sequence[int]) -> int:
+        """Return the index of a worker."""
+        least = min(reserved_tokens)
+        equals = [index for index, tokens in enumerate(reserved_tokens) if tokens == least]
+        return equals[next(self._turns) % len(equals)] if len(equals) > 1 else equals[0]
 
 
 def least_reserved(reserved_tokens: Sequence[int]) -> int:

@@ -12,7 +12,9 @@ from gateway.admission import Bounds
 from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.config import ServeConfig
 from gateway.decisions import Decisions
-from gateway.fleet import Fleet
+from gateway.errors import NotOffered
+from gateway.fleet import Fleet, LeastReservedInTurn
+from gateway.forwarding import Forwarder
 from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.store import Store
@@ -52,8 +54,10 @@ class Node:
             self.policy,
             rules,
             quotas={account.name: account.quota for account in self.accounts},
+            choose=LeastReservedInTurn(),
         )
-        self.metrics = Metrics(self._loads, self._model_name)
+        self.forwarder = Forwarder(fleet, self.dispatcher.queue, self.dispatcher.admission)
+        self.metrics = Metrics(self._loads, lambda: self.model_name)
 
     @property
     def state(self) -> NodeState:
@@ -62,14 +66,26 @@ class Node:
         return self.lifecycle.state
 
     @property
+    def model_name(self) -> str:
+        """The name clients use; empty while nobody knows it."""
+        if self._served is not None:
+            return self._served.name
+        if not self.fleet.forwards:
+            return ""
+        return self.config.served_model_name or self.fleet.card.model_id
+
+    @property
     def served(self) -> Served:
         """The model as clients see it.
 
         Raises:
             Unavailable: it is not loaded.
+            NotOffered: it is an upstream's.
         """
         if self._served is None:
             self.lifecycle.require_ready()
+            if self.fleet.forwards:
+                raise NotOffered("the upstream has the model; this node forwards requests only")
             raise RuntimeError("the node is ready without a model")
         return self._served
 
@@ -80,24 +96,22 @@ class Node:
             ImportError, CheckpointError, ValueError: as `Fleet.start`.
         """
         await self.fleet.start()
-        card = self.fleet.card
-        name = self.config.served_model_name or card.model_id
-        self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
+        if not self.fleet.forwards:
+            card = self.fleet.card
+            name = self.config.served_model_name or card.model_id
+            self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
         self.metrics.set(figures.BUILD, 1, __version__, platform.python_version())
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
 
     def _loads(self) -> list[WorkerLoad | None]:
         """Return the load of every worker in order; None stands for one that is broken."""
-        if self._served is None:
+        if self._served is None and not self.fleet.forwards:
             return []
         return [
             worker.backend.load() if worker.backend.failure is None else None
             for worker in self.fleet.workers
         ]
-
-    def _model_name(self) -> str:
-        return "" if self._served is None else self._served.name
 
 
 def _accounts(config: ServeConfig) -> Accounts:

@@ -149,7 +149,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         job.grammar,
         service=job.service,
     )
-    worker.backend.check(request)
+    worker.generating.check(request)
     return request
 
 

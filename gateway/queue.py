@@ -123,7 +123,7 @@ class CentralQueue:
 
     def _with_room(self, need: Need) -> FleetWorker | None:
         """Return the worker that takes a request now, if one does."""
-        open_ = [worker for worker in self._fleet.serving if has_room(worker.occupancy, need)]
+        open_ = [worker for worker in self._fleet.open if has_room(worker.occupancy, need)]
         if not open_:
             return None
         return open_[self._choose([worker.reserved_tokens for worker in open_])]
@@ -152,4 +152,4 @@ class CentralQueue:
         for place in tuple(self._places.values()):
             self.ordering.remove(place.waiting.ticket.key)
             self._forget(place)
-            place.turn.set_exception(BackendFailed(self._fleet.failure or "there is no worker"))
+            place.turn.set_exception(BackendFailed(self._fleet.outage or "there is no worker"))

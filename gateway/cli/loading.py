@@ -30,7 +30,7 @@ def stderr() -> Console:
 @asynccontextmanager
 async def loading_shown(fleet: Fleet, config: ServeConfig, console: Console) -> AsyncIterator[None]:
     """Show how far the fleet has loaded, until the context is left."""
-    what = config.model or "the shipped model"
+    what = config.model or ", ".join(config.upstream) or "the shipped model"
     if console.is_terminal:
         bar = asyncio.create_task(_bar(lambda: fleet.progress, what, console))
         try:
@@ -40,7 +40,8 @@ async def loading_shown(fleet: Fleet, config: ServeConfig, console: Console) -> 
             await asyncio.wait({bar})
         return
     begin_s = time.perf_counter()
-    log(logging.INFO, "loading", backend=config.backend, model=what, workers=len(config.devices))
+    workers = len(config.worker_configs())
+    log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
     yield
     if fleet.progress >= 1.0:  # and not a signal that ended it
         log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)

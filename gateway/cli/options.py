@@ -64,6 +64,9 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         both = f"{setting.flag}/--no-{setting.flag[2:]}"
         info = typer.Option(both, help=setting.help, show_default=False)
         return _keyword(setting.name, Annotated[bool | None, info])
+    elif setting.kind == "urls":
+        info = typer.Option(setting.flag, help=setting.help, metavar="URL", show_default=False)
+        return _keyword(setting.name, Annotated[list[str] | None, info])
     else:
         info = typer.Option(
             setting.flag, help=_help(setting), metavar=metavar(setting), show_default=False

@@ -16,6 +16,7 @@ from gateway import __version__
 from gateway.app import Listening, StartError, serve
 from gateway.cli.loading import loading_shown, stderr
 from gateway.config import ServeConfig
+from gateway.node import Node
 from gateway.telemetry.logs import configure, log
 
 CANNOT_START = 1
@@ -38,16 +39,9 @@ def run_server(config: ServeConfig) -> None:
 def show_banner(where: Listening) -> None:
     """Say where the node is, what it serves, and how to try it."""
     node = where.node
-    served, backend = node.served, node.config.backend
-    workers = node.fleet.workers
-    proposers = ", ".join(workers[0].backend.load().proposers) or "none"
-    several = f", {len(workers)} workers" if len(workers) > 1 else ""
     lines = Text()
-    for label, value in (
-        ("url", f"{where.url}/v1"),
-        ("model", f"{served.name} ({backend}{several}, context of {served.max_model_len} tokens)"),
-        ("speculation", f"{node.policy.name}; drafts with: {proposers}"),
-    ):
+    described = _upstreams(node) if node.fleet.forwards else _model(node)
+    for label, value in (("url", f"{where.url}/v1"), *described):
         lines.append(f"{label:12} ", style="dim")
         lines.append(f"{value}\n", style="bold" if label == "url" else "")
     lines.append("stop         ", style="dim")
@@ -56,8 +50,31 @@ def show_banner(where: Listening) -> None:
     console.print(
         Panel(lines, title=f"Draftgate {__version__} is ready", expand=False, padding=(0, 2))
     )
-    console.print(_curl(where.url, served.name), soft_wrap=True, markup=False)
+    console.print(_curl(where.url, node.model_name), soft_wrap=True, markup=False)
     sys.stdout.flush()
+
+
+def _model(node: Node) -> list[tuple[str, str]]:
+    served, workers = node.served, node.fleet.workers
+    proposers = ", ".join(workers[0].backend.load().proposers) or "none"
+    several = f", {len(workers)} workers" if len(workers) > 1 else ""
+    what = f"{node.config.backend}{several}, context of {served.max_model_len} tokens"
+    return [
+        ("model", f"{served.name} ({what})"),
+        ("speculation", f"{node.policy.name}; drafts with: {proposers}"),
+    ]
+
+
+def _upstreams(node: Node) -> list[tuple[str, str]]:
+    """Say who answers, and which of them do not yet."""
+    found = [
+        worker.backend.card.root + ("" if worker.backend.failure is None else " (does not answer)")
+        for worker in node.fleet.workers
+    ]
+    return [
+        ("model", node.model_name or "unknown until an upstream answers"),
+        ("upstreams", ", ".join(found)),
+    ]
 
 
 def _curl(url: str, model: str) -> str:

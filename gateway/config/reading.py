@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from backends.registry import backend_names
 from gateway.config.schema import ServeConfig
-from gateway.config.values import check_url, indices, size_bytes, texts
+from gateway.config.values import check_url, indices, size_bytes, texts, urls
 from policies.registry import (
     admission_policy,
     batching_policy,
@@ -107,6 +107,8 @@ class Setting:
                 value = indices(value)
             if self.kind == "list":
                 value = texts(value)
+            if self.kind == "urls":
+                value = urls(value)
             if value is False and self.kind == "speculation":
                 value = "off"  # which is how YAML spells false
             if isinstance(value, str) and self.choices:

@@ -32,8 +32,8 @@ def _meta(
     Args:
         text: the help text.
         kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1, `list` takes texts
-            with commas between them, or the flag again and again; `url` is the address of an HTTP
-            server; `backend` and the kinds of policies are names.
+            with commas between them, or the flag again and again, and so does `urls`; `url` is the
+            address of an HTTP server; `backend` and the kinds of policies are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
         secret: whether its value is never shown.
@@ -47,7 +47,7 @@ def _meta(
     return Meta(description=text, extra=extra, ge=ge, le=le)
 
 
-_OF_ONE_WORKER: Final = frozenset({"device_index", "num_workers", "threads"})
+_OF_ONE_WORKER: Final = frozenset({"device_index", "num_workers", "threads", "upstream"})
 """Fields of a worker's configuration that depend on how many workers there are."""
 
 
@@ -66,7 +66,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         int, _meta("Port to listen on; 0 picks a free one", gateway=True, ge=0, le=65535)
     ] = 8000
     backend: Annotated[
-        str, _meta("What runs requests: engine, sim, or one installed beside", kind="backend")
+        str,
+        _meta("What runs requests: engine, sim, openai, or one installed beside", kind="backend"),
     ] = "engine"
     speculation: Annotated[
         str,
@@ -173,6 +174,22 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sim_acceptance: Annotated[
         float, _meta("sim: chance that a draft token is accepted", ge=0, le=1)
     ] = 0.6
+    upstream: Annotated[
+        tuple[str, ...],
+        _meta(
+            "openai: address of a server to forward to; again for more", kind="urls", gateway=True
+        ),
+    ] = ()
+    upstream_api_key_env: (
+        Annotated[
+            str, _meta("openai: environment variable with the upstreams' API key", gateway=True)
+        ]
+        | None
+    ) = None
+    upstream_concurrency: Annotated[
+        int,
+        _meta("openai: most requests an upstream runs at once (0: unknown)", ge=0, gateway=True),
+    ] = 0
     decisions_file: (
         Annotated[str, _meta("Append every decision about speculation to this file, as JSON lines")]
         | None
@@ -245,12 +262,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
-        """Return what concerns the workers: a configuration for each of the devices."""
+        """Return what concerns the workers: a configuration for each upstream, or device."""
         shared = {
             field.name: getattr(self, field.name)
             for field in fields(WorkerConfig)
             if field.name not in _OF_ONE_WORKER
         }
+        if self.upstream:
+            return tuple(WorkerConfig(**shared, upstream=url) for url in self.upstream)
         return tuple(
             WorkerConfig(
                 **shared,

@@ -55,6 +55,23 @@ def check_url(text: str) -> None:
         raise ValueError("expected an address such as http://127.0.0.1:4318")
 
 
+def urls(value: object) -> list[str]:
+    """Read addresses of servers: a text with commas between them, or a list.
+
+    Raises:
+        ValueError: one is no http or https address, or stands twice.
+    """
+    items = value if isinstance(value, list | tuple) else str(value).split(",")
+    found = [str(item).strip().rstrip("/") for item in items]
+    for item in found:
+        parts = urlsplit(item)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query:
+            raise ValueError("expected addresses such as http://localhost:8001")
+    if len(set(found)) < len(found):
+        raise ValueError("expected different addresses")
+    return found
+
+
 _UNITS: Final = {
     "": 1,
     "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,

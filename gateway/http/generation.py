@@ -14,6 +14,7 @@ from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.accounts import ACCOUNT, fingerprint
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
+from gateway.http.forwarding import forward
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.service import retries_of, service_of
 from gateway.http.requests.validation import Call, Served
@@ -75,6 +76,8 @@ async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
 async def _respond(
     request: web.Request, node: Node, api: Api, watch: RequestWatch
 ) -> web.StreamResponse:
+    if node.fleet.forwards:
+        return await forward(request, node, watch)
     call = await _parsed(request, node, api, watch)
     answer = Answer(call, api.rendering(_frame(call, node)), watch)
     running = node.dispatcher.run(call.job, watch.span, watch.placed)

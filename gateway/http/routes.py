@@ -16,7 +16,7 @@ from gateway.errors import (
     RouteNotFound,
     as_gateway_error,
 )
-from gateway.http import generation
+from gateway.http import forwarding, generation
 from gateway.http.accounts import authenticate
 from gateway.http.context import (
     NODE,
@@ -48,6 +48,7 @@ def build_app(node: Node) -> web.Application:
             *(web.post(api.path, generation.handler(api)) for api in (CHAT, COMPLETIONS)),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
+            web.post("/v1/embeddings", forwarding.pass_on),
             web.post("/tokenize", tokenize.tokenize),
             web.post("/detokenize", tokenize.detokenize),
             web.get("/health", health.health),

@@ -24,9 +24,9 @@ from gateway.telemetry.watch import Ending
 KEEPALIVE_S: Final = 5.0
 """A stream that waits for its first token sends a comment this often: proxies cut silent ones."""
 
-_COMMENT: Final = b": waiting\n\n"
+COMMENT: Final = b": waiting\n\n"
 _DONE: Final = b"data: [DONE]\n\n"
-_HEADERS: Final = {
+EVENT_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
@@ -39,7 +39,7 @@ class EventStream:
     def __init__(self, request: web.Request, slow: SlowReaders) -> None:
         self._request = request
         self.reader = Reader(request, slow)
-        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response = web.StreamResponse(headers=EVENT_HEADERS)
 
     @property
     def begun(self) -> bool:
@@ -119,7 +119,7 @@ async def _first(events: EventStream, deltas: AsyncGenerator[Delta, None]) -> De
     waiting = asyncio.ensure_future(anext(deltas, None))
     try:
         while not (await asyncio.wait({waiting}, timeout=KEEPALIVE_S))[0]:
-            await events.write(_COMMENT)
+            await events.write(COMMENT)
     finally:
         if not waiting.done():
             waiting.cancel()

@@ -14,7 +14,7 @@ from typing import Final, Self
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.propagate import extract
+from opentelemetry.propagate import extract, inject
 from opentelemetry.propagators.textmap import Getter
 from opentelemetry.sdk.resources import (
     SERVICE_NAME,
@@ -125,6 +125,12 @@ class OtelSpan:
             start_time=self._wall_ns(start_s),
         )
         return OtelSpan(self._tracer, span, self._offset_ns)
+
+    def propagation(self) -> dict[str, str]:
+        """Return `traceparent`, and what else the propagators of the environment add."""
+        carrier: dict[str, str] = {}
+        inject(carrier, trace.set_span_in_context(self._span, Context()))
+        return carrier
 
     def end(self, at_s: float | None = None) -> None:
         """End it, once."""

@@ -54,6 +54,10 @@ class Span(Protocol):
         """Start a span below this one, now or at an instant that has been."""
         ...
 
+    def propagation(self) -> dict[str, str]:
+        """Return the headers that make a request to another server part of this span."""
+        ...
+
     def end(self, at_s: float | None = None) -> None:
         """End it, now or at an instant that has been. Idempotent."""
         ...
@@ -102,6 +106,10 @@ class _NoSpan:
     ) -> Span:
         """Return itself."""
         return self
+
+    def propagation(self) -> dict[str, str]:
+        """Return none."""
+        return {}
 
     def end(self, at_s: float | None = None) -> None:
         """Do nothing."""

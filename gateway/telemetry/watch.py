@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
+from backends.base import TokenUsage
 from backends.types import Delta, FinishReason, Phases, SpeculationOutcome
 from gateway.job import Job
 from gateway.placement import Placement
@@ -130,6 +131,22 @@ class RequestWatch:
     def fail(self, ending: Ending, status: int, error: BaseException) -> None:
         """Note that the request ends badly; the client is told next, and `end` follows then."""
         self._failure = self._failure or (ending, status, error)
+
+    def progressed(self) -> None:
+        """Record that bytes of an upstream's answer pass to the client."""
+        self._last_s = self._clock()
+        if self._first_s is None:
+            self._first_s = self._last_s
+            self._metrics.observe(figures.TTFT, self._first_s - self._arrival_s, self._operation)
+            self.span.event("first_token")
+
+    def settled(self, usage: TokenUsage, choices: int) -> None:
+        """Record the tokens of an upstream's answer, once, when it is over."""
+        self._choices = choices
+        self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
+        self._metrics.add(figures.PROMPT_TOKENS, usage.prompt)
+        self._metrics.add(figures.CACHED_TOKENS, usage.cached)
+        self._generated.value += usage.output
 
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
         """Record the end: the last byte, a cancel, or an error. What `fail` noted stands."""

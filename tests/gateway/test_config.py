@@ -63,6 +63,10 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
         ({"devices": "-1"}, "--devices: expected different indices"),
         ({"devices": ""}, "--devices: expected different indices"),
         ({"devices": "cpu"}, "--devices: expected different indices"),
+        ({"upstream": "localhost:8001"}, "--upstream: expected addresses such as http://localhost"),
+        ({"upstream": "http://a,http://a/"}, "--upstream: expected different addresses"),
+        ({"upstream": ""}, "--upstream: expected addresses"),
+        ({"upstream_concurrency": "-1"}, "--upstream-concurrency: expected int >= 0"),
         ({"exact": "perhaps"}, "--exact: expected bool"),
         ({"gpu_memory_utilization": "0"}, "--gpu-memory-utilization: expected float > 0"),
         ({"gpu_memory_utilization": "1.1"}, "--gpu-memory-utilization: expected float <= 1"),
@@ -270,3 +274,20 @@ def test_every_default_is_a_value_one_may_give() -> None:
         if setting.default is not None:
             given = ",".join(map(str, setting.default)) if setting.kind == "indices" else None
             assert setting.read(given or setting.default, setting.flag) == setting.default
+
+
+def test_each_upstream_is_a_worker(tmp_path: Path) -> None:
+    """Flags that repeat, a list of the file and commas of the environment all mean several."""
+    file = tmp_path / "node.yaml"
+    file.write_text("upstream: [http://a:1/v1, https://b]\n")
+    expected = ("http://a:1/v1", "https://b")
+    for flags, environ, path in (
+        ({"upstream": ["http://a:1/v1", "https://b/"]}, {}, None),
+        ({}, {"DRAFTGATE_UPSTREAM": "http://a:1/v1, https://b"}, None),
+        ({}, {}, str(file)),
+    ):
+        config = effective_config(flags, environ, path).config
+        assert config.upstream == expected
+        assert tuple(worker.upstream for worker in config.worker_configs()) == expected
+    (single,) = ServeConfig(upstream=("http://a",), upstream_concurrency=9).worker_configs()
+    assert (single.upstream, single.upstream_concurrency) == ("http://a", 9)

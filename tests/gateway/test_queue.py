@@ -38,7 +38,8 @@ class Fleet(SimpleNamespace):
     def serving(self) -> list[FleetWorker]:
         return [worker for worker in self.workers if worker.backend.failure is None]
 
-    failure = "device lost"
+    open = serving
+    outage = "device lost"
 
 
 def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[FleetWorker]]:

@@ -30,12 +30,18 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while new requests are welcome, else 503; a node that loads says how far it is."""
+    """200 while new requests are welcome, else 503; a node that loads says how far it is.
+
+    A node whose upstreams are all out is not ready until one is back.
+    """
     node = request.app[NODE]
     state = node.state
     if state is NodeState.STARTING:
         body = {"status": state.value, "progress": round(node.fleet.progress, 3)}
         return web.json_response(body, status=503)
+    outage = node.fleet.outage
+    if state is NodeState.READY and outage is not None:  # of upstreams: it may pass
+        return web.json_response({"status": "unavailable", "reason": outage}, status=503)
     return web.json_response(
         {"status": state.value}, status=200 if state is NodeState.READY else 503
     )

@@ -5,30 +5,52 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+from gateway.errors import ModelNotFound
 from gateway.http.context import NODE
+from gateway.http.forwarding import pass_on
 from gateway.http.replies.shapes import ModelList, ModelReply
 from gateway.node import Node
 
 
-async def list_models(request: web.Request) -> web.Response:
-    """List the one model served here."""
+async def list_models(request: web.Request) -> web.StreamResponse:
+    """List the one model served here, or those of the upstream."""
+    if _are_the_upstreams(request.app[NODE]):
+        return await pass_on(request)
     return _json(ModelList([_model(request.app[NODE])]))
 
 
-async def get_model(request: web.Request) -> web.Response:
+async def get_model(request: web.Request) -> web.StreamResponse:
     """Describe the model.
 
     Raises:
         ModelNotFound: it is not the one served here.
     """
     node = request.app[NODE]
-    node.served.check_name(request.match_info["model"])
+    if _are_the_upstreams(node):
+        return await pass_on(request)
+    asked, served = request.match_info["model"], _name(node)
+    if asked != served:
+        raise ModelNotFound(asked, served)
     return _json(_model(node))
 
 
 def _model(node: Node) -> ModelReply:
-    served, card = node.served, node.fleet.card
-    return ModelReply(served.name, card.created_s, card.root, card.max_model_len)
+    name, card = _name(node), node.fleet.card
+    return ModelReply(name, card.created_s, card.root, card.max_model_len)
+
+
+def _are_the_upstreams(node: Node) -> bool:
+    """Whether clients use the upstream's own names of models."""
+    return node.fleet.forwards and node.config.served_model_name is None
+
+
+def _name(node: Node) -> str:
+    """Return the model's name.
+
+    Raises:
+        Unavailable: it is not loaded.
+    """
+    return node.model_name if node.fleet.forwards else node.served.name
 
 
 def _json(reply: msgspec.Struct) -> web.Response:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from gateway.errors import InvalidRequest
 from gateway.http.context import NODE, read_body
+from gateway.http.forwarding import pass_on_if_there
 from gateway.http.generation import INLINE_BODY_BYTES
 from gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
 from gateway.http.requests.decoding import decode
@@ -22,19 +23,21 @@ _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
 
 
-async def tokenize(request: web.Request) -> web.Response:
+async def tokenize(request: web.Request) -> web.StreamResponse:
     """Return the token ids of a prompt, or of messages in the model's chat template."""
     return await _answer(request, _tokenize)
 
 
-async def detokenize(request: web.Request) -> web.Response:
+async def detokenize(request: web.Request) -> web.StreamResponse:
     """Return the text of token ids."""
     return await _answer(request, _detokenize)
 
 
 async def _answer(
     request: web.Request, work: Callable[[bytes, Served], msgspec.Struct]
-) -> web.Response:
+) -> web.StreamResponse:
+    if request.app[NODE].fleet.forwards:
+        return await pass_on_if_there(request)
     served = request.app[NODE].served
     body = await read_body(request)
     if len(body) <= INLINE_BODY_BYTES:

@@ -1,0 +1,111 @@
+"""One answer of an upstream: its bytes, and what they tell of how it ended and how fast it came."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Final
+
+import aiohttp
+
+from backends.base import TokenUsage
+from backends.errors import UpstreamFailed
+from backends.openai.events import EventScan, StreamEnding, usage_in
+
+_TAIL_BYTES: Final = 16 << 10
+"""Of a whole answer the end is kept, where `usage` stands."""
+
+_NOT_PASSED_ON: Final = frozenset({
+    # of the connection (RFC 9110, section 7.6.1), or set anew by whoever answers
+    "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "content-length", "date", "server",
+    # aiohttp has decoded the body by now
+    "content-encoding",
+    "set-cookie",
+})  # fmt: skip
+
+
+class HttpExchange:
+    """Implements `Exchange` over an aiohttp response.
+
+    Attributes:
+        first_s, last_s: when the first and the last output of a stream came, by the clock.
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse, clock: Callable[[], float]) -> None:
+        """Begin with the head of the response."""
+        self.status = response.status
+        self.headers: Mapping[str, str] = {
+            name: value
+            for name, value in response.headers.items()
+            if name.lower() not in _NOT_PASSED_ON
+        }
+        self.streaming = response.status == 200 and response.content_type == "text/event-stream"
+        self.scan = EventScan()
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        self._response = response
+        self._clock = clock
+        self._tail = b""
+
+    @property
+    def error_sent(self) -> bool:
+        """Whether the upstream said itself that it failed."""
+        return self.scan.ending is StreamEnding.ERROR
+
+    @property
+    def ended_rightly(self) -> bool:
+        """Whether this is a stream that came to its `[DONE]`."""
+        return self.scan.ending is StreamEnding.DONE
+
+    def usage(self) -> TokenUsage:
+        """Return the tokens so far."""
+        found = self.scan.usage() if self.streaming else usage_in(self._tail)
+        return found or TokenUsage(0, 0, self.scan.outputs)
+
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body as it comes."""
+        try:
+            async for block in self._response.content.iter_any():
+                passing = self._passing(block)
+                if passing:
+                    yield passing
+                if self.scan.ending is not None:
+                    break
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamFailed(f"the answer broke off: {_reason(error)}") from error
+        self._check_ending()
+
+    async def finish(self) -> None:
+        """Read the end of the body behind `[DONE]`, so that the connection can be used again."""
+        if self.scan.ending is not None and not self._response.content.is_eof():
+            await self._response.content.readany()
+
+    def fail(self, reason: str) -> None:
+        """Let whoever reads the body find that it broke off."""
+        self._response.content.set_exception(aiohttp.ClientConnectionError(reason))
+
+    def _passing(self, block: bytes) -> bytes:
+        if not self.streaming:
+            self._tail = (self._tail + block)[-_TAIL_BYTES:]
+            return block
+        try:
+            passing = self.scan.feed(block)
+        except ValueError as error:
+            raise UpstreamFailed(str(error)) from error
+        if self.scan.outputs:  # and not a comment that only says that it waits
+            self.last_s = self._clock()
+            if self.first_s is None:
+                self.first_s = self.last_s
+        return passing
+
+    def _check_ending(self) -> None:
+        if not self.streaming:
+            return
+        if self.scan.ending is None:
+            raise UpstreamFailed("the stream ended without [DONE]")
+        if self.scan.ending is StreamEnding.UNFINISHED:
+            raise UpstreamFailed("the stream ended before any choice had finished")
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,252 @@
+"""A server that speaks OpenAI's API, as a worker: requests go there as they came."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from io import BytesIO
+from typing import Final
+
+import aiohttp
+from yarl import URL
+
+from backends.base import Rest, UpstreamCall, WorkerConfig
+from backends.errors import UpstreamUnreachable
+from backends.openai.breaker import Breaker
+from backends.openai.exchange import HttpExchange
+from backends.openai.probing import PROBE_S, Prober
+from backends.openai.retry_after import retry_after_s
+from backends.openai.speed import ObservedSpeed
+from backends.types import Capabilities, ModelCard
+from policies.types import WorkerLoad
+
+CONNECT_S: Final = 5.0
+"""A connection takes a round trip or two; the answer itself may take as long as it likes."""
+
+KEEPALIVE_S: Final = 4.0
+"""An idle connection is used again for so long. vLLM and SGLang (uvicorn) close theirs after 5 s,
+and a request on a connection that is being closed is lost."""
+
+LAST_BYTES_S: Final = 0.25
+"""Behind `[DONE]` the end of the body is awaited this long, else the connection is closed."""
+
+DEFAULT_REST_S: Final = 1.0
+"""Pause of an upstream that refuses (429, 503) without saying for how long."""
+
+BYTES_PER_TOKEN: Final = 4
+"""Of English text and JSON, roughly: only for the speed of prompts whose `usage` nobody asked."""
+
+LARGE_BYTES: Final = 64 << 10
+
+_REFUSALS: Final = (429, 503)
+_CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
+
+
+class OpenAIUpstream:
+    """Implements `Upstream`. One session, whose connections are kept and shared."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        probe_s: float = PROBE_S,
+    ) -> None:
+        """Take the address and the key; nothing is sent yet.
+
+        Args:
+            config: `upstream`, `upstream_api_key_env` and `upstream_concurrency` are read.
+            clock: for breaker, rests and speed.
+            probe_s: seconds between two probes of an upstream that is well.
+
+        Raises:
+            ValueError: there is no address, or no key where one is named.
+        """
+        if config.upstream is None:
+            raise ValueError("the backend 'openai' needs --upstream URL")
+        self.url = config.upstream.rstrip("/").removesuffix("/v1")
+        self._headers = {"Accept-Encoding": "identity", **_authorization(config)}
+        self._seats = config.upstream_concurrency
+        self._clock = clock
+        self._probe_s = probe_s
+        self._breaker = Breaker()
+        self._speed = ObservedSpeed()
+        self._rest = Rest(0.0, 503, "")
+        self._rest_until_s = 0.0
+        self._running = 0
+        self._waiting: set[asyncio.Timeout] = set()  # for the head of an answer
+        self._open: set[HttpExchange] = set()
+        self._session: aiohttp.ClientSession | None = None
+        self._prober: Prober | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    @property
+    def card(self) -> ModelCard:
+        """The first model of the upstream's list; its name is empty while it was never reached."""
+        found = self._prober.model if self._prober is not None else None
+        if found is None:
+            return ModelCard("", self.url, 0, None, 0, _CAPABILITIES)
+        return ModelCard(
+            found.model_id, self.url, found.max_model_len, None, found.created_s, _CAPABILITIES
+        )
+
+    @property
+    def progress(self) -> float:
+        """Always 1: there is nothing to load here."""
+        return 1.0
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is left alone, unless it only asked for a pause."""
+        return "stopped" if self._stopped else self._breaker.reason
+
+    @property
+    def rest(self) -> Rest | None:
+        """The pause it asked for, or the time to its next probe while it is out."""
+        now_s = self._clock()
+        if self.failure is not None:
+            remaining_s = max(self._breaker.remaining_s(now_s), DEFAULT_REST_S)
+            return Rest(remaining_s, 503, f"{self.url}: {self.failure}")
+        if now_s < self._rest_until_s:
+            return self._rest._replace(remaining_s=self._rest_until_s - now_s)
+        return None
+
+    def load(self) -> WorkerLoad:
+        """Return what is known from here: its requests, its seats, its speed."""
+        return WorkerLoad(
+            self._running, 0, 0, 0, 0.0, 0.0, (), seats=self._seats, speed=self._speed.speed()
+        )
+
+    async def start(self) -> None:
+        """Ask whether it is there, once, and go on asking in the background.
+
+        One that does not answer yet is no error: it may start later than this node.
+        """
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        self._prober = Prober(self._session, self.url)
+        reason = await self._prober.probe()
+        if reason is not None:
+            self._breaker.refuse(reason.text, self._clock())
+        self._probing = asyncio.create_task(self._probe_forever())
+
+    async def stop(self) -> None:
+        """Close every connection; what was open breaks."""
+        self._stopped = True
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait({self._probing})
+        # aiohttp tells nobody who waits for a connection that it closes itself.
+        for waiting in self._waiting:
+            waiting.reschedule(0.0)
+        for exchange in self._open:
+            exchange.fail("this node stops")
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def forward(self, call: UpstreamCall) -> AsyncGenerator[HttpExchange, None]:
+        """Pass a request on; leaving the context early closes its connection."""
+        if self._session is None or self._stopped:
+            raise UpstreamUnreachable(f"{self.url} was stopped")
+        self._running += 1
+        try:
+            begin_s = self._clock()
+            response = await self._send(self._session, call)
+            exchange = HttpExchange(response, self._clock)
+            self._open.add(exchange)
+            try:
+                yield exchange
+                with suppress(TimeoutError, aiohttp.ClientError):
+                    async with asyncio.timeout(LAST_BYTES_S):
+                        await exchange.finish()
+            finally:
+                self._open.discard(exchange)
+                response.close()  # a body read to its end has given its connection back by now
+            self._observe(exchange, begin_s, len(call.body))
+        finally:
+            self._running -= 1
+
+    async def probe(self) -> None:
+        """Ask whether it is there, and tell the breaker."""
+        assert self._prober is not None
+        found = await self._prober.probe()
+        if found is None:
+            self._breaker.succeeded()
+        else:
+            self._breaker.failed(found.text, self._clock(), timeout=found.timeout)
+
+    async def _send(
+        self, session: aiohttp.ClientSession, call: UpstreamCall
+    ) -> aiohttp.ClientResponse:
+        waiting = asyncio.timeout(None)
+        self._waiting.add(waiting)
+        try:
+            async with waiting:
+                response = await session.request(
+                    call.method,
+                    URL(self.url + call.path, encoded=True),
+                    data=_payload(call.body),
+                    headers=call.headers,
+                    allow_redirects=False,
+                )
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one of these
+            reason = str(error) or type(error).__name__
+            timeout = isinstance(error, TimeoutError)
+            self._breaker.failed(reason, self._clock(), timeout=timeout)
+            raise UpstreamUnreachable(f"{self.url}: {reason}") from error
+        finally:
+            self._waiting.discard(waiting)
+        if self._breaker.reason is None:
+            self._breaker.succeeded()
+        if response.status in _REFUSALS:
+            self._note_refusal(response)
+        return response
+
+    def _note_refusal(self, response: aiohttp.ClientResponse) -> None:
+        asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
+        until_s = self._clock() + (DEFAULT_REST_S if asked_s is None else asked_s)
+        if until_s >= self._rest_until_s:
+            reason = f"{self.url} answered {response.status}"
+            self._rest_until_s, self._rest = until_s, Rest(0.0, response.status, reason)
+
+    def _observe(self, exchange: HttpExchange, begin_s: float, body_bytes: int) -> None:
+        if not exchange.ended_rightly or exchange.first_s is None or exchange.last_s is None:
+            return
+        usage = exchange.usage()
+        prompt_tokens = usage.prompt or body_bytes / BYTES_PER_TOKEN
+        self._speed.begun(exchange.first_s - begin_s, prompt_tokens)
+        seconds = exchange.last_s - exchange.first_s
+        self._speed.streamed(seconds, usage.output, exchange.scan.finished)
+
+    async def _probe_forever(self) -> None:
+        while True:
+            pause_s = self._breaker.remaining_s(self._clock()) or self._probe_s
+            await asyncio.sleep(min(pause_s, self._probe_s))
+            now_s = self._clock()
+            if self._breaker.remaining_s(now_s) > 0 or now_s < self._rest_until_s:
+                continue  # it asked to be left alone, or its time has not come
+            await self.probe()
+
+
+def _payload(body: bytes) -> bytes | BytesIO | None:
+    """Return the body so that a large one is sent piece by piece."""
+    return BytesIO(body) if len(body) > LARGE_BYTES else body or None
+
+
+def _authorization(config: WorkerConfig) -> dict[str, str]:
+    name = config.upstream_api_key_env
+    if name is None:
+        return {}
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise ValueError(f"--upstream-api-key-env: the variable {name} is not set")
+    return {"Authorization": f"Bearer {key}"}

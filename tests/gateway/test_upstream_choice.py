@@ -1,0 +1,267 @@
+"""Which upstream a request goes to, what is tried again, and who is left alone for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from gateway.app import Listening
+from tests.gateway.harness import client, is_idle, post_raw, running, until
+from tests.gateway.upstreams import (
+    DONE,
+    LAST,
+    TOKEN,
+    WHOLE,
+    Clock,
+    cut_after,
+    held,
+    in_front,
+    refusal,
+    stream_of,
+    upstream,
+    whole,
+)
+
+BODY = {"prompt": "x"}
+BUSY = b'{"error": {"message": "slow down", "code": "rate_limit"}}'
+
+
+async def answered(where: Listening, **body: object) -> tuple[int, bytes, str | None]:
+    """Status, body and Retry-After of one request."""
+    async with client(where) as http:
+        answer = await http.post("/v1/completions", json={**BODY, **body})
+        return answer.status_code, answer.content, answer.headers.get("retry-after")
+
+
+async def probe(where: Listening, index: int = 0) -> None:
+    await where.node.fleet.workers[index].backend.probe()
+
+
+async def test_the_one_with_the_fewest_in_flight_is_chosen() -> None:
+    """Three requests that stay open go to three upstreams; a fourth to the one that is free."""
+    async with (
+        upstream(held()) as a,
+        upstream(held()) as b,
+        upstream(held()) as c,
+        in_front(a, b, c) as where,
+    ):
+        writers = []
+        for _ in range(3):
+            writers.append((await post_raw(where, "/v1/completions", BODY))[1])
+            await until(lambda: where.node.dispatcher.in_flight == len(writers))
+            await until(lambda: sum(len(u.requests) for u in (a, b, c)) == len(writers))
+        assert [len(u.requests) for u in (a, b, c)] == [1, 1, 1]
+        loads = [worker.backend.load().running for worker in where.node.fleet.workers]
+        assert loads == [1, 1, 1]
+        writers.pop(1).close()
+        assert await b.left.get()
+        await until(lambda: where.node.dispatcher.in_flight == 2)
+        writers.append((await post_raw(where, "/v1/completions", BODY))[1])
+        await b.came.get()
+        await b.came.get()
+        for writer in writers:
+            writer.close()
+        await until(lambda: is_idle(where.node))
+
+
+async def test_equals_take_turns() -> None:
+    """At low load no upstream gets all the requests."""
+    async with upstream(whole) as a, upstream(whole) as b, in_front(a, b) as where:
+        for _ in range(6):
+            await answered(where)
+        assert (len(a.requests), len(b.requests)) == (3, 3)
+
+
+@pytest.mark.parametrize("status", [429, 502, 503])
+async def test_a_refusal_is_tried_elsewhere(status: int) -> None:
+    """A client does not see that one upstream refused while another one answers."""
+    async with upstream(refusal(status, BUSY)) as a, upstream(whole) as b, in_front(a, b) as where:
+        assert await answered(where) == (200, WHOLE, None)
+        assert (len(a.requests), len(b.requests)) == (1, 1)
+        assert a.bodies == b.bodies
+
+
+@pytest.mark.parametrize("sent", [(), (b"",), (TOKEN[:20],)], ids=["head", "nothing", "half"])
+async def test_a_break_before_the_first_event_is_tried_elsewhere(sent: tuple[bytes, ...]) -> None:
+    """As long as nothing was sent to the client, another upstream may answer."""
+    async with (
+        upstream(cut_after(*sent)) as a,
+        upstream(stream_of(TOKEN, LAST, DONE)) as b,
+        in_front(a, b) as where,
+    ):
+        assert await answered(where, stream=True) == (200, TOKEN + LAST + DONE, None)
+        assert len(a.requests) == 1
+
+
+async def test_nothing_is_tried_again_behind_the_first_byte() -> None:
+    """A client never gets the pieces of two answers."""
+    async with (
+        upstream(cut_after(TOKEN)) as a,
+        upstream(cut_after(TOKEN)) as b,
+        in_front(a, b) as where,
+    ):
+        status, body, _ = await answered(where, stream=True)
+        assert (status, body.count(TOKEN)) == (200, 1)
+        assert len(a.requests) + len(b.requests) == 1
+
+
+async def test_attempts_are_bounded() -> None:
+    """One that always breaks is called twice, many are called three times together."""
+    async with upstream(cut_after()) as a, in_front(a) as where:
+        status, body, _ = await answered(where, stream=True)
+        assert (status, len(a.requests)) == (502, 2)
+        assert b'"code":"upstream_failed"' in body
+    async with (
+        upstream(cut_after()) as a,
+        upstream(cut_after()) as b,
+        upstream(cut_after()) as c,
+        upstream(cut_after()) as d,
+        in_front(a, b, c, d) as where,
+    ):
+        assert (await answered(where, stream=True))[0] == 502
+        assert sum(len(u.requests) for u in (a, b, c, d)) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(429, b"upstream_busy"), (503, b"upstream_unavailable")]
+)
+async def test_retry_after_is_honoured(status: int, code: bytes) -> None:
+    """Until the instant it named, an upstream is not called, and clients hear what remains."""
+    clock = Clock()
+    async with (
+        upstream(refusal(status, BUSY, Retry_After="30")) as there,
+        in_front(there, clock=clock) as where,
+    ):
+        got = await answered(where)
+        assert (got[0], got[2]) == (status, "30")
+        assert b"slow down" in got[1]
+        clock.now_s += 12.5
+        for _ in range(5):
+            got = await answered(where)
+            assert (got[0], got[2]) == (status, "18")
+            assert code in got[1]
+        assert len(there.requests) == 1
+        there.answer = whole
+        clock.now_s += 17.4
+        assert (await answered(where))[2] == "1"
+        clock.now_s += 0.1
+        assert await answered(where) == (200, WHOLE, None)
+        assert len(there.requests) == 2
+
+
+async def test_the_shortest_pause_is_told() -> None:
+    """When all rest, Retry-After is that of the first one to be back."""
+    clock = Clock()
+    async with (
+        upstream(refusal(429, BUSY, Retry_After="40")) as a,
+        upstream(refusal(429, BUSY, Retry_After="20")) as b,
+        in_front(a, b, clock=clock) as where,
+    ):
+        assert (await answered(where))[2] == "20"
+        assert (await answered(where))[2] == "20"
+        assert (len(a.requests), len(b.requests)) == (1, 1)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+async def test_complaints_of_the_upstream_pass(status: int) -> None:
+    """What is wrong with a request the upstream says in its own words, once."""
+    answer = refusal(status, BUSY, Retry_After="3", X_Own="7")
+    async with upstream(answer) as a, upstream(answer) as b, in_front(a, b) as where:
+        assert await answered(where) == (status, BUSY, "3")
+        assert len(a.requests) + len(b.requests) == 1
+        async with client(where) as http:
+            assert 'outcome="rejected"' in (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("status", [302, 500, 504])
+async def test_an_error_of_the_upstreams_own_is_typed(status: int) -> None:
+    """What makes no sense to a client becomes a 502 with the reason, and is not tried again."""
+    async with upstream(refusal(status, BUSY)) as there, in_front(there) as where:
+        got, body, _ = await answered(where)
+        assert got == 502
+        assert f"answered {status}: slow down".encode() in body
+        assert len(there.requests) == 1
+
+
+async def test_a_node_without_its_upstreams_is_not_ready_until_one_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All out: 503 with Retry-After, not ready; one log line; ready again after a good probe."""
+    caplog.set_level(logging.INFO, "draftgate")
+    clock = Clock()
+    async with upstream(whole) as there, in_front(there, clock=clock, log_level="info") as where:
+        beat = where.node.dispatcher._beat
+        async with client(where) as http:
+            assert (await http.get("/ready")).status_code == 200
+            there.status = 500
+            for _ in range(3):
+                await probe(where)
+                clock.now_s += 0.1
+            for _ in range(3):
+                await beat()
+            assert (await http.get("/ready")).status_code == 503
+            health = (await http.get("/health")).json()
+            assert "/health answered 500" in health["workers"][0]["reason"]
+            for _ in range(3):
+                status, body, retry_after = await answered(where)
+                assert (status, retry_after) == (503, "1")
+                assert b"upstream_unavailable" in body
+            assert there.requests == []
+            there.status = 200
+            await probe(where)
+            await beat()
+            assert (await http.get("/ready")).status_code == 200
+            assert (await answered(where))[0] == 200
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages.count("worker failed") == messages.count("worker is back") == 1
+
+
+async def test_an_upstream_may_start_after_its_node() -> None:
+    """A node whose upstream is not there yet starts, and serves once it is."""
+    async with upstream(whole) as there:
+        there.status = 503
+        async with in_front(there) as where, client(where) as http:
+            assert (await http.get("/ready")).status_code == 503
+            assert (await http.get("/health")).status_code == 200
+            there.status = 200
+            await probe(where)
+            assert (await http.get("/ready")).status_code == 200
+            assert where.node.model_name == "theirs"
+
+
+async def test_an_address_where_nobody_listens_is_an_outage() -> None:
+    """Requests that cannot connect are answered at once, with a type."""
+    async with upstream(whole) as gone:
+        pass
+    async with in_front(gone) as where:
+        status, body, _ = await answered(where)
+        assert status == 503
+        assert b"upstream_unavailable" in body
+
+
+async def test_requests_alone_open_the_breaker() -> None:
+    """Three requests that meet a broken connection are enough; no probe is needed."""
+
+    async def drop(request):
+        request.transport.abort()
+        return await asyncio.get_running_loop().create_future()
+
+    async with upstream(drop) as there, in_front(there) as where:
+        assert (await answered(where))[0] == 502
+        assert (await answered(where))[0] == 502
+        seen = len(there.requests)
+        assert seen == 3
+        assert (await answered(where))[0] == 503
+        assert len(there.requests) == seen
+
+
+async def test_the_background_asks_by_itself() -> None:
+    """A node whose upstream comes back finds out without a request or an operator."""
+    async with upstream(whole) as there:
+        there.status = 503
+        async with running(backend="openai", upstream=(there.url,)) as where:
+            assert where.node.fleet.outage is not None
+            there.status = 200
+            await until(lambda: where.node.fleet.outage is None)

@@ -1,0 +1,275 @@
+"""OpenAI's own client through a forwarding node, and what each side sees of the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+from aiohttp import web
+from openai import AsyncOpenAI
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from backends.base import WorkerConfig
+from backends.openai.upstream import OpenAIUpstream
+from backends.types import Capabilities
+from gateway.app import Listening, StartError, build_node, start_workers
+from gateway.config import ServeConfig
+from gateway.telemetry.otel import OtelTracing
+from policies.types import WorkerLoad
+from tests.gateway.harness import client, is_idle, load_of, running, until
+from tests.gateway.upstreams import (
+    DONE,
+    LAST,
+    SSE,
+    TOKEN,
+    Clock,
+    cut_after,
+    in_front,
+    upstream,
+    whole,
+)
+
+CHAT = [{"role": "user", "content": "def add(a, b):"}]
+
+
+@pytest.fixture
+async def where(sim: Listening) -> AsyncIterator[Listening]:
+    """A node in front of a node with the simulator."""
+    async with running(backend="openai", upstream=(sim.url + "/v1",)) as listening:
+        yield listening
+
+
+@pytest.fixture
+async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client, pointed at the node in front."""
+    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+async def test_models_are_those_of_the_upstream(api: AsyncOpenAI, sim: Listening) -> None:
+    """The list and its entries pass."""
+    name = sim.node.served.name
+    assert [model.id for model in (await api.models.list()).data] == [name]
+    assert (await api.models.retrieve(name)).id == name
+    with pytest.raises(openai.NotFoundError):
+        await api.models.retrieve("another")
+
+
+async def test_chat_and_completions_whole_and_streamed(api: AsyncOpenAI, sim: Listening) -> None:
+    """One seed gives one text in each of the four ways, with usage where it is asked for."""
+    model = sim.node.served.name
+    common = {"model": model, "max_tokens": 12, "seed": 5}
+    for create, prompt in (
+        (api.chat.completions.create, {"messages": CHAT}),
+        (api.completions.create, {"prompt": "def f(x):"}),
+    ):
+        answer = await create(**common, **prompt)
+        options = {"include_usage": True}
+        stream = await create(**common, **prompt, stream=True, stream_options=options)
+        chunks = [chunk async for chunk in stream]
+        choice = answer.choices[0]
+        if "messages" in prompt:
+            text = choice.message.content
+            pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+        else:
+            text = choice.text
+            pieces = [c.choices[0].text for c in chunks if c.choices]
+        assert "".join(pieces) == text != ""
+        assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens == 12
+
+
+async def test_usage_is_not_added_unasked(api: AsyncOpenAI, sim: Listening) -> None:
+    """A client that did not ask for usage gets no chunk without choices."""
+    stream = await api.completions.create(
+        model=sim.node.served.name, prompt="x", max_tokens=4, stream=True
+    )
+    assert all([chunk.choices async for chunk in stream])
+
+
+async def test_closing_a_stream_frees_the_upstreams_kv(
+    api: AsyncOpenAI, sim: Listening, where: Listening
+) -> None:
+    """A cancel crosses both nodes, and neither keeps anything of the request."""
+    body = {"prompt": "x", "max_tokens": 8000, "extra_body": {"ignore_eos": True}}
+    stream = await api.completions.create(model=sim.node.served.name, stream=True, **body)
+    await anext(aiter(stream))
+    assert load_of(sim.node).running == load_of(where.node).running == 1
+    await stream.close()
+    await until(lambda: is_idle(sim.node) and is_idle(where.node))
+
+
+async def test_errors_reach_the_client_with_their_types(api: AsyncOpenAI, sim: Listening) -> None:
+    """What the upstream refuses is raised as if it had been asked itself."""
+    model = sim.node.served.name
+    with pytest.raises(openai.BadRequestError) as bad:
+        await api.completions.create(model=model, prompt="x", temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        await api.completions.create(model="another", prompt="x")
+
+
+async def test_the_client_raises_where_the_upstream_cut() -> None:
+    """A stream that was cut is an exception, never a short text."""
+    async with (
+        upstream(cut_after(TOKEN)) as there,
+        in_front(there) as where,
+        AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as api,
+    ):
+        stream = await api.completions.create(model="theirs", prompt="x", stream=True)
+        assert (await anext(aiter(stream))).choices[0].text == " a"
+        with pytest.raises(openai.APIError, match="the upstream failed"):
+            await anext(aiter(stream))
+
+
+async def test_tokenizing_is_the_upstreams_business(where: Listening) -> None:
+    """An upstream with /tokenize answers; without it one learns so by a typed 501."""
+    async with client(where) as http:
+        assert (await http.post("/tokenize", json={"prompt": "a b"})).json()["count"] > 0
+        assert (await http.get("/decisions")).json() == {"decisions": []}
+
+    async def missing(request):
+        return web.Response(status=404)
+
+    async with upstream(missing) as there, in_front(there) as bare, client(bare) as http:
+        answer = await http.post("/tokenize", json={"prompt": "a"})
+        assert answer.status_code == 501
+        assert answer.json()["error"]["code"] == "not_offered"
+        assert (await http.post("/v1/embeddings", json={"input": "a"})).status_code == 404
+
+
+async def test_the_upstream_gets_the_body_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes, our id, our key; the client's own key stays here."""
+    monkeypatch.setenv("THEIR_KEY", "secret")
+    body = b'{ "model":"theirs",  "prompt":"\xc3\xbc", "speculation": {"mode": "off"}, "x": 1.50}'
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": "Bearer ours",
+        "x-request-id": "mine-1",
+        "x-slo-ttft-ms": "100",
+        "Cookie": "a=b",
+    }
+    async with upstream(whole) as there:
+        settings = {"upstream": (there.url,), "upstream_api_key_env": "THEIR_KEY"}
+        async with running(backend="openai", **settings) as where, client(where) as http:
+            answer = await http.post("/v1/completions?a=%2F", content=body, headers=headers)
+    (request,) = there.requests
+    assert there.bodies == [body]
+    assert request.path_qs == "/v1/completions?a=%2F"
+    assert request.headers["Authorization"] == "Bearer secret"
+    assert request.headers["x-request-id"] == answer.headers["x-request-id"] == "mine-1"
+    assert request.headers["x-slo-ttft-ms"] == "100"
+    assert "Cookie" not in request.headers
+
+
+async def test_a_large_body_arrives_whole() -> None:
+    """A prompt of 3 MB passes as a small one does."""
+    body = json.dumps({"prompt": "p" * (3 << 20)}).encode()
+    async with upstream(whole) as there, in_front(there) as where, client(where) as http:
+        assert (await http.post("/v1/completions", content=body)).status_code == 200
+    assert there.bodies == [body]
+
+
+async def test_a_chosen_name_is_mapped_and_nothing_else() -> None:
+    """With --served-model-name clients use that name, and every other value goes as it was."""
+    body = b'{"n":1.50,"model":"ours","prompt":"\\u00fc","model_x":null}'
+    async with (
+        upstream(whole) as there,
+        in_front(there, served_model_name="ours") as where,
+        client(where) as http,
+    ):
+        assert (await http.post("/v1/completions", content=body)).status_code == 200
+        assert there.bodies == [b'{"n":1.50,"model":"theirs","prompt":"\\u00fc","model_x":null}']
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "ours"
+        answer = await http.post("/v1/completions", json={"model": "theirs", "prompt": "x"})
+        assert answer.json()["error"]["code"] == "model_not_found"
+        assert len(there.requests) == 1
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "untraced"])
+async def test_the_upstream_continues_the_trace(traced: bool) -> None:
+    """It is a child of our own span, or of the client's where we do not trace."""
+    exporter = InMemorySpanExporter()
+    tracing = OtelTracing(SimpleSpanProcessor(exporter)) if traced else None
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    async with (
+        upstream(whole) as there,
+        in_front(there, tracing=tracing) as where,
+        client(where) as http,
+    ):
+        await http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    _, trace, parent, _ = there.requests[0].headers["traceparent"].split("-")
+    assert trace == "0af7651916cd43dd8448eb211c80319c"
+    if not traced:
+        assert parent == "b7ad6b7169203331"
+        return
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"POST /v1/completions", "forward", "admit", "queue"}
+    server, forward = spans["POST /v1/completions"], spans["forward"]
+    assert f"{forward.context.span_id:016x}" == parent
+    assert forward.parent.span_id == server.context.span_id
+    assert server.attributes["gen_ai.usage.output_tokens"] == 2
+    assert forward.end_time <= server.end_time
+
+
+async def test_the_load_is_what_is_seen_from_here() -> None:
+    """Seats are those of the setting, speeds those of its streams."""
+    clock, begun = Clock(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        clock.now_s += 2.0
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        await response.write(TOKEN)
+        await begun.wait()
+        await response.write(TOKEN + TOKEN + LAST + DONE)
+        return response
+
+    async with upstream(answer) as there:
+        config = WorkerConfig(upstream=there.url, upstream_concurrency=7)
+        worker = OpenAIUpstream(config, clock, probe_s=3600.0)
+        async with running(backends=[worker]) as where, client(where) as http:
+            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), seats=7)
+            body = b'{"stream": true}    '
+            async with http.stream("POST", "/v1/completions", content=body) as got:
+                pieces = got.aiter_bytes()
+                await anext(pieces)
+                assert worker.load().running == 1
+                clock.now_s += 0.9
+                begun.set()
+                assert [piece async for piece in pieces][-1].endswith(DONE)
+            await until(lambda: worker.load().running == 0)
+            assert worker.load().speed.tpot_s == pytest.approx(0.9 / 3)
+            assert worker.load().speed.prompt_token_s == pytest.approx(2.0 / 5)
+            card = worker.card
+    assert (card.model_id, card.max_model_len, card.numerics_class) == ("theirs", 99, None)
+    assert card.capabilities == Capabilities(token_ids=False, resume=False, speculation=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"backend": "openai"}, "needs --upstream URL"),
+        ({"backend": "sim", "upstream": ("http://x",)}, "--upstream goes with --backend openai"),
+        (
+            {"backend": "openai", "upstream": ("http://x",), "upstream_api_key_env": "NOT_SET_X"},
+            "the variable NOT_SET_X is not set",
+        ),
+    ],
+)
+async def test_settings_that_do_not_fit_are_one_line(
+    settings: dict[str, object], message: str
+) -> None:
+    """An operator who forgets the address, the backend or the key is told so at the start."""
+    with pytest.raises(StartError, match=message):
+        await start_workers(build_node(ServeConfig(**settings)))
+
+
+async def test_what_we_cannot_read_is_the_upstreams_to_refuse() -> None:
+    """A body that is no JSON passes: complaints come from who knows the fields."""
+    async with upstream(whole) as there, in_front(there) as where, client(where) as http:
+        assert (await http.post("/v1/completions", content=b"not json")).status_code == 200
+        assert there.bodies == [b"not json"]

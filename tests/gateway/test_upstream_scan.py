@@ -1,0 +1,134 @@
+"""The scan of an upstream's events: what passes and how it ended do not depend on the pieces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from backends.base import TokenUsage
+from backends.openai.events import EventScan, StreamEnding, usage_in
+from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE
+
+WORDS = (
+    "[DONE]",
+    "error",
+    "usage",
+    "finish_reason",
+    '"error"',
+    "\n\n",
+    "data: [DONE]",
+    "ü",
+    "",
+    "a",
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    passed: bytes
+    ending: StreamEnding | None
+    outputs: int
+    finished: int
+    usage: TokenUsage | None
+
+
+def scanned(*blocks: bytes) -> Verdict:
+    scan = EventScan()
+    passed = b"".join(scan.feed(block) for block in blocks)
+    return Verdict(passed, scan.ending, scan.outputs, scan.finished, scan.usage())
+
+
+@st.composite
+def chunk(draw: st.DrawFn) -> bytes:
+    """A data event as engines write them."""
+    reason = draw(st.sampled_from([None, None, "stop", "length"]))
+    choice = {"index": 0, "text": draw(st.sampled_from(WORDS)), "finish_reason": reason}
+    body: dict[str, object] = {"id": "c", "choices": [choice]}
+    if draw(st.booleans()):
+        body["usage"] = draw(st.sampled_from([None, {"prompt_tokens": 3, "completion_tokens": 4}]))
+    if draw(st.integers(0, 9)) == 0:
+        body["error"] = draw(st.sampled_from([None, {"message": "x"}, "broken"]))
+    spaced = draw(st.booleans())
+    text = json.dumps(body, separators=None if spaced else (",", ":"), ensure_ascii=False)
+    return b"data:" + b" " * draw(st.integers(0, 1)) + text.encode() + b"\n\n"
+
+
+oddities = st.sampled_from(
+    [DONE, USAGE, b": comment\n\n", b"\n", b"\n\n\n", b"event: x\nid: 1\ndata: {}\n\n", b"data\n\n",
+     b"data: [1,2]\ndata: 3\n\n", b"data:\xff\xfe\n\n", b"half", b'data: {"error"\n\n', b"\r",
+     b"x\r\r"]
+)  # fmt: skip
+line_ends = st.sampled_from([b"\n", b"\n", b"\r\n", b"\r"])
+
+
+@st.composite
+def torn_streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
+    """Any stream of events, and the same bytes in any pieces."""
+    parts = draw(st.lists(st.one_of(chunk(), oddities), max_size=6))
+    end = draw(line_ends)
+    stream = b"".join(part.replace(b"\n", end) for part in parts)
+    cuts = sorted(draw(st.sets(st.integers(0, len(stream)), max_size=12)))
+    edges = [0, *cuts, len(stream)]
+    return stream, [stream[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@settings(max_examples=400)
+@given(torn_streams())
+@example((b"data: x\r\n\r\ndata: y", [b"data: x\r\n\r", b"\ndata: y"]))
+@example((b"data: x\n\n\r\n", [b"data: x\n\n\r", b"\n"]))
+@example((LAST + DONE + TOKEN, [LAST, DONE, TOKEN]))
+@example((b"\n" + DONE, [b"\n", DONE]))
+@example((TOKEN + b"\n" + DONE, [TOKEN, b"\n" + DONE]))
+def test_any_pieces_give_the_same_verdict(torn: tuple[bytes, list[bytes]]) -> None:
+    """What passes, the ending, and every count are functions of the bytes alone."""
+    stream, blocks = torn
+    expected = scanned(stream)
+    assert scanned(*blocks) == expected
+    assert scanned(*(stream[i : i + 1] for i in range(len(stream)))) == expected
+    assert stream.startswith(expected.passed)
+
+
+@given(st.lists(chunk(), max_size=6), line_ends)
+def test_the_verdict_is_that_of_a_full_parse(chunks: list[bytes], end: bytes) -> None:
+    """Decoding every event in full finds the same ending, finish reasons and usage."""
+    stream = b"".join([*chunks, DONE]).replace(b"\n", end) + b"x"  # which decides the last CR
+    finished = outputs = 0
+    usage, ending = None, StreamEnding.UNFINISHED
+    for data in chunks:
+        event = json.loads(data.removeprefix(b"data:"))
+        if event.get("error") is not None:
+            ending = StreamEnding.ERROR
+            break
+        outputs += 1
+        finished += event["choices"][0]["finish_reason"] is not None
+        if event.get("usage") is not None:
+            usage = TokenUsage(3, 0, 4)
+    if finished and ending is not StreamEnding.ERROR:
+        ending = StreamEnding.DONE
+    verdict = scanned(stream)
+    assert (verdict.ending, verdict.finished, verdict.usage) == (ending, finished, usage)
+    assert verdict.outputs == outputs
+
+
+@pytest.mark.parametrize(
+    ("text", "usage"),
+    [
+        (b'..."usage":{"prompt_tokens":3,"completion_tokens":4}}', TokenUsage(3, 0, 4)),
+        (b'{"usage": null}', None),
+        (b'{"usage": {"prompt_tokens": 3', None),
+        (b'{"text": "\\"usage\\": {}", "usage": {}}', TokenUsage(0, 0, 0)),
+        (b'{"usage": {"prompt_tokens": "7", "completion_tokens": -1}}', TokenUsage(0, 0, 0)),
+        (
+            b'{"usage": {"prompt_tokens_details": null, "completion_tokens": 2}}',
+            TokenUsage(0, 0, 2),
+        ),
+    ],
+)
+def test_usage_is_read_from_the_end_of_an_answer(text: bytes, usage: TokenUsage | None) -> None:
+    """The last `usage` object counts; what is no count is 0; a text that looks like it is not."""
+    assert usage_in(text) == usage

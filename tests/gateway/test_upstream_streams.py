@@ -1,0 +1,282 @@
+"""What a client of a forwarding node gets: the upstream's bytes, and one ending."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from aiohttp import web
+
+from tests.gateway.harness import client, events, is_idle, port_of, post_raw, running, until
+from tests.gateway.upstreams import (
+    DONE,
+    LAST,
+    SSE,
+    TOKEN,
+    USAGE,
+    WHOLE,
+    Answering,
+    cut_after,
+    held,
+    in_front,
+    refusal,
+    stream_of,
+    upstream,
+    whole,
+)
+
+STREAM = {"model": "theirs", "prompt": "x", "stream": True}
+OWN_ERROR = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        (TOKEN, TOKEN, LAST, DONE),
+        (TOKEN + LAST, USAGE + DONE),
+        (TOKEN[:9], TOKEN[9:] + LAST[:40], LAST[40:] + DONE[:5], DONE[5:]),
+        (TOKEN.replace(b"\n", b"\r\n"), LAST.replace(b"\n", b"\r\n"), DONE.replace(b"\n", b"\r\n")),
+        (b": hello\n\n", b"id: 7\nevent: x\n" + TOKEN, LAST, DONE),
+        (b'data: {"text": "\xff\xfe\x00"}\n\n', LAST, DONE),
+        (b'data: {"text": "[DONE]", "x": "error"}\n\n', LAST, DONE),
+    ],
+    ids=["plain", "together", "torn", "crlf", "fields", "bad-bytes", "words"],
+)
+async def test_a_stream_passes_byte_by_byte(blocks: tuple[bytes, ...]) -> None:
+    """Whatever pieces it comes in, the client gets the upstream's bytes, all and no others."""
+    async with upstream(stream_of(*blocks)) as there, in_front(there) as where:
+        async with client(where) as http:
+            answer = await http.post("/v1/completions", json=STREAM)
+        assert answer.status_code == 200
+        assert answer.content == b"".join(blocks)
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["x-accel-buffering"] == "no"
+        assert is_idle(where.node)
+
+
+@pytest.mark.parametrize(
+    ("answer", "passed", "reason"),
+    [
+        (cut_after(TOKEN, TOKEN), TOKEN * 2, "broke off"),
+        (stream_of(TOKEN, TOKEN), TOKEN * 2, "without [DONE]"),
+        (cut_after(TOKEN, LAST[:30]), TOKEN, "broke off"),
+        (stream_of(TOKEN + LAST[:30]), TOKEN, "without [DONE]"),
+        (stream_of(TOKEN, LAST), TOKEN + LAST, "without [DONE]"),
+        (stream_of(TOKEN, LAST + DONE.strip()), TOKEN + LAST, "without [DONE]"),
+        (stream_of(TOKEN, DONE), TOKEN, "before any choice had finished"),
+        (stream_of(TOKEN, b"data: " + b"x" * (5 << 20)), TOKEN, "exceeds"),
+    ],
+    ids=[
+        "cut",
+        "closed",
+        "half-cut",
+        "half-closed",
+        "no-done",
+        "half-done",
+        "no-reason",
+        "endless",
+    ],
+)
+async def test_a_cut_is_told_by_one_error_event(
+    answer: Answering, passed: bytes, reason: str
+) -> None:
+    """Behind the last complete event stands one typed error, and neither a half event nor DONE."""
+    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
+        got = (await http.post("/v1/completions", json=STREAM)).content
+        assert got.startswith(passed)
+        (error,) = events(got[len(passed) :].decode())
+        assert error["error"]["code"] == "upstream_failed"
+        assert error["error"]["type"] == "server_error"
+        assert reason in error["error"]["message"]
+        metrics = (await http.get("/metrics")).text
+        assert 'outcome="failed"' in metrics
+        tokens = passed.count(b"data:")
+        assert f'generation_tokens_total{{model_name="theirs"}} {tokens}.0' in metrics
+        assert is_idle(where.node)
+
+
+@pytest.mark.parametrize("end", [DONE, TOKEN + DONE, b""], ids=["done", "more", "closed"])
+async def test_an_error_event_of_the_upstream_is_the_ending(end: bytes) -> None:
+    """It passes as it is, ours does not double it, and nothing comes behind it."""
+    answer = stream_of(TOKEN, OWN_ERROR + end)
+    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
+        got = (await http.post("/v1/completions", json=STREAM)).content
+        assert got == TOKEN + OWN_ERROR
+        assert 'outcome="failed"' in (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("sent", [(), (TOKEN,)], ids=["silent", "begun"])
+async def test_a_client_that_leaves_closes_the_request_upstream(
+    sent: tuple[bytes, ...], stream: bool
+) -> None:
+    """Streaming or not, before the first byte or behind it, the upstream sees it at once."""
+    async with upstream(held(*sent)) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", {**STREAM, "stream": stream})
+        await there.came.get()
+        if sent:
+            await reader.readuntil(b"\n\n")
+        assert not is_idle(where.node)
+        writer.close()
+        assert await there.left.get() == "/v1/completions"
+        await until(lambda: is_idle(where.node))
+
+
+async def test_a_slow_reader_holds_up_the_upstream() -> None:
+    """A client that does not read stops the upstream's writing; what was sent is not lost."""
+    block = b'data: {"text": "' + b"z" * (64 << 10) + b'"}\n\n'
+    sent = 0
+
+    async def flood(request):
+        nonlocal sent
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(request)
+        for _ in range(1024):
+            await response.write(block)
+            sent += 1
+        await response.write(LAST + DONE)
+        return response
+
+    async with upstream(flood) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+        seen, still = -1, 0
+
+        def blocked() -> bool:
+            nonlocal seen, still
+            still = still + 1 if seen == sent else 0
+            seen = sent
+            return still == 100
+
+        await until(blocked)
+        assert sent < 512  # the kernel's buffers on two connections, and 0.3 MB of ours
+        count, tail = 0, b""
+        while not tail.endswith(b"\r\n0\r\n\r\n"):
+            got = await reader.read(1 << 20)
+            count += got.count(b"z")
+            tail = (tail + got)[-200:]
+        writer.close()
+    assert count == 1024 * (64 << 10)
+    assert LAST + DONE in tail
+
+
+async def test_a_whole_answer_passes_byte_by_byte() -> None:
+    """Without `stream`, too: status, type and bytes are the upstream's, and tokens are counted."""
+    async with upstream(whole) as there, in_front(there) as where, client(where) as http:
+        answer = await http.post("/v1/chat/completions", json={"messages": []})
+        assert (answer.status_code, answer.content) == (200, WHOLE)
+        assert answer.headers["content-type"] == "application/json"
+        metrics = (await http.get("/metrics")).text
+        assert 'draftgate_generation_tokens_total{model_name="theirs"} 2.0' in metrics
+        assert 'draftgate_prompt_tokens_total{model_name="theirs"} 5.0' in metrics
+
+
+async def test_a_whole_answer_that_breaks_off_is_an_error() -> None:
+    """No half of a JSON document reaches the client."""
+
+    async def half(request):
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b'{"id"')
+        request.transport.close()
+        return response
+
+    async with upstream(half) as there, in_front(there) as where, client(where) as http:
+        answer = await http.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 502
+        assert answer.json()["error"]["code"] == "upstream_failed"
+
+
+async def test_a_large_whole_answer_passes_as_it_comes() -> None:
+    """An answer of 3 MB is not collected, and arrives complete."""
+    body = json.dumps({"data": ["y" * 1000] * 3000}).encode()
+    async with (
+        upstream(refusal(200, body)) as there,
+        in_front(there) as where,
+        client(where) as http,
+    ):
+        assert (await http.post("/v1/embeddings", json={"input": "x"})).content == body
+
+
+async def test_a_compressed_answer_arrives_readable() -> None:
+    """We ask for identity; an upstream that compresses all the same is decoded."""
+
+    async def zipped(request):
+        response = web.StreamResponse(headers=SSE)
+        response.enable_compression(web.ContentCoding.gzip)
+        await response.prepare(request)
+        await response.write(TOKEN + LAST + DONE)
+        return response
+
+    async with upstream(zipped) as there, in_front(there) as where, client(where) as http:
+        answer = await http.post("/v1/completions", json=STREAM)
+        assert there.requests[0].headers["Accept-Encoding"] == "identity"
+        assert "content-encoding" not in answer.headers
+        assert answer.content == TOKEN + LAST + DONE
+
+
+async def test_a_stopped_node_ends_its_streams_with_an_error_event() -> None:
+    """Connections that we close ourselves are a break as any other."""
+    async with upstream(held(TOKEN)) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+        await reader.readuntil(TOKEN)
+        await where.node.fleet.stop()
+        rest = await reader.read()
+        writer.close()
+        assert b'"code":"upstream_failed"' in rest
+        assert b"[DONE]" not in rest
+
+
+async def test_a_stopped_node_answers_who_waits() -> None:
+    """A request whose upstream has said nothing yet is an error of ours, not a connection lost."""
+    async with upstream(held()) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+        await there.came.get()
+        await where.node.fleet.stop()
+        head = await reader.readuntil(b"\r\n")
+        assert head == b"HTTP/1.1 502 Bad Gateway\r\n"
+        writer.close()
+
+
+@pytest.mark.parametrize("usage", [True, False], ids=["usage", "counted"])
+async def test_tokens_are_those_of_the_usage_or_of_the_events(usage: bool) -> None:
+    """The last `usage` counts; without one each event of output is a token."""
+    blocks = (TOKEN, TOKEN, TOKEN, LAST, *([USAGE] if usage else []), DONE)
+    async with upstream(stream_of(*blocks)) as there, in_front(there) as where:
+        async with client(where) as http:
+            await http.post("/v1/completions", json=STREAM)
+            metrics = (await http.get("/metrics")).text
+        tokens = "3.0" if usage else "4.0"
+        assert f'draftgate_generation_tokens_total{{model_name="theirs"}} {tokens}' in metrics
+        cached = "2.0" if usage else "0.0"
+        assert f'draftgate_cached_prompt_tokens_total{{model_name="theirs"}} {cached}' in metrics
+
+
+async def test_a_connection_is_used_again() -> None:
+    """A stream that came to its end gives its connection back."""
+    ports = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return await stream_of(TOKEN, LAST, DONE)(request)
+
+    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
+        for _ in range(5):
+            await http.post("/v1/completions", json=STREAM)
+    assert len(ports) == 5
+    assert len(set(ports)) == 1
+
+
+async def test_a_node_before_a_node_says_what_that_one_says() -> None:
+    """Two in a row give the bytes of one, apart from ids and times: text, metrics, ending."""
+    body = {"prompt": "def f(x):", "max_tokens": 20, "seed": 3, "stream": True}
+    async with running() as sim, running(backend="openai", upstream=(sim.url,)) as where:
+        texts = []
+        for node in (sim, where):
+            async with client(node) as http:
+                found = events((await http.post("/v1/completions", json=body)).text)
+            assert found[-1] == "[DONE]"
+            assert "metrics" in found[-2]
+            texts.append("".join(one["choices"][0]["text"] for one in found[:-1]))
+        assert texts[0] == texts[1] != ""
+        assert port_of(sim) != port_of(where)
