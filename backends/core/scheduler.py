@@ -319,10 +319,10 @@ class Scheduler:
             return
         room = self._room_beside(decodes, step)
         now_s = self._now_s if self._with_service else None
-        for sequence, draft in self._drafts.plan(decodes, room, self.cost, now_s):
+        traced = self._traced > 0
+        for sequence, draft in self._drafts.plan(decodes, room, self.cost, now_s, traced=traced):
             step.attach(sequence.key, draft)
-        if self._traced:
-            step.traces = self._drafts.traces(decodes, self.cost)
+        step.traces = self._drafts.traces
 
     def _room_beside(self, decodes: Many[Sequence], step: _StepDraft) -> Room:
         """Return what a step of these decodes has left for drafts and prompts."""
