@@ -108,31 +108,19 @@ class Accounting:
         return emitted
 
 
-def add_details(plan: StepPlan, emissions: list[Emission], now_s: float) -> int:
-    """Put into the emissions of a step what there is to tell of it.
+def details_of(plan: StepPlan, work: SequenceWork, kept: tuple[int, ...], now_s: float) -> Details:
+    """Return what there is to tell of a sequence that has got tokens.
 
     Args:
-        now_s: when it ended.
-
-    Returns:
-        How many sequences got their first token, and go on.
+        work: its part of the step, which is accounted for.
+        kept: the tokens.
+        now_s: when the step ended.
     """
-    begun = 0
-    told = [
-        place
-        for place, (sequence, *_) in enumerate(emissions)
-        if sequence.first_token_s is None or sequence.request.traced
-    ]
-    work_of = {work.sequence.key: work for work in plan.work} if told else {}
-    for place in told:
-        sequence, token_ids, logprobs, _ = emissions[place]
-        work, phases, step = work_of[sequence.key], None, None
-        if sequence.first_token_s is None:
-            phases = sequence.begin_output(now_s, len(work.token_ids))
-            begun += sequence.finish_reason is None
-        if sequence.request.traced:
-            drafted = plan.traces.get(sequence.key, _NO_DRAFTS)
-            accepted = len(work.draft.walk(token_ids))
-            step = drafted._replace(tokens=len(token_ids), accepted=accepted)
-        emissions[place] = sequence, token_ids, logprobs, Details(step, phases)
-    return begun
+    sequence, phases, step = work.sequence, None, None
+    if sequence.first_token_s is None:
+        phases = sequence.begin_output(now_s, len(work.token_ids))
+    if sequence.request.traced:
+        drafted = plan.traces.get(sequence.key, _NO_DRAFTS)
+        accepted = len(work.draft.walk(kept))
+        step = drafted._replace(tokens=len(kept), accepted=accepted)
+    return Details(step, phases)

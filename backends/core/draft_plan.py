@@ -46,6 +46,8 @@ class DraftPlan:
 
     Attributes:
         drafting_s: predicted seconds of computing the drafts of the last step.
+        traces: what was drafted in it for those of its sequences that are traced, by key; what came
+            of it is still to be filled in.
     """
 
     def __init__(
@@ -60,8 +62,7 @@ class DraftPlan:
         self._batch: tuple[float, ...] = ()  # what the terms are of
         self._view: StepView | None = None  # the last step
         self._accepted = 0.0  # weighted tokens that its drafts are expected to bring
-        # What was offered in it, computed for it, and is verified, of the same sequences in turn.
-        self._stages: tuple[Many[Offer], Many[Offer], Many[Offer]] = ((), (), ())
+        self.traces: dict[int, StepTrace] = {}
         self.drafting_s = 0.0
 
     def plan(
@@ -70,6 +71,8 @@ class DraftPlan:
         room: Room,
         cost: StepCost,
         now_s: float | None,
+        *,
+        traced: bool = False,
     ) -> list[tuple[Sequence, Draft]]:
         """Return the drafts to verify, laid out. The sequences have blocks for them.
 
@@ -78,6 +81,7 @@ class DraftPlan:
             room: what is left for drafts.
             cost: of steps.
             now_s: the time, if any sequence has a service level to weigh; else None.
+            traced: whether some of the sequences may be traced.
         """
         self._turn += 1
         view = self._without_drafts(decodes, room)
@@ -92,35 +96,39 @@ class DraftPlan:
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum(offer.expected for offer in drafted)
-        self._stages = offers, computed, drafted
+        self.traces = self._traces(decodes, offers, computed, drafted, cost) if traced else {}
         return [
             (offer.sequence, self._settled(offer, reserved))
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
 
-    def traces(self, decodes: Many[Sequence], cost: StepCost) -> dict[int, StepTrace]:
-        """Return what was drafted in the last step for those of its sequences that are traced.
+    def price(self, cost: StepCost) -> float:
+        """Return what a slot had to promise in the last step, in tokens of weight 1."""
+        return 0.0 if self._view is None else slot_price(self._view, cost, self._accepted)
 
-        By sequence key. What came of it is still to be filled in.
-        """
+    def _traces(
+        self,
+        decodes: Many[Sequence],
+        offers: Many[Offer],
+        computed: Many[Offer],
+        verified: Many[Offer],
+        cost: StepCost,
+    ) -> dict[int, StepTrace]:
+        """Return the traces of a step: what was offered, then computed, and is verified of it."""
         traced = [sequence.key for sequence in decodes if sequence.request.traced]
         if not traced:
             return {}
         price = self.price(cost)
         traces = dict.fromkeys(traced, StepTrace(0, price=price))
-        for offered, computed, verified in zip(*self._stages, strict=True):
-            key = offered.sequence.key
-            proposed = (computed if offered.draft is None else offered).draft
-            if key in traces and proposed and verified.draft is not None:
-                ids = verified.draft.token_ids
-                survivals = verified.candidate.survivals[: len(ids)]
-                traces[key] = StepTrace(0, offered.source, len(proposed), ids, 0, survivals, price)
+        for offer, found, kept in zip(offers, computed, verified, strict=True):
+            key = offer.sequence.key
+            proposed = (found if offer.draft is None else offer).draft
+            if key in traces and proposed and kept.draft is not None:
+                ids = kept.draft.token_ids
+                survivals = kept.candidate.survivals[: len(ids)]
+                traces[key] = StepTrace(0, offer.source, len(proposed), ids, 0, survivals, price)
         return traces
-
-    def price(self, cost: StepCost) -> float:
-        """Return what a slot had to promise in the last step, in tokens of weight 1."""
-        return 0.0 if self._view is None else slot_price(self._view, cost, self._accepted)
 
     def _without_drafts(self, decodes: Many[Sequence], room: Room) -> StepView:
         """Return the step as it is without drafts."""

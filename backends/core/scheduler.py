@@ -22,7 +22,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from backends.core.accounting import Accounting, Emission, add_details
+from backends.core.accounting import Accounting, Details, Emission, details_of
 from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
@@ -114,7 +114,7 @@ class Scheduler:
         self._now_s = 0.0
         self._with_service = 0  # open sequences with a service level
         self._traced = 0  # open sequences whose steps are told
-        self._silent = 0  # open sequences that were in a step, and have no first token
+        self._told: set[int] = set()  # keys of those with more to tell than their next tokens
         self._speed = SpeedMeter(cost, config.max_step_tokens)
         self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
 
@@ -142,7 +142,7 @@ class Scheduler:
         sequence.finish_reason = reason
         self._with_service -= sequence.has_service
         self._traced -= sequence.request.traced
-        self._silent -= sequence.first_token_s is None and sequence.scheduled_s is not None
+        self._told.discard(sequence.key)
         self._drafts.drafting.forget(sequence)
 
     @property
@@ -248,7 +248,7 @@ class Scheduler:
         emissions: list[Emission] = []
         assumed, self._assumed = plan is self._assumed, None
         self._now_s = self._now_s + result.step_s if now_s is None else now_s
-        has_details = self._silent or self._traced  # some may end in this step
+        told = self._told
         for work, emitted, logprobs in zip(plan.work, result.emitted, result.logprobs, strict=True):
             sequence = work.sequence
             if sequence.state is not SequenceState.RUNNING:
@@ -258,12 +258,19 @@ class Scheduler:
                 continue
             if assumed:
                 sequence.token_ids.pop()  # here comes the token that was pending
+            is_told = told and sequence.key in told  # before it may end
             kept = self._accounting.confirm(work, emitted)
-            emissions.append((sequence, kept, logprobs[: len(kept)], None))
-        if has_details:
-            self._silent -= add_details(plan, emissions, self._now_s)
+            details = self._details(plan, work, kept) if is_told else None
+            emissions.append((sequence, kept, logprobs[: len(kept)], details))
         self._learn_costs(plan, result)
         return emissions
+
+    def _details(self, plan: StepPlan, work: SequenceWork, kept: tuple[int, ...]) -> Details:
+        """Return what there is to tell of a sequence's first tokens, or of a traced one's any."""
+        sequence = work.sequence
+        if not sequence.request.traced:
+            self._told.discard(sequence.key)
+        return details_of(plan, work, kept, self._now_s)
 
     def _learn_costs(self, plan: StepPlan, result: StepResult) -> None:
         """Learn from what a step took, and how far it came."""
@@ -312,10 +319,10 @@ class Scheduler:
             return
         room = self._room_beside(decodes, step)
         now_s = self._now_s if self._with_service else None
-        for sequence, draft in self._drafts.plan(decodes, room, self.cost, now_s):
+        traced = self._traced > 0
+        for sequence, draft in self._drafts.plan(decodes, room, self.cost, now_s, traced=traced):
             step.attach(sequence.key, draft)
-        if self._traced:
-            step.traces = self._drafts.traces(decodes, self.cost)
+        step.traces = self._drafts.traces
 
     def _room_beside(self, decodes: Many[Sequence], step: _StepDraft) -> Room:
         """Return what a step of these decodes has left for drafts and prompts."""
@@ -391,7 +398,7 @@ class Scheduler:
             if admitted:
                 if sequence.scheduled_s is None:
                     sequence.scheduled_s = self._now_s
-                    self._silent += 1
+                    self._told.add(sequence.key)
                 self._feed(step, sequence)
 
     def _feed(self, step: _StepDraft, sequence: Sequence) -> None:

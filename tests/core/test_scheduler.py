@@ -237,12 +237,12 @@ def test_load_tells_how_fast_the_steps_are() -> None:
     """Seats and budget are the bounds; speeds are those of the fake device's steps of 1 ms."""
     house = House(num_blocks=400, max_num_seqs=2, max_step_tokens=16)
     for _ in range(2):
-        house.add(prompt=40, max_tokens=300, drafts=3, ignore_eos=True)
+        house.add(prompt=tuple(range(480)), max_tokens=300, drafts=3, ignore_eos=True)
     load = house.scheduler.load()
     assert (load.seats, load.step_tokens, load.kv_block_tokens) == (2, 16, 4)
-    assert load.prompt_tokens == 80
+    assert load.prompt_tokens == 960
     house.step()
-    assert house.scheduler.load().prompt_tokens == 80 - 16
+    assert house.scheduler.load().prompt_tokens == 960 - 16
     while house.open and not all(s.output_tokens for s in house.sequences):
         house.step()
     assert house.scheduler.load().speed.prompt_token_s == pytest.approx(1e-3 / 16, rel=0.2)

@@ -1,0 +1,50 @@
+"""Slow readers in a simulation of many requests: the worker without text has paces, too."""
+
+from __future__ import annotations
+
+import asyncio
+
+from backends.base import WorkerConfig
+from backends.sim.backend import SimBackend
+from backends.sim.clock import LoopClock, run_virtual
+from backends.sim.simulated import World
+from backends.types import GenerationRequest, Pace, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
+
+PAUSE_S = 5.0
+TOKENS = 100
+
+
+def asked(name: str) -> GenerationRequest:
+    plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 4, "a test")
+    sampling = SamplingParams(TOKENS, 1, 0.8, ignore_eos=True)
+    return GenerationRequest(f"completion/{name}-0", (1, 2, 3), sampling, plan)
+
+
+def test_a_paused_request_of_a_simulation_gets_all_of_its_tokens_later() -> None:
+    """Nothing comes while it is paused, its neighbour is served meanwhile, and none is lost."""
+    world, slow, fast = World(belief_error=0.0), asked("1"), asked("2")
+
+    async def main() -> None:
+        backend = SimBackend(WorkerConfig(), build=world.parts)
+        await backend.start()
+
+        async def read(request: GenerationRequest) -> None:
+            async for _ in backend.generate(request):
+                pass
+
+        reading = asyncio.gather(read(slow), read(fast))
+        await asyncio.sleep(0)
+        while sum(world.ledger.came[slow.request_id].tokens) < TOKENS // 4:
+            await LoopClock().sleep_s(1e-3)
+        backend.pace(slow.request_id, Pace.PAUSED)
+        await LoopClock().sleep_s(PAUSE_S)
+        backend.pace(slow.request_id, Pace.SPARING)
+        await reading
+        await backend.stop()
+
+    run_virtual(main())
+    of_slow, of_fast = (world.ledger.take(request.request_id) for request in (slow, fast))
+    assert sum(of_slow.tokens) == sum(of_fast.tokens) == TOKENS
+    assert max(b - a for a, b in zip(of_slow.at_s, of_slow.at_s[1:], strict=False)) > 0.9 * PAUSE_S
+    assert of_fast.at_s[-1] < PAUSE_S
