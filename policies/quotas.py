@@ -136,8 +136,7 @@ class _Bucket:
         now, added = now_ns * self.rate, units * MINUTE_NS
         self.full_at = max(self.full_at, now) + added
         self.behind = {
-            request_id: (full_at if full_at > now else now) + added
-            for request_id, full_at in self.behind.items()
+            request_id: max(full_at, now) + added for request_id, full_at in self.behind.items()
         }
 
     def close(self, request_id: str, units: int) -> None:
