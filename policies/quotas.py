@@ -135,8 +135,9 @@ class _Bucket:
     def add(self, units: int, now_ns: int) -> None:
         now, added = now_ns * self.rate, units * MINUTE_NS
         self.full_at = max(self.full_at, now) + added
-        for request_id, full_at in self.behind.items():
-            self.behind[request_id] = max(full_at, now) + added
+        self.behind = {
+            request_id: max(full_at, now) + added for request_id, full_at in self.behind.items()
+        }
 
     def close(self, request_id: str, units: int) -> None:
         """Close a reservation and release so many of its units."""
@@ -256,7 +257,8 @@ class Ledger:
             account.requests.close(request_id, released_requests)
         if account.tokens is not None:
             account.tokens.close(request_id, tokens + excess - used)
-            account.tokens.add(excess, self._now_ns)
+            if excess:
+                account.tokens.add(excess, self._now_ns)
 
     def _shortage(self, account: _Account, tokens: int) -> Shortage | None:
         """Return the quota that a request has to wait for longest, if any."""

@@ -70,7 +70,7 @@ class Forecast:
         return replace(self, wait_s=self.wait_s * error, place_s=self.place_s * error)
 
     def within_s(self, allowed_s: float, z: float) -> float:
-        """Return the foreseen wait that is almost surely (`Z_LATE`) within what is allowed.
+        """Return the longest foreseen wait that is within what is allowed, with the chance z has.
 
         The W for which `W + z sqrt(W x grain) = allowed`.
         """

@@ -118,12 +118,12 @@ class FairClass:
         until = start + (before_s + max(ticket.work_s, LEAST_WORK_S)) / ticket.share
         place, others_s = _place(ticket), 0.0
         for name, tenant in self._tenants.items():
-            if name != ticket.tenant:
-                gap = until - tenant.start
-                sooner_s = min(tenant.line.before(place), max(gap + LAG_S, 0.0) * tenant.share)
-                others_s += max(
-                    sooner_s, min(tenant.line.work_s, max(gap - LAG_S, 0.0) * tenant.share)
-                )
+            gap = until - tenant.start
+            if name == ticket.tenant or gap <= -LAG_S:
+                continue
+            later_s = min(tenant.line.work_s, max(gap - LAG_S, 0.0) * tenant.share)
+            sooner_s = min(tenant.line.before(place), (gap + LAG_S) * tenant.share)
+            others_s += max(sooner_s, later_s)
         return before_s + others_s
 
     def _furthest_behind(self) -> float:

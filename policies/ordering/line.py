@@ -69,6 +69,8 @@ class Line:
 
     def before(self, place: Place) -> float:
         """Return the work of all that stand before a place."""
+        if not self._pieces or place <= self._pieces[0][0]:
+            return 0.0
         index = self._piece_of(place)
         whole = sum(self._sums[:index])
         if index == len(self._pieces):
