@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, Final
 
+import numpy as np
 import uvloop
 
 from backends.types import Delta
@@ -194,9 +195,16 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "chunk_us": median(one[1] for one in own),
                 "added_request_us": median(one[0] for one in added),
                 "added_chunk_us": median(one[1] for one in added),
+                "added_request_quartiles_us": quartiles([one[0] for one in added]),
+                "added_chunk_quartiles_us": quartiles([one[1] for one in added]),
             }
         )
     return found
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the first and the third quartile."""
+    return [float(np.percentile(values, share)) for share in (25, 75)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -209,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = runner.run(_rounds(args.profile, url, args.rounds, args.requests))
     told = summary(rows)
     for row in told:
-        print(*(value if isinstance(value, str) else f"{value:.1f}" for value in row.values()))
+        print(*(v if isinstance(v, str) else np.round(v, 1) for v in row.values()))
     observed_us = observe_s() * 1e6
     print(f"RequestWatch.observe: {observed_us:.2f} us per delta")
     results = {
