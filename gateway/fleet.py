@@ -214,13 +214,14 @@ class LeastReservedInTurn:
 
     def __init__(self) -> None:
         """Begin with the first."""
-        self._turns = count()
+        self._last = -1
 
     def __call__(self, reserved_tokens: Sequence[int]) -> int:
         """Return the index of a worker."""
-        least = min(reserved_tokens)
-        equals = [index for index, tokens in enumerate(reserved_tokens) if tokens == least]
-        return equals[next(self._turns) % len(equals)] if len(equals) > 1 else equals[0]
+        count, least = len(reserved_tokens), min(reserved_tokens)
+        behind = (index % count for index in range(self._last + 1, self._last + 1 + count))
+        self._last = next(index for index in behind if reserved_tokens[index] == least)
+        return self._last
 
 
 def least_reserved(reserved_tokens: Sequence[int]) -> int:

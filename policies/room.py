@@ -66,6 +66,8 @@ def has_room(at: Occupancy, need: Need) -> bool:
     ahead = at.unstarted_prompt_tokens
     if at.load.step_tokens and ahead and ahead >= STEPS_AHEAD * at.load.step_tokens:
         return False
+    if not at.load.kv_blocks_total:  # nobody knows
+        return True
     free_tokens = at.load.kv_blocks_free * at.load.kv_block_tokens
     return ahead + need.prompt_tokens <= free_tokens
 

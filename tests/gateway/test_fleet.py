@@ -312,10 +312,10 @@ async def test_two_workers_say_what_one_says(settings: dict[str, object]) -> Non
     """Which worker runs a request, and beside what, cannot be seen in its text."""
     indices = range(len(PROMPTS))
     async with running(**settings, devices=(0, 1)) as where, client(where) as http:
-        alone = [await answer_of(http, index) for index in indices]  # an idle node's first worker
+        alone = [await answer_of(http, index) for index in indices]
         together = await asyncio.gather(*(answer_of(http, index) for index in indices))
     assert [text for text, _ in together] == [text for text, _ in alone]
-    assert len({worker for _, worker in alone}) == 1
+    assert len({worker for _, worker in alone}) == 2  # idle ones take turns
     assert len({worker for _, worker in together}) == 2
 
 

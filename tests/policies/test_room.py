@@ -1,0 +1,76 @@
+"""Room: what is bound to a worker, and when."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.room import STEPS_AHEAD, Need, Occupancy, has_room, usable_seats
+from policies.types import WorkerLoad, WorkerSpeed
+
+
+def load(**fields: object) -> WorkerLoad:
+    """A worker of 16 seats with memory for 1,600 tokens."""
+    given = {"seats": 16, "step_tokens": 512, "kv_blocks_free": 100, "kv_blocks_total": 100}
+    values = {"running": 0, "waiting": 0, "price": 0.0, "acceptance": 0.5, "proposers": ()}
+    return WorkerLoad(**{**values, **given, **fields})
+
+
+ONE = Need(1, 100, 200)
+
+
+def test_an_empty_worker_takes_whatever_can_run_at_all() -> None:
+    """More choices than seats and more prompt than a step takes have to go somewhere."""
+    assert has_room(Occupancy(load()), Need(40, 100_000, 200_000))
+
+
+@pytest.mark.parametrize(
+    ("at", "room"),
+    [
+        (Occupancy(load(), 15), True),
+        (Occupancy(load(), 16), True),  # one more waits there for the seat that is free next
+        (Occupancy(load(), 17), False),
+        (Occupancy(load(seats=15), 15), False),
+        (Occupancy(load(), 3, STEPS_AHEAD * 512 - 1), True),
+        (Occupancy(load(), 3, STEPS_AHEAD * 512), False),
+        (Occupancy(load(kv_blocks_free=6), 3), False),
+        (Occupancy(load(kv_blocks_free=7), 3), True),
+        (Occupancy(load(seats=0), 10_000), True),
+        (Occupancy(load(kv_blocks_free=0, kv_blocks_total=0), 3), True),
+    ],
+)
+def test_seats_steps_and_memory_bound_what_is_sent(at: Occupancy, room: bool) -> None:
+    """A worker gets no more than seats, prompts of its next steps and free memory allow; what it
+    does not tell bounds nothing."""
+    assert has_room(at, ONE) is room
+
+
+def test_promised_times_per_token_take_seats() -> None:
+    """With 10 ms a token at 8 sequences and 1 ms for each further, 12 ms hold for 10."""
+    speed = WorkerSpeed(tpot_s=0.010, sequence_s=0.001)
+    at = Occupancy(load(running=8, speed=speed), 8, tpot_s=0.012)
+    assert usable_seats(at) == 10
+    assert has_room(at, ONE)
+    assert not has_room(Occupancy(load(running=8, speed=speed), 10, tpot_s=0.012), ONE)
+
+
+def test_what_nobody_could_promise_binds_nobody() -> None:
+    """A target that a lone sequence would miss keeps no others out."""
+    speed = WorkerSpeed(tpot_s=0.010, sequence_s=0.001)
+    assert usable_seats(Occupancy(load(running=8, speed=speed), 8, tpot_s=0.002)) == 16
+
+
+@given(st.integers(1, 64), st.floats(0.001, 0.1), st.floats(0.0, 0.01), st.floats(0.001, 1.0))
+def test_usable_seats_are_from_one_to_all(
+    running: int, tpot_s: float, sequence_s: float, target_s: float
+) -> None:
+    """Whatever is promised and measured, there is a seat, and no more than there are; a looser
+    promise never takes more of them."""
+    speed = WorkerSpeed(tpot_s=tpot_s, sequence_s=sequence_s)
+    at = Occupancy(load(running=running, speed=speed), running)
+    seats = usable_seats(at, target_s)
+    assert 1 <= seats <= 16
+    alone_s = tpot_s - sequence_s * (running - 1)
+    if alone_s <= target_s:
+        assert seats <= usable_seats(at, target_s * 2)
