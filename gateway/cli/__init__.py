@@ -76,6 +76,7 @@ BENCHES = {
     "capacity": "gateway.cli.studies.capacity",
     "classes": "gateway.cli.studies.classes",
     "gaps": "gateway.cli.studies.gaps",
+    "edge": "gateway.cli.studies.edge.command",
 }
 
 
