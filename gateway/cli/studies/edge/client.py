@@ -9,7 +9,6 @@ bytes only as far as it must: when the first event came, how many there were, wh
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Sequence
 from typing import Final, cast
@@ -18,7 +17,7 @@ import msgspec
 import uvloop
 
 from gateway.cli.studies.edge import wire
-from gateway.cli.studies.edge.processes import cpu_s
+from gateway.cli.studies.edge.processes import answer_lines, cpu_s
 
 _HEAD_END: Final = b"\r\n\r\n"
 _BODY_END: Final = b"\r\n0\r\n\r\n"
@@ -212,10 +211,7 @@ async def _loop(
 def main() -> None:
     """Send each load that a line of standard input asks for."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        for line in sys.stdin.buffer:
-            measured = runner.run(send(msgspec.json.decode(line, type=Load)))
-            sys.stdout.buffer.write(msgspec.json.encode(measured) + b"\n")
-            sys.stdout.buffer.flush()
+        answer_lines(Load, lambda load: runner.run(send(load)))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
 
 Every target is a server of its own before the same client. `draftgate sim` makes its tokens in its
 process, on a simulated device whose steps take no time (5 ms where streams are paced): scheduler,
-detokeniser and all, but no model. `bare handler` is an aiohttp handler that parses JSON and has the
-same chunks ready. The proxies, ours, a bare aiohttp one and the rivals, stand before the same mock.
+detokeniser and all, but no model; `worker alone` is what these take without an edge. `bare handler`
+is an aiohttp handler that parses JSON and has the same chunks ready. The proxies, ours, a bare
+aiohttp one and the rivals, stand before the same mock.
 
 On two cores, targets have the first, client and mock the second. A row in which those two took
 more than 85% of it is marked `saturated`: its latencies and rates are the client's, its CPU still
@@ -29,7 +30,7 @@ from rich.table import Table
 from gateway.cli.environment import collect_environment
 from gateway.cli.studies.edge.figures import Goal, goals, summary
 from gateway.cli.studies.edge.hold import longest_holds
-from gateway.cli.studies.edge.rounds import Row, opened, questions, rounds
+from gateway.cli.studies.edge.rounds import WORKER, Row, opened, questions, rounds
 from gateway.cli.studies.edge.targets import in_process, proxies, rivals
 from gateway.cli.studies.record import provenance
 
@@ -124,7 +125,7 @@ def _targets(args: argparse.Namespace) -> dict[str, Any]:
                 )
             )
             missing = bench.missing
-    found = summary(_in_order(rows, [target.name for target in wanted]))
+    found = summary(_in_order(rows, [*(target.name for target in wanted), WORKER]))
     reached = goals(found)
     _show(found, reached, missing)
     return {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from gateway.cli.studies.edge.rounds import Row
+from gateway.cli.studies.edge.rounds import WORKER, Row
 from gateway.cli.studies.edge.targets import Kind
 
 _WHOLE_1, _WHOLE_16 = "whole, 1 client", "whole, 16 clients"
@@ -112,7 +112,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     for target, kind in kinds.items():
-        before = {Kind.PROXY: "mock", Kind.IN_PROCESS: "bare handler", Kind.DIRECT: None}[kind]
+        before = {Kind.PROXY: "mock", Kind.IN_PROCESS: "bare handler"}.get(kind)
         turns = [of(target, number, before) for number in numbers]
         found[target] = {
             "kind": kind.value,
@@ -140,9 +140,12 @@ def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
     ours, proxy = "draftgate sim", "draftgate proxy"
     result = [
         _below("CPU per request in process, us", value(ours, "cpu_request_us"), REQUEST_GOAL_US),
-        _below("CPU per chunk in process, us", value(ours, "cpu_paced_chunk_us"), CHUNK_GOAL_US),
+        _below("CPU per chunk in process, us", value(ours, "cpu_chunk_us"), CHUNK_GOAL_US),
     ]
-    for name, text in (("cpu_request_us", "request"), ("cpu_paced_chunk_us", "chunk")):
+    for name, limit in (("cpu_request_us", REQUEST_GOAL_US), ("cpu_chunk_us", CHUNK_GOAL_US)):
+        edge = value(ours, name) - value(WORKER, name)
+        result.append(_below(f"{name} without the simulated worker's", edge, limit))
+    for name, text in (("cpu_request_us", "request"), ("cpu_chunk_us", "chunk")):
         for mine in (ours, proxy):
             times = value("litellm", name) / value(mine, name)
             result.append(_above(f"litellm's CPU per {text} over {mine}'s", times, LITELLM_GOAL))

@@ -41,9 +41,9 @@ async def answer(request: web.Request) -> web.StreamResponse:
     for place in range(asked.tokens):
         text = wire.NEXT if place else wire.FIRST
         await response.write(head + text + (wire.ENDS if place == last else wire.GOES_ON))
-        if pace_s:
-            due_s += pace_s
-            await asyncio.sleep(max(0.0, due_s - loop.time()))
+        # At once still is one by one: a worker's steps give tokens so, and each is sent by itself.
+        due_s += pace_s
+        await asyncio.sleep(max(0.0, due_s - loop.time()) if pace_s else 0.0)
     await response.write(wire.DONE)
     await response.write_eof()
     return response

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+T = TypeVar("T", bound=msgspec.Struct)
 
 _PROC: Final = Path("/proc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -74,6 +80,39 @@ def start(
         return subprocess.Popen(  # noqa: S603 - commands of this study
             command, stdout=out, stderr=out, env={**os.environ, **variables}
         )
+
+
+class Helper:
+    """A module of this study as a process that answers a line with a line."""
+
+    def __init__(self, module: str, core: int | None) -> None:
+        """Start it on a core."""
+        with on_core(core):
+            self.process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-m", f"gateway.cli.studies.edge.{module}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+
+    def ask(self, question: msgspec.Struct, answer: type[T]) -> T:
+        """Send a question and wait for its answer.
+
+        Raises:
+            msgspec.DecodeError: it ended instead.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(question) + b"\n")
+        self.process.stdin.flush()
+        return msgspec.json.decode(self.process.stdout.readline(), type=answer)
+
+
+def answer_lines(asked: type[Q], answer: Callable[[Q], msgspec.Struct]) -> None:
+    """Be a helper: answer every line of standard input."""
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(msgspec.json.encode(answer(msgspec.json.decode(line, type=asked))))
+        sys.stdout.buffer.write(b"\n")
+        sys.stdout.buffer.flush()
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,11 @@ import msgspec
 
 from gateway.cli.studies.edge import wire
 from gateway.cli.studies.edge.client import Load, Measured
-from gateway.cli.studies.edge.processes import (
-    free_port,
-    on_core,
-    start,
-    stop,
-    wait_until_up,
-)
+from gateway.cli.studies.edge.processes import Helper, free_port, start, stop, wait_until_up
 from gateway.cli.studies.edge.targets import PACE_MS, Kind, Target
+from gateway.cli.studies.edge.worker import Done, Work
+
+WORKER: Final = "worker alone"
 
 SATURATED: Final = 0.85
 """Share of their core beyond which client and mock are what is measured, not the target."""
@@ -96,21 +92,21 @@ class Server:
 class Bench:
     """The mock, the client, and the targets that could be started."""
 
-    def __init__(self, stack: ExitStack, folder: Path, cores: tuple[int | None, int | None]):
+    def __init__(
+        self, stack: ExitStack, folder: Path, cores: tuple[int | None, int | None]
+    ) -> None:
         """Start mock and client on the second core; targets come to the first."""
         self._stack, self._folder = stack, folder
         self._server_core, self._client_core = cores
         self.servers: list[Server] = []
         self.missing: dict[str, str] = {}
         command = [sys.executable, "-m", "gateway.cli.studies.edge.mock"]
-        self._mock_port, self._mock_pid = self._started("mock", command, "--port", self._client_core, {})
-        with on_core(self._client_core):
-            self._client = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "gateway.cli.studies.edge.client"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-        stack.callback(stop, self._client)
+        at = self._started("mock", command, "--port", self._client_core, {})
+        self._mock_port, self._mock_pid = at
+        self._client = Helper("client", self._client_core)
+        self._worker = Helper("worker", self._server_core)
+        stack.callback(stop, self._client.process)
+        stack.callback(stop, self._worker.process)
 
     @property
     def upstream(self) -> str:
@@ -141,11 +137,11 @@ class Bench:
         command: Sequence[str],
         port_flag: str,
         core: int | None,
-        variables: dict[str, str] | object,
+        variables: Mapping[str, str],
     ) -> tuple[int, int]:
         port = free_port()
         log = self._folder / f"{name.replace(' ', '-')}.log"
-        process = start([*command, port_flag, str(port)], core, log, dict(variables))  # type: ignore[call-overload]
+        process = start([*command, port_flag, str(port)], core, log, variables)
         self._stack.callback(stop, process)
         url = f"http://127.0.0.1:{port}{wire.PATH}"
         wait_until_up(process, url, wire.body(1, stream=False))
@@ -168,12 +164,28 @@ class Bench:
             server=pid,
             upstream=self._mock_pid,
         )
-        assert self._client.stdin is not None
-        assert self._client.stdout is not None
-        self._client.stdin.write(msgspec.json.encode(load) + b"\n")
-        self._client.stdin.flush()
-        line = self._client.stdout.readline()
-        return _row(server.target, question, number, msgspec.json.decode(line, type=Measured))
+        return _row(server.target, question, number, self._client.ask(load, Measured))
+
+    def ask_worker(self, question: Question, for_s: float, number: int) -> Row:
+        """Let the simulated worker do by itself what the question asks for."""
+        work = Work(question.tokens, question.connections, for_s)
+        done = self._worker.ask(work, Done)
+        nothing = float("nan")
+        return Row(
+            WORKER,
+            Kind.NO_EDGE,
+            question.name,
+            number,
+            done.requests,
+            done.deltas,
+            0,
+            done.cpu_s,
+            *(nothing,) * 4,
+            done.cpu_s,
+            0.0,
+            0.0,
+            saturated=False,
+        )
 
 
 def _row(target: Target, question: Question, number: int, measured: Measured) -> Row:
@@ -230,3 +242,6 @@ def rounds(
         for done, (server, question) in enumerate(turns):
             tell(f"round {place + 1}/{number}, {done + 1}/{len(turns)}: {server.target.name}")
             yield bench.ask(server, question, for_s, place)
+        for question in asked:
+            if question.connections > 1 and not question.paced:
+                yield bench.ask_worker(question, for_s, place)

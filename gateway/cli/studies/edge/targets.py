@@ -13,19 +13,22 @@ from typing import Final
 from backends.registry import backend_names
 from gateway.cli.studies.edge import wire
 
-HERE: Final = Path(__file__).parent
+INSTANT: Final = Path(__file__).parent / "instant.json"
+"""A device whose steps take no time: what is left is the edge, and the scheduler behind it."""
+
 _OURS: Final = (sys.executable, "-c", "from gateway.cli import main; main()", "serve")
 _MOCK: Final = (sys.executable, "-m", "gateway.cli.studies.edge.mock")
 
 PACE_MS: Final = 5.0
-"""Between the chunks of a paced stream. Faster than a reader needs, slow enough that 16 streams are
-no overload of the slowest proxy but one; each chunk is then read and written by itself, as in life."""
+"""Between the chunks of a paced stream: faster than a reader needs, and yet each chunk is read and
+written by itself, as in life. 16 such streams are too many for the slowest proxy alone."""
 
 
 class Kind(StrEnum):
     """Where a target's tokens come from."""
 
     DIRECT = "direct"  # the mock itself, on the client's core
+    NO_EDGE = "no edge"  # the simulated worker, asked by nobody over HTTP
     IN_PROCESS = "in process"
     PROXY = "proxy"
 
@@ -54,16 +57,20 @@ def _ours(*flags: str) -> tuple[str, ...]:
     return (*_OURS, *shared, *flags)
 
 
+def paced_profile(folder: Path) -> Path:
+    """Write the profile of a device that takes `PACE_MS` a step; return its path."""
+    paced = folder / "paced.json"
+    profile = json.loads(INSTANT.read_text(encoding="utf-8"))
+    paced.write_text(json.dumps(profile | {"step_s": [PACE_MS / 1e3]}), encoding="utf-8")
+    return paced
+
+
 def in_process(folder: Path) -> list[Target]:
     """Return the servers that make their tokens themselves.
 
     Args:
         folder: for the profile of a device that takes `PACE_MS` a step.
     """
-    instant = HERE / "instant.json"
-    paced = folder / "paced.json"
-    profile = json.loads(instant.read_text(encoding="utf-8"))
-    paced.write_text(json.dumps(profile | {"step_s": [PACE_MS / 1e3]}), encoding="utf-8")
     sim = ("--backend", "sim", "--profile")
     return [
         Target("mock", Kind.DIRECT, None),
@@ -71,8 +78,8 @@ def in_process(folder: Path) -> list[Target]:
         Target(
             "draftgate sim",
             Kind.IN_PROCESS,
-            _ours(*sim, str(instant)),
-            paced_command=_ours(*sim, str(paced)),
+            _ours(*sim, str(INSTANT)),
+            paced_command=_ours(*sim, str(paced_profile(folder))),
         ),
     ]
 
