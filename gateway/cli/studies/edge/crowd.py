@@ -19,7 +19,7 @@ import uvloop
 
 MEGABYTE: Final = 1 << 20
 STREAMS: Final = 16
-TIMES: Final = 3
+TIMES: Final = 2
 _SENTENCE: Final = "The quick brown fox jumps over the lazy dog, and {} more do. "
 _MANY: Final = 100_000
 

@@ -61,7 +61,7 @@ def paced_profile(folder: Path) -> Path:
     """Write the profile of a device that takes `PACE_MS` a step; return its path."""
     paced = folder / "paced.json"
     profile = json.loads(INSTANT.read_text(encoding="utf-8"))
-    paced.write_text(json.dumps(profile | {"step_s": [PACE_MS / 1e3]}), encoding="utf-8")
+    paced.write_text(json.dumps(profile | {"step_s": [PACE_MS / 1e3] * 2}), encoding="utf-8")
     return paced
 
 
