@@ -27,7 +27,7 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
     end=st.sampled_from([*FinishReason, None]),
 )
 def test_a_chunk_is_whole_json(rendering, kind, model, text, choice, end) -> None:
-    """Whatever is in a text or a name, a chunk parses, and says what the delta and the frame say."""
+    """Whatever is in a text or a name, a chunk parses, and says what delta and frame say."""
     frame = Frame("1f", 7, model, None, logprobs=False)  # type: ignore[arg-type]
     chunk = json.loads(rendering(frame).chunk(Delta(choice, (1,), text, (), end)))
     (said,) = chunk.pop("choices")
