@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from backends.types import (
     SpeculationOutcome,
     TokenLogprob,
 )
-from gateway.app import Listening
+from gateway.app import Listening, spare_collections
 from gateway.http.endpoints import tokenize
 from gateway.http.generation import INLINE_BODY_BYTES
 from gateway.http.replies import rendering
@@ -169,3 +170,13 @@ async def test_grammars_are_compiled_beside_the_loop(monkeypatch: pytest.MonkeyP
             backend.emit(await backend.submitted.get(), "{}", last=True)
             await answer.aread()
     assert found.names() == {"_compile"}
+
+
+async def test_collections_pass_over_what_the_start_left(sim: Listening) -> None:
+    """Modules, vocabularies and models are not walked through again beside the streams."""
+    try:
+        spare_collections()
+        kept = gc.get_freeze_count()
+        assert kept > 10 * len(gc.get_objects())
+    finally:
+        gc.unfreeze()

@@ -23,6 +23,9 @@ WORKER: Final = "worker alone"
 SATURATED: Final = 0.85
 """Share of their core beyond which client and mock are what is measured, not the target."""
 
+LAST_WORDS: Final = 4
+"""Lines that a server which does not come up is quoted with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -127,7 +130,8 @@ class Bench:
                 name = f"{target.name} paced"
                 paced = self._started(name, target.paced_command, flag, core, variables)
         except (OSError, RuntimeError) as error:
-            self.missing[target.name] = str(error)
+            said = self._log(target.name).read_text(errors="replace").split("\n")
+            self.missing[target.name] = f"{error}: {' / '.join(said[-LAST_WORDS:])}"
             return
         self.servers.append(Server(target, *at, *paced))
 
@@ -140,12 +144,15 @@ class Bench:
         variables: Mapping[str, str],
     ) -> tuple[int, int]:
         port = free_port()
-        log = self._folder / f"{name.replace(' ', '-')}.log"
-        process = start([*command, port_flag, str(port)], core, log, variables)
+        command = [*command, port_flag, str(port)]
+        process = start(command, core, self._log(name), variables)
         self._stack.callback(stop, process)
         url = f"http://127.0.0.1:{port}{wire.PATH}"
         wait_until_up(process, url, wire.body(1, stream=False))
         return port, process.pid
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name.replace(' ', '-')}.log"
 
     def ask(self, server: Server, question: Question, for_s: float, number: int) -> Row:
         """Ask one question of one target."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from backends.registry import backend_names
 from gateway.cli.studies.edge import wire
+from gateway.cli.studies.edge.processes import free_port
 
 INSTANT: Final = Path(__file__).parent / "instant.json"
 """A device whose steps take no time: what is left is the edge, and the scheduler behind it."""
@@ -22,6 +23,12 @@ _MOCK: Final = (sys.executable, "-m", "gateway.cli.studies.edge.mock")
 PACE_MS: Final = 5.0
 """Between the chunks of a paced stream: faster than a reader needs, and yet each chunk is read and
 written by itself, as in life. 16 such streams are too many for the slowest proxy alone."""
+
+
+_LITELLM: Final = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # nobody has keys here
+}
 
 
 class Kind(StrEnum):
@@ -103,7 +110,7 @@ def rivals(environments: Path, upstream: str, folder: Path) -> Iterator[Target]:
     for name, flags in _flags(upstream, folder).items():
         program = environments / name / "bin" / name
         if program.is_file():
-            variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"} if name == "litellm" else {}
+            variables = _LITELLM if name == "litellm" else {}
             yield Target(name, Kind.PROXY, (str(program), *flags), variables=variables)
 
 
@@ -113,9 +120,9 @@ def _flags(upstream: str, folder: Path) -> dict[str, Sequence[str]]:
     models = [{"model_name": wire.MODEL, "litellm_params": route}]
     litellm.write_text(json.dumps({"model_list": models}), encoding="utf-8")  # JSON is YAML
     router = ("--worker-urls", upstream, "--policy", "round_robin", "--host", "127.0.0.1")
-    quiet = ("--log-level", "error")
+    quiet = ("--log-level", "error", "--prometheus-port")
     return {
         "litellm": ("--config", str(litellm), "--host", "127.0.0.1", "--num_workers", "1"),
-        "vllm-router": (*router, *quiet),
-        "sglang-router": ("launch", *router, *quiet),
+        "vllm-router": (*router, *quiet, str(free_port())),
+        "sglang-router": ("launch", *router, *quiet, str(free_port())),
     }
