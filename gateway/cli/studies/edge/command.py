@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "hold" in args.parts:
         results["hold"] = longest_holds(args.rounds)
         for row in results["hold"]:
-            print(f"{row['beside']:40} longest hold {row['longest_ms']:.1f} ms")
+            longest, own = row["longest_ms"], row["longest_own_ms"]
+            print(f"{row['beside']:40} longest hold {longest:.1f} ms, of its own {own:.1f} ms")
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
