@@ -6,13 +6,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from backends.chat_template import ChatTemplate, template_sources
 from backends.errors import CheckpointError
 from backends.token_texts import TokenTexts
+
+BRIEF_TOKENS: Final = 1024
+"""Decoding so many holds other threads up for 0.1 ms (one core, Zen 4, 2026-11-21)."""
 
 
 class Tokenizer:
@@ -64,12 +67,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch: a single text is tokenised without letting other threads run.
+        (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids that name no token are skipped."""
-        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if len(ids) <= BRIEF_TOKENS:
+            text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        else:  # as a batch: see `encode`
+            (text,) = self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:

@@ -8,6 +8,7 @@ the workers, close the listener. A second signal skips the waiting.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -142,6 +143,7 @@ async def serve(
             async with loading(node.fleet):
                 await _until(signals, start_workers(node))
             if not signals.first.is_set():
+                spare_collections()
                 on_ready(where)
                 await _until(signals, node.dispatcher.heartbeat())
                 await _drain_until_second(node, signals)
@@ -151,6 +153,16 @@ async def serve(
             await node.dispatcher.write_decisions()
     await node.store.close()
     await asyncio.to_thread(node.tracing.shutdown)
+
+
+def spare_collections() -> None:
+    """Take what there is now, and stays, out of later garbage collections.
+
+    Walking through all of it would hold every thread up: for 60 ms with the simulator, 280 ms with
+    the engine (`gc.collect()` on a busy core, Zen 4, 2026-11-21).
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class _Signals:

@@ -77,6 +77,7 @@ BENCHES = {
     "gaps": "gateway.cli.studies.gaps",
     "overload": "gateway.cli.studies.overload",
     "tracing": "gateway.cli.studies.tracing",
+    "edge": "gateway.cli.studies.edge.command",
 }
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from policies.pacing import ReaderView, pace
 from policies.types import Pace
@@ -92,33 +93,34 @@ class SlowReaders:
 
 
 class Reader:
-    """The client at the other end of one stream."""
+    """The client at the other end of one stream.
+
+    Attributes:
+        paced: what it reads; None while nothing comes.
+        written_bytes: what was written to its connection.
+    """
 
     def __init__(self, request: web.Request, slow: SlowReaders) -> None:
         """Keep the buffers of its connection small."""
         self.paced: Paced | None = None
-        self._writer = request.writer
         self._transport: Any = request.transport
         self._slow = slow
         self._pace = Pace.FULL
-        self._written_bytes = 0
+        self.written_bytes = 0
         self._read_bytes = 0  # as of the last look
         self._made_bytes = 0.0
         self._looked_s: float | None = None
         self._moved_s = 0.0  # when it last took something
         self._keep_small()
 
-    async def wrote(self, size: int) -> None:
-        """Count what was written, and wait while the client has not made room for more.
+    async def drained(self, writer: AbstractStreamWriter) -> None:
+        """Wait until the client has made room for more, and look at it meanwhile.
 
         Raises:
-            ConnectionResetError: the client is gone.
+            ConnectionResetError: it is gone.
         """
-        self._written_bytes += size
-        if self._transport is None or self._transport.get_write_buffer_size() <= BUFFER_BYTES:
-            return
         self._slow.add(self)
-        await self._writer.drain()
+        await writer.drain()
 
     def left(self) -> None:
         """Stop looking at it: its stream has ended."""
@@ -145,8 +147,8 @@ class Reader:
 
     def _view(self, now_s: float, unsent: int, waiting_tokens: int) -> ReaderView:
         """Return what is known of it, and remember that for the next look."""
-        read = self._written_bytes - unsent
-        made = self._written_bytes + waiting_tokens * CHUNK_BYTES
+        read = self.written_bytes - unsent
+        made = self.written_bytes + waiting_tokens * CHUNK_BYTES
         since_s = None if self._looked_s is None else max(now_s - self._looked_s, 1e-6)
         if since_s is None or read > self._read_bytes or not unsent:
             self._moved_s = now_s

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from msgspec import UNSET
 
 from backends.types import Delta
@@ -23,6 +24,10 @@ from gateway.telemetry.watch import Ending
 
 KEEPALIVE_S: Final = 5.0
 """A stream that waits for its first token sends a comment this often: proxies cut silent ones."""
+
+INLINE_LOGPROBS: Final = 32
+"""A delta of more tokens with log probabilities, merged for a reader that fell behind, is spelled
+in a thread: with 20 alternatives a token takes 40 us (one core, Zen 4, 2026-11-21)."""
 
 COMMENT: Final = b": waiting\n\n"
 _DONE: Final = b"data: [DONE]\n\n"
@@ -40,6 +45,8 @@ class EventStream:
         self._request = request
         self.reader = Reader(request, slow)
         self.response = web.StreamResponse(headers=EVENT_HEADERS)
+        self._writer: AbstractStreamWriter | None = None
+        self._chunked = False
 
     @property
     def begun(self) -> bool:
@@ -52,10 +59,23 @@ class EventStream:
         Raises:
             ConnectionResetError: the client is gone.
         """
-        if not self.begun:
-            await self.response.prepare(self._request)
-        await self.response.write(events)
-        await self.reader.wrote(len(events))
+        writer = self._writer or await self._begin()
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        # Past two coroutines of aiohttp, which cost 1.2 us an event (one core, Zen 4, 2026-11-21).
+        transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
+        self.reader.written_bytes += len(events)
+        if self._request.protocol.writing_paused:
+            await self.reader.drained(writer)
+
+    async def _begin(self) -> AbstractStreamWriter:
+        """Send the status line and the headers."""
+        writer = await self.response.prepare(self._request)
+        assert writer is not None  # only websockets have none
+        self._writer = writer
+        self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+        return writer
 
     async def end(self) -> None:
         """Send the end of the response."""
@@ -111,7 +131,11 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
         return  # its text is held back: nothing to tell yet
     last = answer.complete and not answer.call.include_usage
     metrics = answer.metrics() if last else UNSET
-    await events.write(_event(answer.rendering.chunk(delta, metrics)))
+    chunk = answer.rendering.chunk
+    if len(delta.logprobs) <= INLINE_LOGPROBS:
+        await events.write(_event(chunk(delta, metrics)))
+    else:
+        await events.write(_event(await asyncio.to_thread(chunk, delta, metrics)))
 
 
 async def _first(events: EventStream, deltas: AsyncGenerator[Delta, None]) -> Delta | None:

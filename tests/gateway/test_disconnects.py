@@ -30,9 +30,10 @@ async def test_leaving_the_queue_leaves_nothing(stream: bool) -> None:
         _, first = await post_raw(where, "/v1/completions", LONG)
         await until(lambda: load_of(where.node).running == 1)
         _, second = await post_raw(where, "/v1/completions", {**LONG, "stream": stream})
-        await until(lambda: load_of(where.node).waiting == 1)
+        queue = where.node.dispatcher.queue
+        await until(lambda: len(queue) == 1)
         second.close()
-        await until(lambda: load_of(where.node).waiting == 0)
+        await until(lambda: len(queue) == 0)
         assert load_of(where.node).running == 1
         first.close()
         await until(lambda: is_idle(where.node))

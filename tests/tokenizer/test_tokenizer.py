@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
+import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as FastTokenizer
 
+from backends.shipped import SHIPPED_MODEL
 from backends.tokenizer import Tokenizer
 
 
@@ -20,3 +24,24 @@ def test_the_vocabulary_ends_after_its_largest_id(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, fast.get_vocab_size()) == (largest + 1, 4)
     assert tokenizer.decode([0, 5, 7]) == "a b"
     assert tokenizer.token_text(5) == ""
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(work: str) -> None:
+    """Tokenising lets go of the interpreter: in a thread, it leaves the event loop alone."""
+    tokenizer = Tokenizer(SHIPPED_MODEL)
+    given = "def f(x): return x + 1\n" * 20_000 if work == "encode" else [1000] * 1_000_000
+    ended = threading.Event()
+
+    def run() -> None:
+        getattr(tokenizer, work)(given)
+        ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    turns = 0
+    while not ended.is_set():
+        time.sleep(0)  # lets go of the interpreter, and has to get it back
+        turns += 1
+    thread.join()
+    assert turns > 1000  # were it held: some tens, before and after

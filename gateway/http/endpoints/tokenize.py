@@ -13,6 +13,7 @@ from gateway.errors import InvalidRequest
 from gateway.http.context import NODE, read_body
 from gateway.http.forwarding import pass_on_if_there
 from gateway.http.generation import INLINE_BODY_BYTES
+from gateway.http.replies.rendering import encode
 from gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
 from gateway.http.requests.decoding import decode
 from gateway.http.requests.messages import chat_prompt
@@ -41,10 +42,14 @@ async def _answer(
     served = request.app[NODE].served
     body = await read_body(request)
     if len(body) <= INLINE_BODY_BYTES:
-        reply = work(body, served)
+        reply = _reply(work, body, served)
     else:
-        reply = await asyncio.to_thread(work, body, served)
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+        reply = await asyncio.to_thread(_reply, work, body, served)
+    return web.Response(body=reply, content_type="application/json")
+
+
+def _reply(work: Callable[[bytes, Served], msgspec.Struct], body: bytes, served: Served) -> bytes:
+    return encode(work(body, served))
 
 
 def _tokenize(body: bytes, served: Served) -> TokenizeReply:

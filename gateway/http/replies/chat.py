@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from backends.types import Delta, TokenLogprob
-from gateway.http.replies.rendering import Frame, WholeChoice, reply
+from gateway.http.replies.rendering import ChunkEncoder, Frame, WholeChoice, reply
 from gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -27,6 +27,7 @@ class ChatRendering:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._begun: set[int] = set()  # choices whose role was sent
+        self._chunks = ChunkEncoder(frame, "chatcmpl", "chat.completion.chunk")
 
     def response(
         self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
@@ -56,6 +57,8 @@ class ChatRendering:
             self._logprobs(delta.logprobs),
             delta.finish_reason,
         )
+        if metrics is UNSET:
+            return self._chunks.encode(choice)
         return reply(self._frame, "chatcmpl", "chat.completion.chunk", [choice], UNSET, metrics)
 
     def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from backends.types import Delta, TokenLogprob
-from gateway.http.replies.rendering import Frame, WholeChoice, reply
+from gateway.http.replies.rendering import ChunkEncoder, Frame, WholeChoice, reply
 from gateway.http.replies.shapes import (
     CompletionChoice,
     CompletionLogprobs,
@@ -22,6 +22,7 @@ class CompletionRendering:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._offsets: dict[int, int] = {}  # characters of tokens sent, by choice
+        self._chunks = ChunkEncoder(frame, "cmpl", "text_completion")
 
     def response(
         self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
@@ -46,6 +47,8 @@ class CompletionRendering:
             self._logprobs(delta.choice, delta.logprobs),
             delta.finish_reason,
         )
+        if metrics is UNSET:
+            return self._chunks.encode(choice)
         return reply(self._frame, "cmpl", "text_completion", [choice], UNSET, metrics)
 
     def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:

@@ -1,0 +1,182 @@
+"""What takes long runs beside the event loop: nothing large is worked on in its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from backends import grammar
+from backends.tokenizer import Tokenizer
+from backends.types import (
+    Delta,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+    SpeculationOutcome,
+    TokenLogprob,
+)
+from gateway.app import Listening, spare_collections
+from gateway.http.endpoints import tokenize
+from gateway.http.generation import INLINE_BODY_BYTES
+from gateway.http.replies import rendering
+from gateway.http.requests import validation
+from tests.gateway.harness import ScriptedBackend, client, running
+
+MEGABYTE = 1 << 20
+TEXT = ("def f(x):\n    return x + 1\n" * (MEGABYTE // 26))[:MEGABYTE]
+LONG = MEGABYTE // 8
+"""Least size, in characters, bytes or tokens, of work that counts as large here."""
+
+
+class ThreadWatch:
+    """Notes for calls of wrapped functions how large their work was, and in which thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.loop = threading.get_ident()
+        self.large: list[tuple[str, int]] = []
+
+    def wrap(self, owner: Any, name: str, size: Callable[..., int]) -> None:
+        """Watch a function; `size` is asked about its arguments and its result, the last one."""
+        wrapped = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = wrapped(*args, **kwargs)
+            if size(*args, result) >= LONG:
+                self.large.append((name, threading.get_ident()))
+            return result
+
+        self._monkeypatch.setattr(owner, name, watched)
+
+    def names(self) -> set[str]:
+        """Return what large work was done; fails if any of it was in the loop's thread."""
+        assert self.loop not in {thread for _, thread in self.large}, self.large
+        return {name for name, _ in self.large}
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, (str, bytes, list, tuple)) else 0
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> ThreadWatch:
+    """Watch everything that can take long between a body and its answer."""
+    found = ThreadWatch(monkeypatch)
+    largest = lambda *values: max(map(_size, values))  # noqa: E731 - as short as its meaning
+    for owner, name in (
+        (validation, "decode"),
+        (validation, "_encoded"),
+        (validation, "chat_prompt"),
+        (validation, "_ids"),
+        (tokenize, "decode"),
+        (tokenize, "encode"),
+        (rendering, "encode"),
+        (Tokenizer, "encode"),
+        (Tokenizer, "decode"),
+        (Tokenizer, "render_chat"),
+    ):
+        found.wrap(owner, name, largest)
+    return found
+
+
+CHAT = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 1}
+IDS = [1000 + n % 1000 for n in range(MEGABYTE // 6)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "worked"),
+    [
+        ("/v1/chat/completions", CHAT, {"decode", "render_chat", "encode"}),
+        ("/v1/chat/completions", {**CHAT, "stream": True}, {"decode", "render_chat", "encode"}),
+        ("/v1/completions", {"prompt": TEXT}, {"decode", "_encoded", "encode"}),
+        ("/v1/completions", {"prompt": IDS}, {"decode", "_ids"}),
+        ("/tokenize", {"prompt": TEXT}, {"decode", "encode"}),
+        ("/tokenize", {"messages": CHAT["messages"]}, {"decode", "render_chat", "encode"}),
+        ("/detokenize", {"tokens": IDS}, {"decode"}),
+    ],
+)
+async def test_a_megabyte_is_worked_on_beside_the_loop(
+    watch: ThreadWatch, sim: Listening, http: httpx.AsyncClient, path, body, worked
+) -> None:
+    """Parsing, templates, tokenising, spelling and large answers run in other threads."""
+    answer = await http.post(path, json=body)
+    assert answer.status_code in {200, 400}  # too long a prompt is refused, but only once counted
+    assert worked <= watch.names()
+
+
+async def test_small_requests_wait_for_no_thread(
+    monkeypatch: pytest.MonkeyPatch, http: httpx.AsyncClient
+) -> None:
+    """A body below the bound is parsed where it arrives: a thread would cost it latency."""
+    seen: list[int] = []
+    decode = validation.decode
+
+    def watched(*args: Any) -> Any:
+        seen.append(threading.get_ident())
+        return decode(*args)
+
+    monkeypatch.setattr(validation, "decode", watched)
+    for size in (10, INLINE_BODY_BYTES):
+        await http.post("/v1/completions", json={"prompt": "a b " * (size // 4), "max_tokens": 1})
+    assert seen[0] == threading.get_ident() != seen[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_with_logprobs_are_spelled_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """500 tokens with 20 alternatives each, whole or merged, become JSON in a thread."""
+    found = ThreadWatch(monkeypatch)
+    found.wrap(rendering, "encode", lambda *values: LONG * (_size(values[-1]) > 100_000))
+    backend = ScriptedBackend()
+    top = tuple((token, -1.0) for token in range(20))
+    logprobs = tuple(TokenLogprob(token, -1.0, top) for token in range(500))
+    delta = Delta(0, tuple(range(500)), "a", logprobs, FinishReason.LENGTH, SpeculationOutcome())
+    async with running(backends=[backend]) as where, client(where) as http:
+        body = {"prompt": "a", "max_tokens": 400, "logprobs": 20, "stream": stream}
+        answer = asyncio.create_task(http.post("/v1/completions", json=body))
+        request = await backend.submitted.get()
+        backend.streams.deliver([(request.request_id, delta)])
+        assert len((await answer).content) > 100_000
+    assert found.names() == {"encode"}
+
+
+async def test_grammars_are_compiled_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema of thousands of fields is compiled in a thread, and only looked up in the loop's."""
+    pytest.importorskip("llguidance")
+    found = ThreadWatch(monkeypatch)
+    found.wrap(grammar.LlGrammars, "_compile", lambda *_: LONG)
+    backend = ScriptedBackend()
+    grammars = grammar.LlGrammars(backend.tokenizer, [0])
+    checked = backend.check
+
+    def check(request):
+        checked(request)
+        assert request.grammar == GrammarSpec(GrammarKind.JSON_SCHEMA, request.grammar.text)
+        grammars.start(request.grammar)
+
+    backend.check = check
+    schema = {"type": "object", "properties": {f"f{n}": {"type": "integer"} for n in range(500)}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with running(backends=[backend]) as where, client(where) as http:
+        body = {"prompt": "a", "stream": True, "response_format": wanted}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            backend.emit(await backend.submitted.get(), "{}", last=True)
+            await answer.aread()
+    assert found.names() == {"_compile"}
+
+
+async def test_collections_pass_over_what_the_start_left(sim: Listening) -> None:
+    """Modules, vocabularies and models are not walked through again beside the streams."""
+    try:
+        spare_collections()
+        kept = gc.get_freeze_count()
+        assert kept > 10 * len(gc.get_objects())
+    finally:
+        gc.unfreeze()

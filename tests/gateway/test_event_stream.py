@@ -1,0 +1,75 @@
+"""How events leave: framed as the client's HTTP version asks, and no faster than it reads."""
+
+from __future__ import annotations
+
+import asyncio
+
+from backends.types import Delta, FinishReason, SpeculationOutcome
+from gateway.app import Listening
+from tests.gateway.harness import ScriptedBackend, events, port_of, post_raw, running
+
+DELTAS, CHARACTERS = 128, 1 << 18
+"""32 MB: several times what the sockets of both ends hold."""
+
+
+async def test_a_client_of_http_1_0_gets_plain_events(sim: Listening) -> None:
+    """It knows no chunks: events come bare, and the end of the connection is their end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(sim))
+    body = b'{"prompt": "a", "max_tokens": 3, "stream": true}'
+    writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    head, _, sent = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.0 200")
+    assert b"chunked" not in head.lower()
+    assert sent.startswith(b"data: {")
+    assert sent.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_reader_that_stops_is_waited_for() -> None:
+    """What it does not take waits, merged; once it reads, nothing is missing."""
+    backend = ScriptedBackend()
+    async with running(backends=[backend]) as where:
+        asked = {"prompt": "a", "max_tokens": 400, "stream": True}
+        reader, writer = await post_raw(where, "/v1/completions", asked)
+        request = await backend.submitted.get()
+        for number in range(DELTAS):
+            last = number == DELTAS - 1
+            delta = Delta(
+                0,
+                (1,),
+                _text(number),
+                (),
+                FinishReason.STOP if last else None,
+                SpeculationOutcome() if last else None,
+            )
+            backend.streams.deliver([(request.request_id, delta)])
+            for _ in range(5):
+                await asyncio.sleep(0)
+        got = await _all(reader)
+        writer.close()
+    assert got.count(b"data: ") < DELTAS  # some waited for it, and were merged
+    chunks = [event for event in events(_body(got)) if event != "[DONE]"]
+    texts = (choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert "".join(texts) == "".join(map(_text, range(DELTAS)))
+
+
+def _text(number: int) -> str:
+    return chr(ord("a") + number % 26) * CHARACTERS
+
+
+def _body(got: bytes) -> str:
+    """Return what the chunks of an answer hold."""
+    left, body = got.partition(b"\r\n\r\n")[2], b""
+    while left:
+        size, _, left = left.partition(b"\r\n")
+        length = int(size, 16)
+        body, left = body + left[:length], left[length + 2 :]
+    return body.decode()
+
+
+async def _all(reader: asyncio.StreamReader) -> bytes:
+    """Read up to the last chunk."""
+    got = bytearray()
+    while not got.endswith(b"\r\n0\r\n\r\n"):
+        got += await reader.read(1 << 20)
+    return bytes(got)

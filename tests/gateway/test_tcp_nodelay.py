@@ -1,0 +1,54 @@
+"""Small events leave at once: Nagle's algorithm is off on every accepted socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from tests.gateway.harness import post_raw, running
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks sockets up in /proc")
+
+
+def _accepted(peer: tuple[str, int]) -> socket.socket:
+    """Return this process' end of the connection that a client of it opened from `peer`."""
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:  # no socket, or closed since
+            continue
+        if found.family == socket.AF_INET and _peer(found) == peer:
+            return found
+        found.close()
+    raise AssertionError(f"nobody accepted {peer}")
+
+
+def _peer(found: socket.socket) -> tuple[str, int] | None:
+    try:
+        return found.getpeername()
+    except OSError:  # it listens
+        return None
+
+
+async def _nagle_is_off() -> None:
+    async with running() as where:
+        body = {"prompt": "a", "max_tokens": 2, "stream": True}
+        reader, writer = await post_raw(where, "/v1/completions", body)
+        await reader.readuntil(b"data: ")
+        with _accepted(writer.get_extra_info("sockname")) as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_accepted_sockets_send_small_events_at_once(new_loop) -> None:
+    """TCP_NODELAY is set while a stream runs, on asyncio's loop and on the server's own."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_nagle_is_off())
