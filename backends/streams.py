@@ -153,4 +153,6 @@ def _merged(deltas: list[Delta]) -> Delta:
         last.finish_reason,
         last.outcome,
         last.cached_tokens,
+        tuple(step for delta in deltas for step in delta.steps),
+        next((delta.phases for delta in deltas if delta.phases), None),
     )

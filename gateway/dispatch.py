@@ -55,6 +55,7 @@ class Job:
         service: how soon its tokens are wanted, and how much they matter.
         tenant: whose it is; "" while nobody is told from others.
         repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
+        traced: whether the answer tells what each step did.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class Job:
     service: ServiceLevel = ANYTIME
     tenant: str = ""
     repetitions: tuple[float | None, ...] = ()
+    traced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ class Dispatcher:
             job.tenant,
             job.grammar,
             service=job.service,
+            traced=job.traced,
         )
         worker.backend.check(request)
         return Placement(request, worker, view, load)

@@ -12,6 +12,7 @@ from gateway.fleet import Fleet
 from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.store import Store
+from gateway.telemetry.live import Live
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Tracing
 from policies.registry import speculation_policy
@@ -38,6 +39,7 @@ class Node:
         self.decisions = Decisions(path, time.time)
         self.dispatcher = Dispatcher(fleet, self.policy, store, self.lifecycle, self.decisions)
         self.metrics = Metrics(self._loads, self._model_name)
+        self.live = Live(self._loads, self.metrics.recent)
 
     @property
     def state(self) -> NodeState:

@@ -16,6 +16,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.samples import Sample
 
 from backends.types import SpeculationOutcome
+from gateway.telemetry.recent import Recent
 from policies.types import WorkerLoad
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # series that nobody reads
@@ -72,10 +73,15 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[WorkerLoad], float]], ...]] = (
 
 
 class Metrics:
-    """The instruments. All carry the label `model_name`; loads, `worker`: its place in the node."""
+    """The instruments. All carry the label `model_name`; loads, `worker`: its place in the node.
+
+    Attributes:
+        recent: the last minute's figures, for the live page.
+    """
 
     def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
         """Declare them in a registry of their own; `loads` and `model` are asked at each scrape."""
+        self.recent = Recent()
         self._registry = CollectorRegistry(auto_describe=True)
         self._model = model
 

@@ -89,10 +89,13 @@ class RequestWatch:
         self._last_s = self._clock()
         if self._first_s is None and delta.text:
             self._first_s = self._last_s
-            self._metrics.first_token(self._first_s - self._arrival_s)
+            ttft_s = self._first_s - self._arrival_s
+            self._metrics.first_token(ttft_s)
+            self._metrics.recent.first_token(ttft_s)
             self.span.event("first_token")
         self.output_tokens += len(delta.token_ids)
         self._metrics.generated(len(delta.token_ids))
+        self._metrics.recent.generated(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._finish_reasons.append(delta.finish_reason.value)
             if delta.choice % self._n == 0:  # a prompt's further choices read what the first did
@@ -108,7 +111,9 @@ class RequestWatch:
             return
         self._ended = True
         seconds = self._clock() - self._arrival_s
-        self._metrics.finished(self._endpoint, ending.value, seconds, self._tpot_s())
+        tpot_s = self._tpot_s()
+        self._metrics.finished(self._endpoint, ending.value, seconds, tpot_s)
+        self._metrics.recent.ended(tpot_s, self.output_tokens, self.outcome)
         self._end_span(ending, status, error)
         ttft_s = None if self._first_s is None else self._first_s - self._arrival_s
         log(

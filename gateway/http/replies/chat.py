@@ -38,6 +38,7 @@ class ChatRendering:
                 ChatMessage("".join(choice.texts)),
                 self._logprobs(choice.logprobs),
                 choice.finish_reason,
+                self._frame.steps(choice),
             )
             for index, choice in enumerate(choices)
         ]
@@ -55,6 +56,7 @@ class ChatRendering:
             ChatDelta(role, content),
             self._logprobs(delta.logprobs),
             delta.finish_reason,
+            self._frame.steps(delta),
         )
         return reply(self._frame, "chatcmpl", "chat.completion.chunk", [choice], UNSET, metrics)
 

@@ -33,6 +33,7 @@ class CompletionRendering:
                 "".join(choice.texts),
                 self._logprobs(index, choice.logprobs),
                 choice.finish_reason,
+                self._frame.steps(choice),
             )
             for index, choice in enumerate(choices)
         ]
@@ -45,6 +46,7 @@ class CompletionRendering:
             delta.text,
             self._logprobs(delta.choice, delta.logprobs),
             delta.finish_reason,
+            self._frame.steps(delta),
         )
         return reply(self._frame, "cmpl", "text_completion", [choice], UNSET, metrics)
 

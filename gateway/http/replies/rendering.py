@@ -10,8 +10,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, TokenLogprob
-from gateway.http.replies.shapes import Reply, ResponseMetrics, Usage
+from backends.types import Delta, FinishReason, StepTrace, TokenLogprob
+from gateway.http.replies.shapes import Reply, ResponseMetrics, StepReply, Usage
+from gateway.http.replies.steps import step_replies
 
 encode: Final = msgspec.json.Encoder().encode
 
@@ -26,20 +27,29 @@ class Frame:
     tokenizer: Tokenizer
     logprobs: bool
 
+    def steps(self, added: Delta | WholeChoice) -> list[StepReply] | UnsetType:
+        """Return what the steps did that added some tokens; unset where none was traced."""
+        return step_replies(added.steps, added.token_ids, self.tokenizer.token_text)
+
 
 @dataclass(slots=True)
 class WholeChoice:
-    """A choice collected for a response that is not streamed."""
+    """A choice collected for a response that is not streamed; ids only beside traced steps."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    steps: list[StepTrace] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Append what a step added."""
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
+        if delta.steps:
+            self.steps.extend(delta.steps)
+            self.token_ids.extend(delta.token_ids)
 
 
 class Rendering(Protocol):
