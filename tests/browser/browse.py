@@ -6,10 +6,12 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, async_playwright, expect
 
 from tests.chromium import NAMES, find_chromium
 from tests.gateway.harness import PATIENCE_S
+
+expect.set_options(timeout=PATIENCE_S * 1e3)
 
 
 def chromium_path() -> str:

@@ -198,7 +198,7 @@ async def test_charts_move_and_say_what_they_show(scene: Scene) -> None:
     live, charts = scene.where.node.live, scene.page.locator("#charts svg")
     await expect(charts).to_have_count(9)
     live.take()
-    tokens = scene.page.get_by_role("img", name=re.compile("^Tokens/s"))
+    tokens = scene.page.get_by_role("img", name=re.compile("^Tokens.s:"))
     await expect(tokens).to_have_accessible_name("Tokens/s: 0")
     before = await tokens.locator(".line").get_attribute("d")
     await play(scene)
