@@ -10,7 +10,7 @@ export function describe(step, number, { from, name, names }) {
   if (step === null) return [heading("Not told", "untold"), make("p", {}, "The worker did not say what its steps did.")];
   const drafted = names[step.proposer] ?? step.proposer;
   const parts = [heading(`Step ${number}`, from, name)];
-  if (step.drafts.length) parts.push(drafts(step, drafted));
+  if (step.drafts.length) parts.push(drafts(step));
   parts.push(make("p", { className: "why" }, step.reason));
   parts.push(make("p", { className: "price" }, facts(step, drafted)));
   return parts;
@@ -37,7 +37,7 @@ function verdicts(step) {
   });
 }
 
-function drafts(step, drafted) {
+function drafts(step) {
   const good = verdicts(step);
   const rows = step.drafts.map((draft, slot) => {
     const chance = step.survivals[slot];
@@ -51,7 +51,7 @@ function drafts(step, drafted) {
       make("td", { className: "number" }, chance === undefined ? "–" : figure(chance)),
     );
   });
-  const head = ["", `${drafted} draft`, "survival", ""].map((text) => make("th", { scope: "col" }, text));
+  const head = ["", "draft", "survival", ""].map((text) => make("th", { scope: "col" }, text));
   return make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
 }
 
@@ -67,7 +67,7 @@ export function showCard(span, mates, content) {
   card.replaceChildren(...content);
   card.hidden = false;
   span.setAttribute("aria-describedby", "card");
-  place(card, span.getClientRects()[0] ?? span.getBoundingClientRect());
+  place();
 }
 
 /** Take the card away. */
@@ -79,7 +79,9 @@ export function hideCard() {
   byId("card").hidden = true;
 }
 
-function place(card, at) {
+function place() {
+  const card = byId("card");
+  const at = owner.getClientRects()[0] ?? owner.getBoundingClientRect();
   const { offsetWidth: width, offsetHeight: height } = card;
   const page = document.documentElement;
   const left = Math.max(8, Math.min(at.left, page.clientWidth - width - 8));
@@ -90,6 +92,7 @@ function place(card, at) {
 }
 
 byId("card").addEventListener("mouseleave", hideCard);
+byId("output").addEventListener("scroll", () => owner && place());
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") hideCard();
 });

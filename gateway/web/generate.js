@@ -136,7 +136,10 @@ function take(event, output, figures) {
     figures.last = performance.now();
     figures.first ??= figures.last;
   }
+  const box = byId("output");
+  const follows = box.scrollTop + box.clientHeight >= box.scrollHeight - 24; // was not scrolled up
   output.add(text, choice.steps);
+  if (follows) box.scrollTop = box.scrollHeight;
 }
 
 function finish({ turns }, output, figures) {

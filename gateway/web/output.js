@@ -48,7 +48,7 @@ export class Output {
   #span(piece) {
     const from = source(piece.step, piece.place);
     const span = make("span", { className: `token from-${from}`, tabIndex: -1 }, piece.text);
-    if (piece.text.includes("\n")) span.classList.add("line-end");
+    if (piece.text.startsWith("\n")) span.classList.add("line-end");
     this.#pieces.set(span, piece);
     revealInLegend(from);
     if (this.#current === null) this.#makeCurrent(span);

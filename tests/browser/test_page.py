@@ -123,7 +123,7 @@ async def test_everything_can_be_done_with_the_keyboard(scene: Scene) -> None:
     await keyboard.press("Tab")
     await expect(focused).to_have_attribute("id", "message")
     await keyboard.type("def f")
-    for label in ("model", "temperature", "max-tokens", "seed", "mode", "form"):
+    for label in ("model", "temperature", "max-tokens", "mode", "form", "seed"):
         await keyboard.press("Tab")
         await expect(focused).to_have_attribute("id", label)
     await keyboard.press("Tab")

@@ -196,6 +196,7 @@ async def test_every_route_is_served(sim: Listening) -> None:
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics", "/decisions",
+        "/live", "/", "/web/{name}",
     }  # fmt: skip
 
 

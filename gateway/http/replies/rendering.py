@@ -29,7 +29,13 @@ class Frame:
 
     def steps(self, added: Delta | WholeChoice) -> list[StepReply] | UnsetType:
         """Return what the steps did that added some tokens; unset where none was traced."""
-        return step_replies(added.steps, added.token_ids, self.tokenizer.token_text)
+        if not added.steps:
+            return UNSET
+        return step_replies(added.steps, added.token_ids, self._spelled)
+
+    def _spelled(self, token_id: int) -> str:
+        """Return a token's text as it stands within others: some decoders strip a first space."""
+        return self.tokenizer.texts[token_id] or self.tokenizer.token_text(token_id)
 
 
 @dataclass(slots=True)

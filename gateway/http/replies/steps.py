@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from msgspec import UNSET, UnsetType
-
 from backends.types import StepTrace
 from gateway.http.replies.shapes import StepReply
 
@@ -16,15 +14,13 @@ GRAMMAR: Final = "grammar"
 
 def step_replies(
     steps: Sequence[StepTrace], token_ids: Sequence[int], text: Callable[[int], str]
-) -> list[StepReply] | UnsetType:
-    """Return what the steps behind some tokens did, in words; unset where nobody traced them.
+) -> list[StepReply]:
+    """Return what the steps behind some tokens did, in words.
 
     Args:
         token_ids: the tokens that the steps added, in order.
         text: of a single token.
     """
-    if not steps:
-        return UNSET
     replies = []
     begin = 0
     for step in steps:
