@@ -101,7 +101,7 @@ function askedForCompletion() {
   const prompt = byId("prompt").value;
   const said = byId("said-completion");
   said.replaceChildren(make("span", { className: "given" }, prompt));
-  return { path: "/v1/completions", body: { prompt }, said, turns: [] };
+  return { path: "/v1/completions", body: { prompt }, said, keep() {} };
 }
 
 function askedInChat() {
@@ -110,9 +110,18 @@ function askedInChat() {
   const said = byId("said-chat");
   const turns = conversation;
   turns.push({ role: "user", content });
-  said.append(make("p", { className: "turn" }, content));
+  const turn = make("p", { className: "turn" }, content);
+  said.append(turn);
   byId("message").value = "";
-  return { path: "/v1/chat/completions", body: { messages: turns }, said, turns };
+  const keep = (output) => {
+    if (output.text) return turns.push({ role: "assistant", content: output.text });
+    // A question without an answer goes back to where it can be asked again.
+    turns.pop();
+    turn.remove();
+    output.element.remove();
+    byId("message").value ||= content;
+  };
+  return { path: "/v1/chat/completions", body: { messages: turns }, said, keep };
 }
 
 function begin() {
@@ -142,14 +151,14 @@ function take(event, output, figures) {
   if (follows) box.scrollTop = box.scrollHeight;
 }
 
-function finish({ turns }, output, figures) {
+function finish({ keep }, output, figures) {
   running = null;
   byId("run").disabled = false;
   if (document.activeElement === byId("stop")) byId("run").focus();
   byId("stop").disabled = true;
   byId("output").setAttribute("aria-busy", "false");
-  if (output.text) turns.push({ role: "assistant", content: output.text });
-  else turns.pop(); // a question without an answer is not asked again
+  keep(output);
+  byId("empty").hidden = byId(`said-${kind}`).hasChildNodes();
   if (figures.usage) show(figures);
   if (figures.id) ended(figures.id.replace(/^[a-z]+-/, ""));
 }

@@ -261,6 +261,23 @@ async def test_a_refusal_is_shown_in_the_nodes_words(scene: Scene) -> None:
     await expect(scene.page.get_by_role("alert")).to_be_hidden()
 
 
+async def test_a_message_without_an_answer_can_be_sent_again(scene: Scene) -> None:
+    """A refused message goes back into its field, and is no part of the conversation."""
+    page, message = scene.page, scene.page.get_by_label("Message")
+    await page.get_by_role("tab", name="Chat").click()
+    await page.get_by_label("Max tokens").fill("9999")
+    await message.fill("asked twice")
+    await message.press("Control+Enter")
+    await expect(page.get_by_role("alert")).to_be_visible()
+    await expect(message).to_have_value("asked twice")
+    await expect(page.locator("#said-chat > *")).to_have_count(0)
+    await page.get_by_label("Max tokens").fill("10")
+    await message.press("Control+Enter")
+    request = await scene.backend.submitted.get()
+    assert scene.backend.tokenizer.decode(request.prompt_ids).count("asked twice") == 1
+    scene.visit.problems.clear()  # browsers log every 400
+
+
 async def test_a_worker_that_breaks_is_told(scene: Scene) -> None:
     """An error event ends the run with its message; what came before stays."""
     await scene.page.get_by_role("button", name="Generate").click()
