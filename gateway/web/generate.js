@@ -6,7 +6,8 @@ import { Output } from "/web/output.js";
 
 const KINDS = ["completion", "chat"];
 const EXAMPLE =
-  "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __repr__(self):\n";
+  "class TestParser(unittest.TestCase):\n    def test_empty(self):\n        self.assertEqual(parse(''), [])\n\n" +
+  "    def test_one(self):\n        self.assertEqual(parse('a'), ['a'])\n\n";
 
 let kind = "completion";
 let conversation = []; // messages of the chat so far

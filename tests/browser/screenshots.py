@@ -66,6 +66,7 @@ async def shoot(browser: Browser, where: Listening, scheme: str, path: Path) -> 
         browser, where.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
     ) as visit:
         page = visit.page
+        await page.get_by_label("Seed").fill("1")
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(re.compile("^Done"), timeout=60_000)
         await expect(page.locator("#decisions tr.mine")).to_have_count(1)
