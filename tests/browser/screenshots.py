@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import httpx
-from playwright.async_api import Browser, expect
+from playwright.async_api import Browser, Page, expect
 
 from gateway.app import Listening
 from tests.browser.browse import chromium, visiting
@@ -25,7 +25,8 @@ LOAD: Final = (1, 2, 4, 8, 14, 8, 3, 1)
 """Streams at once, for `PHASE_S` seconds each: up to where slots cost something, and back."""
 
 PHASE_S: Final = 12.0
-VIEW: Final = {"width": 1280, "height": 800}
+VIEW: Final = {"width": 1280, "height": 1100}
+LONGEST_SHOWN: Final = 8
 PROMPTS: Final = (
     "def read_lines(path):\n    with open(path) as file:\n",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -70,14 +71,22 @@ async def shoot(browser: Browser, where: Listening, scheme: str, path: Path) -> 
         await page.get_by_role("button", name="Generate").click()
         await expect(page.locator("#run-state")).to_have_text(re.compile("^Done"), timeout=60_000)
         await expect(page.locator("#decisions tr.mine")).to_have_count(1)
-        tokens = page.locator("#said-completion .tokens")
-        drafted = tokens.locator(".from-ngram, .from-draft_model, .from-sparse_self")
-        count = await drafted.count()
-        shown = drafted.nth(count // 2) if count else tokens.locator(".token").first
-        await shown.hover()
-        await expect(page.get_by_role("tooltip")).to_be_visible()
+        await point_at_a_draft(page)
         await page.screenshot(path=path, full_page=True, animations="disabled")
         visit.check()
+
+
+async def point_at_a_draft(page: Page) -> None:
+    """Open the card of a step whose draft was accepted in part and leaves the rest in view."""
+    tokens = page.locator("#said-completion .token")
+    card = page.get_by_role("tooltip")
+    for index in range(await tokens.count()):
+        await tokens.nth(index).hover()
+        await expect(card).to_be_visible()
+        accepted = await card.locator("tr.accepted").count()
+        rejected = await card.locator("tr.rejected").count()
+        if accepted >= 2 and rejected and accepted + rejected <= LONGEST_SHOWN:
+            return
 
 
 async def take(directory: Path) -> None:
