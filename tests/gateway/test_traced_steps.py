@@ -32,7 +32,7 @@ ENDPOINTS = {
         ),
         (
             StepTrace(1, "ngram", 2, (1,), 0, (0.9, 0.6), 0.29),
-            "1 of 2 drafted verified: the 2nd survives with 0.6, but had no place; none accepted",
+            "1 of 2 drafted verified: the 2nd survives with 0.6, but was left out; none accepted",
         ),
         (
             StepTrace(1, "draft_model", 2, (), 0, (0.1,), 0.29),

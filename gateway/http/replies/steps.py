@@ -64,7 +64,7 @@ def _verified(step: StepTrace) -> str:
         cut = f"{told}: the {_ordinal(verified + 1)} survives with {_number(chance)}, "
         if chance < step.price:
             return f"{cut}below the price {_number(step.price)}"
-        return f"{cut}but had no place"
+        return f"{cut}but was left out"
     told = f"{_all(verified)} drafted verified"
     if not survivals:
         return told + _at(step.price)
