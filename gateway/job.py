@@ -25,6 +25,7 @@ class Job:
         share: what its tenant gets beside others who have 1.
         repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
         fingerprint: the same for what a client sends again; 0 if nobody can tell.
+        traced: whether the answer tells what each step did.
         retries: how often its client says to have sent it before; None if it does not say.
     """
 
@@ -42,3 +43,4 @@ class Job:
     repetitions: tuple[float | None, ...] = ()
     fingerprint: int = 0
     retries: int | None = None
+    traced: bool = False

@@ -19,6 +19,7 @@ from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.store import Store
 from gateway.telemetry import figures
+from gateway.telemetry.live import Live
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Tracing
 from policies.registry import speculation_policy
@@ -58,6 +59,7 @@ class Node:
         )
         self.forwarder = Forwarder(fleet, self.dispatcher.queue, self.dispatcher.admission)
         self.metrics = Metrics(self._loads, lambda: self.model_name)
+        self.live = Live(self._loads, self.metrics.recent, lambda: len(self.dispatcher.queue))
 
     @property
     def state(self) -> NodeState:

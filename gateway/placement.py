@@ -148,6 +148,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         job.tenant,
         job.grammar,
         service=job.service,
+        traced=job.traced,
     )
     worker.generating.check(request)
     return request

@@ -89,7 +89,7 @@ class Answer:
             self.observe(delta)
             choices[delta.choice].add(delta)
         self.check_complete()
-        if self.call.job.sampling.logprobs is None:
+        if self.call.job.sampling.logprobs is None and not self.call.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
         # Spelling 500 tokens with 20 alternatives each takes some 20 ms, and the loop has 5.
         return await asyncio.to_thread(

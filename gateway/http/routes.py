@@ -25,7 +25,7 @@ from gateway.http.context import (
     SLOW_READERS,
     client_request_id,
 )
-from gateway.http.endpoints import decisions, health, models, tokenize
+from gateway.http.endpoints import decisions, health, live, models, page, tokenize
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
 from gateway.http.readers import SlowReaders
@@ -43,6 +43,8 @@ def build_app(node: Node) -> web.Application:
     app[NODE] = node
     app[SLOW_READERS] = SlowReaders(time.monotonic)
     app.on_response_prepare.append(_sign)
+    app.cleanup_ctx.append(live.sampling)
+    app.on_shutdown.append(live.end_streams)
     app.add_routes(
         [
             *(web.post(api.path, generation.handler(api)) for api in (CHAT, COMPLETIONS)),
@@ -56,6 +58,9 @@ def build_app(node: Node) -> web.Application:
             web.get("/version", health.version),
             web.get("/metrics", health.metrics),
             web.get("/decisions", decisions.list_decisions),
+            web.get("/live", live.live),
+            web.get("/", page.index),
+            web.get("/web/{name}", page.file),
         ]
     )
     return app

@@ -127,7 +127,7 @@ async def _send_deltas(
 
 async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
     answer.observe(delta)
-    if not (delta.text or delta.logprobs or delta.finish_reason):
+    if not (delta.text or delta.logprobs or delta.steps or delta.finish_reason):
         return  # its text is held back: nothing to tell yet
     last = answer.complete and not answer.call.include_usage
     metrics = answer.metrics() if last else UNSET

@@ -20,6 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from gateway.telemetry.cardinality import LabelBounds
 from gateway.telemetry.figures import FIGURES, Figure, Kind
+from gateway.telemetry.recent import Recent
 from policies.types import WorkerLoad
 
 Loads = Callable[[], Sequence[WorkerLoad | None]]
@@ -77,12 +78,17 @@ Rows = list[tuple[Labels, Amount | Spread]]
 
 
 class Metrics:
-    """What a node counted. Use on the event loop's thread only."""
+    """What a node counted. Use on the event loop's thread only.
+
+    Attributes:
+        recent: the last minute's figures, for the live page.
+    """
 
     def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
         """Begin empty; `loads` and `model` (the model's name) are asked when they are needed."""
         self._loads = loads
         self._model = model
+        self.recent = Recent()
         self._bounds = LabelBounds()
         self._amounts: defaultdict[Figure, dict[Labels, Amount]] = defaultdict(dict)
         self._spreads: defaultdict[Figure, dict[Labels, Spread]] = defaultdict(dict)

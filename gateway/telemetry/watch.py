@@ -67,6 +67,7 @@ class RequestWatch:
         self._first_s: float | None = None
         self._last_s = self._arrival_s
         self._generated = metrics.amount(figures.GENERATION_TOKENS)
+        self._recent = metrics.recent
         self._gaps = metrics.spread(figures.GAPS)
         self._latest_s: dict[int, float] = {}  # by choice
         self._begun_s: dict[int, float] = {}  # by choice, where the worker said when
@@ -115,6 +116,7 @@ class RequestWatch:
         tokens = len(delta.token_ids)
         self.output_tokens += tokens
         self._generated.value += tokens
+        self._recent.tokens += tokens
         latest_s = self._latest_s.get(choice)
         if latest_s is not None:
             self._gaps.observe(now_s - latest_s)
@@ -122,6 +124,7 @@ class RequestWatch:
         if self._first_s is None and delta.text:
             self._first_s = now_s
             self._metrics.observe(figures.TTFT, now_s - self._arrival_s, self._operation)
+            self._recent.first_token(now_s - self._arrival_s)
             self.span.event("first_token", at_s=now_s)
         if delta.phases is not None:
             self._phases(choice, delta.phases)
@@ -199,6 +202,7 @@ class RequestWatch:
         tpot_s = self._tpot_s()
         if tpot_s is not None:
             metrics.observe(figures.TPOT, tpot_s, self._operation)
+        self._recent.ended(tpot_s, self.output_tokens, self.outcome)
         count_outcome(metrics, self.outcome)
 
     def _tpot_s(self) -> float | None:

@@ -202,6 +202,7 @@ async def test_every_route_is_served(sim: Listening) -> None:
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/v1/embeddings", "/tokenize", "/detokenize",
         "/health", "/ready", "/version", "/metrics", "/decisions",
+        "/live", "/", "/web/{name}",
     }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ class ChatRendering:
                 ChatMessage("".join(choice.texts)),
                 self._logprobs(choice.logprobs),
                 choice.finish_reason,
+                self._frame.steps(choice),
             )
             for index, choice in enumerate(choices)
         ]
@@ -56,6 +57,7 @@ class ChatRendering:
             ChatDelta(role, content),
             self._logprobs(delta.logprobs),
             delta.finish_reason,
+            self._frame.steps(delta),
         )
         if metrics is UNSET:
             return self._chunks.encode(choice)

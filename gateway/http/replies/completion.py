@@ -34,6 +34,7 @@ class CompletionRendering:
                 "".join(choice.texts),
                 self._logprobs(index, choice.logprobs),
                 choice.finish_reason,
+                self._frame.steps(choice),
             )
             for index, choice in enumerate(choices)
         ]
@@ -46,6 +47,7 @@ class CompletionRendering:
             delta.text,
             self._logprobs(delta.choice, delta.logprobs),
             delta.finish_reason,
+            self._frame.steps(delta),
         )
         if metrics is UNSET:
             return self._chunks.encode(choice)

@@ -10,14 +10,16 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, TokenLogprob
+from backends.types import Delta, FinishReason, StepTrace, TokenLogprob
 from gateway.http.replies.shapes import (
     ChatChunkChoice,
     CompletionChoice,
     Reply,
     ResponseMetrics,
+    StepReply,
     Usage,
 )
+from gateway.http.replies.steps import step_replies
 
 encode: Final = msgspec.json.Encoder().encode
 
@@ -34,20 +36,35 @@ class Frame:
     tokenizer: Tokenizer
     logprobs: bool
 
+    def steps(self, added: Delta | WholeChoice) -> list[StepReply] | UnsetType:
+        """Return what the steps did that added some tokens; unset where none was traced."""
+        if not added.steps:
+            return UNSET
+        return step_replies(added.steps, added.token_ids, self._spelled)
+
+    def _spelled(self, token_id: int) -> str:
+        """Return a token's text as it stands within others: some decoders strip a first space."""
+        return self.tokenizer.texts[token_id] or self.tokenizer.token_text(token_id)
+
 
 @dataclass(slots=True)
 class WholeChoice:
-    """A choice collected for a response that is not streamed."""
+    """A choice collected for a response that is not streamed; ids only beside traced steps."""
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    steps: list[StepTrace] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Append what a step added."""
         self.texts.append(delta.text)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason
+        if delta.steps:
+            self.steps.extend(delta.steps)
+            self.token_ids.extend(delta.token_ids)
 
 
 class Rendering(Protocol):

@@ -85,6 +85,22 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
+class StepReply(Struct):
+    """What one step added to a choice, and what became of its draft (`speculation.trace`).
+
+    `survivals` and `price` are as in `backends.types.StepTrace`; texts are those of single tokens.
+    """
+
+    tokens: list[str]
+    proposer: str | None
+    offered: int
+    drafts: list[str]
+    accepted: int
+    survivals: list[float]
+    price: float
+    reason: str
+
+
 class ChatMessage(Struct):
     """The whole answer."""
 
@@ -107,6 +123,7 @@ class ChatChoice(Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    steps: list[StepReply] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -116,6 +133,7 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    steps: list[StepReply] | UnsetType = UNSET
 
 
 class CompletionChoice(Struct):
@@ -125,6 +143,7 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    steps: list[StepReply] | UnsetType = UNSET
 
 
 class Reply(Struct):

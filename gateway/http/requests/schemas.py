@@ -19,10 +19,11 @@ class StreamOptions(Struct):
 
 
 class SpeculationOptions(Struct):
-    """`speculation`: what the client wishes; the response says what was done."""
+    """`speculation`: what the client wishes; `trace` asks what each step did."""
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None
+    trace: bool | None = None
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):

@@ -199,6 +199,7 @@ def _job(
         _grammar(wire.response_format),
         replace(service, priority=wire.priority or 0),
         repetitions=tuple(map(repetition, prompts)),
+        traced=bool(speculation and speculation.trace),
     )
 
 

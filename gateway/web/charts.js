@@ -1,0 +1,96 @@
+/** Lines over the last minutes, drawn as SVG: a title, the latest values, and a path for each line. */
+
+import { make } from "/web/dom.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const WIDTH = 240;
+const HEIGHT = 56;
+
+/** Seconds from the left edge to the right one. */
+export const SPAN_S = 120;
+
+/**
+ * One chart.
+ *
+ * `lines` are `{name, of}`: what a line is called, "" if it is the only one, and its value in a
+ * sample, null where there is none. `show` turns a value into words, `least` is the least upper
+ * bound of the axis, `most` fixes it, `size` is a class.
+ */
+export class Chart {
+  constructor({ title, hint, lines, show, least = 0, most = null, size = "" }) {
+    Object.assign(this, { title, lines, show, least, most });
+    this.svg = element("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+    const grid = element("path", { class: "grid", d: `M0 .5H${WIDTH}M0 ${HEIGHT / 2}H${WIDTH}M0 ${HEIGHT - 0.5}H${WIDTH}` });
+    this.area = element("path", { class: "area" });
+    this.paths = lines.map((_, index) => element("path", { class: `line line-${index}` }));
+    this.svg.append(grid, this.area, ...this.paths);
+    this.value = make("span", { className: "value" });
+    this.bound = make("span", { className: "bound", "aria-hidden": "true" });
+    this.element = make(
+      "figure",
+      { title: hint, className: size },
+      make("figcaption", {}, make("span", { className: "name" }, title), this.value),
+      make("div", { className: "plot" }, this.svg, this.bound),
+    );
+    this.update([]);
+  }
+
+  /** Draw samples, oldest first; the last one is at the right edge. */
+  update(samples) {
+    const series = this.lines.map(({ of }) => samples.map(of));
+    const known = series.flat().filter((value) => value !== null);
+    const most = this.most ?? roundUp(Math.max(this.least, ...known));
+    const end_s = samples.at(-1)?.at_s ?? 0;
+    const spots = (values) =>
+      values.map((value, index) =>
+        value === null
+          ? null
+          : [WIDTH * (1 - (end_s - samples[index].at_s) / SPAN_S), (HEIGHT - 2) * (1 - Math.min(value / most, 1)) + 1],
+      );
+    series.forEach((values, index) => this.paths[index].setAttribute("d", path(spots(values))));
+    this.area.setAttribute("d", this.lines.length === 1 ? area(spots(series[0])) : "");
+    const latest = series.map((values) => values.at(-1) ?? null);
+    this.bound.textContent = this.show(most);
+    this.#say(latest);
+  }
+
+  #say(latest) {
+    const words = latest.map((value) => (value === null ? "–" : this.show(value)));
+    this.value.replaceChildren(
+      ...words.map((word, index) =>
+        make("span", { className: `key key-${index}` }, this.lines[index].name ? `${this.lines[index].name} ${word}` : word),
+      ),
+    );
+    const told = words.map((word, index) => `${this.lines[index].name} ${word === "–" ? "nothing yet" : word}`.trim());
+    this.svg.setAttribute("aria-label", `${this.title}: ${told.join(", ")}`);
+  }
+}
+
+function element(tag, attributes) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
+}
+
+/** The least of 1, 2, 5, 10, ... (and their fractions) that is not below a value. */
+function roundUp(value) {
+  if (!(value > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((digit) => digit * power).find((bound) => bound >= value * (1 - 1e-9));
+}
+
+const at = ([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`;
+
+/** A line through the spots that are there, broken where one is missing. */
+function path(spots) {
+  return spots
+    .map((spot, index) => (spot === null ? "" : spots[index - 1] ? `L${at(spot)}` : `M${at(spot)}h.1`))
+    .join("");
+}
+
+/** What lies between a line without breaks and the axis. */
+function area(spots) {
+  const there = spots.filter((spot) => spot !== null);
+  if (there.length < 2) return "";
+  return `M${at([there[0][0], HEIGHT])}L${there.map(at).join("L")}L${at([there.at(-1)[0], HEIGHT])}Z`;
+}

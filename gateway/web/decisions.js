@@ -1,0 +1,59 @@
+/** The table of what was decided lately. */
+
+import { getJson } from "/web/client.js";
+import { byId, figure, make, percent } from "/web/dom.js";
+import { isPaused } from "/web/live.js";
+
+const EVERY_MS = 3000;
+const SHOWN = 50;
+const KEPT = 1000; // as many as the node keeps, to find one request among them
+
+let last = null; // the id of the box's last run
+let shown = ""; // what the table shows, to leave it alone while nothing is new
+
+/** Keep the table fresh while the page is looked at. */
+export function setUp() {
+  byId("only-last").addEventListener("change", refresh);
+  setInterval(() => document.hidden || isPaused() || refresh(), EVERY_MS);
+  refresh();
+}
+
+/** Show what was decided for a run of the box. */
+export function follow(requestId) {
+  last = requestId;
+  byId("only-last").disabled = false;
+  refresh();
+}
+
+async function refresh() {
+  const only = byId("only-last").checked;
+  let found;
+  try {
+    found = (await getJson(`/decisions?limit=${only ? KEPT : SHOWN}`)).decisions;
+  } catch {
+    return; // what the node's state says is enough
+  }
+  if (only) found = found.filter((decision) => decision.request_id === last);
+  const key = JSON.stringify([last, found.map((decision) => [decision.request_id, decision.decided_s])]);
+  if (key === shown) return;
+  shown = key;
+  byId("decisions").replaceChildren(...found.map(row));
+  byId("no-decisions").hidden = found.length > 0;
+}
+
+function row({ request_id: id, decided_s: at, plan, load }) {
+  const time = new Date(at * 1e3);
+  const used = 1 - load.kv_blocks_free / Math.max(load.kv_blocks_total, 1);
+  return make(
+    "tr",
+    id === last ? { className: "mine" } : {},
+    make("td", {}, make("time", { dateTime: time.toISOString() }, time.toLocaleTimeString())),
+    make("td", { title: id }, make("code", {}, id.slice(0, 8)), id === last ? " (yours)" : ""),
+    make("td", {}, plan.policy),
+    make("td", {}, plan.proposer ?? "none"),
+    make("td", { className: "number" }, String(plan.max_draft_tokens)),
+    make("td", { className: "number" }, figure(plan.price)),
+    make("td", { className: "reason" }, plan.reason),
+    make("td", {}, `${load.running} running, ${load.waiting} waiting, KV ${percent(used)}`),
+  );
+}

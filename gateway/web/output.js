@@ -1,0 +1,130 @@
+/** Generated text on the page: a span for each token, one tab stop, a card for each token's step. */
+
+import { Aligner, source } from "/web/align.js";
+import { make } from "/web/dom.js";
+import { describe, hideCard, showCard } from "/web/card.js";
+
+const NAMES = {
+  target: "target",
+  ngram: "n-gram",
+  draft_model: "draft model",
+  sparse_self: "sparse-self",
+  grammar: "grammar",
+  untold: "not told",
+};
+
+/** Shows an answer as it comes; `element` is what stands on the page. */
+export class Output {
+  #aligner = new Aligner();
+  #pieces = new WeakMap(); // span -> piece
+  #steps = new Map(); // step -> its number, from 1
+  #current = null; // the span that Tab reaches
+
+  constructor() {
+    this.element = make("div", {
+      className: "tokens",
+      role: "group",
+      "aria-label": "Generated tokens; the arrow keys go from one to the next",
+    });
+    this.text = ""; // all of the answer
+    for (const [event, react] of Object.entries({
+      mouseover: (e) => this.#point(e.target),
+      mouseout: (e) => this.#leave(e),
+      focusin: (e) => this.#focus(e.target),
+      focusout: () => hideCard(),
+      keydown: (e) => this.#key(e),
+    })) {
+      this.element.addEventListener(event, react);
+    }
+  }
+
+  /** Append a chunk's text, cut into its tokens. */
+  add(text, steps) {
+    this.text += text;
+    for (const step of steps ?? []) this.#steps.set(step, this.#steps.size + 1);
+    this.element.append(...this.#aligner.add(text, steps).map((piece) => this.#span(piece)));
+  }
+
+  #span(piece) {
+    const from = source(piece.step, piece.place);
+    const span = make("span", { className: `token from-${from}`, tabIndex: -1 }, piece.text);
+    if (piece.text.startsWith("\n")) span.classList.add("line-end");
+    this.#pieces.set(span, piece);
+    revealInLegend(from);
+    if (this.#current === null) this.#makeCurrent(span);
+    return span;
+  }
+
+  #makeCurrent(span) {
+    if (this.#current) this.#current.tabIndex = -1;
+    this.#current = span;
+    span.tabIndex = 0;
+  }
+
+  #point(target) {
+    if (this.#pieces.has(target)) this.#show(target);
+  }
+
+  #leave(event) {
+    // The pointer may rest on the card: what it says can be read, marked and copied.
+    if (event.relatedTarget?.closest?.("#card")) return;
+    const focused = document.activeElement;
+    if (this.#pieces.has(focused)) this.#show(focused);
+    else hideCard();
+  }
+
+  #focus(target) {
+    if (!this.#pieces.has(target)) return;
+    this.#makeCurrent(target);
+    this.#show(target);
+  }
+
+  #show(span) {
+    const { step, place } = this.#pieces.get(span);
+    const from = source(step, place);
+    const told = { from, name: from === "other" ? step.proposer : NAMES[from], names: NAMES };
+    const mates = [...this.element.children].filter((one) => this.#pieces.get(one).step === step);
+    showCard(span, step ? mates : [span], describe(step, this.#steps.get(step), told));
+  }
+
+  #key(event) {
+    if (event.key === "Escape") return hideCard();
+    const next = this.#target(event.key, event.target);
+    if (next === undefined) return;
+    event.preventDefault();
+    next?.focus();
+  }
+
+  /** The span a key leads to; null where there is none, undefined for other keys. */
+  #target(key, span) {
+    const step = (one) => this.#pieces.get(one).step;
+    const beyondStep = (to) => {
+      let one = span;
+      while (one && step(one) === step(span)) one = to(one);
+      return one;
+    };
+    const before = (one) => one.previousElementSibling;
+    const after = (one) => one.nextElementSibling;
+    switch (key) {
+      case "ArrowLeft":
+        return before(span);
+      case "ArrowRight":
+        return after(span);
+      case "ArrowUp":
+        return beyondStep(before);
+      case "ArrowDown":
+        return beyondStep(after);
+      case "Home":
+        return this.element.firstElementChild;
+      case "End":
+        return this.element.lastElementChild;
+      default:
+        return undefined;
+    }
+  }
+}
+
+function revealInLegend(from) {
+  const entry = document.querySelector(`#legend [data-when="${from}"][hidden]`);
+  if (entry) entry.hidden = false;
+}

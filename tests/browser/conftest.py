@@ -1,0 +1,56 @@
+"""A browser for a module's tests, and the page of a node for each."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest_asyncio
+
+from backends.types import Delta, GenerationRequest
+from gateway.app import Listening
+from tests.conftest import IN_CI
+from tests.gateway.harness import ScriptedBackend, running
+
+HAS_PLAYWRIGHT = importlib.util.find_spec("playwright") is not None
+collect_ignore_glob = [] if HAS_PLAYWRIGHT or IN_CI else ["test_*.py"]
+
+
+@dataclass
+class Scene:
+    """A page, the node it came from, and the worker that the test plays."""
+
+    visit: Any
+    where: Listening
+    backend: ScriptedBackend
+
+    @property
+    def page(self):
+        return self.visit.page
+
+    def deliver(self, request: GenerationRequest, *deltas: Delta) -> None:
+        """Let the worker finish some steps at once."""
+        for delta in deltas:
+            self.backend.streams.deliver([(request.request_id, delta)])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator:
+    """The system's Chromium."""
+    from tests.browser.browse import chromium
+
+    async with chromium() as started:
+        yield started
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def scene(browser) -> AsyncIterator[Scene]:
+    """The page of a node whose worker the test plays; nothing may go wrong or stray on it."""
+    from tests.browser.browse import visiting
+
+    backend = ScriptedBackend()
+    async with running(backends=[backend]) as where, visiting(browser, where.url) as visit:
+        yield Scene(visit, where, backend)
+        visit.check()

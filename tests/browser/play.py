@@ -1,0 +1,61 @@
+"""A worker for the page: text in steps whose drafts, prices and proposers a test decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+
+from backends.core.detokenize import TextStream
+from backends.tokenizer import Tokenizer
+from backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
+
+TEXT = 'def area(self):\n    return self.width * self.height  # "é😀"\n\n'
+
+PATTERN = (
+    StepTrace(1),
+    StepTrace(3, "ngram", 5, (), 2, (0.91, 0.74, 0.41, 0.18), 0.25),
+    StepTrace(2, "draft_model", 1, (), 1, (0.62,), 0.25),
+    StepTrace(1, "ngram", 2, (), 0, (0.4, 0.3), 0.25),
+    StepTrace(2, "sparse_self", 1, (), 1, (0.8,), 0.2),
+    StepTrace(3, "grammar", 2, (), 2, (1.0, 1.0), 0.2),
+    StepTrace(2, "medusa", 1, (), 1, (0.8,), 0.2),
+)
+"""How many tokens each step adds and how it came to them; the drafts are filled in."""
+
+WRONG = " wrong"
+
+
+def in_steps(
+    tokenizer: Tokenizer, text: str, pattern: Sequence[StepTrace] = PATTERN
+) -> list[Delta]:
+    """A text as the deltas of steps that go round a pattern; the last one finishes the choice."""
+    ids = tokenizer.encode(text)
+    texts = TextStream(tokenizer.decode)
+    wrong = tokenizer.encode(WRONG)[0]
+    deltas = []
+    for step in cycle(pattern):
+        taken, ids = ids[: step.tokens], ids[step.tokens :]
+        accepted = min(step.accepted, len(taken))
+        refused = max(len(step.survivals) - 1, accepted) - accepted if step.offered > 1 else 0
+        drafts = (*taken[:accepted], *[wrong] * refused)
+        told = step._replace(tokens=len(taken), draft_ids=drafts, accepted=accepted)
+        added = "".join(texts.add(token) for token in taken)
+        deltas.append(Delta(0, tuple(taken), added, steps=(told,)))
+        if not ids:
+            break
+    last = deltas[-1]
+    deltas[-1] = last._replace(
+        text=last.text + texts.flush(),
+        finish_reason=FinishReason.STOP,
+        outcome=_outcome(deltas),
+    )
+    return deltas
+
+
+def _outcome(deltas: Sequence[Delta]) -> SpeculationOutcome:
+    steps = [delta.steps[0] for delta in deltas if delta.steps[0].draft_ids]
+    return SpeculationOutcome(
+        len(steps),
+        sum(len(step.draft_ids) for step in steps),
+        sum(step.accepted for step in steps),
+    )

@@ -1,0 +1,103 @@
+"""Take the live page's pictures for the docs: python -m tests.browser.screenshots [DIRECTORY].
+
+The shipped model on the real engine completes Python while a changing load draws the charts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import httpx
+from playwright.async_api import Browser, Page, expect
+
+from gateway.app import Listening
+from tests.browser.browse import chromium, visiting
+from tests.gateway.harness import running
+
+IMAGES: Final = Path(__file__).parents[2] / "docs" / "images"
+LOAD: Final = (1, 2, 4, 8, 14, 8, 3, 1)
+"""Streams at once, for `PHASE_S` seconds each: up to where slots cost something, and back."""
+
+PHASE_S: Final = 12.0
+VIEW: Final = {"width": 1280, "height": 1100}
+LONGEST_SHOWN: Final = 8
+PROMPTS: Final = (
+    "def read_lines(path):\n    with open(path) as file:\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "import asyncio\n\n\nclass Server:\n    def __init__(self, host, port):\n",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "for key, value in sorted(counts.items()):\n    print(",
+)
+
+
+async def load(where: Listening) -> None:
+    """Send the changing load, round after round of prompts, until its phases are over."""
+    async with httpx.AsyncClient(base_url=where.url, timeout=60.0) as http:
+        sent = 0
+
+        async def stream(until_s: float) -> None:
+            nonlocal sent
+            while time.monotonic() < until_s:
+                sent += 1
+                prompt = PROMPTS[sent % len(PROMPTS)]
+                body = {"prompt": prompt, "max_tokens": 96, "temperature": 0.6, "seed": sent}
+                (await http.post("/v1/completions", json=body)).raise_for_status()
+
+        for streams in LOAD:
+            until_s = time.monotonic() + PHASE_S
+            await asyncio.gather(*(stream(until_s) for _ in range(streams)))
+
+
+@asynccontextmanager
+async def engine():
+    """A node with the shipped model, as `draftgate serve` starts it."""
+    async with running(backend="engine", threads=1) as where:
+        yield where
+
+
+async def shoot(browser: Browser, where: Listening, scheme: str, path: Path) -> None:
+    """Run the page's own example and take its picture, with the card of a drafted token."""
+    async with visiting(
+        browser, where.url, color_scheme=scheme, viewport=VIEW, device_scale_factor=1.5
+    ) as visit:
+        page = visit.page
+        await page.get_by_label("Seed").fill("1")
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(re.compile("^Done"), timeout=60_000)
+        await expect(page.locator("#decisions tr.mine")).to_have_count(1)
+        await point_at_a_draft(page)
+        await page.screenshot(path=path, full_page=True, animations="disabled")
+        visit.check()
+
+
+async def point_at_a_draft(page: Page) -> None:
+    """Open the card of a step whose draft was accepted in part and leaves the rest in view."""
+    tokens = page.locator("#said-completion .token")
+    card = page.get_by_role("tooltip")
+    for index in range(await tokens.count()):
+        await tokens.nth(index).hover()
+        await expect(card).to_be_visible()
+        accepted = await card.locator("tr.accepted").count()
+        rejected = await card.locator("tr.rejected").count()
+        if accepted >= 2 and rejected and accepted + rejected <= LONGEST_SHOWN:
+            return
+
+
+async def take(directory: Path) -> None:
+    """Take both pictures."""
+    async with engine() as where, chromium() as browser:
+        await load(where)
+        for scheme in ("light", "dark"):
+            await shoot(browser, where, scheme, directory / f"live-page-{scheme}.png")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, nargs="?", default=IMAGES)
+    asyncio.run(take(parser.parse_args().directory))

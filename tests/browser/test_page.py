@@ -1,0 +1,309 @@
+"""The live page in a real browser, before a worker whose every step the test decides."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from playwright.async_api import expect
+
+from backends.types import Delta
+from tests.browser.conftest import Scene
+from tests.browser.play import TEXT, in_steps
+from tests.gateway.harness import until
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+DONE = re.compile("^Done in")
+SOURCES = {
+    None: "target",
+    "ngram": "ngram",
+    "draft_model": "draft_model",
+    "sparse_self": "sparse_self",
+    "grammar": "grammar",
+    "medusa": "other",
+}
+
+
+def said(scene: Scene, kind: str = "completion"):
+    return scene.page.locator(f"#said-{kind} .tokens").last
+
+
+async def play(scene: Scene, text: str = TEXT) -> list[Delta]:
+    """Press the button and let the worker answer, to the end."""
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    deltas = in_steps(scene.backend.tokenizer, text)
+    scene.deliver(request, *deltas)
+    await expect(scene.page.locator("#run-state")).to_have_text(DONE)
+    return deltas
+
+
+async def test_coloured_tokens_arrive_in_order_and_are_the_text(scene: Scene) -> None:
+    """After each step the page shows exactly the text so far, each token marked by its source."""
+    await scene.page.get_by_label("Prompt").fill("class Box:\n")
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    assert scene.backend.tokenizer.decode(request.prompt_ids).endswith("class Box:\n")
+    shown = ""
+    for delta in in_steps(scene.backend.tokenizer, TEXT):
+        scene.deliver(request, delta)
+        shown += delta.text
+        await expect(said(scene)).to_have_js_property("textContent", shown)
+    assert shown == TEXT
+    await expect(scene.page.locator("#run-state")).to_have_text(DONE)
+    expected = []  # a run of tokens that make up one character is one
+    for delta in in_steps(scene.backend.tokenizer, "def area(self):\n    return self.width"):
+        (step,) = delta.steps
+        drafted = [SOURCES[step.proposer]] * step.accepted
+        expected += [*drafted, *["target"] * (step.tokens - step.accepted)]
+    classes = (
+        await said(scene)
+        .locator(".token")
+        .evaluate_all("spans => spans.map(span => span.className.match(/from-(\\w+)/)[1])")
+    )
+    assert classes[: len(expected)] == expected
+
+
+async def test_a_card_shows_the_step_on_hover_and_on_focus(scene: Scene) -> None:
+    """Drafts with survivals and verdicts, the price, and the reason in words; Escape closes it."""
+    await play(scene)
+    card = scene.page.get_by_role("tooltip")
+    await expect(card).to_be_hidden()
+    await said(scene).locator(".from-ngram").first.hover()
+    await expect(card).to_be_visible()
+    await expect(card.locator("tr.accepted")).to_have_count(2)
+    await expect(card.locator("tr.rejected")).to_have_count(1)
+    await expect(card).to_contain_text("0.91")
+    await expect(card).to_contain_text(
+        "3 of 5 drafted verified: the 4th survives with 0.18, below the price 0.25; 2 accepted"
+    )
+    await scene.page.keyboard.press("Escape")
+    await expect(card).to_be_hidden()
+    await said(scene).locator(".token").first.focus()
+    await expect(card).to_contain_text("nothing was drafted")
+    await expect(said(scene).locator(".token").first).to_have_attribute("aria-describedby", "card")
+    await scene.page.keyboard.press("ArrowRight")
+    await expect(card).to_contain_text("Step 2")
+    await scene.page.keyboard.press("ArrowDown")
+    await expect(card).to_contain_text("the one drafted verified: it survives with 0.62")
+    await scene.page.keyboard.press("ArrowUp")
+    await scene.page.keyboard.press("Home")
+    await expect(card).to_contain_text("Step 1")
+
+
+async def test_stop_cancels_the_request(scene: Scene) -> None:
+    """The worker is told at once, what came stays on the page, and another run may start."""
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    first = in_steps(scene.backend.tokenizer, TEXT)[0]
+    scene.deliver(request, first)
+    await expect(said(scene)).to_have_js_property("textContent", first.text)
+    await scene.page.get_by_role("button", name="Stop").click()
+    assert await scene.backend.abandoned.get() == request.request_id
+    await expect(scene.page.locator("#run-state")).to_have_text("Stopped.")
+    await expect(said(scene)).to_have_js_property("textContent", first.text)
+    await play(scene)
+
+
+async def test_everything_can_be_done_with_the_keyboard(scene: Scene) -> None:
+    """From the skip link to the last run's tokens, without a pointer."""
+    keyboard = scene.page.keyboard
+    focused = scene.page.locator("*:focus")
+    await keyboard.press("Tab")
+    await expect(focused).to_have_text("Skip to the prompt")
+    await keyboard.press("Enter")
+    await keyboard.press("Tab")
+    await expect(focused).to_have_attribute("id", "prompt")
+    await keyboard.press("Shift+Tab")
+    await expect(focused).to_have_text("Completion")
+    await keyboard.press("ArrowRight")
+    await expect(focused).to_have_text("Chat")
+    await keyboard.press("Tab")
+    await expect(focused).to_have_attribute("id", "message")
+    await keyboard.type("def f")
+    for label in ("model", "temperature", "max-tokens", "mode", "form", "seed"):
+        await keyboard.press("Tab")
+        await expect(focused).to_have_attribute("id", label)
+    await keyboard.press("Tab")
+    await expect(focused).to_have_text("Generate")
+    await keyboard.press("Enter")
+    request = await scene.backend.submitted.get()
+    assert "def f" in scene.backend.tokenizer.decode(request.prompt_ids)
+    scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
+    await expect(scene.page.locator("#run-state")).to_have_text(DONE)
+    for _ in range(3):
+        await keyboard.press("Tab")
+        if await focused.evaluate("element => element.classList.contains('token')"):
+            break
+    await expect(scene.page.get_by_role("tooltip")).to_be_visible()
+    await keyboard.press("Tab")  # all tokens are one stop
+    await expect(focused).to_have_text("Pause")
+
+
+async def test_settings_reach_the_worker(scene: Scene) -> None:
+    """Temperature, length, seed, mode and form are those of the request; all of it is traced."""
+    page = scene.page
+    await page.get_by_label("Temperature").fill("0.5")
+    await page.get_by_label("Max tokens").fill("12")
+    await page.get_by_label("Seed").fill("7")
+    await page.get_by_label("Speculation").select_option("off")
+    await page.get_by_label("Form").select_option("json_object")
+    await page.get_by_label("Prompt").press("Control+Enter")
+    request = await scene.backend.submitted.get()
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.max_tokens, sampling.seed) == (0.5, 12, 7)
+    assert request.speculation.mode == "off"
+    assert request.grammar is not None
+    assert request.traced
+    scene.deliver(request, *in_steps(scene.backend.tokenizer, "{}"))
+    await expect(page.locator("#run-state")).to_have_text(DONE)
+
+
+async def test_a_conversation_goes_on(scene: Scene) -> None:
+    """A second message is sent with what was said before; a new conversation forgets it."""
+    page = scene.page
+    await page.get_by_role("tab", name="Chat").click()
+    prompts = []
+    for message in ("first question", "second question"):
+        await page.get_by_label("Message").fill(message)
+        await page.get_by_label("Message").press("Control+Enter")
+        request = await scene.backend.submitted.get()
+        prompts.append(scene.backend.tokenizer.decode(request.prompt_ids))
+        scene.deliver(request, *in_steps(scene.backend.tokenizer, f"answer to {message}"))
+        await expect(said(scene, "chat")).to_have_js_property("textContent", f"answer to {message}")
+        await expect(page.locator("#run-state")).to_have_text(DONE)
+    assert "answer to first question" in prompts[1]
+    assert "second question" in prompts[1]
+    await page.get_by_role("button", name="New conversation").click()
+    await expect(page.locator("#said-chat .turn")).to_have_count(0)
+
+
+async def test_figures_of_the_run_are_those_of_the_answer(scene: Scene) -> None:
+    """Tokens, accepted drafts and the decision's reason come from usage and metrics."""
+    deltas = await play(scene)
+    outcome = deltas[-1].outcome
+    tokens = sum(len(delta.token_ids) for delta in deltas)
+    await expect(scene.page.locator("[data-stat=tokens]")).to_have_text(str(tokens))
+    await expect(scene.page.locator("[data-stat=accepted]")).to_contain_text(
+        f"{outcome.num_accepted_tokens} of {outcome.num_drafted_tokens}"
+    )
+    (decision,) = scene.where.node.decisions.latest(1)
+    await expect(scene.page.locator("#reason")).to_contain_text(decision.plan.reason)
+
+
+async def test_charts_move_and_say_what_they_show(scene: Scene) -> None:
+    """A run changes the lines, and each line's latest value is in its text alternative."""
+    live, charts = scene.where.node.live, scene.page.locator("#charts svg")
+    await expect(charts).to_have_count(9)
+    live.take()
+    tokens = scene.page.get_by_role("img", name=re.compile("^Tokens.s:"))
+    await expect(tokens).to_have_accessible_name("Tokens/s: 0")
+    before = await tokens.locator(".line").get_attribute("d")
+    await play(scene)
+    live.take()
+    await expect(tokens).not_to_have_accessible_name("Tokens/s: 0")
+    assert await tokens.locator(".line").get_attribute("d") != before
+    for title in ("TTFT", "TPOT"):
+        chart = scene.page.get_by_role("img", name=re.compile(f"^{title}: p50 .+, p90 .+, p99 "))
+        await expect(chart).not_to_have_accessible_name(re.compile("nothing yet"))
+    for title in ("Price of a slot", "Drafts per step", "Acceptance", "Batch", "Queue", "KV use"):
+        chart = scene.page.get_by_role("img", name=re.compile(f"^{title}: [0-9<]"))
+        await expect(chart).to_have_count(1)
+
+
+async def test_what_moves_can_be_paused(scene: Scene) -> None:
+    """While paused no sample is drawn; afterwards those that came are."""
+    live = scene.where.node.live
+    live.take()
+    button, line = scene.page.get_by_role("button", name="Pause"), scene.page.locator(".line").first
+    await expect(scene.page.locator("#live-state")).to_have_text("the last two minutes")
+    await button.click()
+    await expect(button).to_have_attribute("aria-pressed", "true")
+    frozen = await line.get_attribute("d")
+    async with scene.page.expect_response("**/decisions*"):
+        live.take()
+        await play(scene)  # its end asks for decisions: the sample came before
+    assert await line.get_attribute("d") == frozen
+    await button.click()
+    await expect(line).not_to_have_attribute("d", frozen)
+
+
+async def test_decisions_are_listed_and_filtered(scene: Scene) -> None:
+    """The newest first, with policy, proposer, cap, price, reason and load; or the last run's."""
+    rows = scene.page.locator("#decisions tr")
+    await play(scene)
+    await expect(rows).to_have_count(1)
+    await play(scene)
+    await expect(rows).to_have_count(2)
+    (decision,) = scene.where.node.decisions.latest(1)
+    for word in (
+        decision.plan.policy,
+        str(decision.plan.proposer),
+        decision.plan.reason,
+        "running",
+    ):
+        await expect(rows.first).to_contain_text(word)
+    await scene.page.get_by_label("only the last run").check()
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text(decision.request_id[:8])
+
+
+async def test_a_refusal_is_shown_in_the_nodes_words(scene: Scene) -> None:
+    """What the node says stands on the page as an alert, and the box can be used again."""
+    await scene.page.get_by_label("Max tokens").fill("9999")
+    await scene.page.get_by_role("button", name="Generate").click()
+    await expect(scene.page.get_by_role("alert")).to_contain_text("fit, not")
+    scene.visit.problems.clear()  # browsers log every 400
+    await scene.page.get_by_label("Max tokens").fill("10")
+    await play(scene)
+    await expect(scene.page.get_by_role("alert")).to_be_hidden()
+
+
+async def test_a_message_without_an_answer_can_be_sent_again(scene: Scene) -> None:
+    """A refused message goes back into its field, and is no part of the conversation."""
+    page, message = scene.page, scene.page.get_by_label("Message")
+    await page.get_by_role("tab", name="Chat").click()
+    await page.get_by_label("Max tokens").fill("9999")
+    await message.fill("asked twice")
+    await message.press("Control+Enter")
+    await expect(page.get_by_role("alert")).to_be_visible()
+    await expect(message).to_have_value("asked twice")
+    await expect(page.locator("#said-chat > *")).to_have_count(0)
+    await page.get_by_label("Max tokens").fill("10")
+    await message.press("Control+Enter")
+    request = await scene.backend.submitted.get()
+    assert scene.backend.tokenizer.decode(request.prompt_ids).count("asked twice") == 1
+    scene.visit.problems.clear()  # browsers log every 400
+
+
+async def test_a_worker_that_breaks_is_told(scene: Scene) -> None:
+    """An error event ends the run with its message; what came before stays."""
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    first = in_steps(scene.backend.tokenizer, TEXT)[0]
+    scene.deliver(request, first)
+    await expect(said(scene)).to_have_js_property("textContent", first.text)
+    scene.backend.streams.fail("the device is gone")
+    await expect(scene.page.get_by_role("alert")).to_contain_text("the device is gone")
+
+
+async def test_a_missing_key_is_explained(scene: Scene) -> None:
+    """A 401 tells how a browser gives a key."""
+    answer = {"error": {"message": "no key", "type": "x", "param": None, "code": None}}
+    await scene.page.route(
+        "**/v1/completions", lambda route: route.fulfill(status=401, body=json.dumps(answer))
+    )
+    await scene.page.get_by_role("button", name="Generate").click()
+    await expect(scene.page.get_by_role("alert")).to_contain_text("key as the password")
+    scene.visit.problems.clear()  # browsers log every 401
+
+
+async def test_a_page_that_is_left_frees_its_request(scene: Scene) -> None:
+    """Closing the tab is a disconnect like any other."""
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    await scene.page.close()
+    assert await scene.backend.abandoned.get() == request.request_id
+    await until(lambda: scene.where.node.dispatcher.in_flight == 0)

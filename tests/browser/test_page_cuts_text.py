@@ -1,0 +1,90 @@
+"""Text and tokens on the page: `align.js` cuts what came at the borders of tokens."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from backends.core.detokenize import TextStream
+from backends.tokenizer import Tokenizer
+from tests.browser.conftest import Scene
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+ALIGN = """
+async (streams) => {
+  const { Aligner } = await import("/web/align.js");
+  return streams.map((chunks) => {
+    const aligner = new Aligner();
+    return chunks.map(({ text, steps }) =>
+      aligner.add(text, steps).map((piece) => [piece.text, piece.step && piece.step.number]));
+  });
+}
+"""
+
+LETTERS = "ab \n\t(é漢😀👩‍👩‍👧'\"x.="
+STREAMS = 300
+
+
+def chunks_of(tokenizer: Tokenizer, text: str, rng: random.Random, stop: str) -> list[dict]:
+    """A text as chunks of a stream, of random steps, with what the stop text holds back."""
+    ids, texts = tokenizer.encode(text), TextStream(tokenizer.decode, (stop,))
+    chunks: list[dict[str, Any]] = []
+    while ids and not texts.stopped:
+        count = rng.randint(1, 4)
+        taken, ids = ids[:count], ids[count:]
+        step = {"tokens": [tokenizer.token_text(token) for token in taken], "accepted": 0}
+        step["number"] = len(chunks)
+        chunks.append({"text": "".join(map(texts.add, taken)), "steps": [step]})
+    chunks.append({"text": texts.flush(), "steps": []})
+    return chunks
+
+
+async def test_nothing_is_lost_or_doubled(scene: Scene) -> None:
+    """Whatever is held back, split over tokens or cut off, the pieces join to the chunks' text."""
+    rng = random.Random(8)
+    tokenizer = scene.backend.tokenizer
+    texts = ["".join(rng.choices(LETTERS, k=rng.randint(1, 40))) for _ in range(STREAMS)]
+    streams = [chunks_of(tokenizer, text, rng, "xx") for text in texts]
+    for chunks, pieces in zip(streams, await scene.page.evaluate(ALIGN, streams), strict=True):
+        for chunk, cut in zip(chunks, pieces, strict=True):
+            assert "".join(text for text, _ in cut) == chunk["text"]
+            assert all(text for text, _ in cut)
+
+
+async def test_whole_characters_are_cut_at_their_tokens(scene: Scene) -> None:
+    """Where every token is text by itself, each piece is one token of its own step."""
+    rng = random.Random(9)
+    tokenizer = scene.backend.tokenizer
+    texts = ["".join(rng.choices("ab (\n.=x'", k=rng.randint(1, 60))) for _ in range(STREAMS)]
+    streams = [chunks_of(tokenizer, text, rng, "never") for text in texts]
+    for chunks, pieces in zip(streams, await scene.page.evaluate(ALIGN, streams), strict=True):
+        expected = [(text, s["number"]) for c in chunks for s in c["steps"] for text in s["tokens"]]
+        cut = [tuple(piece) for chunk in pieces for piece in chunk]
+        assert cut == expected
+
+
+@pytest.mark.parametrize(
+    ("chunks", "pieces"),
+    [
+        ([{"text": "ab", "steps": []}], [["ab", None]]),
+        ([{"text": "", "steps": [["a", "b"]]}, {"text": "ab", "steps": []}], [["a", 0], ["b", 0]]),
+        ([{"text": "a", "steps": [["ab"]]}, {"text": "b", "steps": []}], [["a", 0], ["b", 0]]),
+        ([{"text": "Hello x", "steps": [[" Hello"], [" x"]]}], [["Hello", 0], [" x", 1]]),
+        ([{"text": "é!", "steps": [["\ufffd"], ["\ufffd", "!"]]}], [["é", 0], ["!", 1]]),
+        ([{"text": "ab", "steps": [["a", "<|end|>", "b"]]}], [["a", 0], ["b", 0]]),
+    ],
+)
+async def test_cases_by_hand(scene: Scene, chunks: list[dict], pieces: list) -> None:
+    """Untold text, held-back text, a stripped space, half characters, tokens without text."""
+    number = 0
+    for chunk in chunks:
+        told = []
+        for tokens in chunk["steps"]:
+            told.append({"tokens": tokens, "accepted": 0, "number": number})
+            number += 1
+        chunk["steps"] = told
+    (cut,) = await scene.page.evaluate(ALIGN, [chunks])
+    assert [piece for chunk in cut for piece in chunk] == pieces

@@ -1,0 +1,203 @@
+"""The page for everybody: names, landmarks, contrasts in light and dark, narrow screens, motion."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.async_api import expect
+
+from tests.browser.conftest import Scene
+from tests.browser.play import TEXT, in_steps
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+LEAST_CONTRAST = 4.5
+"""WCAG 2.2 AA for text of any size."""
+
+LEAST_GRAPHIC_CONTRAST = 3.0
+"""Likewise for what is not text: underlines that tell sources apart, borders of controls."""
+
+CONTRASTS = """
+() => {
+  const numbers = (colour) => {
+    const found = colour.match(/[\\d.]+/g).map(Number);
+    return { rgb: found.slice(0, 3), alpha: found[3] ?? 1 };
+  };
+  const light = ([r, g, b]) => {
+    const [x, y, z] = [r, g, b].map((c) => c / 255)
+      .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const ratio = (a, b) => {
+    const [high, low] = [light(a), light(b)].sort((x, y) => y - x);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const ground = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const { rgb, alpha } = numbers(getComputedStyle(one).backgroundColor);
+      if (alpha === 1) return rgb;
+      if (alpha !== 0) throw new Error(`${one.tagName} is translucent`);
+    }
+    throw new Error("nothing is painted behind");
+  };
+  const name = (element) => `${element.tagName}#${element.id}.${element.className}`;
+  const texts = [], graphics = [];
+  for (const element of document.body.querySelectorAll("*")) {
+    if (!element.checkVisibility() || element.closest("svg, .hidden, .skip")) continue;
+    const style = getComputedStyle(element);
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    const typed = element.matches("input:not([type=checkbox]), textarea, select");
+    if ((own || typed) && !element.matches(":disabled, :has(> :disabled)")) {
+      texts.push([name(element), ratio(numbers(style.color).rgb, ground(element))]);
+    }
+    if (typed) {
+      const border = numbers(style.borderTopColor).rgb;
+      graphics.push([name(element), ratio(border, ground(element.parentElement))]);
+    }
+    if (element.matches(".token") && style.textDecorationLine !== "none") {
+      const line = numbers(style.textDecorationColor).rgb;
+      graphics.push([name(element), ratio(line, ground(element))]);
+    }
+  }
+  for (const line of document.querySelectorAll("#charts .line")) {
+    const stroke = numbers(getComputedStyle(line).stroke).rgb;
+    graphics.push([name(line.parentElement) + line.getAttribute("class"),
+                   ratio(stroke, ground(line.closest("figure")))]);
+  }
+  return { texts, graphics };
+}
+"""
+
+NAMELESS = """
+() => {
+  const faults = [];
+  const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
+  if (new Set(ids).size !== ids.length) faults.push("an id stands twice");
+  for (const element of document.querySelectorAll("input, select, textarea")) {
+    if (!element.labels?.length) faults.push(`no label: ${element.id}`);
+  }
+  for (const element of document.querySelectorAll("button, a, th, [role=tab]")) {
+    const name = element.textContent.trim() || element.ariaLabel;
+    if (!name) faults.push(`no name: ${element.outerHTML}`);
+  }
+  for (const element of document.querySelectorAll("img:not([alt]), [role=img]:not([aria-label])")) {
+    faults.push(`no alternative: ${element.outerHTML.slice(0, 80)}`);
+  }
+  for (const attribute of ["aria-labelledby", "aria-describedby", "aria-controls", "for"]) {
+    for (const element of document.querySelectorAll(`[${attribute}]`)) {
+      for (const id of element.getAttribute(attribute).split(" ")) {
+        if (!document.getElementById(id)) faults.push(`${attribute} names nothing: ${id}`);
+      }
+    }
+  }
+  for (const element of document.querySelectorAll("[tabindex]")) {
+    if (element.tabIndex > 0) faults.push(`out of order: ${element.id}`);
+  }
+  return faults;
+}
+"""
+
+
+async def play(scene: Scene) -> None:
+    await scene.page.get_by_role("button", name="Generate").click()
+    request = await scene.backend.submitted.get()
+    scene.deliver(request, *in_steps(scene.backend.tokenizer, TEXT))
+    await expect(scene.page.locator("#stats")).to_be_visible()
+    await expect(scene.page.locator("#decisions tr")).to_have_count(1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_everything_can_be_read_in_light_and_dark(scene: Scene, scheme: str) -> None:
+    """Text has 4.5:1 on its ground and lines that carry meaning 3:1, the card's included."""
+    await scene.page.emulate_media(color_scheme=scheme)
+    await play(scene)
+    scene.where.node.live.take()
+    await scene.page.locator("#said-completion .from-ngram").first.hover()
+    await expect(scene.page.get_by_role("tooltip")).to_be_visible()
+    await scene.page.locator("#said-completion .from-ngram").first.evaluate(
+        "span => span.getAnimations().forEach((animation) => animation.finish())"
+    )
+    found = await scene.page.evaluate(CONTRASTS)
+    assert len(found["texts"]) > 60
+    assert len(found["graphics"]) > 20
+    assert [item for item in found["texts"] if item[1] < LEAST_CONTRAST] == []
+    assert [item for item in found["graphics"] if item[1] < LEAST_GRAPHIC_CONTRAST] == []
+
+
+async def test_the_schemes_differ(scene: Scene) -> None:
+    """The page follows the system from light to dark and back."""
+    grounds = []
+    for scheme in ("light", "dark", "light"):
+        await scene.page.emulate_media(color_scheme=scheme)
+        grounds.append(
+            await scene.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        )
+    assert grounds[0] == grounds[2] != grounds[1]
+
+
+async def test_sources_differ_by_more_than_colour(scene: Scene) -> None:
+    """Each source in the legend has an underline of its own style; the target's has none."""
+    styles = await scene.page.locator("#legend .token").evaluate_all(
+        "spans => spans.map((span) => { const s = getComputedStyle(span);"
+        " return s.textDecorationLine === 'none' && !span.matches('.from-untold')"
+        " ? 'none' : s.textDecorationStyle + s.textDecorationLine; })"
+    )
+    assert len(styles) == len(set(styles)) == 7
+
+
+async def test_everything_has_a_name(scene: Scene) -> None:
+    """Labels, alternatives and references are there, and the order of focus is the page's."""
+    await play(scene)
+    assert await scene.page.evaluate(NAMELESS) == []
+
+
+async def test_the_page_has_landmarks_and_headings(scene: Scene) -> None:
+    """Who listens finds a banner, one main part, its named regions, and headings in order."""
+    page = scene.page
+    await expect(page.get_by_role("banner")).to_have_count(1)
+    await expect(page.get_by_role("main")).to_have_count(1)
+    for name in ("Generate", "This node", "Recent decisions"):
+        await expect(page.get_by_role("region", name=name).first).to_be_visible()
+    levels = await page.locator("h1, h2, h3").evaluate_all("all => all.map((h) => h.tagName)")
+    assert levels == ["H1", "H2", "H2", "H2"]
+    assert await page.locator("html").get_attribute("lang") == "en"
+
+
+@pytest.mark.parametrize("width", [360, 768, 1020, 1440])
+async def test_nothing_is_cut_off(scene: Scene, width: int) -> None:
+    """The page never scrolls sideways, with an answer and its card on it."""
+    await scene.page.set_viewport_size({"width": width, "height": 800})
+    await play(scene)
+    for spot in ("first", "last"):
+        await getattr(scene.page.locator("#said-completion .token"), spot).focus()
+        await expect(scene.page.get_by_role("tooltip")).to_be_visible()
+        assert await scene.page.evaluate("() => document.documentElement.scrollWidth") <= width
+        box = await scene.page.get_by_role("tooltip").bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+
+
+async def test_who_wants_no_motion_gets_none(scene: Scene) -> None:
+    """With reduced motion nothing is animated and nothing moves over."""
+    await scene.page.emulate_media(reduced_motion="reduce")
+    await play(scene)
+    moving = await scene.page.evaluate(
+        "() => [...document.querySelectorAll('*')].filter((element) => {"
+        " const style = getComputedStyle(element);"
+        " return style.animationName !== 'none' || style.transitionDuration !== '0s';"
+        "}).length"
+    )
+    assert moving == 0
+
+
+async def test_focus_can_be_seen(scene: Scene) -> None:
+    """Every stop of the Tab key shows a ring."""
+    await play(scene)
+    await scene.page.locator("#prompt").focus()
+    for _ in range(11):  # to the last one, the table
+        await scene.page.keyboard.press("Tab")
+        ring = await scene.page.evaluate(
+            "() => getComputedStyle(document.activeElement).outlineStyle"
+            " + getComputedStyle(document.activeElement).outlineWidth"
+        )
+        assert ring == "solid2px"
+    await expect(scene.page.locator("*:focus")).to_have_class("scroll")

@@ -1,0 +1,63 @@
+"""The live page before the real engine and the shipped model, and before the simulator."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.async_api import expect
+
+from tests.browser.browse import visiting
+from tests.gateway.harness import client, running
+
+pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n"
+ENGINE = {"backend": "engine", "kv_bytes": 32 << 20, "threads": 1}
+DONE = re.compile("^Done in")
+
+
+@pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
+async def test_a_prompt_is_answered_and_charts_move(browser, settings) -> None:
+    """The page shows the text that the same request gives any client, and draws its figures."""
+    async with running(**settings) as where, visiting(browser, where.url) as visit:
+        page, live = visit.page, where.node.live
+        live.take()
+        tokens = page.get_by_role("img", name=re.compile("^Tokens.s:"))
+        await expect(tokens).to_have_accessible_name(re.compile("^Tokens.s: [0-9]"))
+        before = await tokens.locator(".line").get_attribute("d")
+        await page.get_by_label("Prompt").fill(PROMPT)
+        await page.get_by_label("Max tokens").fill("40")
+        await page.get_by_label("Seed").fill("7")
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(DONE)
+        body = {"prompt": PROMPT, "max_tokens": 40, "seed": 7, "temperature": 0.7}
+        async with client(where) as http:
+            answer = (await http.post("/v1/completions", json=body)).json()
+        shown = page.locator("#said-completion .tokens")
+        await expect(shown).to_have_js_property("textContent", answer["choices"][0]["text"])
+        live.take()
+        await expect(tokens.locator(".line")).not_to_have_attribute("d", before or "")
+        await expect(page.locator("#decisions tr.mine")).to_have_count(1)
+        visit.check()
+
+
+@pytest.mark.parametrize("settings", [{"backend": "sim"}, ENGINE], ids=["sim", "engine"])
+async def test_drafted_tokens_are_marked(browser, settings) -> None:
+    """Accepted drafts bear their proposer's mark, as many as the answer's figures say."""
+    async with running(**settings) as where, visiting(browser, where.url) as visit:
+        page = visit.page
+        await page.get_by_label("Speculation").select_option("ngram")
+        await page.get_by_label("Seed").fill("1")
+        await page.get_by_role("button", name="Generate").click()
+        await expect(page.locator("#run-state")).to_have_text(DONE)
+        words = await page.locator("[data-stat=accepted]").text_content()
+        accepted = int(words.split()[0])
+        assert accepted > 0
+        tokens = page.locator("#said-completion .tokens")
+        await expect(tokens.locator(".from-untold")).to_have_count(0, timeout=1000)
+        await expect(tokens.locator(".from-ngram")).to_have_count(accepted, timeout=1000)
+        await tokens.locator(".from-ngram").first.hover()
+        await expect(page.get_by_role("tooltip")).to_contain_text("drafted verified")

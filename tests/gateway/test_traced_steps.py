@@ -1,0 +1,112 @@
+"""`speculation.trace`: each step told to the client who asked, in words that hold."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
+from gateway.http.replies.steps import reason
+from tests.gateway.harness import ScriptedBackend, client, events, running
+
+ENDPOINTS = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (StepTrace(1), "nothing was drafted"),
+        (StepTrace(1, None, 0, (), 0, (), 0.5), "nothing was drafted at the price 0.5"),
+        (
+            StepTrace(3, "ngram", 5, (1, 2, 3), 2, (0.9, 0.6, 0.4, 0.21), 0.29),
+            "3 of 5 drafted verified: the 4th survives with 0.21, below the price 0.29; 2 accepted",
+        ),
+        (
+            StepTrace(3, "ngram", 5, (1, 2, 3), 2, (0.9, 0.6, 0.4), 0.29),
+            "3 of 5 drafted verified at the price 0.29; 2 accepted",
+        ),
+        (
+            StepTrace(1, "ngram", 2, (1,), 0, (0.9, 0.6), 0.29),
+            "1 of 2 drafted verified: the 2nd survives with 0.6, but was left out; none accepted",
+        ),
+        (
+            StepTrace(1, "draft_model", 2, (), 0, (0.1,), 0.29),
+            (
+                "none of 2 drafted verified: the 1st survives with 0.1, below the price 0.29; "
+                "none accepted"
+            ),
+        ),
+        (
+            StepTrace(3, "ngram", 2, (1, 2), 2, (0.9, 0.6), 0.3),
+            "both drafted verified: the last survives with 0.6, above the price 0.3; both accepted",
+        ),
+        (
+            StepTrace(2, "ngram", 1, (1,), 1, (0.2,), 0.3),
+            "the one drafted verified: it survives with 0.2, below the price 0.3; accepted",
+        ),
+        (
+            StepTrace(4, "grammar", 3, (1, 2, 3), 3, (1.0, 1.0, 1.0), 0.3),
+            "the form leaves no choice: 3 tokens forced, all accepted",
+        ),
+    ],
+)
+def test_a_step_is_explained_by_its_own_figures(step: StepTrace, words: str) -> None:
+    """The reason says what was verified, what kept the next slot out, and what was accepted."""
+    assert reason(step) == words
+
+
+def steps_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return choice["steps"]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_traced_answer_tells_each_step(path: str, stream: bool) -> None:
+    """Tokens and drafts come as texts, by step, streamed or not, also where text is held back."""
+    backend = ScriptedBackend()
+    a, b, c = backend.tokenizer.encode("def f")[0], *backend.tokenizer.encode(" g(")[:2]
+    text = [backend.tokenizer.token_text(token) for token in (a, b, c)]
+    drafted = StepTrace(2, "ngram", 3, (a, c), 1, (0.9, 0.5), 0.25)
+    body = {**ENDPOINTS[path], "stream": stream, "speculation": {"trace": True}}
+    async with running(backends=[backend]) as where, client(where) as http:
+        answering = asyncio.ensure_future(http.post(path, json=body))
+        request = await backend.submitted.get()
+        held_back = Delta(0, (a, b), "", steps=(drafted,))
+        outcome = SpeculationOutcome()
+        last = Delta(0, (c,), "".join(text), (), FinishReason.STOP, outcome, steps=(StepTrace(1),))
+        for delta in (held_back, last):
+            backend.streams.deliver([(request.request_id, delta)])
+        response = await answering
+        answers = events(response.text)[:-1] if stream else [response.json()]
+    assert request.traced
+    steps = [step for answer in answers for step in steps_of(answer["choices"][0])]
+    assert [step["tokens"] for step in steps] == [text[:2], text[2:]]
+    assert steps[0] | {"tokens": []} == {
+        "tokens": [],
+        "proposer": "ngram",
+        "offered": 3,
+        "drafts": [text[0], text[2]],
+        "accepted": 1,
+        "survivals": [0.9, 0.5],
+        "price": 0.25,
+        "reason": reason(drafted),
+    }
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+async def test_nobody_is_told_steps_unasked(path: str) -> None:
+    """Without the wish the request is not traced and no choice has the field."""
+    backend = ScriptedBackend()
+    body = {**ENDPOINTS[path], "stream": True, "speculation": {"trace": False}}
+    async with running(backends=[backend]) as where, client(where) as http:
+        answering = asyncio.ensure_future(http.post(path, json=body))
+        request = await backend.submitted.get()
+        backend.emit(request, "x", last=True)
+        response = await answering
+    assert not request.traced
+    assert '"steps"' not in response.text
