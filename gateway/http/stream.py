@@ -1,7 +1,8 @@
 """Server-sent events: one per delta, and exactly one ending.
 
-A stream ends with a finish reason for every choice and `[DONE]`, or with one error event and
-nothing after it. An error before the first event is an ordinary HTTP error instead.
+A stream ends with a finish reason for every choice and what ends such an answer (`Rendering`), or
+with one error event and nothing after it. An error before the first event is an ordinary HTTP error
+instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import AsyncGenerator
 from typing import Final
 
 from aiohttp import web
-from msgspec import UNSET
 
 from backends.types import Delta
 from gateway.dispatch import Dispatcher
@@ -23,7 +23,6 @@ KEEPALIVE_S: Final = 5.0
 """A stream that waits for its first token sends a comment this often: proxies cut silent ones."""
 
 _COMMENT: Final = b": waiting\n\n"
-_DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -69,7 +68,7 @@ async def stream_answer(events: EventStream, answer: Answer, dispatcher: Dispatc
         async with answer.deltas(dispatcher) as deltas:
             await _send_deltas(events, answer, deltas)
         answer.check_complete()
-        await events.write(_ending(answer))
+        await events.write(answer.ending())
     except ConnectionResetError:
         raise
     except Exception as error:
@@ -78,7 +77,7 @@ async def stream_answer(events: EventStream, answer: Answer, dispatcher: Dispatc
         shown = as_gateway_error(error)
         answer.watch.end(Ending.FAILED, shown.status, error)
         events.response.force_close()
-        await events.write(_event(shown.body()))
+        await events.write(answer.rendering.failure(shown))
     await events.end()
 
 
@@ -97,9 +96,8 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
     answer.observe(delta)
     if not (delta.text or delta.logprobs or delta.finish_reason):
         return  # its text is held back: nothing to tell yet
-    last = answer.complete and not answer.call.include_usage
-    metrics = answer.metrics() if last else UNSET
-    await events.write(_event(answer.rendering.chunk(delta, metrics)))
+    if chunk := answer.chunk(delta):
+        await events.write(chunk)
 
 
 async def _first(events: EventStream, deltas: AsyncGenerator[Delta, None]) -> Delta | None:
@@ -113,13 +111,3 @@ async def _first(events: EventStream, deltas: AsyncGenerator[Delta, None]) -> De
             waiting.cancel()
             await asyncio.wait({waiting})
     return waiting.result()
-
-
-def _ending(answer: Answer) -> bytes:
-    if not answer.call.include_usage:
-        return _DONE
-    return _event(answer.rendering.usage_chunk(answer.usage(), answer.metrics())) + _DONE
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

@@ -59,6 +59,10 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": []}, "stream_options"),
+    (
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"prompt": "a", "ignore_eos": 1}, "ignore_eos"),
     ({"prompt": "a", "speculation": {"mode": "psychic"}}, "speculation.mode"),
     ({"prompt": "a", "speculation": {"mode": "sparse_self"}}, "speculation.mode"),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from backends.types import Delta, TokenLogprob
-from gateway.http.replies.rendering import Frame, WholeChoice, reply
+from gateway.errors import GatewayError
+from gateway.http.replies.rendering import DONE, Frame, WholeChoice, event, reply
 from gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -43,7 +44,12 @@ class ChatRendering:
         ]
         return reply(self._frame, "chatcmpl", "chat.completion", rendered, usage, metrics)
 
-    def chunk(self, delta: Delta, metrics: ResponseMetrics | UnsetType = UNSET) -> bytes:
+    def chunk(
+        self,
+        delta: Delta,
+        usage: Usage | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
         """See `Rendering`."""
         role: str | UnsetType = UNSET
         if delta.choice not in self._begun:
@@ -56,11 +62,22 @@ class ChatRendering:
             self._logprobs(delta.logprobs),
             delta.finish_reason,
         )
-        return reply(self._frame, "chatcmpl", "chat.completion.chunk", [choice], UNSET, metrics)
+        return event(
+            reply(self._frame, "chatcmpl", "chat.completion.chunk", [choice], usage, metrics)
+        )
 
-    def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:
+    def ending(
+        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
+    ) -> bytes:
         """See `Rendering`."""
-        return reply(self._frame, "chatcmpl", "chat.completion.chunk", [], usage, metrics)
+        if usage is UNSET:
+            return DONE
+        last = reply(self._frame, "chatcmpl", "chat.completion.chunk", [], usage, metrics)
+        return event(last) + DONE
+
+    def failure(self, error: GatewayError) -> bytes:
+        """See `Rendering`."""
+        return event(error.body())
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._frame.logprobs:

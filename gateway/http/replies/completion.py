@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from backends.types import Delta, TokenLogprob
-from gateway.http.replies.rendering import Frame, WholeChoice, reply
+from gateway.errors import GatewayError
+from gateway.http.replies.rendering import DONE, Frame, WholeChoice, event, reply
 from gateway.http.replies.shapes import (
     CompletionChoice,
     CompletionLogprobs,
@@ -38,7 +39,12 @@ class CompletionRendering:
         ]
         return reply(self._frame, "cmpl", "text_completion", rendered, usage, metrics)
 
-    def chunk(self, delta: Delta, metrics: ResponseMetrics | UnsetType = UNSET) -> bytes:
+    def chunk(
+        self,
+        delta: Delta,
+        usage: Usage | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
         """See `Rendering`."""
         choice = CompletionChoice(
             delta.choice,
@@ -46,11 +52,20 @@ class CompletionRendering:
             self._logprobs(delta.choice, delta.logprobs),
             delta.finish_reason,
         )
-        return reply(self._frame, "cmpl", "text_completion", [choice], UNSET, metrics)
+        return event(reply(self._frame, "cmpl", "text_completion", [choice], usage, metrics))
 
-    def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:
+    def ending(
+        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
+    ) -> bytes:
         """See `Rendering`."""
-        return reply(self._frame, "cmpl", "text_completion", [], usage, metrics)
+        if usage is UNSET:
+            return DONE
+        last = reply(self._frame, "cmpl", "text_completion", [], usage, metrics)
+        return event(last) + DONE
+
+    def failure(self, error: GatewayError) -> bytes:
+        """See `Rendering`."""
+        return event(error.body())
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if not self._frame.logprobs:

@@ -16,6 +16,7 @@ class StreamOptions(Struct):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SpeculationOptions(Struct):

@@ -27,6 +27,7 @@ from gateway.http.requests.schemas import (
     JsonSchemaFormat,
     RegexFormat,
     ResponseFormat,
+    StreamOptions,
 )
 from policies.repetition import repetition
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
@@ -50,6 +51,8 @@ MAX_SEQUENCES: Final = 128
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions; chat goes on until the model ends or the context is full."""
+
+NO_STREAM_OPTIONS: Final = StreamOptions()
 
 ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
@@ -95,11 +98,17 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A job and how its answer is to be sent."""
+    """A job and how its answer is to be sent.
+
+    Attributes:
+        include_usage: a stream ends with what was used.
+        continuous_usage: each of its chunks has what was used so far, too.
+    """
 
     job: Job
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
 
 
 def chat_call(
@@ -157,8 +166,13 @@ def completion_call(
 
 
 def _call(wire: GenerationFields, job: Job) -> Call:
-    options = wire.stream_options
-    return Call(job, bool(wire.stream), bool(options and options.include_usage))
+    options = wire.stream_options or NO_STREAM_OPTIONS
+    return Call(
+        job,
+        bool(wire.stream),
+        bool(options.include_usage),
+        bool(options.continuous_usage_stats),
+    )
 
 
 def _job(
@@ -221,8 +235,16 @@ def _check_common(wire: GenerationFields) -> None:
         _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
     if wire.stream_options is not None and not wire.stream:
         raise InvalidRequest("stream_options: only together with stream", "stream_options")
+    if options := wire.stream_options:
+        _check_stream_options(options)
     _stops(wire.stop)
     reject_unsupported(wire, wire.n or 1)
+
+
+def _check_stream_options(options: StreamOptions) -> None:
+    if options.continuous_usage_stats and not options.include_usage:
+        param = "stream_options.continuous_usage_stats"
+        raise InvalidRequest(f"{param}: only together with include_usage", param)
 
 
 def _check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
