@@ -41,7 +41,7 @@ class Api:
     path: str
     operation: str
     parse: Callable[[bytes, Served, str, ServiceLevel], Call]
-    rendering: Callable[[Frame], Rendering]
+    rendering: Callable[[Frame, Call], Rendering]
 
 
 def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -128,7 +128,7 @@ async def _decide(request: web.Request, node: Node, api: Api, watch: RequestWatc
     watch.decided(placements)
     wants_logprobs = call.job.sampling.logprobs is not None
     frame = Frame(internal_id, int(time.time()), served.name, served.tokenizer, wants_logprobs)
-    return Answer(call, placements, api.rendering(frame), watch)
+    return Answer(call, placements, api.rendering(frame, call), watch)
 
 
 def _ending(error: GatewayError) -> Ending:

@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from backends.types import Delta, TokenLogprob
 from gateway.errors import GatewayError
+from gateway.http.replies.calls import ChoiceCalls
 from gateway.http.replies.rendering import DONE, Frame, WholeChoice, event, reply
 from gateway.http.replies.shapes import (
     ChatChoice,
@@ -17,31 +18,27 @@ from gateway.http.replies.shapes import (
     ChatMessage,
     ResponseMetrics,
     TokenLogprobReply,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
+from gateway.http.requests.validation import Call
 
 
 class ChatRendering:
     """`/v1/chat/completions`."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, call: Call) -> None:
         self._frame = frame
+        self._tools = call.tools
         self._begun: set[int] = set()  # choices whose role was sent
+        self._calls: dict[int, ChoiceCalls] = {}  # by choice, where there are tools
 
     def response(
         self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
     ) -> bytes:
         """See `Rendering`."""
-        rendered = [
-            ChatChoice(
-                index,
-                ChatMessage("".join(choice.texts)),
-                self._logprobs(choice.logprobs),
-                choice.finish_reason,
-            )
-            for index, choice in enumerate(choices)
-        ]
+        rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return reply(self._frame, "chatcmpl", "chat.completion", rendered, usage, metrics)
 
     def chunk(
@@ -51,16 +48,19 @@ class ChatRendering:
         metrics: ResponseMetrics | UnsetType = UNSET,
     ) -> bytes:
         """See `Rendering`."""
+        text, calls, reason = self._read(delta)
+        if not (text or calls or delta.logprobs or reason):
+            return b""  # what may be the beginning of a call is held back
         role: str | UnsetType = UNSET
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             role = "assistant"
-        content: str | UnsetType = delta.text if delta.text or role else UNSET
+        content: str | UnsetType = text if text or (role and not calls) else UNSET
         choice = ChatChunkChoice(
             delta.choice,
-            ChatDelta(role, content),
+            ChatDelta(role, content, calls or UNSET),
             self._logprobs(delta.logprobs),
-            delta.finish_reason,
+            reason,
         )
         return event(
             reply(self._frame, "chatcmpl", "chat.completion.chunk", [choice], usage, metrics)
@@ -78,6 +78,28 @@ class ChatRendering:
     def failure(self, error: GatewayError) -> bytes:
         """See `Rendering`."""
         return event(error.body())
+
+    def _read(self, delta: Delta) -> tuple[str, list[ToolCallDelta], str | None]:
+        """Return what a delta adds to content and calls, and why the choice ended if it did."""
+        if self._tools is None:
+            return delta.text, [], delta.finish_reason
+        calls = self._choice_calls(delta.choice)
+        read = calls.add(delta.text, last=delta.finish_reason is not None)
+        return read.content, read.calls, calls.reason(delta.finish_reason)
+
+    def _choice(self, index: int, choice: WholeChoice) -> ChatChoice:
+        text, logprobs = "".join(choice.texts), self._logprobs(choice.logprobs)
+        if self._tools is None:
+            return ChatChoice(index, ChatMessage(text), logprobs, choice.finish_reason)
+        calls = self._choice_calls(index)
+        return ChatChoice(index, calls.whole(text), logprobs, calls.reason(choice.finish_reason))
+
+    def _choice_calls(self, choice: int) -> ChoiceCalls:
+        """Return where the calls of a choice are read."""
+        if choice not in self._calls:
+            assert self._tools is not None
+            self._calls[choice] = ChoiceCalls(self._tools, f"{self._frame.request_id}/{choice}")
+        return self._calls[choice]
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._frame.logprobs:

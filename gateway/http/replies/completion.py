@@ -15,12 +15,13 @@ from gateway.http.replies.shapes import (
     ResponseMetrics,
     Usage,
 )
+from gateway.http.requests.validation import Call
 
 
 class CompletionRendering:
     """`/v1/completions`."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, call: Call) -> None:
         self._frame = frame
         self._offsets: dict[int, int] = {}  # characters of tokens sent, by choice
 

@@ -85,12 +85,44 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
-class ChatMessage(Struct):
-    """The whole answer."""
+class FunctionCall(Struct):
+    """What is called, and the JSON of its arguments as the model wrote it."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A call of the whole answer."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class FunctionCallDelta(Struct):
+    """More of a call: its name once, its arguments piece by piece."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """A piece of a call; the first one has its id and name."""
+
+    index: int
+    function: FunctionCallDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatMessage(Struct):
+    """The whole answer; its content is null where it is calls alone."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -98,6 +130,7 @@ class ChatDelta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):

@@ -50,13 +50,17 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
-def reject_unsupported(wire: UnsupportedFields, n: int) -> None:
+def reject_unsupported(wire: UnsupportedFields, n: int, *more: str) -> None:
     """Return if every field that cannot be honoured has a value that changes nothing.
+
+    Args:
+        n: choices, which `best_of` may equal.
+        more: names of fields that only this endpoint cannot honour.
 
     Raises:
         Unsupported: one does; it is named.
     """
-    for name in UnsupportedFields.__struct_fields__:
+    for name in (*UnsupportedFields.__struct_fields__, *more):
         value = getattr(wire, name)
         empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
         if empty or value in _ALSO_NEUTRAL.get(name, ()):

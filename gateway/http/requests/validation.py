@@ -29,6 +29,7 @@ from gateway.http.requests.schemas import (
     ResponseFormat,
     StreamOptions,
 )
+from gateway.http.requests.tools import OfferedTools, offered_tools
 from policies.repetition import repetition
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
@@ -103,12 +104,14 @@ class Call:
     Attributes:
         include_usage: a stream ends with what was used.
         continuous_usage: each of its chunks has what was used so far, too.
+        tools: what the answer may call.
     """
 
     job: Job
     stream: bool
     include_usage: bool
     continuous_usage: bool = False
+    tools: OfferedTools | None = None
 
 
 def chat_call(
@@ -132,9 +135,14 @@ def chat_call(
         max_tokens, name = wire.max_completion_tokens, "max_completion_tokens"
     _check_range(name, max_tokens, 1)
     _check_common(wire)
-    prompts = (chat_prompt(wire.messages, served.tokenizer),)
+    reject_unsupported(wire, wire.n or 1)
+    tools = offered_tools(wire, served.tokenizer.tool_template)
+    shown = None if tools is None else tools.shown
+    prompts = (chat_prompt(wire.messages, served.tokenizer, shown),)
     job = _job(wire, served, request_id, prompts, max_tokens, logprobs, service)
-    return _call(wire, job)
+    if tools is not None and tools.grammar is not None:
+        job = replace(job, grammar=tools.grammar)
+    return replace(_call(wire, job), tools=tools)
 
 
 def completion_call(
@@ -153,6 +161,7 @@ def completion_call(
     _check_range("logprobs", wire.logprobs, 0, MAX_TOP_LOGPROBS)
     _check_range("max_tokens", wire.max_tokens, 1)
     _check_common(wire)
+    reject_unsupported(wire, wire.n or 1, "tools", "tool_choice")
     prompts = _prompts(wire.prompt, served)
     if len(prompts) * (wire.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
@@ -238,7 +247,6 @@ def _check_common(wire: GenerationFields) -> None:
     if options := wire.stream_options:
         _check_stream_options(options)
     _stops(wire.stop)
-    reject_unsupported(wire, wire.n or 1)
 
 
 def _check_stream_options(options: StreamOptions) -> None:
