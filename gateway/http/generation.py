@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from aiohttp import web
@@ -14,6 +14,7 @@ from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, REQUEST_ID, new_id, read_body
 from gateway.http.replies.rendering import Frame, Rendering
+from gateway.http.requests.naming import named_as
 from gateway.http.requests.service import service_of
 from gateway.http.requests.validation import Call, Served
 from gateway.http.stream import EventStream, stream_answer
@@ -35,6 +36,7 @@ class Api:
 
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
+        params: what its clients call parameters that have other names in what it is turned into.
         parse: body, model, request id and what headers ask for to a call; may run in a thread.
     """
 
@@ -42,6 +44,7 @@ class Api:
     operation: str
     parse: Callable[[bytes, Served, str, ServiceLevel], Call]
     rendering: Callable[[Frame, Call], Rendering]
+    params: Mapping[str, str] = field(default_factory=dict)
 
 
 def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -80,7 +83,8 @@ async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
 async def _respond(
     request: web.Request, node: Node, api: Api, watch: RequestWatch
 ) -> web.StreamResponse:
-    answer = await _decide(request, node, api, watch)
+    with named_as(api.params):
+        answer = await _decide(request, node, api, watch)
     dispatch = watch.span.child("dispatch")
     try:
         if answer.call.stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from aiohttp import web
 
@@ -20,8 +21,11 @@ from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, client_req
 from gateway.http.endpoints import decisions, health, models, tokenize
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
+from gateway.http.endpoints.responses import RESPONSES
 from gateway.node import Node
 from gateway.telemetry.logs import log
+
+GENERATING: Final = (CHAT, COMPLETIONS, RESPONSES)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -35,7 +39,10 @@ def build_app(node: Node) -> web.Application:
     app.on_response_prepare.append(_sign)
     app.add_routes(
         [
-            *(web.post(api.path, generation.handler(api)) for api in (CHAT, COMPLETIONS)),
+            *(
+                web.post(api.path, generation.handler(api))
+                for api in (CHAT, COMPLETIONS, RESPONSES)
+            ),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
             web.post("/tokenize", tokenize.tokenize),

@@ -212,6 +212,9 @@ async def test_too_long_is_400_with_both_numbers(http: httpx.AsyncClient) -> Non
     assert "8190" in error["message"]
     answer = await http.post(TEXT, json={"prompt": [5] * 9000})
     assert answer.json()["error"]["param"] == "prompt"
+    long = [{"role": "user", "content": "a b " * 9000}]
+    answer = await http.post(CHAT, json={"messages": long})
+    assert answer.json()["error"]["param"] == "messages"
 
 
 async def test_a_body_that_is_too_large_is_413() -> None:

@@ -66,7 +66,8 @@ class ChoiceCalls:
             read.content += piece.content
             if piece.name:
                 started = FunctionCallDelta("", piece.name)
-                read.calls.append(ToolCallDelta(self._count, started, self._id(), "function"))
+                called = call_id(self._seed, self._count)
+                read.calls.append(ToolCallDelta(self._count, started, called, "function"))
                 self._count += 1
             elif piece.arguments:
                 self._current(read).function.arguments += piece.arguments
@@ -79,6 +80,7 @@ class ChoiceCalls:
             read.calls.append(ToolCallDelta(index, FunctionCallDelta("")))
         return read.calls[-1]
 
-    def _id(self) -> str:
-        digest = hashlib.sha256(f"{self._seed}/{self._count}".encode())
-        return digest.hexdigest()[:ID_CHARACTERS]
+
+def call_id(seed: str, index: int) -> str:
+    """Return the id of a choice's call."""
+    return hashlib.sha256(f"{seed}/{index}".encode()).hexdigest()[:ID_CHARACTERS]

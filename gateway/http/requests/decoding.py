@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,6 @@ _ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "best_of": (1,),
 }
 
 _KNOWN: dict[str, tuple[str, ...]] = {
@@ -60,14 +60,23 @@ def reject_unsupported(wire: UnsupportedFields, n: int, *more: str) -> None:
     Raises:
         Unsupported: one does; it is named.
     """
-    for name in (*UnsupportedFields.__struct_fields__, *more):
+    neutral = {**_ALSO_NEUTRAL, "best_of": (1, n)}
+    reject_changing(wire, (*UnsupportedFields.__struct_fields__, *more), neutral)
+
+
+def reject_changing(
+    wire: msgspec.Struct, names: Iterable[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Return if fields have values that change nothing: none, what is empty, or `neutral` ones.
+
+    Raises:
+        Unsupported: one has not; it is named.
+    """
+    for name in names:
         value = getattr(wire, name)
         empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
-        if empty or value in _ALSO_NEUTRAL.get(name, ()):
-            continue
-        if name == "best_of" and value == n:
-            continue
-        raise Unsupported(name)
+        if not empty and value not in neutral.get(name, ()):
+            raise Unsupported(name)
 
 
 def _named(message: str) -> InvalidRequest:

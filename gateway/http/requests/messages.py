@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -21,10 +22,25 @@ _ROLES: Final = {
 }
 
 
+@dataclass(slots=True)
+class Place:
+    """What the client calls a message.
+
+    Attributes:
+        calls: the same of its calls, where these are no part of it.
+        content: the same of its content.
+    """
+
+    message: str
+    calls: list[str] = field(default_factory=list)
+    content: str = "content"
+
+
 def chat_prompt(
     messages: Sequence[Message] | None,
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    places: Sequence[Place] | None = None,
 ) -> tuple[int, ...]:
     """Return the token ids of the prompt for these messages.
 
@@ -32,6 +48,7 @@ def chat_prompt(
         messages: as they came.
         tokenizer: with the model's template.
         tools: functions on offer, as templates expect them.
+        places: of the messages in the request; None where they are its `messages`.
 
     Raises:
         InvalidRequest: a message is malformed; the parameter is named.
@@ -39,9 +56,13 @@ def chat_prompt(
     """
     if not messages:
         raise InvalidRequest("messages: must be given and not be empty", "messages")
-    plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if places is None:
+        places = [Place(f"messages[{i}]") for i in range(len(messages))]
+    placed = list(zip(messages, places, strict=True))
+    plain = [_plain(message, place) for message, place in placed]
     if dialect_of(tokenizer.tool_template) is None:
-        _check_no_calls(plain)
+        for message, place in placed:
+            _check_no_call(message, place)
     # The template writes the special tokens itself.
     ids = tokenizer.encode(tokenizer.render_chat(plain, tools), add_special_tokens=False)
     if not ids:
@@ -49,8 +70,9 @@ def chat_prompt(
     return tuple(ids)
 
 
-def _plain(message: Message, where: str) -> dict[str, Any]:
+def _plain(message: Message, place: Place) -> dict[str, Any]:
     """Return the message as templates expect it."""
+    where = place.message
     if message.role == "function":
         raise Unsupported(f"{where}.role", f" {message.role!r}")
     if message.role not in _ROLES:
@@ -60,20 +82,26 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
         )
     if message.function_call:
         raise Unsupported(f"{where}.function_call")
-    plain: dict[str, Any] = {"role": _ROLES[message.role], "content": _text(message, where)}
+    text = _text(message, f"{where}.{place.content}")
+    plain: dict[str, Any] = {"role": _ROLES[message.role], "content": text}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls:
         calls = enumerate(message.tool_calls)
-        plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in calls]
+        plain["tool_calls"] = [_call(call, _arguments_place(place, i)) for i, call in calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-def _call(call: ToolCallMessage, where: str) -> dict[str, Any]:
+def _arguments_place(place: Place, index: int) -> str:
+    if place.calls:
+        return f"{place.calls[index]}.arguments"
+    return f"{place.message}.tool_calls[{index}].function.arguments"
+
+
+def _call(call: ToolCallMessage, param: str) -> dict[str, Any]:
     """Return a call as templates expect it, which write its arguments as JSON themselves."""
-    param = f"{where}.function.arguments"
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
@@ -82,13 +110,13 @@ def _call(call: ToolCallMessage, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _check_no_calls(plain: Sequence[Mapping[str, Any]]) -> None:
-    """Return if no message is of a call: this model's template would drop or misread it."""
-    for i, message in enumerate(plain):
-        if message["role"] == "tool":
-            raise Unsupported(f"messages[{i}].role", " 'tool': with this model it")
-        if "tool_calls" in message:
-            raise Unsupported(f"messages[{i}].tool_calls", " with this model")
+def _check_no_call(message: Message, place: Place) -> None:
+    """Return if a message is of no call: this model's template would drop or misread it."""
+    if message.role == "tool":
+        raise Unsupported(f"{place.message}.role", " 'tool': with this model it")
+    if message.tool_calls:
+        param = place.calls[0] if place.calls else f"{place.message}.tool_calls"
+        raise Unsupported(param, " with this model")
 
 
 def _text(message: Message, where: str) -> str:
@@ -98,8 +126,8 @@ def _text(message: Message, where: str) -> str:
     if content is None:
         if message.role == "assistant":
             return ""
-        raise InvalidRequest(f"{where}.content: must be given", f"{where}.content")
-    return "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+        raise InvalidRequest(f"{where}: must be given", where)
+    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
 def _part(part: ContentPart, where: str) -> str:

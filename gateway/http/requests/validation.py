@@ -18,7 +18,7 @@ from backends.types import GrammarKind, GrammarSpec, SamplingParams
 from gateway.dispatch import Job
 from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.http.requests.decoding import decode, reject_unsupported
-from gateway.http.requests.messages import chat_prompt
+from gateway.http.requests.messages import Place, chat_prompt
 from gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
@@ -105,6 +105,7 @@ class Call:
         include_usage: a stream ends with what was used.
         continuous_usage: each of its chunks has what was used so far, too.
         tools: what the answer may call.
+        asked: the request, where the answer repeats parts of it.
     """
 
     job: Job
@@ -112,6 +113,7 @@ class Call:
     include_usage: bool
     continuous_usage: bool = False
     tools: OfferedTools | None = None
+    asked: msgspec.Struct | None = None
 
 
 def chat_call(
@@ -126,7 +128,24 @@ def chat_call(
         InvalidRequest: something is wrong with it; the parameter is named.
         RequestRejected: the model's template refuses the messages.
     """
-    wire = decode(body, _chat_decoder)
+    return call_of_chat(decode(body, _chat_decoder), served, request_id, service)
+
+
+def call_of_chat(
+    wire: ChatBody,
+    served: Served,
+    request_id: str,
+    service: ServiceLevel,
+    places: Sequence[Place] | None = None,
+) -> Call:
+    """Return the call of a chat.
+
+    Args:
+        places: of its messages in the request; None where they are its `messages`.
+
+    Raises:
+        InvalidRequest, RequestRejected: as `chat_call`.
+    """
     served.check_name(wire.model)
     logprobs = _chat_logprobs(wire)
     max_tokens = wire.max_tokens
@@ -138,7 +157,7 @@ def chat_call(
     reject_unsupported(wire, wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
-    prompts = (chat_prompt(wire.messages, served.tokenizer, shown),)
+    prompts = (chat_prompt(wire.messages, served.tokenizer, shown, places),)
     job = _job(wire, served, request_id, prompts, max_tokens, logprobs, service)
     if tools is not None and tools.grammar is not None:
         job = replace(job, grammar=tools.grammar)
