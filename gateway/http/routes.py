@@ -18,7 +18,7 @@ from gateway.errors import (
 )
 from gateway.http import generation
 from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, client_request_id
-from gateway.http.endpoints import decisions, health, models, tokenize
+from gateway.http.endpoints import decisions, health, models, openapi, tokenize
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
 from gateway.http.endpoints.responses import RESPONSES
@@ -52,6 +52,7 @@ def build_app(node: Node) -> web.Application:
             web.get("/version", health.version),
             web.get("/metrics", health.metrics),
             web.get("/decisions", decisions.list_decisions),
+            web.get("/openapi.json", openapi.get_document),
         ]
     )
     return app
@@ -91,8 +92,10 @@ def _of_http(error: web.HTTPException, request: web.Request) -> GatewayError:
     """Return our error for one that aiohttp raised."""
     if error.status == 404:
         return RouteNotFound(f"there is no {request.path}")
-    if error.status == 405:
-        return MethodNotAllowed(f"{request.path} does not take {request.method}")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodNotAllowed(
+            f"{request.path} does not take {request.method}", sorted(error.allowed_methods)
+        )
     return InvalidRequest(error.reason or "the request is malformed")
 
 

@@ -184,6 +184,7 @@ async def test_every_route_is_served(sim: Listening) -> None:
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
         "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics", "/decisions",
+        "/v1/responses", "/openapi.json",
     }  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from backends.errors import RequestRejected
 from backends.shipped import SHIPPED_MODEL
 from backends.tokenizer import Tokenizer
 from gateway.errors import InvalidRequest
+from gateway.http.requests.limits import MAX_SEQUENCES
 from gateway.http.requests.schemas import ChatBody, CompletionBody
 from gateway.http.requests.validation import (
     GENERATED_SEED_BELOW,
-    MAX_SEQUENCES,
     Served,
     chat_call,
     completion_call,

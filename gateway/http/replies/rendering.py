@@ -99,7 +99,7 @@ def reply(
 ) -> bytes:
     """Return the JSON of a response or chunk."""
     return encode(
-        Reply(
+        Reply[Any](
             f"{prefix}-{frame.request_id}",
             kind,
             frame.created_s,

@@ -18,17 +18,16 @@ class OutputText(Struct):
     logprobs: list[Any] = field(default_factory=list)
 
 
-class MessageItem(Struct):
+class MessageItem(Struct, tag_field="type", tag="message"):
     """What the model says."""
 
     id: str
     status: str
     content: list[OutputText]
     role: str = "assistant"
-    type: str = "message"
 
 
-class FunctionCallItem(Struct):
+class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
     """A call that the client is to make."""
 
     id: str
@@ -36,7 +35,6 @@ class FunctionCallItem(Struct):
     call_id: str
     name: str
     arguments: str
-    type: str = "function_call"
 
 
 class InputTokensDetails(Struct):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from msgspec import UNSET, Struct, UnsetType
 
 
@@ -160,16 +162,31 @@ class CompletionChoice(Struct):
     finish_reason: str | None
 
 
-class Reply(Struct):
+Choice = TypeVar("Choice")
+
+
+class Reply(Struct, Generic[Choice]):
     """A response or a chunk; `usage` and `metrics` only where they belong."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
+    choices: list[Choice]
     usage: Usage | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
+
+
+class ChatReply(Reply[ChatChoice]):
+    """A chat completion."""
+
+
+class ChatChunk(Reply[ChatChunkChoice]):
+    """A piece of a streamed chat completion."""
+
+
+class CompletionReply(Reply[CompletionChoice]):
+    """A completion, or a piece of a streamed one."""
 
 
 class ModelReply(Struct):
@@ -202,3 +219,33 @@ class DetokenizeReply(Struct):
     """The answer of `/detokenize`."""
 
     prompt: str
+
+
+class WorkerHealth(Struct):
+    """A worker of the node; `reason` says why it failed."""
+
+    id: str
+    status: str
+    reason: str | UnsetType = UNSET
+
+
+class HealthReply(Struct):
+    """The answer of `/health`; `reason` says why the node failed."""
+
+    status: str
+    in_flight: int
+    workers: list[WorkerHealth]
+    reason: str | UnsetType = UNSET
+
+
+class ReadyReply(Struct):
+    """The answer of `/ready`; `progress` is the share of loading that is done."""
+
+    status: str
+    progress: float | UnsetType = UNSET
+
+
+class VersionReply(Struct):
+    """The answer of `/version`."""
+
+    version: str

@@ -20,12 +20,15 @@ _PATH = re.compile(
 
 _TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "skip_special_tokens"})
 
-_ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
+ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
     "length_penalty": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
+    "truncation": ("disabled",),
+    "reasoning": ({"effort": None, "summary": None},),
 }
+"""Values that change nothing beside those that are empty."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {
     "speculation.mode": tuple(SpeculationMode),
@@ -60,7 +63,7 @@ def reject_unsupported(wire: UnsupportedFields, n: int, *more: str) -> None:
     Raises:
         Unsupported: one does; it is named.
     """
-    neutral = {**_ALSO_NEUTRAL, "best_of": (1, n)}
+    neutral = {**ALSO_NEUTRAL, "best_of": (1, n)}
     reject_changing(wire, (*UnsupportedFields.__struct_fields__, *more), neutral)
 
 
@@ -77,6 +80,14 @@ def reject_changing(
         empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
         if not empty and value not in neutral.get(name, ()):
             raise Unsupported(name)
+
+
+def neutral_values(name: str) -> list[Any]:
+    """Return the values that `reject_changing` lets pass for a field, `best_of` apart."""
+    empty: list[Any] = [None, 0, "", [], {}]
+    if name not in _TRUE_BY_DEFAULT:
+        empty.append(False)
+    return [*empty, *ALSO_NEUTRAL.get(name, (1,) if name == "best_of" else ())]
 
 
 def _named(message: str) -> InvalidRequest:

@@ -13,7 +13,7 @@ from gateway.errors import InvalidRequest, Unsupported
 from gateway.http.requests.schemas import ContentPart, Message, ToolCallMessage
 from gateway.http.tools.dialects import dialect_of
 
-_ROLES: Final = {
+ROLES: Final = {
     "system": "system",
     "developer": "system",  # OpenAI's newer name for it; templates know the older
     "user": "user",
@@ -75,15 +75,15 @@ def _plain(message: Message, place: Place) -> dict[str, Any]:
     where = place.message
     if message.role == "function":
         raise Unsupported(f"{where}.role", f" {message.role!r}")
-    if message.role not in _ROLES:
-        known = ", ".join(_ROLES)
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
         raise InvalidRequest(
             f"{where}.role: must be one of {known}, not {message.role!r}", f"{where}.role"
         )
     if message.function_call:
         raise Unsupported(f"{where}.function_call")
     text = _text(message, f"{where}.{place.content}")
-    plain: dict[str, Any] = {"role": _ROLES[message.role], "content": text}
+    plain: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls:

@@ -35,9 +35,8 @@ def client_name(param: str | None, params: Mapping[str, str]) -> str | None:
     """Return what a client calls a parameter."""
     if param is None:
         return None
-    # Functions are flat where parameters have other names.
-    if params and re.match(r"(tools\[\d+\]|tool_choice)\.function\b", param):
-        return param.replace(".function", "", 1)
+    if ".function" in params and re.match(r"(tools\[\d+\]|tool_choice)\.function\b", param):
+        return param.replace(".function", params[".function"], 1)
     for name, own in params.items():
         if param == name or param.startswith((f"{name}.", f"{name}[")):
             return own + param[len(name) :]

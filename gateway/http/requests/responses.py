@@ -10,7 +10,13 @@ import msgspec
 from msgspec import Raw, Struct
 
 from gateway.errors import InvalidRequest, Unsupported
-from gateway.http.requests.decoding import decode, reject_changing
+from gateway.http.requests.decoding import ALSO_NEUTRAL, decode, reject_changing
+from gateway.http.requests.limits import (
+    MAX_METADATA,
+    MAX_METADATA_KEY,
+    MAX_METADATA_VALUE,
+    check_ranges,
+)
 from gateway.http.requests.messages import Place
 from gateway.http.requests.schemas import (
     CalledFunction,
@@ -31,11 +37,6 @@ from gateway.http.requests.schemas import (
 )
 from gateway.http.requests.validation import Call, Served, call_of_chat
 from policies.types import ANYTIME, ServiceLevel
-
-MAX_METADATA: Final = 16
-MAX_METADATA_KEY: Final = 64
-MAX_METADATA_VALUE: Final = 512
-"""OpenAI's bounds."""
 
 
 class SchemaTextFormat(Struct, tag_field="type", tag="json_schema"):
@@ -69,16 +70,20 @@ class FlatNamedTool(Struct, tag_field="type", tag="function"):
     name: str
 
 
+class InputPart(ContentPart):
+    """A part of an item's content."""
+
+
 class InputItem(Struct):
     """A message, a call that was made, or what the function answered."""
 
     type: str = "message"
     role: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | list[InputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | list[InputPart] | None = None
 
 
 class ResponsesBody(Struct):
@@ -127,10 +132,14 @@ UNSUPPORTED: Final = (
 )
 """Fields that change what is answered and cannot be honoured: only neutral values pass."""
 
+ITEM_TYPES: Final = ("message", "function_call", "function_call_output")
+PART_TYPES: Final = ("input_text", "output_text")
+
 PARAMS: Final = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    ".function": "",
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
@@ -150,7 +159,8 @@ def responses_call(
     """
     wire = decode(body, _decoder)
     served.check_name(wire.model)
-    reject_changing(wire, UNSUPPORTED, {"truncation": ("disabled",), "reasoning": (_NO_REASONING,)})
+    check_ranges(wire)
+    reject_changing(wire, UNSUPPORTED, ALSO_NEUTRAL)
     if wire.text is not None and wire.text.verbosity not in {None, "medium"}:
         raise Unsupported("text.verbosity")
     _check_metadata(wire.metadata or {})
@@ -173,9 +183,6 @@ def responses_call(
     )
     call = call_of_chat(chat, served, request_id, service, places)
     return replace(call, include_usage=True, asked=wire)
-
-
-_NO_REASONING: Final = {"effort": None, "summary": None}
 
 
 def _messages(wire: ResponsesBody) -> tuple[list[Message], list[Place]]:
@@ -230,12 +237,11 @@ def _given(item: InputItem, where: str, name: str) -> str:
     return str(value)
 
 
-def _content(content: str | list[ContentPart] | None) -> str | list[ContentPart] | None:
+def _content(content: str | list[InputPart] | None) -> str | list[ContentPart] | None:
     """Return content in the words of chats."""
     if not isinstance(content, list):
         return content
-    texts = {"input_text", "output_text"}
-    return [ContentPart("text" if p.type in texts else p.type, p.text) for p in content]
+    return [ContentPart("text" if p.type in PART_TYPES else p.type, p.text) for p in content]
 
 
 def _format(

@@ -9,15 +9,10 @@ from typing import Any, Final
 
 from backends.types import GrammarSpec
 from gateway.errors import InvalidRequest, Unsupported
+from gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
 from gateway.http.requests.schemas import ChatBody, Function, NamedTool, TextFormat, Tool
 from gateway.http.tools.dialects import Dialect, dialect_of
 from gateway.http.tools.forcing import calls_grammar
-
-MAX_TOOLS: Final = 128
-"""OpenAI's bound."""
-
-FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
-"""OpenAI's rule: such a name needs no quoting in any dialect."""
 
 CHOICES: Final = ("none", "auto", "required")
 

@@ -5,7 +5,6 @@ May run in a thread: tokenising a long prompt takes longer than the event loop m
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,14 @@ from backends.types import GrammarKind, GrammarSpec, SamplingParams
 from gateway.dispatch import Job
 from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.http.requests.decoding import decode, reject_unsupported
+from gateway.http.requests.limits import (
+    BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    check_ranges,
+)
 from gateway.http.requests.messages import Place, chat_prompt
 from gateway.http.requests.schemas import (
     ChatBody,
@@ -33,32 +40,12 @@ from gateway.http.requests.tools import OfferedTools, offered_tools
 from policies.repetition import repetition
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
-MAX_CHOICES: Final = 16
-MAX_STOPS: Final = 16
-MAX_STOP_CHARACTERS: Final = 1024
-MAX_TOP_LOGPROBS: Final = 20
-MAX_BIASED_TOKENS: Final = 300
-MAX_BIAS: Final = 100.0
-"""OpenAI's bound: enough to force a token or to ban it."""
-
-MAX_PENALTY: Final = 2.0
-"""OpenAI's bound of frequency and presence penalties."""
-
-REPETITION_PENALTIES: Final = (0.01, 100.0)
-"""Wider than any model wants, and far from where float32 logits overflow."""
-
-MAX_SEQUENCES: Final = 128
-"""Most choices of all prompts of a request together: twice a default batch."""
-
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions; chat goes on until the model ends or the context is full."""
 
 NO_STREAM_OPTIONS: Final = StreamOptions()
 
 ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
-
-MAX_PRIORITY: Final = 1 << 31
-"""Classes beyond are no client's intent; these fit any wire."""
 
 GENERATED_SEED_BELOW: Final = 1 << 53
 """JSON clients that read numbers as doubles keep such a seed."""
@@ -147,18 +134,14 @@ def call_of_chat(
         InvalidRequest, RequestRejected: as `chat_call`.
     """
     served.check_name(wire.model)
-    logprobs = _chat_logprobs(wire)
-    max_tokens = wire.max_tokens
-    name = "max_tokens"
-    if wire.max_completion_tokens is not None:
-        max_tokens, name = wire.max_completion_tokens, "max_completion_tokens"
-    _check_range(name, max_tokens, 1)
     _check_common(wire)
     reject_unsupported(wire, wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
     prompts = (chat_prompt(wire.messages, served.tokenizer, shown, places),)
-    job = _job(wire, served, request_id, prompts, max_tokens, logprobs, service)
+    most = wire.max_completion_tokens
+    max_tokens = wire.max_tokens if most is None else most
+    job = _job(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
     if tools is not None and tools.grammar is not None:
         job = replace(job, grammar=tools.grammar)
     return replace(_call(wire, job), tools=tools)
@@ -177,8 +160,6 @@ def completion_call(
     """
     wire = decode(body, _completion_decoder)
     served.check_name(wire.model)
-    _check_range("logprobs", wire.logprobs, 0, MAX_TOP_LOGPROBS)
-    _check_range("max_tokens", wire.max_tokens, 1)
     _check_common(wire)
     reject_unsupported(wire, wire.n or 1, "tools", "tool_choice")
     prompts = _prompts(wire.prompt, served)
@@ -246,21 +227,9 @@ def _job(
 
 def _check_common(wire: GenerationFields) -> None:
     """Check the values that both endpoints take."""
-    _check_range("n", wire.n, 1, MAX_CHOICES)
-    _check_range("temperature", wire.temperature, 0.0)
-    _check_range("top_p", wire.top_p, 0.0, 1.0)
-    if wire.top_p == 0.0:
-        raise InvalidRequest("top_p: must be greater than 0; for greedy, temperature 0", "top_p")
-    _check_range("top_k", wire.top_k, -1)
-    _check_range("min_p", wire.min_p, 0.0, 1.0)
-    _check_range("repetition_penalty", wire.repetition_penalty, *REPETITION_PENALTIES)
-    _check_range("frequency_penalty", wire.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("presence_penalty", wire.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("min_tokens", wire.min_tokens, 0)
-    _check_range("seed", wire.seed, 0, (1 << 64) - 1)
-    _check_range("priority", wire.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_ranges(wire)
     if wire.speculation is not None:
-        _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
+        check_ranges(wire.speculation, "speculation.")
     if wire.stream_options is not None and not wire.stream:
         raise InvalidRequest("stream_options: only together with stream", "stream_options")
     if options := wire.stream_options:
@@ -272,17 +241,6 @@ def _check_stream_options(options: StreamOptions) -> None:
     if options.continuous_usage_stats and not options.include_usage:
         param = "stream_options.continuous_usage_stats"
         raise InvalidRequest(f"{param}: only together with include_usage", param)
-
-
-def _check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
-    if value is None or (least <= value < math.inf and (most is None or value <= most)):
-        return
-    bounds = f"at least {least:g}" if most is None else f"between {least:g} and {_plain(most)}"
-    raise InvalidRequest(f"{name}: must be {bounds}, not {value}", name)
-
-
-def _plain(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -330,12 +288,11 @@ def _logit_bias(bias: dict[int, float] | None, served: Served) -> tuple[tuple[in
         )
     for token_id, value in pairs:
         served.check_token_id(token_id, "logit_bias")
-        _check_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+        BIAS.check("logit_bias", value)
     return tuple(pairs)
 
 
 def _chat_logprobs(wire: ChatBody) -> int | None:
-    _check_range("top_logprobs", wire.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if wire.logprobs:
         return wire.top_logprobs or 0
     if wire.top_logprobs:
