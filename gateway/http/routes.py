@@ -78,7 +78,7 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
     try:
         return await handler(request)
     except ConnectionResetError:
-        raise  # nobody is left to tell
+        return web.Response(status=generation.CLIENT_GONE)  # nobody is left to read it
     except web.HTTPException as error:
         return _error_response(_of_http(error, request))
     except Exception as error:  # noqa: BLE001 - every one becomes an answer

@@ -89,7 +89,7 @@ async def test_the_model_is_a_bound_once_it_is_there(
     async with running(backends=[backend], start=False) as starting, client(starting) as early:
         before = (await early.get("/openapi.json")).json()
     assert before == json.loads(document(None))
-    assert before["paths"] == told["paths"]
+    assert before["paths"].keys() == told["paths"].keys()
     tokens = told["components"]["schemas"]["DetokenizeBody"]["properties"]["tokens"]
     assert tokens["items"]["maximum"] == where.node.served.tokenizer.vocab_size - 1
     name = told["components"]["schemas"]["ChatBody"]["properties"]["model"]["anyOf"][0]

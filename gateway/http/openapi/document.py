@@ -72,6 +72,8 @@ def document(served: Served | None) -> bytes:
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         entry = _operation(operation, by_type)
+        if served is not None:
+            _name_model(entry["parameters"], served)
         paths.setdefault(operation.path, {})[operation.method.lower()] = entry
     whole = {
         "openapi": "3.1.0",
@@ -100,6 +102,12 @@ def _operation(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
     return entry
 
 
+def _name_model(parameters: list[dict[str, Any]], served: Served) -> None:
+    for parameter in parameters:
+        if parameter["name"] == "model":
+            parameter["schema"]["enum"] = [served.name]
+
+
 def _responses(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
     reply = operation.reply
     if isinstance(reply, str):
@@ -108,9 +116,7 @@ def _responses(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
     else:
         content = {JSON: {"schema": refs[reply]}}
     if operation.events is not None:
-        name = operation.events.__name__
-        text = f"With `stream`: events whose data are {name} objects, in order, with one ending."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+        content["text/event-stream"] = {"schema": _event(refs[operation.events])}
     found = {"200": _response(operation.summary, content)}
     if operation.unready:
         found["503"] = _response("The same, while it is not so.", content)
@@ -120,6 +126,14 @@ def _responses(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
         if status == 503:
             found["503"]["headers"]["Retry-After"] = _RETRY_AFTER
     return found
+
+
+def _event(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of each event of a stream."""
+    text = "An event of a stream (`stream: true`). Chats and completions end with `[DONE]`."
+    of_data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": data}]}
+    properties = {"event": {"type": "string"}, "data": of_data}
+    return {"type": "object", "description": text, "properties": properties, "required": ["data"]}
 
 
 def _response(description: str, content: dict[str, Any]) -> dict[str, Any]:

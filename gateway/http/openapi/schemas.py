@@ -33,9 +33,40 @@ _NEUTRAL_ONLY: Final = {
     "CompletionBody": (*UnsupportedFields.__struct_fields__, "tools", "tool_choice"),
     "ChatBody": UnsupportedFields.__struct_fields__,
     "ResponsesBody": UNSUPPORTED,
-    "Message": ("function_call",),
 }
 """Fields that cannot be honoured, by struct."""
+
+
+def _kinds(field: str, *kinds: tuple[str, Mapping[str, Schema]]) -> list[Schema]:
+    """Return alternatives of an object: what else must be there at which value of a field."""
+    return [
+        {"properties": {field: {"const": value}, **more}, "required": [field, *more]}
+        for value, more in kinds
+    ]
+
+
+_TEXT: Final = {"type": "string"}
+_CONTENT: Final = {"content": {"type": ["string", "array"]}}
+
+_ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
+    "Message": _kinds("role", *((role, {} if role == "assistant" else _CONTENT) for role in ROLES)),
+    "InputItem": [
+        *_kinds("role", *((role, {} if role == "assistant" else _CONTENT) for role in ROLES)),
+        *_kinds(
+            "type",
+            ("function_call", {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT}),
+            ("function_call_output", {"call_id": _TEXT, "output": {"type": ["string", "array"]}}),
+        ),
+    ],
+    "TokenizeBody": [
+        {
+            "properties": {one: {"type": kind}, other: {"type": "null"}},
+            "required": [one],
+        }
+        for one, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+    ],
+}
+"""What validation demands beyond fields by themselves, by struct."""
 
 
 def components(types: Iterable[Any], served: Served | None) -> tuple[list[Schema], Schema]:
@@ -50,6 +81,8 @@ def components(types: Iterable[Any], served: Served | None) -> tuple[list[Schema
         for field, of_field in schema.get("properties", {}).items():
             schema["properties"][field] = _bounded(name, field, of_field, served)
         _require(name, schema)
+        if name in _ALTERNATIVES:
+            schema["anyOf"] = _ALTERNATIVES[name]
         if "description" in schema:
             schema["description"] = " ".join(schema["description"].split())
     return list(found), named
@@ -62,6 +95,8 @@ def _bounded(name: str, field: str, schema: Schema, served: Served | None) -> Sc
             "description": "Not supported: takes only values that change nothing.",
             "enum": neutral_values(field),
         }
+    if (name, field) == ("Message", "function_call"):
+        return {"description": "Not supported.", "enum": [None]}
     if (name, field) == ("CompletionBody", "prompt"):
         return _prompt(served)
     if name == "DetokenizeBody" and field == "tokens":
