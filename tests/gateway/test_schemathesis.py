@@ -191,7 +191,6 @@ def test_some_hundred_cases_are_answered_as_the_document_says(url: str) -> None:
 def test_twenty_thousand_cases_are_answered_as_the_document_says(url: str) -> None:
     """The same at length: at least 20,000 cases, of which at least 30% reach a 2xx."""
     tally = sent(url, LONG, LONG_WITHOUT_INPUT)
-    print(f"{tally.cases} cases, {tally.successes} of them 2xx: {dict(tally.statuses)}")
     assert tally.wrong == []
     assert tally.cases >= 20_000
     assert tally.successes >= 0.3 * tally.cases
