@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -56,6 +57,7 @@ class ErrorReply(Struct):
     error: ErrorDetail
 
 
+@lru_cache(maxsize=2)
 def document(served: Served | None) -> bytes:
     """Return the document as JSON.
 
