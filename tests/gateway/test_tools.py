@@ -29,6 +29,7 @@ ANSWER = [
     'ris", "days": 2}}\n</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}',
     "\n</tool_call>",
 ]
+CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 needs_engine = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None
     or not (SHIPPED_MODEL / "model.safetensors").is_file(),
@@ -176,6 +177,40 @@ async def test_the_template_shows_tools_calls_and_their_results(
     called = '{"name": "weather", "arguments": {"city": "Paris", "days": 2}}'
     assert f"<tool_call>\n{called}\n</tool_call>" in prompt
     assert "<tool_response>\nsunny\n</tool_response>" in prompt
+
+
+SAID = {
+    "qwen2_5": CALLED,
+    "qwen3": f"<think>\nHm.\n</think>\n\n{CALLED}",
+    "mistral_v2v3": '[{"name": "now", "arguments": {}}]',  # the marker leaves no text
+    "mistral_v3_tekken": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
+    "llama3_1": '{"name": "now", "parameters": {}}',
+    "llama3_2": '{"name": "now", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("template", SAID)
+async def test_a_call_and_its_result_go_back_into_the_template(
+    scripted: ScriptedBackend, tmp_path: Path, template: str
+) -> None:
+    """What was answered can be sent back as it came: every dialect's template takes our ids."""
+    scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", template))
+    scripted.kv_tokens = 1000
+    async with running(backends=[scripted]) as where, client(where) as http:
+        answer = asyncio.create_task(http.post(CHAT, json=ASK))
+        await play(scripted, [SAID[template]])
+        message = (await answer).json()["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        assert (call["function"]["name"], call["function"]["arguments"]) == ("now", "{}")
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "12:00"}
+        again = asyncio.create_task(
+            http.post(CHAT, json={**ASK, "messages": [*HI, message, result]})
+        )
+        request = await scripted.submitted.get()
+        prompt = scripted.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+        scripted.emit(request, "Noon.", last=True)
+        assert (await again).json()["choices"][0]["message"]["content"] == "Noon."
+    assert "12:00" in prompt
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "none"])
