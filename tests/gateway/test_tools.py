@@ -172,6 +172,8 @@ async def test_the_template_shows_tools_calls_and_their_results(
     prompt = qwen.tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
     qwen.emit(request, "Sunny.", last=True)
     assert (await answer).status_code == 200
+    asked = {"messages": messages, "tools": TOOLS}
+    assert (await http.post("/tokenize", json=asked)).json()["tokens"] == list(request.prompt_ids)
     assert json.dumps(WEATHER) in prompt
     assert json.dumps(NOW) in prompt
     called = '{"name": "weather", "arguments": {"city": "Paris", "days": 2}}'

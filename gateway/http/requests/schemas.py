@@ -199,11 +199,12 @@ class ChatBody(GenerationFields):
 
 
 class TokenizeBody(Struct):
-    """Body of `POST /tokenize`: a prompt or messages."""
+    """Body of `POST /tokenize`: a prompt, or messages and the tools on offer."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
 
 
