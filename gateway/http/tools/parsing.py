@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gateway.http.tools.dialects import OBJECT_ENDS, Dialect
-from gateway.http.tools.patterns import Found, Pattern, Unsure, first_match
+from gateway.http.tools.patterns import Found, Pattern, Unsure, beginnings, first_match
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class CallParser:
         self._dialect = dialect
         self._names = names
         self._several = several
+        self._begins = beginnings(dialect.anywhere)
         self._mode = _Mode.BEGINNING
         self._held = ""
         self._brackets = _Brackets()
@@ -117,10 +118,10 @@ class CallParser:
             self._mode = _Mode.PLAIN
             return True
         patterns = self._dialect.anywhere
-        for at in range(len(self._held)):
-            found = first_match(patterns, self._held, at, self._names)
+        for begin in self._begins.finditer(self._held):
+            found = first_match(patterns, self._held, begin.start(), self._names)
             if found is not Unsure.NEVER:
-                self._content(pieces, at)
+                self._content(pieces, begin.start())
                 return isinstance(found, Found) and self._call(pieces, patterns, _Mode.TEXT)
         self._content(pieces, len(self._held))
         return False

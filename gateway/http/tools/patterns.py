@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Final
 
 MOST_SPACE: Final = 64
@@ -80,6 +82,18 @@ def first_match(
     if found:
         return min(found, key=lambda one: one.end)
     return Unsure.NOT_YET if Unsure.NOT_YET in results else Unsure.NEVER
+
+
+@cache
+def beginnings(patterns: tuple[Pattern, ...]) -> re.Pattern[str]:
+    """Return what finds the characters with which one of the patterns may begin."""
+    first: set[str] = set()
+    for pattern in patterns:
+        if pattern[0] is Element.SPACE:
+            first |= _WHITE
+        literal = next(element for element in pattern if element is not Element.SPACE)
+        first.add('"' if isinstance(literal, Element) else literal[0])
+    return re.compile("[" + re.escape("".join(sorted(first))) + "]" if first else "(?!)")
 
 
 def _white(text: str, at: int) -> int:
