@@ -39,10 +39,7 @@ def build_app(node: Node) -> web.Application:
     app.on_response_prepare.append(_sign)
     app.add_routes(
         [
-            *(
-                web.post(api.path, generation.handler(api))
-                for api in (CHAT, COMPLETIONS, RESPONSES)
-            ),
+            *(web.post(api.path, generation.handler(api)) for api in GENERATING),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
             web.post("/tokenize", tokenize.tokenize),
