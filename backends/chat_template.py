@@ -39,6 +39,9 @@ class ChatTemplate:
     """The chat template of a checkpoint, and its sibling for tools where it has one.
 
     Immutable, so it may render in any thread.
+
+    Attributes:
+        for_tools: text of the template that renders tools; None if there is none at all.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ChatTemplate:
         """
         environment = _environment(now)
         self._special_tokens = dict(special_tokens)
+        self.for_tools = sources.get(TOOL_USE, sources.get(DEFAULT))
         self._templates: dict[str, jinja2.Template] = {}
         for name in (DEFAULT, TOOL_USE):
             if name in sources:

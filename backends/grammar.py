@@ -1,4 +1,4 @@
-"""Grammars through llguidance: JSON schemas and regular expressions, as masks over a vocabulary.
+"""Grammars through llguidance: JSON schemas, regular expressions and calls, as masks over tokens.
 
 A grammar's state is that of a parser which has read the output's tokens, so it is a function of
 them, whatever was drafted, masked or asked for on the way. Copies share the automaton that is
@@ -17,12 +17,13 @@ import json
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Many
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
+from backends.call_form import calls_as_lark
 from backends.core.drafts import ROOT, Draft
 from backends.errors import RequestRejected
 from backends.schema_bounds import check_pattern, check_schema
@@ -42,6 +43,7 @@ MOST_LEXER_STATES: Final = 50_000
 _WORDS: Final = {
     GrammarKind.JSON_SCHEMA: "JSON schema",
     GrammarKind.REGEX: "regular expression",
+    GrammarKind.CALLS: "functions",
 }
 
 _LAYOUT: Final[JsonCompileOptions] = {
@@ -131,19 +133,27 @@ class LlGrammars:
             RequestRejected: there is none.
         """
         if not self._eos_ids:
-            raise _rejected(
-                "the model has no end-of-sequence token, so what it writes in a format has no end"
+            raise RequestRejected(
+                "the model has no end-of-sequence token, so what it writes in a format has no end",
+                spec.param,
             )
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
-            raise _rejected("formats need llguidance, which is not installed here") from None
+            words = "formats need llguidance, which is not installed here"
+            raise RequestRejected(words, spec.param) from None
         try:
-            grammar = _grammar(spec)
+            grammar = _grammar(spec, self._plain.vocabulary)
         except ValueError as error:
-            raise _rejected(f"the {_WORDS[spec.kind]} cannot be used: {error}") from None
+            words = f"the {_WORDS[spec.kind]} cannot be used: {error}"
+            raise RequestRejected(words, spec.param) from None
+        try:
+            tokenizer = self._tokenizer
+        except ValueError as error:
+            words = f"this model's tokenizer cannot be held to a format: {error}"
+            raise RequestRejected(words, spec.param) from None
         limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         _check(matcher, spec)
         return matcher
 
@@ -152,18 +162,15 @@ class LlGrammars:
         """The vocabulary as a tree of bytes; takes up to a second, so it waits for its first use.
 
         Raises:
-            RequestRejected: this kind of tokenizer does not spell bytes.
+            ValueError: this kind of tokenizer does not spell bytes.
         """
         from llguidance import LLTokenizer
 
-        try:
-            return LLTokenizer(
-                _as_spelled(self._plain.to_json()),
-                n_vocab=self._plain.vocab_size,
-                eos_token=self._eos_ids,
-            )
-        except ValueError as error:
-            raise _rejected(f"this model's tokenizer cannot be held to a format: {error}") from None
+        return LLTokenizer(
+            _as_spelled(self._plain.to_json()),
+            n_vocab=self._plain.vocab_size,
+            eos_token=self._eos_ids,
+        )
 
 
 def _as_spelled(tokenizer_json: str) -> str:
@@ -192,7 +199,7 @@ def _as_spelled(tokenizer_json: str) -> str:
     return json.dumps(settings)
 
 
-def _grammar(spec: GrammarSpec) -> str:
+def _grammar(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
     """Return the grammar as llguidance reads it.
 
     Raises:
@@ -203,6 +210,8 @@ def _grammar(spec: GrammarSpec) -> str:
     if spec.kind is GrammarKind.REGEX:
         check_pattern(spec.text)
         return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind is GrammarKind.CALLS:
+        return LLMatcher.grammar_from_lark(calls_as_lark(spec.text, vocabulary, _LAYOUT | _STRICT))
     check_schema(spec.text)
     return LLMatcher.grammar_from_json_schema(spec.text, _LAYOUT, _STRICT)
 
@@ -222,8 +231,4 @@ def _check(matcher: LLMatcher, spec: GrammarSpec) -> None:
     """
     words = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
     if words:
-        raise _rejected(f"the {_WORDS[spec.kind]} cannot be used: {words}")
-
-
-def _rejected(words: str) -> RequestRejected:
-    return RequestRejected(words, param="response_format")
+        raise RequestRejected(f"the {_WORDS[spec.kind]} cannot be used: {words}", spec.param)

@@ -91,6 +91,11 @@ class Tokenizer:
         token_id: int | None = self._fast.token_to_id(content) if content else None
         return token_id
 
+    @property
+    def tool_template(self) -> str | None:
+        """The text of the chat template that renders tools; None if there is no template."""
+        return self._template.for_tools
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -84,6 +84,7 @@ class GrammarKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
+    CALLS = "calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,17 @@ class GrammarSpec:
     """What an output must be, from its first token to the end-of-sequence token behind its last.
 
     Attributes:
-        text: the schema, as JSON, or the regular expression, which the whole output matches.
+        text: the schema, as JSON, or the regular expression, which the whole output matches, or
+            the JSON of a `CallForm`.
     """
 
     kind: GrammarKind
     text: str
+
+    @property
+    def param(self) -> str:
+        """The request's parameter that asks for it."""
+        return "tools" if self.kind is GrammarKind.CALLS else "response_format"
 
 
 @dataclass(frozen=True, slots=True)

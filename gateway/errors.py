@@ -28,6 +28,7 @@ On the wire each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 import msgspec
@@ -134,6 +135,14 @@ class MethodNotAllowed(InvalidRequest):
 
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, message: str, allowed: Sequence[str]) -> None:
+        super().__init__(message)
+        self._allowed = allowed
+
+    def headers(self) -> dict[str, str]:
+        """Return the methods that the path takes (RFC 9110, 15.5.6)."""
+        return {"Allow": ", ".join(self._allowed)}
 
 
 class BodyTooLarge(InvalidRequest):

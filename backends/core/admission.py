@@ -71,12 +71,12 @@ class Admission:
             return
         if self._grammars is None:
             raise RequestRejected(
-                "this worker has no logits to hold to a format", param="response_format"
+                "this worker has no logits to hold to a format", param=request.grammar.param
             )
         grammar = self._grammars.start(request.grammar)
         for choice in request.choices:
             if grammar.legal(choice.output_ids) < len(choice.output_ids):
                 raise RequestRejected(
                     f"choice {choice.choice} has tokens already that the format does not allow",
-                    param="response_format",
+                    param=request.grammar.param,
                 )

@@ -60,6 +60,6 @@ class Grammars(Protocol):
 
         Raises:
             RequestRejected: it cannot be compiled: malformed, beyond what is supported, too large,
-                or the model has no end-of-sequence token; `param` is `response_format`.
+                or the model has no end-of-sequence token; `param` is that of the spec.
         """
         ...

@@ -78,6 +78,18 @@ class Answer:
             prompts if len(prompts) > 1 else UNSET,
         )
 
+    def chunk(self, delta: Delta) -> bytes:
+        """Return the events of a delta that was observed; often one, now and then none."""
+        last = self.complete and not self.call.include_usage
+        usage = self.usage() if self.call.continuous_usage else UNSET
+        return self.rendering.chunk(delta, usage, self.metrics() if last else UNSET)
+
+    def ending(self) -> bytes:
+        """Return the events behind the last delta."""
+        if not self.call.include_usage:
+            return self.rendering.ending()
+        return self.rendering.ending(self.usage(), self.metrics())
+
     async def whole(self) -> bytes:
         """Collect every delta of the run and return the response's JSON.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from aiohttp import web
@@ -16,6 +16,7 @@ from gateway.http.answer import Answer
 from gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
 from gateway.http.forwarding import forward
 from gateway.http.replies.rendering import Frame, Rendering
+from gateway.http.requests.naming import named_as
 from gateway.http.requests.service import retries_of, service_of
 from gateway.http.requests.validation import Call, Served
 from gateway.http.stream import EventStream, stream_answer
@@ -37,13 +38,15 @@ class Api:
 
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
+        params: what its clients call parameters that have other names in what it is turned into.
         parse: body, model, request id and what headers ask for to a call; may run in a thread.
     """
 
     path: str
     operation: str
     parse: Callable[[bytes, Served, str, ServiceLevel], Call]
-    rendering: Callable[[Frame], Rendering]
+    rendering: Callable[[Frame, Call], Rendering]
+    params: Mapping[str, str] = field(default_factory=dict)
 
 
 def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -78,15 +81,16 @@ async def _respond(
 ) -> web.StreamResponse:
     if node.fleet.forwards:
         return await forward(request, node, watch)
-    call = await _parsed(request, node, api, watch)
-    answer = Answer(call, api.rendering(_frame(call, node)), watch)
-    running = node.dispatcher.run(call.job, watch.span, watch.placed)
-    if call.stream:
-        events = EventStream(request, request.app[SLOW_READERS])
-        await stream_answer(events, answer, running)
-        return events.response
-    async with running as answer.run:
-        body = await answer.whole()
+    with named_as(api.params):
+        call = await _parsed(request, node, api, watch)
+        answer = Answer(call, api.rendering(_frame(call, node), call), watch)
+        running = node.dispatcher.run(call.job, watch.span, watch.placed)
+        if call.stream:
+            events = EventStream(request, request.app[SLOW_READERS])
+            await stream_answer(events, answer, running)
+            return events.response
+        async with running as answer.run:
+            body = await answer.whole()
     response = web.Response(body=body, content_type="application/json")
     # Sent from here, so that the request is in flight, and its span open, up to the last byte.
     await response.prepare(request)

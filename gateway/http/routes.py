@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from aiohttp import web
 
@@ -25,12 +26,15 @@ from gateway.http.context import (
     SLOW_READERS,
     client_request_id,
 )
-from gateway.http.endpoints import decisions, health, live, models, page, tokenize
+from gateway.http.endpoints import decisions, health, live, models, openapi, page, tokenize
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
+from gateway.http.endpoints.responses import RESPONSES
 from gateway.http.readers import SlowReaders
 from gateway.node import Node
 from gateway.telemetry.logs import about_request, log
+
+GENERATING: Final = (CHAT, COMPLETIONS, RESPONSES)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -47,7 +51,7 @@ def build_app(node: Node) -> web.Application:
     app.on_shutdown.append(live.end_streams)
     app.add_routes(
         [
-            *(web.post(api.path, generation.handler(api)) for api in (CHAT, COMPLETIONS)),
+            *(web.post(api.path, generation.handler(api)) for api in GENERATING),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
             web.post("/v1/embeddings", forwarding.pass_on),
@@ -61,6 +65,7 @@ def build_app(node: Node) -> web.Application:
             web.get("/live", live.live),
             web.get("/", page.index),
             web.get("/web/{name}", page.file),
+            web.get("/openapi.json", openapi.get_document),
         ]
     )
     return app
@@ -87,7 +92,7 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
     try:
         return await handler(request)
     except ConnectionResetError:
-        raise  # nobody is left to tell
+        return web.Response(status=generation.CLIENT_GONE)  # nobody is left to read it
     except web.HTTPException as error:
         return _error_response(_of_http(error, request))
     except Exception as error:  # noqa: BLE001 - every one becomes an answer
@@ -101,8 +106,10 @@ def _of_http(error: web.HTTPException, request: web.Request) -> GatewayError:
     """Return our error for one that aiohttp raised."""
     if error.status == 404:
         return RouteNotFound(f"there is no {request.path}")
-    if error.status == 405:
-        return MethodNotAllowed(f"{request.path} does not take {request.method}")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return MethodNotAllowed(
+            f"{request.path} does not take {request.method}", sorted(error.allowed_methods)
+        )
     return InvalidRequest(error.reason or "the request is malformed")
 
 

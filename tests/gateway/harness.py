@@ -62,7 +62,8 @@ class ScriptedBackend:
         asked = len(request.prompt_ids) + request.sampling.max_tokens
         for limit in (self.card.max_model_len, self.kv_tokens):
             if asked > limit:
-                raise RequestRejected(f"{limit} fit, not {asked}", "max_tokens", limit)
+                param = "prompt" if len(request.prompt_ids) >= limit else "max_tokens"
+                raise RequestRejected(f"{limit} fit, not {asked}", param, limit)
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         if self.failure is not None:

@@ -59,6 +59,10 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "stream": "yes"}, "stream"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": []}, "stream_options"),
+    (
+        {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"prompt": "a", "ignore_eos": 1}, "ignore_eos"),
     ({"prompt": "a", "speculation": {"mode": "psychic"}}, "speculation.mode"),
     ({"prompt": "a", "speculation": {"mode": "sparse_self"}}, "speculation.mode"),
@@ -67,6 +71,8 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "echo": True}, "echo"),
     ({"prompt": "a", "suffix": "end"}, "suffix"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"prompt": "a", "tool_choice": "required"}, "tool_choice"),
     ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty"),
     ({"prompt": "a", "frequency_penalty": "much"}, "frequency_penalty"),
     ({"prompt": "a", "presence_penalty": -2.1}, "presence_penalty"),
@@ -98,6 +104,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "hi"}]}, "messages[0]"),
     ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -114,7 +121,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": HI, "add_generation_prompt": False}, "add_generation_prompt"),
     ({"messages": HI, "chat_template": "{{ 1 }}"}, "chat_template"),
-    ({"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
 ]  # fmt: skip
 
@@ -205,6 +212,9 @@ async def test_too_long_is_400_with_both_numbers(http: httpx.AsyncClient) -> Non
     assert "8190" in error["message"]
     answer = await http.post(TEXT, json={"prompt": [5] * 9000})
     assert answer.json()["error"]["param"] == "prompt"
+    long = [{"role": "user", "content": "a b " * 9000}]
+    answer = await http.post(CHAT, json={"messages": long})
+    assert answer.json()["error"]["param"] == "messages"
 
 
 async def test_a_body_that_is_too_large_is_413() -> None:

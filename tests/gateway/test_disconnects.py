@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from gateway.app import Listening
+from gateway.http.stream import EventStream
 from tests.gateway.harness import ScriptedBackend, is_idle, load_of, post_raw, running, until
 
 LONG = {"prompt": "def f(x):", "max_tokens": 8000, "ignore_eos": True}
@@ -77,3 +78,24 @@ async def test_a_worker_that_is_silent_learns_of_a_departure(scripted: ScriptedB
         writer.close()
         async with asyncio.timeout(10):
             assert await scripted.abandoned.get() == request.request_id
+
+
+async def test_a_write_to_a_client_that_left_is_no_error(
+    scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A departure that a write is the first to notice frees the request, and logs no traceback."""
+
+    async def fail(_stream: EventStream, _events: bytes) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    async with running(backends=[scripted]) as where:
+        body = {"prompt": "x", "stream": True}
+        _, writer = await post_raw(where, "/v1/completions", body)
+        request = await scripted.submitted.get()
+        monkeypatch.setattr(EventStream, "write", fail)
+        scripted.emit(request, "gone")
+        async with asyncio.timeout(10):
+            assert await scripted.abandoned.get() == request.request_id
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+        writer.close()
+    assert [record for record in caplog.records if record.name.startswith("aiohttp")] == []

@@ -39,14 +39,16 @@ def ask(http: httpx.AsyncClient, **fields: object) -> asyncio.Task[httpx.Respons
 
 
 @asynccontextmanager
-async def streaming(http: httpx.AsyncClient, **fields: object) -> AsyncIterator[AsyncIterator[str]]:
+async def streaming(
+    http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object
+) -> AsyncIterator[AsyncIterator[str]]:
     """Send a streaming request; gives the lines of its answer, which begins when they are read."""
 
     async def lines() -> AsyncIterator[str]:
         async for line in (await opening).aiter_lines():
             yield line
 
-    request = http.build_request("POST", "/v1/completions", json={**BODY, "stream": True, **fields})
+    request = http.build_request("POST", path, json={**BODY, "stream": True, **fields})
     opening = asyncio.create_task(http.send(request, stream=True))
     try:
         async with aclosing(lines()) as found:
@@ -67,6 +69,30 @@ async def test_tokens_accepted_together_travel_together(
     assert (chunk["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
     assert (await answer).headers["x-accel-buffering"] == "no"
     assert (await answer).headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+async def test_a_step_is_one_chunk_whatever_it_accepted(
+    scripted: ScriptedBackend, http: httpx.AsyncClient, chat: bool
+) -> None:
+    """Steps of 1, 5 and 3 tokens are three chunks; usage so far counts each of their tokens."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    path, ask = "/v1/completions", {"prompt": "x"}
+    if chat:
+        path, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
+    steps = ["one ", "five are in this step ", "and three more"]
+    chunks = []
+    async with streaming(http, path, **ask, stream_options=options) as lines:
+        request = await scripted.submitted.get()
+        for step in steps:
+            scripted.emit(request, step, last=step is steps[-1])
+            chunks += events(await anext(lines))
+            await anext(lines)  # the empty line behind an event
+        last, done = events("\n".join([line async for line in lines]))
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [c["delta"]["content"] if chat else c["text"] for c in choices] == steps
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 6, 9]
+    assert (last["choices"], last["usage"], done) == ([], chunks[-1]["usage"], "[DONE]")
 
 
 async def test_a_crash_in_the_middle_is_one_error_event_and_no_done(

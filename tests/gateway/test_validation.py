@@ -12,14 +12,16 @@ from backends.errors import RequestRejected
 from backends.shipped import SHIPPED_MODEL
 from backends.tokenizer import Tokenizer
 from gateway.errors import InvalidRequest
+from gateway.http.requests.limits import MAX_SEQUENCES
+from gateway.http.requests.responses import ResponsesBody, responses_call
 from gateway.http.requests.schemas import ChatBody, CompletionBody
 from gateway.http.requests.validation import (
     GENERATED_SEED_BELOW,
-    MAX_SEQUENCES,
     Served,
     chat_call,
     completion_call,
 )
+from tests.gateway.tool_models import with_template
 
 SERVED = Served("m", Tokenizer(SHIPPED_MODEL), 8192)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -33,7 +35,13 @@ LIKELY = (
         [[1, 2], ["a", [1]], "a", 1, 0, 0.5, True, None, "off", {"mode": "auto"}, {"mode": "off"},
          {"include_usage": True}, {"5": 1.5, "3": -100}, {"5": 101}, {"-5": 1}, -1.5, 2, 3,
          [{"role": "user", "content": "a"}],
-         [{"role": "user", "content": [{"type": "text", "text": "a"}]}]]
+         [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+         [{"type": "function", "function": {"name": "f"}}], "required",
+         {"format": {"type": "text"}},
+         [{"type": "function", "name": "f", "parameters": {}}],
+         {"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"},
+         [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+          {"type": "function_call_output", "call_id": "c", "output": "o"}]]
     )
     | JSON
 )  # fmt: skip
@@ -45,17 +53,31 @@ def bodies(schema: type) -> st.SearchStrategy[dict[str, object]]:
     return st.dictionaries(st.sampled_from(fields), LIKELY, max_size=6)
 
 
-@pytest.mark.parametrize(
-    ("parse", "schema"), [(chat_call, ChatBody), (completion_call, CompletionBody)]
-)
-def test_any_object_is_a_call_or_a_named_error(parse, schema) -> None:
+PARSERS = [
+    (chat_call, ChatBody),
+    (completion_call, CompletionBody),
+    (responses_call, ResponsesBody),
+]
+
+
+@pytest.fixture(scope="module", params=["without tools", "with tools"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """The shipped model, and the same with a template that knows tools."""
+    if request.param == "without tools":
+        return SERVED
+    model = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
+    return Served("m", Tokenizer(model), 8192)
+
+
+@pytest.mark.parametrize(("parse", "schema"), PARSERS)
+def test_any_object_is_a_call_or_a_named_error(parse, schema, served: Served) -> None:
     """No JSON object makes validation raise anything but a client error."""
 
     @given(bodies(schema))
     @settings(max_examples=300)
     def check(body: dict[str, object]) -> None:
         try:
-            call = parse(json.dumps(body).encode(), SERVED, "id")
+            call = parse(json.dumps(body).encode(), served, "id")
         except (InvalidRequest, RequestRejected):
             return
         job = call.job
@@ -79,7 +101,7 @@ def test_any_object_is_a_call_or_a_named_error(parse, schema) -> None:
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_call_or_a_client_error(body: bytes) -> None:
     """No byte string makes the decoder raise anything else."""
-    for parse in (chat_call, completion_call):
+    for parse, _ in PARSERS:
         with pytest.raises(InvalidRequest):
             parse(body, SERVED, "id")
 

@@ -8,4 +8,6 @@ from gateway.http.generation import Api
 from gateway.http.replies.chat import ChatRendering
 from gateway.http.requests.validation import chat_call
 
-CHAT: Final = Api("/v1/chat/completions", "chat", chat_call, ChatRendering)
+CHAT: Final = Api(
+    "/v1/chat/completions", "chat", chat_call, ChatRendering, {"messages": "messages"}
+)

@@ -7,12 +7,18 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.decisions import KEPT
+from gateway.decisions import KEPT, Decision
 from gateway.errors import InvalidRequest
 from gateway.http.context import NODE
 
 SHOWN: Final = 50
 """Decisions that are shown unless `limit` asks for another number."""
+
+
+class DecisionList(msgspec.Struct):
+    """The answer of `/decisions`, the newest first."""
+
+    decisions: list[Decision]
 
 
 async def list_decisions(request: web.Request) -> web.Response:
@@ -24,5 +30,5 @@ async def list_decisions(request: web.Request) -> web.Response:
     limit = request.query.get("limit", str(SHOWN))
     if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= KEPT):
         raise InvalidRequest(f"limit: must be from 1 to {KEPT}, not {limit!r}", "limit")
-    found = {"decisions": request.app[NODE].decisions.latest(int(limit))}
+    found = DecisionList(list(request.app[NODE].decisions.latest(int(limit))))
     return web.Response(body=msgspec.json.encode(found), content_type="application/json")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from aiohttp import web
 
 from gateway import __version__
 from gateway.fleet import FleetWorker
 from gateway.http.context import NODE
+from gateway.http.replies.shapes import HealthReply, ReadyReply, VersionReply, WorkerHealth
 from gateway.lifecycle import NodeState
 
 
@@ -19,14 +21,12 @@ async def health(request: web.Request) -> web.Response:
     """
     node = request.app[NODE]
     state = node.state
-    body = {
-        "status": state.value,
-        "in_flight": node.dispatcher.in_flight,
-        "workers": [_described(worker) for worker in node.fleet.workers],
-    }
-    if node.lifecycle.failure is not None:
-        return web.json_response({**body, "reason": node.lifecycle.failure}, status=503)
-    return web.json_response(body)
+    workers = [_described(worker) for worker in node.fleet.workers]
+    reply = HealthReply(state.value, node.dispatcher.in_flight, workers)
+    if node.lifecycle.failure is None:
+        return _json(reply)
+    reply.reason = node.lifecycle.failure
+    return _json(reply, 503)
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -37,27 +37,24 @@ async def ready(request: web.Request) -> web.Response:
     node = request.app[NODE]
     state = node.state
     if state is NodeState.STARTING:
-        body = {"status": state.value, "progress": round(node.fleet.progress, 3)}
-        return web.json_response(body, status=503)
+        return _json(ReadyReply(state.value, round(node.fleet.progress, 3)), 503)
     outage = node.fleet.outage
     if state is NodeState.READY and outage is not None:  # of upstreams: it may pass
-        return web.json_response({"status": "unavailable", "reason": outage}, status=503)
-    return web.json_response(
-        {"status": state.value}, status=200 if state is NodeState.READY else 503
-    )
+        return _json(ReadyReply("unavailable", reason=outage), 503)
+    return _json(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
 
 
-def _described(worker: FleetWorker) -> dict[str, str]:
+def _described(worker: FleetWorker) -> WorkerHealth:
     failure = worker.backend.failure
     if failure is None:
         status = "ok" if worker.backend.progress >= 1.0 else "loading"
-        return {"id": worker.worker_id, "status": status}
-    return {"id": worker.worker_id, "status": "failed", "reason": failure}
+        return WorkerHealth(worker.worker_id, status)
+    return WorkerHealth(worker.worker_id, "failed", failure)
 
 
 async def version(_request: web.Request) -> web.Response:
     """Return the version."""
-    return web.json_response({"version": __version__})
+    return _json(VersionReply(__version__))
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -65,3 +62,8 @@ async def metrics(request: web.Request) -> web.Response:
     write, content_type = request.app[NODE].metrics.page(request.headers.get("Accept", ""))
     body = await asyncio.to_thread(write)  # thousands of lines take longer than the loop has
     return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+def _json(reply: msgspec.Struct, status: int = 200) -> web.Response:
+    body = msgspec.json.encode(reply)
+    return web.Response(body=body, status=status, content_type="application/json")

@@ -17,7 +17,8 @@ from gateway.http.replies.rendering import encode
 from gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
 from gateway.http.requests.decoding import decode
 from gateway.http.requests.messages import chat_prompt
-from gateway.http.requests.schemas import DetokenizeBody, TokenizeBody
+from gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from gateway.http.requests.tools import offered_tools
 from gateway.http.requests.validation import Served
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
@@ -58,7 +59,10 @@ def _tokenize(body: bytes, served: Served) -> TokenizeReply:
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", "prompt")
     if wire.prompt is None:
-        tokens = list(chat_prompt(wire.messages, served.tokenizer))
+        chat = ChatBody(messages=wire.messages, tools=wire.tools)
+        tools = offered_tools(chat, served.tokenizer.tool_template)
+        shown = None if tools is None else tools.shown
+        tokens = list(chat_prompt(wire.messages, served.tokenizer, shown))
     else:
         special = wire.add_special_tokens is not False
         tokens = served.tokenizer.encode(wire.prompt, add_special_tokens=special)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from backends.types import Delta, TokenLogprob
-from gateway.http.replies.rendering import ChunkEncoder, Frame, WholeChoice, reply
+from gateway.errors import GatewayError
+from gateway.http.replies.calls import ChoiceCalls
+from gateway.http.replies.rendering import DONE, ChunkEncoder, Frame, WholeChoice, event, reply
 from gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
@@ -16,56 +18,93 @@ from gateway.http.replies.shapes import (
     ChatMessage,
     ResponseMetrics,
     TokenLogprobReply,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
+from gateway.http.requests.validation import Call
 
 
 class ChatRendering:
     """`/v1/chat/completions`."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, call: Call) -> None:
         self._frame = frame
+        self._tools = call.tools
         self._begun: set[int] = set()  # choices whose role was sent
         self._chunks = ChunkEncoder(frame, "chatcmpl", "chat.completion.chunk")
+        self._calls: dict[int, ChoiceCalls] = {}  # by choice, where there are tools
 
     def response(
         self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
     ) -> bytes:
         """See `Rendering`."""
-        rendered = [
-            ChatChoice(
-                index,
-                ChatMessage("".join(choice.texts)),
-                self._logprobs(choice.logprobs),
-                choice.finish_reason,
-                self._frame.steps(choice),
-            )
-            for index, choice in enumerate(choices)
-        ]
+        rendered = [self._choice(index, choice) for index, choice in enumerate(choices)]
         return reply(self._frame, "chatcmpl", "chat.completion", rendered, usage, metrics)
 
-    def chunk(self, delta: Delta, metrics: ResponseMetrics | UnsetType = UNSET) -> bytes:
+    def chunk(
+        self,
+        delta: Delta,
+        usage: Usage | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
         """See `Rendering`."""
+        text, calls, reason = self._read(delta)
+        if not (text or calls or delta.logprobs or delta.steps or reason):
+            return b""  # what may be the beginning of a call is held back
         role: str | UnsetType = UNSET
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             role = "assistant"
-        content: str | UnsetType = delta.text if delta.text or role else UNSET
+        content: str | UnsetType = text if text or (role and not calls) else UNSET
         choice = ChatChunkChoice(
             delta.choice,
-            ChatDelta(role, content),
+            ChatDelta(role, content, calls or UNSET),
             self._logprobs(delta.logprobs),
-            delta.finish_reason,
+            reason,
             self._frame.steps(delta),
         )
-        if metrics is UNSET:
-            return self._chunks.encode(choice)
-        return reply(self._frame, "chatcmpl", "chat.completion.chunk", [choice], UNSET, metrics)
+        if usage is UNSET and metrics is UNSET:
+            return event(self._chunks.encode(choice))
+        return event(
+            reply(self._frame, "chatcmpl", "chat.completion.chunk", [choice], usage, metrics)
+        )
 
-    def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:
+    def ending(
+        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
+    ) -> bytes:
         """See `Rendering`."""
-        return reply(self._frame, "chatcmpl", "chat.completion.chunk", [], usage, metrics)
+        if usage is UNSET:
+            return DONE
+        last = reply(self._frame, "chatcmpl", "chat.completion.chunk", [], usage, metrics)
+        return event(last) + DONE
+
+    def failure(self, error: GatewayError) -> bytes:
+        """See `Rendering`."""
+        return event(error.body())
+
+    def _read(self, delta: Delta) -> tuple[str, list[ToolCallDelta], str | None]:
+        """Return what a delta adds to content and calls, and why the choice ended if it did."""
+        if self._tools is None:
+            return delta.text, [], delta.finish_reason
+        calls = self._choice_calls(delta.choice)
+        read = calls.add(delta.text, last=delta.finish_reason is not None)
+        return read.content, read.calls, calls.reason(delta.finish_reason)
+
+    def _choice(self, index: int, choice: WholeChoice) -> ChatChoice:
+        text, logprobs = "".join(choice.texts), self._logprobs(choice.logprobs)
+        steps, reason = self._frame.steps(choice), choice.finish_reason
+        if self._tools is None:
+            return ChatChoice(index, ChatMessage(text), logprobs, reason, steps)
+        calls = self._choice_calls(index)
+        return ChatChoice(index, calls.whole(text), logprobs, calls.reason(reason), steps)
+
+    def _choice_calls(self, choice: int) -> ChoiceCalls:
+        """Return where the calls of a choice are read."""
+        if choice not in self._calls:
+            assert self._tools is not None
+            self._calls[choice] = ChoiceCalls(self._tools, f"{self._frame.request_id}/{choice}")
+        return self._calls[choice]
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self._frame.logprobs:

@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from backends.types import Delta, TokenLogprob
-from gateway.http.replies.rendering import ChunkEncoder, Frame, WholeChoice, reply
+from gateway.errors import GatewayError
+from gateway.http.replies.rendering import DONE, ChunkEncoder, Frame, WholeChoice, event, reply
 from gateway.http.replies.shapes import (
     CompletionChoice,
     CompletionLogprobs,
     ResponseMetrics,
     Usage,
 )
+from gateway.http.requests.validation import Call
 
 
 class CompletionRendering:
     """`/v1/completions`."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, call: Call) -> None:
         self._frame = frame
         self._offsets: dict[int, int] = {}  # characters of tokens sent, by choice
         self._chunks = ChunkEncoder(frame, "cmpl", "text_completion")
@@ -40,7 +42,12 @@ class CompletionRendering:
         ]
         return reply(self._frame, "cmpl", "text_completion", rendered, usage, metrics)
 
-    def chunk(self, delta: Delta, metrics: ResponseMetrics | UnsetType = UNSET) -> bytes:
+    def chunk(
+        self,
+        delta: Delta,
+        usage: Usage | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
         """See `Rendering`."""
         choice = CompletionChoice(
             delta.choice,
@@ -49,13 +56,22 @@ class CompletionRendering:
             delta.finish_reason,
             self._frame.steps(delta),
         )
-        if metrics is UNSET:
-            return self._chunks.encode(choice)
-        return reply(self._frame, "cmpl", "text_completion", [choice], UNSET, metrics)
+        if usage is UNSET and metrics is UNSET:
+            return event(self._chunks.encode(choice))
+        return event(reply(self._frame, "cmpl", "text_completion", [choice], usage, metrics))
 
-    def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:
+    def ending(
+        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
+    ) -> bytes:
         """See `Rendering`."""
-        return reply(self._frame, "cmpl", "text_completion", [], usage, metrics)
+        if usage is UNSET:
+            return DONE
+        last = reply(self._frame, "cmpl", "text_completion", [], usage, metrics)
+        return event(last) + DONE
+
+    def failure(self, error: GatewayError) -> bytes:
+        """See `Rendering`."""
+        return event(error.body())
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if not self._frame.logprobs:

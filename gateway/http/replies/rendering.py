@@ -1,4 +1,4 @@
-"""Answers in the two shapes of OpenAI's API: one `Rendering` each, one generation path for both."""
+"""Answers in the shapes of OpenAI's API: one `Rendering` each, one generation path for all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, FinishReason, StepTrace, TokenLogprob
+from gateway.errors import GatewayError
 from gateway.http.replies.shapes import (
     ChatChunkChoice,
     CompletionChoice,
@@ -24,6 +25,9 @@ from gateway.http.replies.steps import step_replies
 encode: Final = msgspec.json.Encoder().encode
 
 _NO_CHOICES: Final = b"[]}"
+
+DONE: Final = b"data: [DONE]\n\n"
+"""The last event of a stream of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,11 @@ class WholeChoice:
 
 
 class Rendering(Protocol):
-    """One request's answer in the shape of one endpoint. Remembers what it has sent."""
+    """One request's answer in the shape of one endpoint. Remembers what it has sent.
+
+    A streamed answer is `chunk` for each delta, and then `ending` or `failure`, once. Each returns
+    complete server-sent events, or nothing where there is nothing to tell yet.
+    """
 
     def response(
         self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
@@ -76,13 +84,34 @@ class Rendering(Protocol):
         """Return the whole answer as JSON."""
         ...
 
-    def chunk(self, delta: Delta, metrics: ResponseMetrics | UnsetType = UNSET) -> bytes:
-        """Return the JSON of one streamed chunk."""
+    def chunk(
+        self,
+        delta: Delta,
+        usage: Usage | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
+        """Return what a step added.
+
+        Args:
+            usage: so far, where each chunk is to have it.
+            metrics: with the last delta of a stream that ends without usage.
+        """
         ...
 
-    def usage_chunk(self, usage: Usage, metrics: ResponseMetrics) -> bytes:
-        """Return the JSON of the last chunk of a stream that was asked for usage."""
+    def ending(
+        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
+    ) -> bytes:
+        """Return the end behind the last delta; with usage and metrics where they are wanted."""
         ...
+
+    def failure(self, error: GatewayError) -> bytes:
+        """Return the end of an answer that broke: one error, and nothing may follow."""
+        ...
+
+
+def event(data: bytes) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + data + b"\n\n"
 
 
 class ChunkEncoder:
@@ -111,7 +140,7 @@ def reply(
 ) -> bytes:
     """Return the JSON of a response or chunk."""
     return encode(
-        Reply(
+        Reply[Any](
             f"{prefix}-{frame.request_id}",
             kind,
             frame.created_s,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 from msgspec import UNSET, Struct, UnsetType
 
 
@@ -101,12 +103,44 @@ class StepReply(Struct):
     reason: str
 
 
-class ChatMessage(Struct):
-    """The whole answer."""
+class FunctionCall(Struct):
+    """What is called, and the JSON of its arguments as the model wrote it."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    """A call of the whole answer."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+
+
+class FunctionCallDelta(Struct):
+    """More of a call: its name once, its arguments piece by piece."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """A piece of a call; the first one has its id and name."""
+
+    index: int
+    function: FunctionCallDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatMessage(Struct):
+    """The whole answer; its content is null where it is calls alone."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
@@ -114,6 +148,7 @@ class ChatDelta(Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -146,16 +181,31 @@ class CompletionChoice(Struct):
     steps: list[StepReply] | UnsetType = UNSET
 
 
-class Reply(Struct):
+Choice = TypeVar("Choice")
+
+
+class Reply(Struct, Generic[Choice]):
     """A response or a chunk; `usage` and `metrics` only where they belong."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
+    choices: list[Choice]
     usage: Usage | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
+
+
+class ChatReply(Reply[ChatChoice]):
+    """A chat completion."""
+
+
+class ChatChunk(Reply[ChatChunkChoice]):
+    """A piece of a streamed chat completion."""
+
+
+class CompletionReply(Reply[CompletionChoice]):
+    """A completion, or a piece of a streamed one."""
 
 
 class ModelReply(Struct):
@@ -188,3 +238,37 @@ class DetokenizeReply(Struct):
     """The answer of `/detokenize`."""
 
     prompt: str
+
+
+class WorkerHealth(Struct):
+    """A worker of the node; `reason` says why it failed."""
+
+    id: str
+    status: str
+    reason: str | UnsetType = UNSET
+
+
+class HealthReply(Struct):
+    """The answer of `/health`; `reason` says why the node failed."""
+
+    status: str
+    in_flight: int
+    workers: list[WorkerHealth]
+    reason: str | UnsetType = UNSET
+
+
+class ReadyReply(Struct):
+    """The answer of `/ready`.
+
+    `progress` is the share of loading that is done; `reason` why upstreams do not answer.
+    """
+
+    status: str
+    progress: float | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+
+
+class VersionReply(Struct):
+    """The answer of `/version`."""
+
+    version: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,13 +20,15 @@ _PATH = re.compile(
 
 _TRUE_BY_DEFAULT = frozenset({"add_generation_prompt", "skip_special_tokens"})
 
-_ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
+ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE_BY_DEFAULT, (True,)),
     "length_penalty": (1,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "best_of": (1,),
+    "truncation": ("disabled",),
+    "reasoning": ({"effort": None, "summary": None},),
 }
+"""Values that change nothing beside those that are empty."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {
     "speculation.mode": tuple(SpeculationMode),
@@ -50,20 +53,41 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
-def reject_unsupported(wire: UnsupportedFields, n: int) -> None:
+def reject_unsupported(wire: UnsupportedFields, n: int, *more: str) -> None:
     """Return if every field that cannot be honoured has a value that changes nothing.
+
+    Args:
+        n: choices, which `best_of` may equal.
+        more: names of fields that only this endpoint cannot honour.
 
     Raises:
         Unsupported: one does; it is named.
     """
-    for name in UnsupportedFields.__struct_fields__:
+    neutral = {**ALSO_NEUTRAL, "best_of": (1, n)}
+    reject_changing(wire, (*UnsupportedFields.__struct_fields__, *more), neutral)
+
+
+def reject_changing(
+    wire: msgspec.Struct, names: Iterable[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Return if fields have values that change nothing: none, what is empty, or `neutral` ones.
+
+    Raises:
+        Unsupported: one has not; it is named.
+    """
+    for name in names:
         value = getattr(wire, name)
         empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
-        if empty or value in _ALSO_NEUTRAL.get(name, ()):
-            continue
-        if name == "best_of" and value == n:
-            continue
-        raise Unsupported(name)
+        if not empty and value not in neutral.get(name, ()):
+            raise Unsupported(name)
+
+
+def neutral_values(name: str) -> list[Any]:
+    """Return the values that `reject_changing` lets pass for a field, `best_of` apart."""
+    empty: list[Any] = [None, 0, "", [], {}]
+    if name not in _TRUE_BY_DEFAULT:
+        empty.append(False)
+    return [*empty, *ALSO_NEUTRAL.get(name, (1,) if name == "best_of" else ())]
 
 
 def _named(message: str) -> InvalidRequest:

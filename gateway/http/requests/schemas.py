@@ -16,6 +16,7 @@ class StreamOptions(Struct):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SpeculationOptions(Struct):
@@ -88,8 +89,6 @@ class UnsupportedFields(Struct):
     stop_token_ids: Any = None
     structured_outputs: Any = None
     suffix: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
 
@@ -121,8 +120,10 @@ class GenerationFields(UnsupportedFields):
 
 
 class CompletionBody(GenerationFields):
-    """Body of `POST /v1/completions`."""
+    """Body of `POST /v1/completions`; tools are a matter of chats."""
 
+    tool_choice: Any = None
+    tools: Any = None
     prompt: str | list[str | int | list[int]] | None = None
     logprobs: int | None = None
 
@@ -134,31 +135,77 @@ class ContentPart(Struct):
     text: str | None = None
 
 
+class CalledFunction(Struct):
+    """`function` of a call: its arguments are JSON, as a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallMessage(Struct, tag_field="type", tag="function"):
+    """A call that the assistant made before."""
+
+    id: str
+    function: CalledFunction
+
+
 class Message(Struct):
     """A chat message."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
     function_call: Any = None
+
+
+class Function(Struct):
+    """A function on offer; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, tag_field="type", tag="function"):
+    """A tool on offer: functions are the only kind."""
+
+    function: Function
+
+
+class NamedFunction(Struct):
+    """Which function is to be called."""
+
+    name: str
+
+
+class NamedTool(Struct, tag_field="type", tag="function"):
+    """`tool_choice` that names one function."""
+
+    function: NamedFunction
 
 
 class ChatBody(GenerationFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
 
 class TokenizeBody(Struct):
-    """Body of `POST /tokenize`: a prompt or messages."""
+    """Body of `POST /tokenize`: a prompt, or messages and the tools on offer."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
 
 

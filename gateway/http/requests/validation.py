@@ -5,7 +5,6 @@ May run in a thread: tokenising a long prompt takes longer than the event loop m
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,15 @@ from backends.tokenizer import Tokenizer
 from backends.types import GrammarKind, GrammarSpec, SamplingParams
 from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.http.requests.decoding import decode, reject_unsupported
-from gateway.http.requests.messages import chat_prompt
+from gateway.http.requests.limits import (
+    BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_SEQUENCES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    check_ranges,
+)
+from gateway.http.requests.messages import Place, chat_prompt
 from gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
@@ -26,35 +33,19 @@ from gateway.http.requests.schemas import (
     JsonSchemaFormat,
     RegexFormat,
     ResponseFormat,
+    StreamOptions,
 )
+from gateway.http.requests.tools import OfferedTools, offered_tools
 from gateway.job import Job
 from policies.repetition import repetition
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
-MAX_CHOICES: Final = 16
-MAX_STOPS: Final = 16
-MAX_STOP_CHARACTERS: Final = 1024
-MAX_TOP_LOGPROBS: Final = 20
-MAX_BIASED_TOKENS: Final = 300
-MAX_BIAS: Final = 100.0
-"""OpenAI's bound: enough to force a token or to ban it."""
-
-MAX_PENALTY: Final = 2.0
-"""OpenAI's bound of frequency and presence penalties."""
-
-REPETITION_PENALTIES: Final = (0.01, 100.0)
-"""Wider than any model wants, and far from where float32 logits overflow."""
-
-MAX_SEQUENCES: Final = 128
-"""Most choices of all prompts of a request together: twice a default batch."""
-
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions; chat goes on until the model ends or the context is full."""
 
-ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+NO_STREAM_OPTIONS: Final = StreamOptions()
 
-MAX_PRIORITY: Final = 1 << 31
-"""Classes beyond are no client's intent; these fit any wire."""
+ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
 GENERATED_SEED_BELOW: Final = 1 << 53
 """JSON clients that read numbers as doubles keep such a seed."""
@@ -95,11 +86,21 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A job and how its answer is to be sent."""
+    """A job and how its answer is to be sent.
+
+    Attributes:
+        include_usage: a stream ends with what was used.
+        continuous_usage: each of its chunks has what was used so far, too.
+        tools: what the answer may call.
+        asked: the request, where the answer repeats parts of it.
+    """
 
     job: Job
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
+    tools: OfferedTools | None = None
+    asked: msgspec.Struct | None = None
 
 
 def chat_call(
@@ -114,18 +115,36 @@ def chat_call(
         InvalidRequest: something is wrong with it; the parameter is named.
         RequestRejected: the model's template refuses the messages.
     """
-    wire = decode(body, _chat_decoder)
+    return call_of_chat(decode(body, _chat_decoder), served, request_id, service)
+
+
+def call_of_chat(
+    wire: ChatBody,
+    served: Served,
+    request_id: str,
+    service: ServiceLevel,
+    places: Sequence[Place] | None = None,
+) -> Call:
+    """Return the call of a chat.
+
+    Args:
+        places: of its messages in the request; None where they are its `messages`.
+
+    Raises:
+        InvalidRequest, RequestRejected: as `chat_call`.
+    """
     served.check_name(wire.model)
-    logprobs = _chat_logprobs(wire)
-    max_tokens = wire.max_tokens
-    name = "max_tokens"
-    if wire.max_completion_tokens is not None:
-        max_tokens, name = wire.max_completion_tokens, "max_completion_tokens"
-    _check_range(name, max_tokens, 1)
     _check_common(wire)
-    prompts = (chat_prompt(wire.messages, served.tokenizer),)
-    job = _job(wire, served, request_id, prompts, max_tokens, logprobs, service)
-    return _call(wire, job)
+    reject_unsupported(wire, wire.n or 1)
+    tools = offered_tools(wire, served.tokenizer.tool_template)
+    shown = None if tools is None else tools.shown
+    prompts = (chat_prompt(wire.messages, served.tokenizer, shown, places),)
+    most = wire.max_completion_tokens
+    max_tokens = wire.max_tokens if most is None else most
+    job = _job(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
+    if tools is not None and tools.grammar is not None:
+        job = replace(job, grammar=tools.grammar)
+    return replace(_call(wire, job), tools=tools)
 
 
 def completion_call(
@@ -141,9 +160,8 @@ def completion_call(
     """
     wire = decode(body, _completion_decoder)
     served.check_name(wire.model)
-    _check_range("logprobs", wire.logprobs, 0, MAX_TOP_LOGPROBS)
-    _check_range("max_tokens", wire.max_tokens, 1)
     _check_common(wire)
+    reject_unsupported(wire, wire.n or 1, "tools", "tool_choice")
     prompts = _prompts(wire.prompt, served)
     if len(prompts) * (wire.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
@@ -157,8 +175,13 @@ def completion_call(
 
 
 def _call(wire: GenerationFields, job: Job) -> Call:
-    options = wire.stream_options
-    return Call(job, bool(wire.stream), bool(options and options.include_usage))
+    options = wire.stream_options or NO_STREAM_OPTIONS
+    return Call(
+        job,
+        bool(wire.stream),
+        bool(options.include_usage),
+        bool(options.continuous_usage_stats),
+    )
 
 
 def _job(
@@ -205,36 +228,20 @@ def _job(
 
 def _check_common(wire: GenerationFields) -> None:
     """Check the values that both endpoints take."""
-    _check_range("n", wire.n, 1, MAX_CHOICES)
-    _check_range("temperature", wire.temperature, 0.0)
-    _check_range("top_p", wire.top_p, 0.0, 1.0)
-    if wire.top_p == 0.0:
-        raise InvalidRequest("top_p: must be greater than 0; for greedy, temperature 0", "top_p")
-    _check_range("top_k", wire.top_k, -1)
-    _check_range("min_p", wire.min_p, 0.0, 1.0)
-    _check_range("repetition_penalty", wire.repetition_penalty, *REPETITION_PENALTIES)
-    _check_range("frequency_penalty", wire.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("presence_penalty", wire.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("min_tokens", wire.min_tokens, 0)
-    _check_range("seed", wire.seed, 0, (1 << 64) - 1)
-    _check_range("priority", wire.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_ranges(wire)
     if wire.speculation is not None:
-        _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
+        check_ranges(wire.speculation, "speculation.")
     if wire.stream_options is not None and not wire.stream:
         raise InvalidRequest("stream_options: only together with stream", "stream_options")
+    if options := wire.stream_options:
+        _check_stream_options(options)
     _stops(wire.stop)
-    reject_unsupported(wire, wire.n or 1)
 
 
-def _check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
-    if value is None or (least <= value < math.inf and (most is None or value <= most)):
-        return
-    bounds = f"at least {least:g}" if most is None else f"between {least:g} and {_plain(most)}"
-    raise InvalidRequest(f"{name}: must be {bounds}, not {value}", name)
-
-
-def _plain(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
+def _check_stream_options(options: StreamOptions) -> None:
+    if options.continuous_usage_stats and not options.include_usage:
+        param = "stream_options.continuous_usage_stats"
+        raise InvalidRequest(f"{param}: only together with include_usage", param)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -282,12 +289,11 @@ def _logit_bias(bias: dict[int, float] | None, served: Served) -> tuple[tuple[in
         )
     for token_id, value in pairs:
         served.check_token_id(token_id, "logit_bias")
-        _check_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+        BIAS.check("logit_bias", value)
     return tuple(pairs)
 
 
 def _chat_logprobs(wire: ChatBody) -> int | None:
-    _check_range("top_logprobs", wire.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if wire.logprobs:
         return wire.top_logprobs or 0
     if wire.top_logprobs:

@@ -1,0 +1,21 @@
+"""`GET /openapi.json`: what this node takes and answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from gateway.errors import Unavailable
+from gateway.http.context import NODE
+from gateway.http.openapi.document import document
+
+
+async def get_document(request: web.Request) -> web.Response:
+    """Return the OpenAPI document; while the model loads, without its name and vocabulary."""
+    try:
+        served = request.app[NODE].served
+    except Unavailable:
+        served = None
+    body = await asyncio.to_thread(document, served)  # tens of milliseconds, once
+    return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,11 @@
+"""`POST /v1/responses`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.http.generation import Api
+from gateway.http.replies.response import ResponseRendering
+from gateway.http.requests.responses import PARAMS, responses_call
+
+RESPONSES: Final = Api("/v1/responses", "chat", responses_call, ResponseRendering, PARAMS)

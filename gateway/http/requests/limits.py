@@ -1,0 +1,168 @@
+"""The bounds of what clients send: checked here, and stated by the OpenAPI document.
+
+Types are in the wire structs, relations between fields in `validation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from gateway.errors import InvalidRequest
+
+MAX_CHOICES: Final = 16
+MAX_STOPS: Final = 16
+MAX_STOP_CHARACTERS: Final = 1024
+MAX_TOP_LOGPROBS: Final = 20
+MAX_BIASED_TOKENS: Final = 300
+MAX_BIAS: Final = 100.0
+"""OpenAI's bound: enough to force a token or to ban it."""
+
+MAX_PENALTY: Final = 2.0
+"""OpenAI's bound of frequency and presence penalties."""
+
+MAX_PRIORITY: Final = 1 << 31
+"""Classes beyond are no client's intent; these fit any wire."""
+
+MAX_SEQUENCES: Final = 128
+"""Most choices of all prompts of a request together: twice a default batch."""
+
+MAX_TOOLS: Final = 128
+FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
+"""OpenAI's rules: such a name needs no quoting in any dialect."""
+
+MAX_METADATA: Final = 16
+MAX_METADATA_KEY: Final = 64
+MAX_METADATA_VALUE: Final = 512
+"""OpenAI's bounds."""
+
+
+class Range(NamedTuple):
+    """The least and the most that a number may be.
+
+    Attributes:
+        above: the number must be more than `least`.
+        hint: what to do instead of what is refused.
+    """
+
+    least: float
+    most: float | None = None
+    above: bool = False
+    hint: str = ""
+
+    def keywords(self) -> dict[str, float]:
+        """Return it in the words of JSON schemas."""
+        words = {"exclusiveMinimum" if self.above else "minimum": self.least}
+        return words if self.most is None else {**words, "maximum": self.most}
+
+    def check(self, name: str, value: float | None) -> None:
+        """Return if a value is none or within the range.
+
+        Raises:
+            InvalidRequest: it is not; `name` is the parameter.
+        """
+        if value is None:
+            return
+        inside = self.least < value if self.above else self.least <= value
+        if not (inside and value < math.inf and (self.most is None or value <= self.most)):
+            raise InvalidRequest(f"{name}: must be {self._words()}, not {value}{self.hint}", name)
+
+    def _words(self) -> str:
+        if self.above:
+            most = "" if self.most is None else f" and at most {_plain(self.most)}"
+            return f"greater than {_plain(self.least)}{most}"
+        if self.most is None:
+            return f"at least {_plain(self.least)}"
+        return f"between {_plain(self.least)} and {_plain(self.most)}"
+
+
+RANGES: Final[Mapping[str, Range]] = {
+    "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
+    "logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "max_completion_tokens": Range(1),
+    "max_draft_tokens": Range(0),
+    "max_output_tokens": Range(1),
+    "max_tokens": Range(1),
+    "min_p": Range(0.0, 1.0),
+    "min_tokens": Range(0),
+    "n": Range(1, MAX_CHOICES),
+    "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
+    "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
+    # Wider than any model wants, and far from where float32 logits overflow.
+    "repetition_penalty": Range(0.01, 100.0),
+    "seed": Range(0, (1 << 64) - 1),
+    "temperature": Range(0.0),
+    "top_k": Range(-1),
+    "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
+    "top_p": Range(0.0, 1.0, above=True, hint="; for greedy, temperature 0"),
+}
+"""By name of a field, whatever body it is in."""
+
+BIAS: Final = Range(-MAX_BIAS, MAX_BIAS)
+
+
+def check_ranges(wire: msgspec.Struct, within: str = "") -> None:
+    """Return if all numbers of a struct are within their ranges.
+
+    Args:
+        wire: what was decoded.
+        within: path of the struct in the body, with a dot behind.
+
+    Raises:
+        InvalidRequest: one is not; it is named.
+    """
+    for name in wire.__struct_fields__:
+        if name in RANGES:
+            value = getattr(wire, name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                RANGES[name].check(within + name, value)
+
+
+_STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+
+KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "stop": {
+        "string": _STOP,
+        "array": {"maxItems": MAX_STOPS, "items": {"type": "string", **_STOP}},
+    },
+    "logit_bias": {
+        "object": {
+            "maxProperties": MAX_BIASED_TOKENS,
+            "propertyNames": {"pattern": r"^(0|[1-9]\d*)$"},
+            "additionalProperties": {"type": "number", **BIAS.keywords()},
+        }
+    },
+    "messages": {"array": {"minItems": 1}},
+    "prompt": {"array": {"minItems": 1, "maxItems": MAX_SEQUENCES}},  # of several prompts
+    "input": {"array": {"minItems": 1}, "string": {"minLength": 1}},
+    "tools": {"array": {"maxItems": MAX_TOOLS}},
+    "Function.name": {"string": {"pattern": FUNCTION_NAME}},
+    "FlatTool.name": {"string": {"pattern": FUNCTION_NAME}},
+    "parameters": {"object": {"properties": {"type": {"const": "object"}}}},
+    "metadata": {
+        "object": {
+            "maxProperties": MAX_METADATA,
+            "propertyNames": {"maxLength": MAX_METADATA_KEY},
+            "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
+        }
+    },
+}
+"""Keywords of JSON schemas, by field (or struct and field) and by type of its value."""
+
+REQUIRED: Final = frozenset(
+    {
+        "ChatBody.messages",
+        "CompletionBody.prompt",
+        "ContentPart.text",
+        "InputPart.text",
+        "ResponsesBody.input",
+    }
+)
+"""Fields that must be given, though decoding takes a body without them: the complaint is ours."""
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"

@@ -1,0 +1,1 @@
+"""Function calls: how models write them, found in their text, and forced."""

@@ -1,0 +1,105 @@
+"""Calls as a form: what masks allow is calls with arguments of their schema, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import msgspec
+import pytest
+
+from backends.call_form import CallForm, FunctionForm
+from backends.errors import RequestRejected
+from backends.grammar import LlGrammars
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+from backends.types import GrammarKind, GrammarSpec
+from tests.engine.structured import completed, next_mask, tokens_in
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}, "y": {"enum": ["a"]}},
+    "required": ["x", "y"],
+    "additionalProperties": False,
+}
+MARKER = "<|user|>"  # a special token of the shipped tokenizer: nobody can spell it
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(SHIPPED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> LlGrammars:
+    return LlGrammars(tokenizer, {tokenizer.special_id("eos_token")})
+
+
+def spec(schema: dict[str, object] = POINT, **form: object) -> GrammarSpec:
+    functions = (
+        FunctionForm('{"name": "point", "arguments": ', schema, "}"),
+        FunctionForm('{"name": "stop", "arguments": ', {"type": "object", "maxProperties": 0}, "}"),
+    )
+    return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(CallForm(functions, **form)).decode())
+
+
+def test_whatever_is_allowed_is_a_call(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
+    """A walk at random through the masks ends in calls whose arguments satisfy their schemas."""
+    rng = random.Random(5)
+    held = spec(opened="[", between=", ", closed="]")
+    names = set()
+    for _ in range(20):
+        grammar = grammars.start(held)
+        calls = json.loads(tokenizer.decode(completed(grammar, grammars._eos_ids, rng)))
+        for call in calls:
+            names.add(call["name"])
+            if call["name"] == "point":
+                jsonschema.validate(call["arguments"], POINT)
+            else:
+                assert call["arguments"] == {}
+    assert names == {"point", "stop"}
+
+
+def test_without_a_separator_there_is_one_call(grammars: LlGrammars, tokenizer: Tokenizer) -> None:
+    """Behind the first call nothing may come but the end."""
+    grammar = grammars.start(spec())
+    for token in tokenizer.encode('{"name": "point", "arguments": {"x": 7, "y": "a"}}'):
+        assert grammar.legal([token]) == 1
+        grammar.accept(token)
+    assert grammar.is_complete
+    assert tokens_in(next_mask(grammar)) == grammars._eos_ids
+
+
+def test_a_marker_is_the_token_that_the_model_knows(
+    grammars: LlGrammars, tokenizer: Tokenizer
+) -> None:
+    """Where the vocabulary has a marker, it alone may stand there; else its letters do."""
+    form = {"opened": f"{MARKER}\n", "closed": MARKER, "markers": (MARKER, "<none>")}
+    grammar = grammars.start(spec(**form))
+    assert tokens_in(next_mask(grammar)) == [tokenizer.vocabulary[MARKER]]
+    grammar.accept(tokenizer.vocabulary[MARKER])
+    for token in tokenizer.encode('\n{"name": "stop", "arguments": {}}', add_special_tokens=False):
+        assert grammar.legal([token]) == 1
+        grammar.accept(token)
+    assert grammar.forced(9) == (tokenizer.vocabulary[MARKER],)
+    spelled = grammars.start(spec(opened="<none>", markers=("<none>",)))
+    assert tokenizer.decode(spelled.forced(99)).startswith("<none")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+        {"type": "object", "minProperties": 7},
+        {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},
+        {"type": "object", "x-guidance": {"lenient": True}, "uniqueItems": True, "not": {}},
+    ],
+)
+def test_a_schema_that_cannot_be_kept_is_refused(
+    grammars: LlGrammars, schema: dict[str, object]
+) -> None:
+    """Arguments are held to the letter, or the tools are named in a refusal."""
+    with pytest.raises(RequestRejected) as refused:
+        grammars.start(spec(schema))
+    assert refused.value.param == "tools"

@@ -1,0 +1,6 @@
+"""What the conformance tests ask."""
+
+from __future__ import annotations
+
+PROMPT = "def read_config(path):\n    with open("
+CHAT = [{"role": "user", "content": "def add(a, b):"}]

@@ -1,0 +1,51 @@
+"""A node with either backend, and OpenAI's own client: it must not notice that it is not OpenAI."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from backends.shipped import SHIPPED_MODEL
+from gateway.app import Listening
+from tests.gateway.harness import running
+
+ENGINE = pytest.param(
+    "engine",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("torch") is None
+        or not (SHIPPED_MODEL / "model.safetensors").is_file(),
+        reason="needs torch and the shipped model",
+    ),
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sim", ENGINE])
+async def where(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
+    """A node with either backend."""
+    async with running(backend=request.param, kv_bytes=32 << 20, threads=1) as listening:
+        yield listening
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client, pointed at the node."""
+    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def sampled(where: Listening) -> Listening:
+    """The node, if its tokens are drawn from logits."""
+    if where.node.config.backend == "sim":
+        pytest.skip("the simulator has no logits")
+    return where
+
+
+@pytest.fixture
+def model(where: Listening) -> str:
+    """The name under which the model is served."""
+    return where.node.served.name

@@ -1,0 +1,165 @@
+"""OpenAI's client against a node: `/v1/chat/completions`: streams, seeds, log probabilities."""
+
+from __future__ import annotations
+
+import pytest
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from gateway.app import Listening
+from tests.gateway.conformance.asks import CHAT
+from tests.gateway.harness import client, events
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_without_a_seed_the_one_that_was_used_is_told(api: AsyncOpenAI, model: str) -> None:
+    """Every answer can be repeated: the generated seed is in it, and a double can hold it."""
+    ask = {"model": model, "messages": CHAT, "max_tokens": 12}
+    first = await api.chat.completions.create(**ask)
+    seed = first.model_extra["metrics"]["seed"]
+    assert 0 <= seed < 1 << 53
+    again = await api.chat.completions.create(**ask, seed=seed)
+    assert again.choices[0].message.content == first.choices[0].message.content
+
+
+async def test_a_chat_stream_ends_with_usage_and_metrics(api: AsyncOpenAI, model: str) -> None:
+    """Chunks add up to the whole; finish reason, usage and metrics come once, usage last."""
+    ask = {"model": model, "messages": CHAT, "max_tokens": 16, "seed": 5}
+    whole = await api.chat.completions.create(**ask)
+    stream = await api.chat.completions.create(
+        **ask, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    *pieces, last = chunks
+    assert pieces[0].choices[0].delta.role == "assistant"
+    text = "".join(c.delta.content or "" for chunk in pieces for c in chunk.choices)
+    assert text == whole.choices[0].message.content
+    reasons = [c.finish_reason for chunk in pieces for c in chunk.choices if c.finish_reason]
+    assert reasons == [whole.choices[0].finish_reason]
+    assert last.choices == []
+    assert last.usage == whole.usage
+    assert [("metrics" in chunk.model_extra) for chunk in chunks] == [False] * len(pieces) + [True]
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_without_usage_metrics_come_with_the_finish_reason(
+    api: AsyncOpenAI, model: str
+) -> None:
+    """The last chunk of a stream has the metrics, also when no usage was asked for."""
+    stream = await api.chat.completions.create(
+        model=model, messages=CHAT, max_tokens=6, n=2, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert [("metrics" in c.model_extra) for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].choices[0].finish_reason is not None
+
+
+async def test_chat_logprobs(api: AsyncOpenAI, model: str) -> None:
+    """One entry per token, none above zero, as many alternatives as asked for at most."""
+    answer = await api.chat.completions.create(
+        model=model, messages=CHAT, max_tokens=5, seed=1, logprobs=True, top_logprobs=3
+    )
+    entries = answer.choices[0].logprobs.content
+    assert len(entries) == answer.usage.completion_tokens
+    for entry in entries:
+        assert entry.logprob <= 0
+        assert len(entry.top_logprobs) <= 3
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+        values = [top.logprob for top in entry.top_logprobs]
+        assert values == sorted(values, reverse=True)
+
+
+async def test_chat_without_max_tokens_never_fails(api: AsyncOpenAI, model: str) -> None:
+    """The default is what is left of the context; a stop ends it early here."""
+    stream = await api.chat.completions.create(model=model, messages=CHAT, seed=1, stream=True)
+    chunk = await anext(aiter(stream))
+    assert chunk.choices[0].delta.content is not None
+    await stream.close()
+
+
+async def test_whole_and_chunks_are_of_the_clients_types(
+    api: AsyncOpenAI, model: str, where: Listening
+) -> None:
+    """Held strictly, not as leniently as the client reads them: every field has its type."""
+    body = {"model": model, "messages": CHAT, "max_tokens": 4, "n": 2, "logprobs": True,
+            "top_logprobs": 2}  # fmt: skip
+    async with client(where) as http:
+        whole = await http.post("/v1/chat/completions", json=body)
+        ChatCompletion.model_validate_json(whole.text)
+        options = {"include_usage": True}
+        stream = await http.post(
+            "/v1/chat/completions", json={**body, "stream": True, "stream_options": options}
+        )
+    *chunks, done = events(stream.text)
+    assert done == "[DONE]"
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk)
+
+
+async def test_choices_of_a_chat_are_those_of_its_stream(api: AsyncOpenAI, model: str) -> None:
+    """With n and log probabilities, each streamed choice adds up to the whole one."""
+    ask = {"model": model, "messages": CHAT, "max_tokens": 10, "seed": 4, "n": 3,
+           "logprobs": True, "top_logprobs": 1}  # fmt: skip
+    whole = (await api.chat.completions.create(**ask)).choices
+    texts, tokens, reasons = ["", "", ""], [[], [], []], [None, None, None]
+    async for chunk in await api.chat.completions.create(**ask, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            tokens[choice.index] += [e.token for e in choice.logprobs.content]
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [choice.message.content for choice in whole]
+    assert tokens == [[e.token for e in choice.logprobs.content] for choice in whole]
+    assert reasons == [choice.finish_reason for choice in whole]
+    assert len(set(texts)) == 3
+
+
+async def test_the_clients_own_accumulator_agrees(api: AsyncOpenAI, model: str) -> None:
+    """`chat.completions.stream` makes of the chunks what is answered whole."""
+    ask = {"model": model, "messages": CHAT, "max_tokens": 40, "seed": 8,
+           "extra_body": {"ignore_eos": True}}  # fmt: skip
+    full = (await api.chat.completions.create(**ask)).choices[0].message.content
+    ask["stop"] = full[12:15]  # the accumulator raises where an answer is cut by its length
+    whole = await api.chat.completions.create(**ask)
+    async with api.chat.completions.stream(**ask) as stream:
+        async for _ in stream:
+            pass
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.content == whole.choices[0].message.content
+    assert final.choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+async def test_a_stop_ends_a_chat(api: AsyncOpenAI, model: str) -> None:
+    """A stop text is no part of the answer, streamed or not."""
+    ask = {"model": model, "messages": CHAT, "max_tokens": 40, "seed": 2}
+    full = (await api.chat.completions.create(**ask)).choices[0].message.content
+    stop = full[9:14]
+    cut = (await api.chat.completions.create(**ask, stop=stop)).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (full[: full.find(stop)], "stop")
+
+
+async def test_roles_and_parts_make_one_prompt(api: AsyncOpenAI, model: str) -> None:
+    """System and developer are one role, and a content in parts is the text of its parts."""
+    ask = {"model": model, "max_tokens": 1}
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    asked = [
+        [{"role": "system", "content": "x"}, {"role": "user", "content": "a b"}],
+        [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}],
+    ]
+    usages = [(await api.chat.completions.create(**ask, messages=m)).usage for m in asked]
+    assert usages[0].prompt_tokens == usages[1].prompt_tokens
+
+
+async def test_extensions_travel_in_the_extra_body(api: AsyncOpenAI, model: str) -> None:
+    """What OpenAI's API lacks is sent as extra fields and headers, and is carried out."""
+    extra = {"top_k": 1, "min_p": 0.0, "ignore_eos": True, "min_tokens": 6, "priority": -1,
+             "speculation": {"mode": "ngram", "max_draft_tokens": 2}}  # fmt: skip
+    answer = await api.chat.completions.create(
+        model=model, messages=CHAT, max_tokens=6, extra_body=extra,
+        extra_headers={"x-slo-ttft-ms": "900", "x-slo-tpot-ms": "50"},
+    )  # fmt: skip
+    assert answer.usage.completion_tokens == 6
+    decided = answer.model_extra["metrics"]["speculative_decoding"]
+    assert (decided["mode"], decided["proposer"], decided["max_draft_tokens"]) == (
+        "ngram", "ngram", 2,
+    )  # fmt: skip

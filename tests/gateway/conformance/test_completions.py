@@ -1,0 +1,130 @@
+"""OpenAI's client against a node: `/v1/completions`."""
+
+from __future__ import annotations
+
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Completion
+
+from gateway.app import Listening
+from tests.gateway.conformance.asks import PROMPT
+from tests.gateway.harness import client, events
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_completion_is_its_seed(api: AsyncOpenAI, model: str) -> None:
+    """The same seed gives the same text, streamed or not, drafts or no drafts."""
+    ask = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 11}
+    whole = await api.completions.create(**ask)
+    plain = await api.completions.create(**ask, extra_body={"speculation": {"mode": "off"}})
+    stream = await api.completions.create(**ask, stream=True)
+    text = "".join([c.text async for chunk in stream for c in chunk.choices])
+    assert whole.choices[0].text == plain.choices[0].text == text
+    assert whole.usage.completion_tokens <= 24
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    metrics = whole.model_extra["metrics"]
+    assert metrics["seed"] == 11
+    decoding = plain.model_extra["metrics"]["speculative_decoding"]
+    assert (decoding["mode"], decoding["proposer"], decoding["num_drafted_tokens"]) == (
+        "off", None, 0,
+    )  # fmt: skip
+
+
+async def test_choices_differ_and_each_is_its_own_replay(api: AsyncOpenAI, model: str) -> None:
+    """The n choices of a request differ, and choice i is the same whatever n is."""
+    ask = {"model": model, "prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 1.0}
+    three = [c.text for c in (await api.completions.create(**ask, n=3)).choices]
+    two = [c.text for c in (await api.completions.create(**ask, n=2)).choices]
+    assert len(set(three)) == 3
+    assert three[:2] == two
+
+
+async def test_several_prompts_keep_their_order(api: AsyncOpenAI, model: str) -> None:
+    """Choice c of prompt p has index p * n + c, and is what the prompt alone would give."""
+    ask = {"model": model, "max_tokens": 8, "seed": 3, "n": 2}
+    prompts = ["import os", "class A:", "x = 1"]
+    both = await api.completions.create(**ask, prompt=prompts)
+    assert [c.index for c in both.choices] == list(range(6))
+    alone = [await api.completions.create(**ask, prompt=prompt) for prompt in prompts]
+    assert [c.text for c in both.choices] == [c.text for one in alone for c in one.choices]
+    stream = await api.completions.create(**ask, prompt=prompts, stream=True)
+    texts = dict.fromkeys(range(6), "")
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [c.text for c in both.choices]
+
+
+async def test_token_ids_are_a_prompt(api: AsyncOpenAI, model: str, where: Listening) -> None:
+    """A prompt of token ids is the same as its text."""
+    ids = where.node.served.tokenizer.encode(PROMPT)
+    ask = {"model": model, "max_tokens": 8, "seed": 3}
+    by_ids = await api.completions.create(**ask, prompt=ids)
+    by_text = await api.completions.create(**ask, prompt=PROMPT)
+    assert by_ids.choices[0].text == by_text.choices[0].text
+    assert by_ids.usage.prompt_tokens == len(ids)
+
+
+async def test_stop_strings_cut_across_tokens(api: AsyncOpenAI, model: str) -> None:
+    """A stop text is found wherever it begins, and neither it nor what follows is ever sent."""
+    ask = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
+    full = (await api.completions.create(**ask)).choices[0].text
+    stop = full[9:14]
+    expected = full[: full.find(stop)]
+    cut = (await api.completions.create(**ask, stop=[stop, "never\x00"])).choices[0]
+    assert (cut.text, cut.finish_reason) == (expected, "stop")
+    stream = await api.completions.create(**ask, stop=stop, stream=True)
+    assert "".join([c.text async for chunk in stream for c in chunk.choices]) == expected
+
+
+async def test_completion_logprobs(api: AsyncOpenAI, model: str) -> None:
+    """Four lists of one length; offsets point at each token in the text; streamed alike."""
+    ask = {"model": model, "prompt": PROMPT, "max_tokens": 6, "seed": 1, "logprobs": 2}
+    answer = await api.completions.create(**ask)
+    found = answer.choices[0].logprobs
+    assert len(found.tokens) == answer.usage.completion_tokens
+    assert len(found.token_logprobs) == len(found.top_logprobs) == len(found.tokens)
+    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(len(found.tokens))]
+    assert all(token in top for token, top in zip(found.tokens, found.top_logprobs, strict=True))
+    stream = await api.completions.create(**ask, stream=True)
+    chunks = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices]
+    assert [t for part in chunks for t in part.tokens] == found.tokens
+    assert [o for part in chunks for o in part.text_offset] == found.text_offset
+
+
+async def test_min_tokens_put_the_end_off(api: AsyncOpenAI, model: str) -> None:
+    """A stop text counts only behind that many tokens."""
+    ask = {"model": model, "prompt": PROMPT, "max_tokens": 40, "seed": 2}
+    stop = (await api.completions.create(**ask)).choices[0].text[:3]
+    early = await api.completions.create(**ask, stop=stop)
+    late = await api.completions.create(**ask, stop=stop, extra_body={"min_tokens": 30})
+    assert early.usage.completion_tokens < 30 <= late.usage.completion_tokens
+
+
+async def test_whole_and_chunks_are_of_the_clients_type(where: Listening, model: str) -> None:
+    """Held strictly, not as leniently as the client reads them: every field has its type."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "n": 2, "logprobs": 2}
+    async with client(where) as http:
+        whole = await http.post("/v1/completions", json=body)
+        stream = await http.post("/v1/completions", json={**body, "stream": True})
+    *chunks, done = events(stream.text)
+    assert done == "[DONE]"
+    for reply in (whole.json(), *chunks):
+        for choice in reply["choices"]:
+            # Between the ends of a stream there is no reason yet, which OpenAI's type forgets.
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
+        Completion.model_validate(reply)
+
+
+async def test_greedy_is_one_text(api: AsyncOpenAI, model: str, sampled: Listening) -> None:
+    """Temperature 0, top_k 1 and a tiny top_p are the same text whatever the seed."""
+    ask = {"model": model, "prompt": PROMPT, "max_tokens": 16}
+    ways = [
+        await api.completions.create(**ask, temperature=0, seed=1),
+        await api.completions.create(**ask, temperature=0, seed=2),
+        await api.completions.create(**ask, top_p=1e-9, seed=3),
+        await api.completions.create(**ask, seed=4, extra_body={"top_k": 1}),
+        await api.completions.create(**ask, seed=5, extra_body={"min_p": 1.0}),
+    ]
+    assert len({way.choices[0].text for way in ways}) == 1

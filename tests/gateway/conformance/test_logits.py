@@ -1,0 +1,53 @@
+"""OpenAI's client against a node: What changes logits, on both endpoints: biases and penalties."""
+
+from __future__ import annotations
+
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.app import Listening
+from tests.gateway.conformance.asks import CHAT, PROMPT
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+async def test_a_bias_forces_a_token_and_bans_another(
+    api: AsyncOpenAI, model: str, sampled: Listening, chat: bool
+) -> None:
+    """With +100 nothing else is said, with -100 the token never is; greedy or not."""
+
+    async def tokens(**fields: object) -> list[str]:
+        if chat:
+            ask = {"model": model, "messages": CHAT, "max_tokens": 6, "logprobs": True, **fields}
+            answer = await api.chat.completions.create(**ask)
+            return [entry.token for entry in answer.choices[0].logprobs.content]
+        ask = {"model": model, "prompt": PROMPT, "max_tokens": 6, "logprobs": 0, **fields}
+        return (await api.completions.create(**ask)).choices[0].logprobs.tokens
+
+    tokenizer = sampled.node.served.tokenizer
+    for fields in ({"temperature": 0}, {"seed": 3, "temperature": 1.5, "top_p": 0.9}):
+        (forced,) = tokenizer.encode("yield", add_special_tokens=False)
+        assert await tokens(**fields, logit_bias={str(forced): 100}) == ["yield"] * 6
+        plain = await tokens(**fields)
+        (banned,) = tokenizer.encode(plain[0], add_special_tokens=False)
+        assert plain[0] not in await tokens(**fields, logit_bias={str(banned): -100})
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 1.8}],
+    ids=lambda penalty: next(iter(penalty)),
+)
+async def test_penalties_change_the_greedy_text(
+    api: AsyncOpenAI, model: str, sampled: Listening, penalty: dict[str, float]
+) -> None:
+    """A text that repeats itself stops doing so, in the same way with drafts and without."""
+    ask = {"model": model, "prompt": "x = 1\n" * 8, "max_tokens": 40, "temperature": 0}
+    plain = (await api.completions.create(**ask)).choices[0].text
+    ways = [
+        await api.completions.create(**ask, extra_body={**penalty, **more})
+        for more in ({}, {"speculation": {"mode": "off"}})
+    ]
+    assert ways[0].choices[0].text == ways[1].choices[0].text != plain
+    assert ways[1].model_extra["metrics"]["speculative_decoding"]["num_drafted_tokens"] == 0

@@ -1,0 +1,56 @@
+"""OpenAI's client against a node: `usage`, whole and streamed."""
+
+from __future__ import annotations
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.gateway.conformance.asks import CHAT, PROMPT
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+async def test_usage_tells_what_was_cached(api: AsyncOpenAI, model: str, stream: bool) -> None:
+    """A prompt seen before is not computed again, and usage says how much of it was there."""
+    prompt = f"# seen before, {'streamed' if stream else 'whole'}\n" + "value = value + 1\n" * 20
+    cached = []
+    for _ in range(2):
+        ask = {"model": model, "prompt": prompt, "max_tokens": 2, "n": 2}
+        if stream:
+            options = {"include_usage": True}
+            chunks = await api.completions.create(**ask, stream=True, stream_options=options)
+            usage = [chunk.usage async for chunk in chunks][-1]
+        else:
+            usage = (await api.completions.create(**ask)).usage
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert 0 < cached[1] < usage.prompt_tokens
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+async def test_usage_so_far_grows_to_the_whole(api: AsyncOpenAI, model: str, chat: bool) -> None:
+    """With `continuous_usage_stats` each chunk says what was used; the last says what all was."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ask = {"model": model, "max_tokens": 12, "seed": 1, "n": 2}
+    if chat:
+        ask |= {"messages": CHAT}
+        whole = (await api.chat.completions.create(**ask)).usage
+        stream = await api.chat.completions.create(**ask, stream=True, stream_options=options)
+    else:
+        ask |= {"prompt": PROMPT}
+        whole = (await api.completions.create(**ask)).usage
+        stream = await api.completions.create(**ask, stream=True, stream_options=options)
+    usages = [chunk.usage async for chunk in stream]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[0] > 0
+    assert counts[-1] == counts[-2] == whole.completion_tokens
+    assert {usage.prompt_tokens for usage in usages} == {whole.prompt_tokens}
+
+
+async def test_without_asking_chunks_have_no_usage(api: AsyncOpenAI, model: str) -> None:
+    """OpenAI's default: a stream says nothing of usage."""
+    stream = await api.completions.create(model=model, prompt="x", max_tokens=3, stream=True)
+    assert [chunk.usage async for chunk in stream if chunk.usage is not None] == []

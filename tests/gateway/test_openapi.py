@@ -1,0 +1,244 @@
+"""The OpenAPI document: complete, true in its bounds, and its examples work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import pytest_asyncio
+
+from gateway.app import Listening
+from gateway.http.openapi.document import document
+from gateway.http.openapi.operations import OPERATIONS
+from gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
+from gateway.http.routes import build_app
+from tests.gateway.harness import ScriptedBackend, client, events, running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+BODIES = {
+    "ChatBody": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    "CompletionBody": ("/v1/completions", {"prompt": "x"}),
+    "ResponsesBody": ("/v1/responses", {"input": "x"}),
+    "DetokenizeBody": ("/detokenize", {"tokens": [1]}),
+    "TokenizeBody": ("/tokenize", {}),
+}
+SHORT = {"ChatBody": {"max_tokens": 1}, "CompletionBody": {"max_tokens": 1},
+         "ResponsesBody": {"max_output_tokens": 1}}  # fmt: skip
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def where() -> AsyncIterator[Listening]:
+    """A node with the simulator, which answers each request in a millisecond."""
+    async with running(sim_service_ms=1.0) as listening:
+        yield listening
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(where: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain client of the node."""
+    async with client(where) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def told(http: httpx.AsyncClient) -> dict[str, Any]:
+    """The document as it is served."""
+    return (await http.get("/openapi.json")).json()
+
+
+async def test_every_route_is_an_operation_and_every_operation_a_route(where: Listening) -> None:
+    """What is served is documented, and what is documented is served."""
+    routes = {
+        (route.method, route.resource.canonical)
+        for route in build_app(where.node).router.routes()
+        if route.method != "HEAD"
+    }
+    documented = {(one.method, one.path) for one in OPERATIONS}
+    assert {(m, p.replace("{model:.+}", "{model}")) for m, p in routes} == documented
+    assert len({one.name for one in OPERATIONS}) == len(OPERATIONS)
+
+
+async def test_the_document_is_sound(told: dict[str, Any]) -> None:
+    """Every reference leads somewhere, every schema is one, and every answer has its id."""
+    assert told["openapi"] == "3.1.0"
+    schemas = told["components"]["schemas"]
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    text = json.dumps(told)
+    named = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert named <= set(schemas)
+    for path in told["paths"].values():
+        for operation in path.values():
+            for response in operation["responses"].values():
+                assert "x-request-id" in response["headers"]
+
+
+async def test_the_model_is_a_bound_once_it_is_there(
+    told: dict[str, Any], where: Listening
+) -> None:
+    """Before the model is loaded the document is the same without its name and vocabulary."""
+    backend = ScriptedBackend()
+    backend.gate.clear()
+    async with running(backends=[backend], start=False) as starting, client(starting) as early:
+        before = (await early.get("/openapi.json")).json()
+    assert before == json.loads(document(None))
+    assert before["paths"].keys() == told["paths"].keys()
+    tokens = told["components"]["schemas"]["DetokenizeBody"]["properties"]["tokens"]
+    assert tokens["items"]["maximum"] == where.node.served.tokenizer.vocab_size - 1
+    name = told["components"]["schemas"]["ChatBody"]["properties"]["model"]["anyOf"][0]
+    assert name["enum"] == [where.node.served.name]
+
+
+async def test_every_example_works(http: httpx.AsyncClient, told: dict[str, Any]) -> None:
+    """Examples satisfy their own schema, are answered with 200, and as the document says."""
+    schemas = {"components": told["components"]}
+    count = 0
+    for path, methods in told["paths"].items():
+        for operation in methods.values():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+            for example in (content or {"examples": {}})["examples"].values():
+                count += 1
+                body = example["value"]
+                jsonschema.validate(body, {**content["schema"], **schemas})
+                answer = await http.post(path, json=body)
+                assert answer.status_code == 200, (path, body, answer.text)
+                kind = answer.headers["content-type"].split(";")[0]
+                assert kind == ("text/event-stream" if body.get("stream") else "application/json")
+                reply = operation["responses"]["200"]["content"][kind]["schema"]
+                if kind == "application/json":
+                    jsonschema.validate(answer.json(), {**reply, **schemas})
+                else:
+                    check_events(path, answer.text, schemas)
+    assert count >= 10
+
+
+def check_events(path: str, text: str, schemas: dict[str, Any]) -> None:
+    """Hold the data of every event to the struct that the operation names."""
+    (operation,) = (one for one in OPERATIONS if one.path == path)
+    schema = {"$ref": f"#/components/schemas/{operation.events.__name__}", **schemas}
+    found = [data for data in events(text) if data != "[DONE]"]
+    assert found
+    for data in found:
+        jsonschema.validate(data, schema)
+
+
+def branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return schema.get("anyOf", [schema])
+
+
+def probes(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+    """Values at each bound of a schema, and whether the bound allows them."""
+    integer = schema.get("type") == "integer"
+
+    def beyond(bound: float, way: int) -> float:
+        return bound + way if integer else math.nextafter(bound, way * math.inf)
+
+    if "minimum" in schema:
+        yield schema["minimum"], True
+        yield beyond(schema["minimum"], -1), False
+    if "exclusiveMinimum" in schema:
+        yield schema["exclusiveMinimum"], False
+        yield 1e-300, True  # next to nothing, in doubles that clients can write
+    if "maximum" in schema:
+        yield schema["maximum"], True
+        yield beyond(schema["maximum"], 1), False
+    for size in ("minLength", "maxLength"):
+        if size in schema:
+            yield "x" * schema[size], True
+            yield "x" * (schema[size] + (1 if size == "maxLength" else -1)), False
+    for value in schema.get("enum", ()):
+        yield value, True
+    if schema.get("type") == "string" and "enum" in schema:
+        yield "something else", False
+    yield from _sizes(schema)
+
+
+def _sizes(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
+    items = schema.get("items", {"type": "string"})
+    if schema.get("type") == "array" and "$ref" not in items:
+        item = {"string": "x", "integer": 1, "array": [1]}[items["type"]]
+        yield from (([value], ok) for value, ok in probes(items))
+        for size, by in (("minItems", -1), ("maxItems", 1)):
+            if size in schema:
+                yield [item] * schema[size], True
+                yield [item] * (schema[size] + by), False
+    if "maxProperties" in schema:
+        value = {"string": "x", "number": 1}[schema["additionalProperties"]["type"]]
+        yield {str(i): value for i in range(schema["maxProperties"])}, True
+        yield {str(i): value for i in range(schema["maxProperties"] + 1)}, False
+        yield from (({"1": v}, ok) for v, ok in probes(schema["additionalProperties"]))
+        if "maxLength" in schema["propertyNames"]:
+            yield from (({k: value}, ok) for k, ok in probes(schema["propertyNames"]))
+        else:
+            yield {"x": value}, False
+
+
+async def test_every_bound_in_the_document_is_the_one_that_is_enforced(
+    http: httpx.AsyncClient, told: dict[str, Any]
+) -> None:
+    """At a bound a field is taken, and beyond it refused by name: for each field of each body."""
+    wrong, count = [], 0
+    for name, (path, least) in BODIES.items():
+        for field, schema in told["components"]["schemas"][name]["properties"].items():
+            found = [probe for branch in branches(schema) for probe in probes(branch)]
+            # What one branch refuses another one may take: [1] is no list of texts, but of ids.
+            for value, allowed in found:
+                if (value, True) in found and not allowed:
+                    continue
+                count += 1
+                answer = await http.post(path, json={**SHORT.get(name, {}), **least, field: value})
+                blamed = (answer.json().get("error") or {}).get("param") or ""
+                refused = answer.status_code in {400, 404} and blamed.split("[")[0] == field
+                too_long = "context_length" in answer.text
+                if not (allowed and too_long) and refused == allowed and not _needs(field, value):
+                    wrong.append((name, field, str(value)[:50], allowed, answer.text[:200]))
+    assert wrong == []
+    assert count > 400
+
+
+def _needs(field: str, value: Any) -> bool:
+    """Whether a field is refused for want of another one, at a value that is within its bounds."""
+    needs_other = {"top_logprobs": RANGES["top_logprobs"].most, "tool_choice": "required"}
+    return field in needs_other and value == needs_other[field]
+
+
+async def test_no_number_is_without_a_bound(told: dict[str, Any]) -> None:
+    """Every number of a request has a least value in the document, and no table entry is idle."""
+    schemas = told["components"]["schemas"]
+    bounded = set()
+    for name in (*BODIES, "SpeculationOptions"):
+        for field, schema in schemas[name]["properties"].items():
+            for branch in branches(schema):
+                if branch.get("type") in {"integer", "number"}:
+                    assert "minimum" in branch or "exclusiveMinimum" in branch, (name, field)
+                    bounded.add(field)
+    assert bounded == set(RANGES)
+    fields = {f for schema in schemas.values() for f in schema.get("properties", {})}
+    dotted = {f"{n}.{f}" for n, schema in schemas.items() for f in schema.get("properties", {})}
+    assert set(KEYWORDS) | REQUIRED <= fields | dotted
+
+
+async def test_nested_bounds_are_enforced_too(http: httpx.AsyncClient) -> None:
+    """Of the speculation wish and of names of functions."""
+    path, least = BODIES["ChatBody"]
+    for fields, param in (
+        ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}], "tool_choice": "none"},
+         "tools[0].function.name"),
+    ):  # fmt: skip
+        answer = await http.post(path, json={**least, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_wrong_method_is_told_the_right_ones(http: httpx.AsyncClient) -> None:
+    """A 405 says which methods there are, as RFC 9110 wants."""
+    answers = await asyncio.gather(http.put("/v1/completions"), http.post("/v1/models"))
+    assert [answer.status_code for answer in answers] == [405, 405]
+    assert [answer.headers["allow"] for answer in answers] == ["POST", "GET, HEAD"]

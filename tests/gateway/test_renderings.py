@@ -1,0 +1,144 @@
+"""Renderings by themselves: a streamed answer adds up to the whole one, however it is cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.types import Delta, FinishReason
+from gateway.errors import WorkerFailed
+from gateway.http.endpoints.chat import CHAT
+from gateway.http.endpoints.completions import COMPLETIONS
+from gateway.http.endpoints.responses import RESPONSES
+from gateway.http.generation import Api
+from gateway.http.replies.rendering import Frame, Rendering, WholeChoice
+from gateway.http.replies.shapes import (
+    PromptTokensDetails,
+    ResponseMetrics,
+    SpeculativeDecoding,
+    Usage,
+)
+from gateway.http.requests.validation import Served
+from policies.types import ANYTIME
+from tests.gateway.tool_models import NOW, TOOLS, WEATHER
+
+USAGE = Usage(3, 4, 7, PromptTokensDetails(0))
+METRICS = ResponseMetrics(
+    1, None, "w", SpeculativeDecoding("off", "auto", None, 0, "test", None, 0, 0, 0, ())
+)
+FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
+BODIES: dict[str, tuple[Api, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}),
+    "chat without tools": (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+    "completion": (COMPLETIONS, {"prompt": "x"}),
+    "response": (RESPONSES, {"input": "x", "tools": FLAT}),
+    "response without tools": (RESPONSES, {"input": "x"}),
+}
+TEXTS = st.lists(
+    st.sampled_from(
+        ['<tool_call>\n{"name": "now", "arguments": {', '"a": 1', "}}", "\n</tool_call>", "Well. ",
+         '<tool_call>{"name": "weather", "arguments": {}}</tool_call>', "<tool_", "\n", "}"]
+    )
+    | st.text(max_size=5),
+    max_size=8,
+)  # fmt: skip
+ENDS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
+
+
+class QwenTokenizer:
+    """As much of a tokenizer as parsing a request needs, with Qwen's template."""
+
+    vocab_size = 9
+    tool_template = (
+        Path(__file__).parents[1] / "tokenizer" / "templates" / "qwen2_5.jinja"
+    ).read_text(encoding="utf-8")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [1]
+
+    def render_chat(self, messages: object, tools: object = None) -> str:
+        return "x"
+
+
+@cache
+def maker(kind: str) -> Callable[[], Rendering]:
+    """What makes fresh renderings of the same request."""
+    api, body = BODIES[kind]
+    served = Served("m", QwenTokenizer(), 100)
+    call = api.parse(json.dumps(body).encode(), served, "id", ANYTIME)
+    frame = Frame("id", 1, "m", QwenTokenizer(), logprobs=False)
+    return lambda: api.rendering(frame, call)
+
+
+def data_of(events: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in events.decode().split("\n") if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def added_up(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], str | None]:
+    """Content, calls and reason of a streamed chat or completion."""
+    text, calls, reason = "", [], None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta = choice.get("delta", {"content": choice.get("text")})
+            text += delta.get("content") or ""
+            reason = choice["finish_reason"] or reason
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    calls.append((call["id"], call["function"]["name"], ""))
+                *named, arguments = calls[call["index"]]
+                calls[call["index"]] = (*named, arguments + call["function"]["arguments"])
+    return text, calls, reason
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_stream_adds_up_to_the_whole(kind: str) -> None:
+    """Text, calls with their ids, and the reason are the same, whatever the deltas were."""
+
+    @given(parts=TEXTS, end=ENDS)
+    def check(parts: list[str], end: FinishReason) -> None:
+        whole = json.loads(
+            maker(kind)().response([WholeChoice(["".join(parts)], [], end)], USAGE, METRICS)
+        )
+        rendering = maker(kind)()
+        events = b"".join(rendering.chunk(Delta(0, (1,), part)) for part in parts)
+        events += rendering.chunk(Delta(0, (1,), "", (), end))
+        events += rendering.ending(USAGE, METRICS)
+        found = data_of(events)
+        if kind.startswith("response"):
+            assert found[-1]["response"] == whole
+            assert [event["sequence_number"] for event in found] == list(range(len(found)))
+            return
+        (choice,) = whole["choices"]
+        message = choice.get("message", {"content": choice.get("text")})
+        calls = [
+            (call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls", ())
+        ]
+        assert added_up(found) == (message["content"] or "", calls, choice["finish_reason"])
+
+    check()
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_failure_is_one_event_that_says_why(kind: str) -> None:
+    """Whatever was sent before, it is the last event, and nobody takes it for a good end."""
+    for parts in ([], ["half an ans"], ['<tool_call>\n{"name": "now", "arguments": {"a']):
+        rendering = maker(kind)()
+        for part in parts:
+            rendering.chunk(Delta(0, (1,), part))
+        told = rendering.failure(WorkerFailed("device lost"))
+        last = data_of(told)[-1]
+        if kind.startswith("response"):
+            assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+            last = last["response"]
+        assert last["error"]["message"] == "device lost"
+        assert b"[DONE]" not in told

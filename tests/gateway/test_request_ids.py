@@ -1,0 +1,82 @@
+"""`x-request-id`: whatever is answered carries the id that its logs have."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+
+import httpx
+import pytest
+
+from gateway.app import Listening
+from tests.gateway.harness import port_of, running
+
+OF_CLIENT = "trace-me 42"
+HI = [{"role": "user", "content": "hi"}]
+
+REQUESTS = {
+    "whole": ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, 200),
+    "stream": ("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}, 200),
+    "chat stream": (
+        "POST", "/v1/chat/completions", {"messages": HI, "max_tokens": 1, "stream": True}, 200,
+    ),
+    "bad field": ("POST", "/v1/completions", {"prompt": 5}, 400),
+    "no model": ("POST", "/v1/completions", {"model": "other", "prompt": "a"}, 404),
+    "no route": ("GET", "/nothing", None, 404),
+    "no such method": ("DELETE", "/v1/completions", None, 405),
+    "tokenize": ("POST", "/tokenize", {"prompt": "a"}, 200),
+    "models": ("GET", "/v1/models", None, 200),
+    "metrics": ("GET", "/metrics", None, 200),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REQUESTS)
+async def test_every_answer_echoes_the_clients_id(http: httpx.AsyncClient, case: str) -> None:
+    """Answers, streams and errors of every kind carry the id that the client sent."""
+    method, path, body, status = REQUESTS[case]
+    answer = await http.request(method, path, json=body, headers={"x-request-id": OF_CLIENT})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (status, OF_CLIENT)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"no such thing", {"content-encoding": "gzip"}, 400),
+        (gzip.compress(b" " * 2000), {"content-encoding": "gzip"}, 413),
+        (b" " * 2000, {}, 413),
+        (b"{}", {"expect": "tea"}, 417),
+    ],
+    ids=["no json", "no gzip", "a bomb", "too large", "expectation"],
+)
+async def test_malformed_requests_echo_it_too(
+    content: bytes, headers: dict[str, str], status: int
+) -> None:
+    """Also what is refused before it is read has its id."""
+    async with running(max_body_bytes=1000) as where, httpx.AsyncClient() as http:
+        sent = {"x-request-id": OF_CLIENT, **headers}
+        url = f"{where.url}/v1/completions"
+        answer = await http.post(url, content=content, headers=sent)
+    assert (answer.status_code, answer.headers["x-request-id"]) == (status, OF_CLIENT)
+
+
+async def test_what_is_no_http_is_refused_and_the_node_lives(
+    sim: Listening, http: httpx.AsyncClient
+) -> None:
+    """Bytes that are no request get a 400 and a closed connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(sim))
+    writer.write(b"no such\x00 protocol\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.")
+    assert b" 400 " in answer.splitlines()[0]
+    assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("sent", ["", "x" * 129, "caf\u00e9"])
+async def test_an_id_that_cannot_be_logged_is_replaced(http: httpx.AsyncClient, sent: str) -> None:
+    """Ids that are empty, long or beyond ASCII give way to one of ours, each time a new one."""
+    headers = {"x-request-id": sent.encode("latin-1")}
+    made = [(await http.get("/health", headers=headers)).headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    assert all(one.isalnum() and len(one) == 24 for one in made)

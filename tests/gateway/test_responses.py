@@ -1,0 +1,371 @@
+"""`/v1/responses`: OpenAI's client, its types held strictly, and a worker that the test plays."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+from backends.types import Delta, FinishReason
+from gateway.app import Listening
+from gateway.http.requests.naming import client_name
+from gateway.http.requests.responses import PARAMS
+from tests.gateway.harness import ScriptedBackend, client, running
+from tests.gateway.tool_models import NOW, WEATHER, with_template
+
+PATH = "/v1/responses"
+EVENT = TypeAdapter(ResponseStreamEvent)
+TOOLS = [{"type": "function", "strict": None, **tool["function"]} for tool in (WEATHER, NOW)]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'
+needs_engine = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None
+    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
+    reason="needs torch and the shipped model",
+)
+
+
+@pytest.fixture
+def qwen(scripted: ScriptedBackend, tmp_path: Path) -> ScriptedBackend:
+    """A worker whose model has Qwen's template."""
+    scripted.tokenizer = Tokenizer(with_template(tmp_path / "model", "qwen2_5"))
+    scripted.kv_tokens = 1000
+    return scripted
+
+
+@pytest.fixture
+async def node(qwen: ScriptedBackend) -> AsyncIterator[Listening]:
+    """A node with that worker."""
+    async with running(backends=[qwen]) as where:
+        yield where
+
+
+@pytest.fixture
+async def http(node: Listening) -> AsyncIterator[httpx.AsyncClient]:
+    """A plain client of it."""
+    async with client(node) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def api(node: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client of it."""
+    async with AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def ask(http: httpx.AsyncClient, **fields: Any) -> asyncio.Task[httpx.Response]:
+    """Send a request in the background."""
+    return asyncio.create_task(http.post(PATH, json={"input": "hi", **fields}))
+
+
+def told(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, each of which OpenAI's types accept, under the name of its type."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENT.validate_python(event)
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+async def streamed(
+    backend: ScriptedBackend, http: httpx.AsyncClient, steps: list[str], **fields: Any
+) -> list[dict[str, Any]]:
+    """The events of an answer that comes in these steps."""
+    answer = ask(http, stream=True, **fields)
+    request = await backend.submitted.get()
+    for step in steps:
+        backend.emit(request, step, last=step is steps[-1])
+        await asyncio.sleep(0)
+    return told((await answer).text)
+
+
+async def test_a_text_streams_as_openais_events(
+    qwen: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """The order of events is OpenAI's, numbers have no gap, and the last one has it all."""
+    events = await streamed(qwen, http, ["Good ", "day."])
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    deltas = kinds.count("output_text.delta")
+    assert kinds == [
+        "created", "in_progress", "output_item.added", "content_part.added",
+        *["output_text.delta"] * deltas,
+        "output_text.done", "content_part.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    assert "".join(e.get("delta", "") for e in events) == "Good day."
+    last = events[-1]["response"]
+    assert (last["status"], last["output"][0]["content"][0]["text"]) == ("completed", "Good day.")
+    assert last["usage"]["total_tokens"] == last["usage"]["input_tokens"] + 2
+    assert last["metrics"]["speculative_decoding"]["policy"] == "auto"
+    assert events[3]["part"]["text"] == ""  # as it was then, not as it became
+
+
+async def test_a_whole_response_is_openais_type(
+    qwen: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """Every field that the type demands is there; the request is repeated, storing is denied."""
+    answer = ask(http, store=True, metadata={"k": "v"}, temperature=0.5, user="u", tools=TOOLS,
+                 instructions="Be brief.", max_output_tokens=9)  # fmt: skip
+    request = await qwen.submitted.get()
+    qwen.emit(request, "Yes.", last=True)
+    body = (await answer).json()
+    parsed = Response.model_validate(body)
+    assert parsed.output_text == "Yes."
+    assert (body["store"], body["metadata"], body["temperature"]) == (False, {"k": "v"}, 0.5)
+    assert (body["instructions"], body["max_output_tokens"]) == ("Be brief.", 9)
+    assert [tool["name"] for tool in body["tools"]] == ["weather", "now"]
+    assert "Be brief." in qwen.tokenizer.decode(request.prompt_ids)
+    assert body["incomplete_details"] is body["error"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_an_answer_cut_by_its_length_is_incomplete(
+    qwen: ScriptedBackend, http: httpx.AsyncClient, stream: bool
+) -> None:
+    """The end says that it is not whole, and why; so does its item."""
+    answer = ask(http, stream=stream, max_output_tokens=1)
+    request = await qwen.submitted.get()
+    last = Delta(0, (1,), "Half", (), FinishReason.LENGTH)
+    qwen.streams.deliver([(request.request_id, last)])
+    if stream:
+        *_, end = told((await answer).text)
+        assert end["type"] == "response.incomplete"
+        body = end["response"]
+    else:
+        body = (await answer).json()
+    assert (body["status"], body["incomplete_details"]) == (
+        "incomplete", {"reason": "max_output_tokens"},
+    )  # fmt: skip
+    assert body["output"][0]["status"] == "incomplete"
+
+
+async def test_a_worker_that_breaks_is_one_failed_event(
+    qwen: ScriptedBackend, api: AsyncOpenAI
+) -> None:
+    """Behind the first event a failure is the response's own ending, and the only one."""
+    opening = asyncio.create_task(api.responses.create(model="scripted", input="x", stream=True))
+    request = await qwen.submitted.get()
+    qwen.emit(request, "half")
+    stream = aiter(await opening)
+    while (await anext(stream)).type != "response.output_text.delta":
+        pass
+    qwen.crash("device lost")
+    rest = [event async for event in stream]
+    assert [event.type for event in rest] == ["response.failed"]
+    assert rest[0].response.error.code == "server_error"
+    assert "device lost" in rest[0].response.error.message
+    with pytest.raises(openai.InternalServerError) as refused:
+        await api.responses.create(model="scripted", input="x", stream=True)
+    assert refused.value.code == "worker_failed"
+
+
+async def test_calls_are_items_of_their_own(qwen: ScriptedBackend, http: httpx.AsyncClient) -> None:
+    """Text, call and call are three items, each opened, told and closed before the next one."""
+    steps = ["Well. <tool", CALL[5:40], CALL[40:] + CALL]
+    events = await streamed(qwen, http, steps, tools=TOOLS)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    added = [e["item"] for e in events if e["type"] == "response.output_item.added"]
+    assert [item["type"] for item in added] == ["message", "function_call", "function_call"]
+    assert [item.get("arguments") for item in added] == [None, "", ""]
+    opened = [k for k in kinds if k in {"output_item.added", "output_item.done"}]
+    assert opened == ["output_item.added", "output_item.done"] * 3
+    arguments = "".join(
+        e["delta"] for e in events
+        if e["type"] == "response.function_call_arguments.delta" and e["output_index"] == 1
+    )  # fmt: skip
+    assert json.loads(arguments) == {"city": "Rome", "days": 1}
+    message, *calls = events[-1]["response"]["output"]
+    assert message["content"][0]["text"] == "Well."
+    assert [(c["name"], c["arguments"]) for c in calls] == [("weather", arguments)] * 2
+    assert len({c["call_id"] for c in calls}) == 2
+
+
+async def test_openais_stream_helper_follows(qwen: ScriptedBackend, api: AsyncOpenAI) -> None:
+    """The client's accumulator, which checks every event against the state before, agrees."""
+
+    async def helped() -> Any:
+        async with api.responses.stream(model="scripted", input="x", tools=TOOLS) as stream:
+            async for _ in stream:
+                pass
+            return await stream.get_final_response()
+
+    answer = asyncio.create_task(helped())
+    request = await qwen.submitted.get()
+    qwen.emit(request, "Well. ")
+    qwen.emit(request, CALL, last=True)
+    final = await answer
+    assert final.output_text == "Well."
+    assert final.output[1].name == "weather"
+
+
+async def test_a_conversation_is_what_a_chat_would_be(
+    qwen: ScriptedBackend, http: httpx.AsyncClient
+) -> None:
+    """Items of the input make the prompt which the same messages make of a chat."""
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "message", "role": "assistant",
+         "content": [{"type": "output_text", "text": "Wait.", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "now", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": '{"days": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "12:00"},
+        {"type": "function_call_output", "call_id": "c2", "output": "sunny"},
+    ]  # fmt: skip
+
+    def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+        return {"id": call_id, "type": "function",
+                "function": {"name": name, "arguments": arguments}}  # fmt: skip
+
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "Wait.",
+         "tool_calls": [call("c1", "now", "{}"), call("c2", "weather", '{"days": 1}')]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+        {"role": "tool", "tool_call_id": "c2", "content": "sunny"},
+    ]  # fmt: skip
+    prompts = []
+    for path, body in (
+        (PATH, {"input": items, "instructions": "Be brief.", "tools": TOOLS}),
+        ("/v1/chat/completions", {"messages": messages, "tools": [WEATHER, NOW]}),
+    ):
+        answer = asyncio.create_task(http.post(path, json={**body, "max_tokens": 5}))
+        request = await qwen.submitted.get()
+        qwen.emit(request, "ok", last=True)
+        assert (await answer).status_code == 200
+        prompts.append(request.prompt_ids)
+    assert prompts[0] == prompts[1]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": ""}, "input"),
+    ({"input": []}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "input[0].content[0].type"),
+    ({"input": [{"type": "reasoning"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+     "input[0].arguments"),
+    ({"input": [{"role": "assistant", "content": "a"},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call", "call_id": "d", "name": "f", "arguments": "7"}]},
+     "input[2].arguments"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10**9}, "max_output_tokens"),
+    ({"input": "a b " * 2000}, "input"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_p": 2}, "top_p"),
+    ({"stream": 1}, "stream"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": [1]}}},
+     "text.format.schema"),
+    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"metadata": {"k": 5}}, "metadata"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata"),
+    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"metadata": {str(i): "v" for i in range(17)}}, "metadata"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
+    ({"tools": TOOLS, "text": {"format": {"type": "json_object"}}}, "text.format"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"background": True}, "background"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"max_tool_calls": 3}, "max_tool_calls"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_what_is_wrong_is_named_as_the_client_knows_it(
+    http: httpx.AsyncClient, stream: bool
+) -> None:
+    """Every malformed or unsupported field is a 400 that names it in this endpoint's words."""
+    wrong = []
+    for fields, param in BAD:
+        answer = await http.post(PATH, json={"input": "x", "stream": stream, **fields})
+        error = answer.json().get("error", {})
+        named = param in error["message"] or error["code"] == "context_length_exceeded"
+        if (answer.status_code, error.get("param"), named) != (400, param, True):
+            wrong.append((fields, answer.status_code, error))
+    assert wrong == []
+
+
+async def test_neutral_values_pass(qwen: ScriptedBackend, http: httpx.AsyncClient) -> None:
+    """What asks for nothing that is not done is no error."""
+    answer = ask(
+        http, background=False, include=[], previous_response_id=None, truncation="disabled",
+        reasoning={"effort": None, "summary": None}, text={"format": {"type": "text"}},
+        tools=[], top_logprobs=0, service_tier="auto", prompt_cache_key="k",
+    )  # fmt: skip
+    qwen.emit(await qwen.submitted.get(), "ok", last=True)
+    assert (await answer).status_code == 200
+
+
+@given(st.text(max_size=30))
+def test_names_that_are_no_others_stay(name: str) -> None:
+    """Only parameters that this endpoint calls otherwise are renamed."""
+    if not name.startswith((*PARAMS, "tools[", "tool_choice.function")):
+        assert client_name(name, PARAMS) == name
+    assert client_name(name, {}) == name
+
+
+class Port(BaseModel):
+    """What `parse` returns."""
+
+    port: int
+
+
+@needs_engine
+async def test_a_pydantic_model_comes_back() -> None:
+    """`responses.parse` gets an instance, and a schema that cannot be kept names `text.format`."""
+    async with (
+        running(backend="engine", kv_bytes=32 << 20, threads=1) as where,
+        AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as api,
+    ):
+        name = where.node.served.name
+        parsed = await api.responses.parse(
+            model=name, input="port =", text_format=Port, max_output_tokens=60, temperature=0
+        )
+        assert isinstance(parsed.output_parsed, Port) or parsed.status == "incomplete"
+        schema = {"type": "array", "uniqueItems": True}
+        wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+        with pytest.raises(openai.BadRequestError) as refused:
+            await api.responses.create(model=name, input="x", text=wanted)
+        assert refused.value.param == "text.format"
+        one = await api.responses.create(
+            model=name, input="def add(a, b):", max_output_tokens=12, extra_body={"seed": 3}
+        )
+        chat = await api.chat.completions.create(
+            model=name, messages=[{"role": "user", "content": "def add(a, b):"}], max_tokens=12,
+            seed=3,
+        )  # fmt: skip
+        assert one.output_text == chat.choices[0].message.content

@@ -1,0 +1,194 @@
+"""Calls in texts: found whatever way the text comes, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gateway.http.tools.dialects import HERMES, LLAMA, MISTRAL, Dialect, dialect_of
+from gateway.http.tools.forcing import calls_grammar
+from gateway.http.tools.parsing import CallParser, Piece
+
+TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
+NAMES = frozenset({"get", "get_weather", "now"})
+DIALECTS = (HERMES, MISTRAL, LLAMA)
+
+EXPECTED = {
+    "chatml": None,
+    "deepseek_r1_distill": None,
+    "llama3": None,
+    "llama3_1": LLAMA,
+    "llama3_2": LLAMA,
+    "mistral_v1": None,
+    "mistral_v2v3": MISTRAL,
+    "mistral_v3_tekken": MISTRAL,
+    "qwen2_5": HERMES,
+    "qwen3": HERMES,
+    "qwen3_instruct_2507": HERMES,
+    "qwen3_training": HERMES,
+}
+
+
+def read(
+    dialect: Dialect, parts: Iterable[str], *, several: bool = True
+) -> tuple[str, list[tuple[str, str]], list[Piece]]:
+    """Return content, calls (name and arguments) and all pieces."""
+    parser = CallParser(dialect, NAMES, several=several)
+    pieces = [piece for part in parts for piece in parser.add(part)] + parser.finish()
+    calls: list[tuple[str, str]] = []
+    for piece in pieces:
+        if piece.name:
+            calls.append((piece.name, ""))
+        if piece.arguments:
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    return "".join(piece.content for piece in pieces), calls, pieces
+
+
+def test_every_published_template_has_its_dialect() -> None:
+    """What a template's text says of tools tells how its model calls them, or that it cannot."""
+    found = {p.stem: dialect_of(p.read_text(encoding="utf-8")) for p in TEMPLATES.glob("*.jinja")}
+    assert found == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{{ messages }}",
+        "{{ tools }}",
+        "{{ tools }}<tool_call>\n<function=example>",
+        "{{ tools }}<tool_call>{name}<arg_key>",
+        "{{ tools }}[TOOL_CALLS]name[ARGS]{}",
+    ],
+)
+def test_a_template_whose_calls_are_not_known_has_no_dialect(template: str | None) -> None:
+    """Layouts that the parser does not read are never taken for those which it does."""
+    assert dialect_of(template) is None
+
+
+ARGS = '{"where": "Z\\"}ürich", "days": [1, {"a": 2}]}'
+TEXTS = [
+    (HERMES, f'<tool_call>\n{{"name": "get", "arguments": {ARGS}}}\n</tool_call>',
+     "", [("get", ARGS)]),
+    (HERMES, 'Sure. <tool_call>{"name":"now","arguments":{}}</tool_call>', "Sure.",
+     [("now", "{}")]),
+    (HERMES,
+     ('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n<tool_call>\n'
+      f'{{"name": "get_weather", "arguments": {ARGS}}}\n</tool_call>\n'),
+     "", [("now", "{}"), ("get_weather", ARGS)]),
+    (HERMES, '<tool_call>\n{"type": "function", "name": "now", "arguments": {}}', "",
+     [("now", "{}")]),
+    (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a', "", [("now", '{"a')]),
+    (HERMES, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool', "", [("now", "{}")]),
+    (HERMES, '<tool_call>\n{"name": "now", "arguments": {}}\nThen?', "\nThen?", [("now", "{}")]),
+    (HERMES, '<tool_call>\n{"name": "now", "arguments": {"a": ]}} b', "]}} b",
+     [("now", '{"a": ')]),
+    (HERMES, '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>',
+     '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>', []),
+    (HERMES, '<tool_call>\n{"name": "now", "arguments": "x"}</tool_call>',
+     '<tool_call>\n{"name": "now", "arguments": "x"}</tool_call>', []),
+    (HERMES, '{"name": "now", "arguments": {}}', '{"name": "now", "arguments": {}}', []),
+    (HERMES, "a < b <tool", "a < b <tool", []),
+    (HERMES, " \n ", " \n ", []),
+    (MISTRAL, f'[TOOL_CALLS][{{"name": "get", "arguments": {ARGS}}}]', "", [("get", ARGS)]),
+    (MISTRAL, '[{"name": "get", "arguments": {}}, {"name": "now", "arguments": {"a": 1}}]', "",
+     [("get", "{}"), ("now", '{"a": 1}')]),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "get", "arguments": {}, "id": "VvvODy9mT"}]', "",
+     [("get", "{}")]),
+    (MISTRAL, "[1, 2, 3]", "[1, 2, 3]", []),
+    (MISTRAL, 'So [{"name": "get", "arguments": {}}]', 'So [{"name": "get", "arguments": {}}]',
+     []),
+    (LLAMA, f'{{"name": "get", "parameters": {ARGS}}}', "", [("get", ARGS)]),
+    (LLAMA, '{"type": "function", "name": "now", "parameters": {}}', "", [("now", "{}")]),
+    (LLAMA, '<|python_tag|>{"name": "get", "parameters": {}}; {"name": "now", "parameters": {}}',
+     "", [("get", "{}"), ("now", "{}")]),
+    (LLAMA, '{"name": "Ann", "age": 7}', '{"name": "Ann", "age": 7}', []),
+    (LLAMA, 'It is {"name": "now", "parameters": {}}', 'It is {"name": "now", "parameters": {}}',
+     []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dialect", "text", "content", "calls"), TEXTS)
+def test_calls_and_content_are_told_apart(
+    dialect: Dialect, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    """Calls of functions on offer are found, and what is none is content; so in single letters."""
+    assert read(dialect, [text])[:2] == (content, calls)
+    assert read(dialect, text)[:2] == (content, calls)
+
+
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", "{", "}", '"', "\\", ", ", "; ",
+         '{"name": "get", "arguments": {', '{"name":"get_weather",', '"parameters": {',
+         '"arguments":{', '"id": "abc"', "\n", " " * 70, "<|python_tag|>", '"type": "function",',
+         '{"name": "now", "parameters": {}}', "hello", '"x": 1', "}}", "}]"]
+    )
+    | st.text(max_size=3),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+@given(
+    dialect=st.sampled_from(DIALECTS),
+    text=st.one_of(FRAGMENTS, st.sampled_from([t for _, t, _, _ in TEXTS])),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+    several=st.booleans(),
+)
+@example(HERMES, " " * 200 + '<tool_call>{"name": "now", "arguments": {}}', [5, 80, 190], True)
+def test_any_split_gives_the_same_and_nothing_is_lost(
+    dialect: Dialect, text: str, cuts: list[int], several: bool
+) -> None:
+    """Content and calls are a function of the text, and every character is accounted for once."""
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    parts = [text[a:b] for a, b in pairwise(bounds)]
+    content, calls, pieces = read(dialect, parts, several=several)
+    assert (content, calls) == read(dialect, [text], several=several)[:2]
+    assert (content, calls) == read(dialect, text, several=several)[:2]
+    assert "".join(piece.source for piece in pieces) == text
+    assert all(
+        piece.source == piece.content + piece.arguments or not piece.content + piece.arguments
+        for piece in pieces
+    )
+
+
+@given(text=st.text(alphabet=st.characters(exclude_characters="<{[ \t\r\n")))
+def test_plain_text_is_never_held_back(text: str) -> None:
+    """What cannot be the beginning of a call is passed on at once."""
+    for dialect in DIALECTS:
+        parser = CallParser(dialect, NAMES)
+        assert "".join(piece.content for piece in parser.add(text)) == text
+
+
+def test_only_one_call_where_one_was_asked_for() -> None:
+    """Without parallel calls the second one is text: it is not carried out, and not lost."""
+    one = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    content, calls, _ = read(HERMES, [one + one], several=False)
+    assert (content, calls) == (one, [("now", "{}")])
+
+
+def test_long_white_space_is_not_held_for_ever() -> None:
+    """A model that writes spaces without end is streamed: what waits is bounded."""
+    parser = CallParser(HERMES, NAMES)
+    given_out = "".join(piece.content for _ in range(500) for piece in parser.add(" "))
+    assert len(given_out) > 400
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_forced_is_what_is_read(dialect: Dialect, several: bool) -> None:
+    """The form of forced calls, filled in, parses as those calls; its markers are optional."""
+    form = json.loads(calls_grammar(dialect, {"get": {"type": "object"}}, several=several).text)
+    call = form["functions"][0]["head"] + '{"a": 1}' + form["functions"][0]["tail"]
+    count = 3 if form["between"] is not None else 1
+    text = form["opened"] + (form["between"] or "").join([call] * count) + form["closed"]
+    assert read(dialect, text)[:2] == ("", [("get", '{"a": 1}')] * count)
+    if dialect is MISTRAL:  # its marker is a special token: no text
+        text = text.replace("[TOOL_CALLS]", "")
+        assert read(dialect, text)[:2] == ("", [("get", '{"a": 1}')] * count)

@@ -1,0 +1,42 @@
+"""The shipped model with chat templates that know tools: calls are as random as its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from backends.shipped import SHIPPED_MODEL
+
+TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
+
+
+def with_template(directory: Path, name: str) -> Path:
+    """Write a checkpoint: the shipped one, with a published template in place of its own."""
+    directory.mkdir()
+    for path in SHIPPED_MODEL.iterdir():
+        if path.name != "tokenizer_config.json":
+            (directory / path.name).symlink_to(path)
+    settings = json.loads((SHIPPED_MODEL / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+TOOLS = [WEATHER, NOW]
