@@ -24,6 +24,7 @@ from typing import Final
 from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
+from backends.core.embedding import embedded, embedding_work
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.newcomers import first_blocks, prompt_tokens
 from backends.core.prefix_cache import PendingPrefixes
@@ -213,6 +214,9 @@ class Scheduler:
                 sequence.token_ids.pop()  # here comes the token that was pending
             kept = self._confirm(work, emitted)
             emissions.append((sequence, kept, logprobs[: len(kept)]))
+        for sequence in embedded(plan, result):
+            self.finish(sequence, FinishReason.STOP)
+            emissions.append((sequence, (), ()))
         self._now_s += result.step_s
         if self._with_service:
             _note_first_tokens(emissions, self._now_s)
@@ -347,7 +351,8 @@ class Scheduler:
         fed = (known[start],) if tokens == 1 else tuple(known[start:end])
         sequence.last_step = self._step
         step.budget -= tokens
-        step.work[sequence.key] = SequenceWork(sequence, start, fed, end == len(known))
+        work = SequenceWork(sequence, start, fed, end == len(known))
+        step.work[sequence.key] = embedding_work(work) if sequence.embeds else work
 
     def _make_room(self, sequence: Sequence, step: _StepDraft) -> bool:
         """Give the sequence blocks for all its tokens, preempting the youngest if need be.

@@ -15,7 +15,13 @@ from typing import Final
 from backends.core.draft_pages import DraftTable
 from backends.core.grammar import Grammar
 from backends.core.prefix_cache import extend_chain
-from backends.types import FinishReason, GenerationRequest, ResumedChoice, SpeculationOutcome
+from backends.types import (
+    FinishReason,
+    GenerationRequest,
+    ResumedChoice,
+    SpeculationOutcome,
+    Task,
+)
 from policies.survival import RequestRecord
 from policies.types import ANYTIME
 from policies.weights import next_due_s
@@ -55,7 +61,10 @@ class Sequence:
             may be shared with other sequences. An array, so that devices read it as it lies.
         block_hashes: chain over the full blocks of `token_ids` (`prefix_cache`).
         known_blocks: leading blocks of the table which are known by their hash.
-        most_tokens: tokens of prompt and output together at which it ends.
+        most_tokens: tokens of prompt and output together at which it ends. Of an embedding one more
+            than its prompt has, which it never gets: its last token alone is fed as a decode is.
+        embeds: its prompt is to be embedded: it ends with that, and no token is drawn.
+        embedding: what came of that (`Delta.embedding`).
         is_plain: nothing reads or changes its logits but the sampler.
         has_service: its request asked for a service level.
         cached_tokens: prompt tokens that needed no computing when the sequence first ran.
@@ -89,14 +98,19 @@ class Sequence:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
+    embedding: bytes | None = None
     most_tokens: int = field(init=False)
+    embeds: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_service: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up what every step asks for."""
         request = self.request
-        self.most_tokens = len(request.prompt_ids) + request.sampling.max_tokens
+        self.embeds = request.task is Task.EMBED
+        self.most_tokens = len(request.prompt_ids) + (
+            1 if self.embeds else request.sampling.max_tokens
+        )
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
         self.has_service = request.service != ANYTIME
 

@@ -28,6 +28,7 @@ class SequenceWork(NamedTuple):
         samples: whether a token is sampled: true once all confirmed tokens are fed.
         draft: laid out depth first; fed behind the confirmed tokens, each token into a slot of its
             own. Only where `samples`.
+        pools: whether the hidden state of the last token fed is wanted, in place of a sample.
     """
 
     sequence: Sequence
@@ -35,6 +36,7 @@ class SequenceWork(NamedTuple):
     token_ids: tuple[int, ...]
     samples: bool
     draft: Draft = NO_DRAFT
+    pools: bool = False
 
     @property
     def fed_ids(self) -> tuple[int, ...]:
@@ -123,11 +125,14 @@ class StepResult:
             work that samples, none for the rest.
         logprobs: as many as emitted where the request asked for them, else none.
         step_s: seconds the step took.
+        pooled: hidden states behind the final norm, one for each work that pools, in order: float32
+            in little-endian order. None where nothing pools.
     """
 
     emitted: Many[tuple[int, ...]]
     logprobs: Many[tuple[TokenLogprob, ...]]
     step_s: float
+    pooled: Many[bytes] | None = None
 
 
 class Executor(Protocol):

@@ -82,6 +82,7 @@ class Feed(NamedTuple):
         num_samples: the last so many rows' logits are wanted.
         positions: of the rows of a tree; empty where each follows the one before.
         spans: who attends to what, together all rows; empty for one span over the pages.
+        pools: the last row's hidden state is wanted; then no row's logits are.
     """
 
     token_ids: Many[int]
@@ -90,6 +91,7 @@ class Feed(NamedTuple):
     num_samples: int
     positions: Many[int] = ()
     spans: tuple[AttentionSpan, ...] = ()
+    pools: bool = False
 
 
 class RaggedSpans(NamedTuple):
@@ -124,9 +126,11 @@ class StepInputs:
     Attributes:
         token_ids, positions, slots: [rows] int64; where each token's keys and values go.
         spans: one for each sequence, and one more for each further branch of a tree.
-        sample_rows: rows whose logits are wanted, padded to the row tile.
-        num_samples: how many of them are real.
+        sample_rows: rows whose logits are wanted, behind them those whose hidden state is, padded to
+            the row tile.
+        num_samples: how many logits are wanted.
         ragged: the spans on the device, if they are there already.
+        num_pooled: how many hidden states are wanted.
     """
 
     token_ids: Tensor
@@ -136,6 +140,7 @@ class StepInputs:
     sample_rows: Tensor
     num_samples: int
     ragged: RaggedSpans | None = None
+    num_pooled: int = 0
 
     def on(self, device: torch.device) -> StepInputs:
         """Return the same step with its tensors on a device."""
@@ -155,6 +160,7 @@ class StepRows:
     Attributes:
         token_ids, positions, slots: of each row.
         sample_rows: rows whose logits are wanted.
+        pooled_rows: rows whose hidden state is wanted.
         spans: who attends to what.
     """
 
@@ -163,6 +169,7 @@ class StepRows:
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
+    pooled_rows: list[int] = field(default_factory=list)
 
 
 def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
@@ -177,7 +184,7 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
     samples = batch.sample_rows
     span_rows, span_starts, span_pages = spans.rows, spans.starts, spans.pages
     rows = 0
-    for fed, start, pages, num_samples, shown_at, own_spans in feeds:
+    for fed, start, pages, num_samples, shown_at, own_spans, pools in feeds:
         count = len(fed)
         if count == 1:  # most of a batch
             token_ids.append(fed[0])
@@ -193,6 +200,8 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
             samples.append(rows - 1)
         else:
             samples += range(rows - num_samples, rows)
+            if pools:
+                batch.pooled_rows.append(rows - 1)
         for span in own_spans:
             spans.add(span)
         if not own_spans:
@@ -213,14 +222,16 @@ def build_inputs(
     """
     batch = lay_out(feeds, page_tokens)
     rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
+    wanted = batch.sample_rows + batch.pooled_rows
     padding = padded_rows(rows) - rows
     return StepInputs(
         _tensor(batch.token_ids + [0] * padding),
         _tensor(batch.positions + [0] * padding),
         _tensor(batch.slots + [dump_slot] * padding),
         batch.spans,
-        _tensor(batch.sample_rows + [0] * (padded_rows(num_samples) - num_samples)),
+        _tensor(wanted + [0] * (padded_rows(len(wanted)) - len(wanted))),
         num_samples,
+        num_pooled=len(batch.pooled_rows),
     )
 
 
@@ -239,9 +250,9 @@ def attending(span: AttentionSpan, rows: int) -> StepInputs:
 
 def feed_of(work: SequenceWork) -> Feed:
     """Return what a sequence feeds to the target in a step."""
-    sequence, start, token_ids, samples, draft = work
+    sequence, start, token_ids, samples, draft, pools = work
     if not draft.token_ids:
-        return Feed(token_ids, start, sequence.block_table, samples)
+        return Feed(token_ids, start, sequence.block_table, samples, pools=pools)
     fed, table = work.fed_ids, sequence.block_table
     if draft.is_chain:
         return Feed(fed, start, table, work.num_samples)
