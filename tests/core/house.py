@@ -192,7 +192,8 @@ class House:
         fed = tuple(sequence.token_ids[work.start : work.start + confirmed])
         assert work.token_ids == fed
         assert work.confirmed_end == work.start + confirmed
-        assert work.samples == (work.start + confirmed == len(sequence.token_ids))
+        ends = work.start + confirmed == len(sequence.token_ids)
+        assert (work.samples, work.pools) == (ends and not sequence.embeds, ends and sequence.embeds)
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
         most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
         assert 0 <= work.num_drafts <= (most if work.samples else 0)
@@ -201,7 +202,12 @@ class House:
         assert self.blocks.num_free == self.blocks.num_blocks
         assert set(self.proposer.forgotten) == {s.key for s in self.sequences}
         for sequence in self.sequences:
-            if sequence.finish_reason is not FinishReason.ABORT:
+            if sequence.finish_reason is FinishReason.ABORT:
+                continue
+            if sequence.embeds:
+                assert sequence.embedding == f"{sequence.key}@{sequence.prompt_tokens - 1}".encode()
+                assert not self.outputs[sequence.key]
+            else:
                 assert self.outputs[sequence.key] == expected_output(sequence)
                 assert sequence.output_tokens == len(self.outputs[sequence.key])
 
