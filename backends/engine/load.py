@@ -30,6 +30,7 @@ from backends.engine.proposers.registry import (
 )
 from backends.engine.runner import ModelRunner, Runner
 from backends.engine.sampler import Verify
+from backends.engine.sentence_transformers import pools_last_token
 from backends.engine.served import ServedModel
 from backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
 from backends.engine.weights import Weights, load_weights
@@ -37,7 +38,7 @@ from backends.errors import CheckpointError
 from backends.grammar import LlGrammars
 from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
 from backends.tokenizer import Tokenizer
-from backends.types import ModelCard
+from backends.types import Capabilities, ModelCard
 from policies.registry import batching_policy, speculation_policy
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
@@ -130,8 +131,10 @@ def load_engine(
     numerics = numerics_class(
         weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
     )
-    card = _card(config, numerics, max_model_len)
-    worker = Worker(scheduler, tokenizer, max_model_len, LlGrammars(tokenizer, model.eos_ids))
+    embeds = pools_last_token(directory)
+    card = _card(config, numerics, max_model_len, model.hidden_size if embeds else 0)
+    grammars = LlGrammars(tokenizer, model.eos_ids)
+    worker = Worker(scheduler, tokenizer, max_model_len, grammars, embeds=embeds)
     served = ServedModel(card, worker.admission, model.eos_ids)
     return LoadedEngine(worker, runner, served, proposers)
 
@@ -278,11 +281,14 @@ def _window(config: WorkerConfig) -> int | None:
     return SHIPPED_DRAFT_WINDOW
 
 
-def _card(config: WorkerConfig, numerics: str, max_model_len: int) -> ModelCard:
+def _card(
+    config: WorkerConfig, numerics: str, max_model_len: int, embedding_size: int
+) -> ModelCard:
     return ModelCard(
         checkpoint_id(config.model),
         config.model or SHIPPED_MODEL_ID,
         max_model_len,
         numerics,
         int(time.time()),
+        Capabilities(embeddings=embedding_size > 0, embedding_size=embedding_size),
     )

@@ -16,6 +16,7 @@ from backends.types import (
     ResumedChoice,
     SamplingParams,
     SpeculationOutcome,
+    Task,
 )
 from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan, WorkerLoad
 
@@ -33,15 +34,19 @@ REQUESTS = [
         resumed=(ResumedChoice(1, (8, 9)),),
         service=ServiceLevel(1.5, 0.0125, -(1 << 31)),
     ),
+    GenerationRequest("c", (1, 2), SamplingParams(0, 0), PLAN, task=Task.EMBED),
 ]
 OUTCOME = SpeculationOutcome(3, 9, 4, (1, 1, 0, 1))
 REPORT = Stepped(
-    [("a", Delta(0, (5, 6), "text", (), FinishReason.STOP, OUTCOME, 16))],
+    [
+        ("a", Delta(0, (5, 6), "text", (), FinishReason.STOP, OUTCOME, 16)),
+        ("c", Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=b"\x00\x80\xff")),
+    ],
     WorkerLoad(1, 2, 3, 4, 0.25, 0.7, ("ngram", "draft_model"), 0.05),
 )
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=["plain", "with everything"])
+@pytest.mark.parametrize("request_", REQUESTS, ids=["plain", "with everything", "to embed"])
 def test_a_request_arrives_whole(request_: GenerationRequest) -> None:
     """Service level, tenant, grammar and resumed tokens travel as everything else does."""
     here, there = socket.socketpair()
