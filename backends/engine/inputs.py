@@ -126,8 +126,8 @@ class StepInputs:
     Attributes:
         token_ids, positions, slots: [rows] int64; where each token's keys and values go.
         spans: one for each sequence, and one more for each further branch of a tree.
-        sample_rows: rows whose logits are wanted, behind them those whose hidden state is, padded to
-            the row tile.
+        sample_rows: rows whose logits are wanted, behind them those whose hidden state is, padded
+            to the row tile.
         num_samples: how many logits are wanted.
         ragged: the spans on the device, if they are there already.
         num_pooled: how many hidden states are wanted.

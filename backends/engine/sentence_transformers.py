@@ -1,8 +1,8 @@
 """What a checkpoint in the layout of sentence-transformers asks of whoever embeds with it.
 
-`modules.json` lists what comes behind the decoder, `1_Pooling/config.json` says how to pool. Only the
-last token's state, normalised, is what `pooling.py` and the gateway make. A mean would need every
-row's state, of what is cached as well, so it is refused by name and never made quietly otherwise.
+`modules.json` lists what comes behind the decoder, `1_Pooling/config.json` says how to pool. What
+`pooling.py` and the gateway make is the last token's state, normalised. A mean would need every
+row's state, of what is cached as well; it is refused by name and never quietly made otherwise.
 """
 
 from __future__ import annotations

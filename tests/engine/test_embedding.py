@@ -16,19 +16,19 @@ from transformers import AutoModel
 
 from backends.base import WorkerConfig
 from backends.core.drive import drive
-from backends.core.worker import Worker
 from backends.engine.backend import EngineBackend
 from backends.engine.sentence_transformers import why_not_embedded
 from backends.errors import CheckpointError, RequestRejected
 from backends.shipped import SHIPPED_MODEL
-from backends.types import FinishReason, GenerationRequest, Task
+from backends.types import FinishReason, GenerationRequest
 from policies.registry import speculation_policy
 from policies.speculation import Off
 from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
-from tests.engine.harness import Engine, Model, Setup, request
+from tests.engine.harness import Engine, Model, Setup, request, to_embed
 from tests.engine.test_families import random_model
 
 MODEL = Model(SHIPPED_MODEL)
+DEFAULT = Setup()
 RNG = random.Random(8)
 TEXTS = [
     [RNG.randrange(MODEL.tokenizer.vocab_size) for _ in range(length)]
@@ -36,17 +36,12 @@ TEXTS = [
 ]
 
 
-def to_embed(name: str, tokens: Iterable[int]) -> GenerationRequest:
-    wanted = request(name, tokens, Off(), max_tokens=0)
-    return replace(wanted, task=Task.EMBED)
-
-
 def embeddings(
-    requests: Iterable[GenerationRequest], setup: Setup = Setup(), model: Model = MODEL
+    requests: Iterable[GenerationRequest], setup: Setup = DEFAULT, model: Model = MODEL
 ) -> tuple[dict[str, bytes], Engine, int]:
     """What each request to embed got, the engine behind it, and preemptions."""
     engine = Engine(model, setup)
-    worker = Worker(engine.scheduler, model.tokenizer, 1024, embeds=True)
+    worker = engine.worker
     for one in requests:
         worker.admission.check(one)
         worker.submit(one)
@@ -96,7 +91,7 @@ def test_bits_are_those_of_a_text_alone_whatever_is_batched(
 def test_bits_do_not_depend_on_what_was_cached(alone: dict[str, bytes]) -> None:
     """A text of which all but the end was computed for others is embedded to the same bits."""
     engine = Engine(MODEL, Setup())
-    worker = Worker(engine.scheduler, MODEL.tokenizer, 1024, embeds=True)
+    worker = engine.worker
     for warm in (request("warm", TEXTS[-1], Off(), max_tokens=2), to_embed("e7", TEXTS[-1])):
         worker.submit(warm)
         deltas = [delta for step in drive(worker, engine.runner) for _, delta in step.deltas]
@@ -119,7 +114,7 @@ def test_generation_is_the_same_beside_embeddings() -> None:
 
     def tokens(beside: list[GenerationRequest]) -> dict[str, list[int]]:
         engine = Engine(MODEL, Setup(speculation_policy("fixed:3"), max_step_tokens=64))
-        worker = Worker(engine.scheduler, MODEL.tokenizer, 1024, embeds=True)
+        worker = engine.worker
         for one in (*chatter(3, max_tokens=30), *beside):
             worker.submit(one)
         told: dict[str, list[int]] = {}
@@ -240,7 +235,7 @@ def test_only_last_token_pooling_is_taken_for_what_a_checkpoint_asks(
 def test_damaged_modules_are_named(damage: str, tmp_path: Path) -> None:
     """A list of modules that is none ends loading, with the file's name."""
     (tmp_path / "modules.json").write_text(damage)
-    with pytest.raises(CheckpointError, match="damaged .*modules.json"):
+    with pytest.raises(CheckpointError, match=r"damaged .*modules\.json"):
         why_not_embedded(tmp_path)
 
 
