@@ -16,6 +16,7 @@ from backends.types import (
     GrammarSpec,
     SamplingParams,
     SpeculationOutcome,
+    Task,
 )
 from gateway.decisions import Decisions
 from gateway.errors import InvalidRequest
@@ -31,6 +32,7 @@ from policies.types import (
     RequestView,
     ServiceLevel,
     SpeculationMode,
+    SpeculationPlan,
     WorkerLoad,
 )
 
@@ -38,6 +40,10 @@ LEASE_S: Final = 30.0
 """A lease outlives this many seconds of silence from the node that holds it."""
 
 HEARTBEAT_S: Final = 1.0
+
+NOTHING_TO_DRAFT: Final = SpeculationPlan(
+    "none", SpeculationMode.OFF, None, 0, "a prompt that is embedded has no output"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Job:
         service: how soon its tokens are wanted, and how much they matter.
         tenant: whose it is; "" while nobody is told from others.
         repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
+        task: whether to continue the prompts, or to embed them: then there are no tokens to
+            generate (`max_tokens` 0), and nothing is decided about drafts.
     """
 
     request_id: str
@@ -68,6 +76,7 @@ class Job:
     service: ServiceLevel = ANYTIME
     tenant: str = ""
     repetitions: tuple[float | None, ...] = ()
+    task: Task = Task.GENERATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +184,7 @@ class Dispatcher:
             placement = self._place(job, index, workers[chosen])
             reserved[chosen] += placement.tokens
             placements.append(placement)
-        for placed in placements:
+        for placed in placements if job.task is Task.GENERATE else ():
             plan, worker_id = placed.request.speculation, placed.worker.worker_id
             self._decisions.record(job.request_id, worker_id, placed.view, placed.load, plan)
         return placements
@@ -207,11 +216,12 @@ class Dispatcher:
             f"{job.request_id}-{index}",
             prompt,
             replace(job.sampling, max_tokens=max_tokens),
-            self._policy.decide(view, load),
+            self._policy.decide(view, load) if job.task is Task.GENERATE else NOTHING_TO_DRAFT,
             job.n,
             job.tenant,
             job.grammar,
             service=job.service,
+            task=job.task,
         )
         worker.backend.check(request)
         return Placement(request, worker, view, load)

@@ -49,9 +49,7 @@ class Worker:
         self._scheduler = scheduler
         self.tokenizer = tokenizer
         pool_tokens = scheduler.blocks.num_blocks * scheduler.blocks.block_size
-        self.admission = Admission(
-            tokenizer, max_model_len, pool_tokens, grammars, embeds=embeds
-        )
+        self.admission = Admission(tokenizer, max_model_len, pool_tokens, grammars, embeds=embeds)
         self._grammars = grammars
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices

@@ -25,6 +25,9 @@ INLINE_BODY_BYTES: Final = 16 << 10
 """Larger bodies are parsed in a thread: 1 MB of text takes 0.4 s to tokenise, and the event loop
 may be held for 5 ms (design, section 8)."""
 
+Respond = Callable[[web.Request, Node, RequestWatch], Awaitable[web.StreamResponse]]
+"""Answers a request of a node, and tells the watch about it."""
+
 CLIENT_GONE: Final = 499
 """Status in logs and traces for a request whose client left (nginx's)."""
 
@@ -47,25 +50,35 @@ class Api:
 def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """Return the aiohttp handler of an endpoint."""
 
+    async def respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
+        return await _respond(request, node, api, watch)
+
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await _handle(request, api)
+        return await watched(request, api.path, api.operation, respond)
 
     return handle
 
 
-async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
+async def watched(
+    request: web.Request, path: str, operation: str, respond: Respond
+) -> web.StreamResponse:
+    """Answer a request that goes to the workers: in flight, and watched, up to its last byte.
+
+    Args:
+        operation: `gen_ai.operation.name` of its spans.
+    """
     node = request.app[NODE]
     attributes = {
         "http.request.method": "POST",
-        "http.route": api.path,
-        "gen_ai.operation.name": api.operation,
+        "http.route": path,
+        "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "draftgate",
     }
-    span = node.tracing.server(f"POST {api.path}", request.headers, attributes)
-    watch = RequestWatch(node.metrics, span, api.path, request[REQUEST_ID])
+    span = node.tracing.server(f"POST {path}", request.headers, attributes)
+    watch = RequestWatch(node.metrics, span, path, request[REQUEST_ID])
     try:
         with node.dispatcher.admitted():
-            response = await _respond(request, node, api, watch)
+            response = await respond(request, node, watch)
     except (asyncio.CancelledError, ConnectionResetError) as error:
         watch.end(Ending.CANCELLED, CLIENT_GONE, error)
         raise
@@ -91,8 +104,12 @@ async def _respond(
             body = await answer.whole(deltas)
     finally:
         dispatch.end()
+    return await send_json(request, body)
+
+
+async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Send an answer; the request is in flight, and its span open, up to the last byte."""
     response = web.Response(body=body, content_type="application/json")
-    # Sent from here, so that the request is in flight, and its span open, up to the last byte.
     await response.prepare(request)
     await response.write_eof()
     return response

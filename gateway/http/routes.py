@@ -17,7 +17,7 @@ from gateway.errors import (
 )
 from gateway.http import generation
 from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, client_request_id
-from gateway.http.endpoints import decisions, health, models, tokenize
+from gateway.http.endpoints import decisions, embeddings, health, models, tokenize
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
 from gateway.node import Node
@@ -36,6 +36,7 @@ def build_app(node: Node) -> web.Application:
     app.add_routes(
         [
             *(web.post(api.path, generation.handler(api)) for api in (CHAT, COMPLETIONS)),
+            web.post(embeddings.PATH, embeddings.embed),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
             web.post("/tokenize", tokenize.tokenize),

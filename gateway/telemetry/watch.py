@@ -55,6 +55,16 @@ class RequestWatch:
         self._finish_reasons: list[str] = []
         self._ended = False
 
+    def placed(self, placements: Sequence[Placement]) -> None:
+        """Record where some of a request's prompts go, about whose drafts nothing was decided."""
+        tokens = sum(len(placed.request.prompt_ids) for placed in placements)
+        self.prompt_tokens += tokens
+        self._metrics.prompt(tokens)
+        known = self.workers.split(",") if self.workers else []
+        workers = [*known, *(placed.worker.worker_id for placed in placements)]
+        self.workers = ",".join(dict.fromkeys(workers))
+        self.span.set({"draftgate.worker_id": self.workers})
+
     def decided(self, placements: Sequence[Placement]) -> None:
         """Record what was decided; in span and log the first prompt's plan stands for all."""
         first = placements[0].request
@@ -146,12 +156,20 @@ class RequestWatch:
                 "gen_ai.usage.output_tokens": self.output_tokens,
                 "gen_ai.response.finish_reasons": ",".join(self._finish_reasons),
                 "draftgate.ending": ending.value,
+            }
+        )
+        if self.plan is not None:
+            self._set_outcome()
+        if error is not None and status >= 500:
+            self.span.fail(type(error).__name__, str(error))
+        self.span.end()
+
+    def _set_outcome(self) -> None:
+        self.span.set(
+            {
                 "draftgate.spec_steps": self.outcome.num_spec_steps,
                 "draftgate.drafted_tokens": self.outcome.num_drafted_tokens,
                 "draftgate.accepted_tokens": self.outcome.num_accepted_tokens,
                 "draftgate.acceptance_histogram": str(list(self.outcome.acceptance_histogram)),
             }
         )
-        if error is not None and status >= 500:
-            self.span.fail(type(error).__name__, str(error))
-        self.span.end()

@@ -193,7 +193,10 @@ class House:
         assert work.token_ids == fed
         assert work.confirmed_end == work.start + confirmed
         ends = work.start + confirmed == len(sequence.token_ids)
-        assert (work.samples, work.pools) == (ends and not sequence.embeds, ends and sequence.embeds)
+        assert (work.samples, work.pools) == (
+            ends and not sequence.embeds,
+            ends and sequence.embeds,
+        )
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
         most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
         assert 0 <= work.num_drafts <= (most if work.samples else 0)

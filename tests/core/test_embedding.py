@@ -1,4 +1,4 @@
-"""Sequences that are embedded: a prompt in the steps of all others, and a hidden state at its end."""
+"""Sequences that are embedded: a prompt in the steps of all others, a hidden state at its end."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_worker_tells_it_in_one_delta() -> None:
 
 
 def test_one_that_leaves_in_its_last_step_is_told_nothing() -> None:
-    """What a step gives for a cancelled sequence is dropped, and that of the one beside it is not."""
+    """What a step gives for a cancelled sequence is dropped; the one beside it gets its own."""
     worker, executor = bench(), FakeExecutor()
     leaves, stays = to_embed(3), to_embed((9, 8, 7))
     worker.submit(leaves)
@@ -140,7 +140,9 @@ def test_a_prompt_as_long_as_the_context_is_embedded() -> None:
     """It needs no room for output; one token more is refused with both numbers."""
     worker = bench()
     worker.admission.check(to_embed(LENGTH))
-    with pytest.raises(RequestRejected, match="holds 40 tokens, but the prompt has 41$") as refused:
+    with pytest.raises(
+        RequestRejected, match=r"holds 40 tokens, but the prompt has 41$"
+    ) as refused:
         worker.admission.check(to_embed(LENGTH + 1))
     assert (refused.value.param, refused.value.limit_tokens) == ("prompt", LENGTH)
 

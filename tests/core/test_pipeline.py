@@ -139,7 +139,7 @@ class Bench:
         assert self.blocks.num_free == self.blocks.num_blocks
 
     def told(self) -> dict:
-        """Of each choice: tokens, text, log probabilities, why it ended; or what it is embedded as."""
+        """Of each choice: tokens, text, log probabilities, why it ended, embeddings."""
         return {
             key: (
                 [token for delta in deltas for token in delta.token_ids],

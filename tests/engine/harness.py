@@ -120,9 +120,7 @@ class Engine:
             COST,
         )
         grammars = LlGrammars(model.tokenizer, model.config.eos_ids)
-        self.worker = Worker(
-            self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars, embeds=True
-        )
+        self.worker = Worker(self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars, embeds=True)
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run the requests to their end."""

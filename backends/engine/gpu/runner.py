@@ -122,9 +122,7 @@ class GpuRunner:
         results = to_host(torch.cat([walked.emitted, walked.kept_rows.long(), parts.long()]))
         ended.record()
         rows = _rows_of_sequences(plan)
-        return LaunchedStep(
-            rows, tokens, walks.sample_starts, results, found, began, ended, pooled
-        )
+        return LaunchedStep(rows, tokens, walks.sample_starts, results, found, began, ended, pooled)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step. The one place that waits for the device."""

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from backends.types import GenerationRequest, TokenLogprob
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
-from tests.engine.harness import (
-    HostileProposer,
-    Outcome,
-    RandomSlots,
-    Setup,
-    request,
-    to_embed,
-)
+from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, request
 from tests.engine.tiny import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
@@ -135,26 +127,3 @@ def test_what_was_launched_can_be_fetched_late() -> None:
     torch.testing.assert_close(
         torch.cat(late._pool.layers)[:, :64], torch.cat(at_once._pool.layers)[:, :64]
     )
-
-
-@pytest.mark.parametrize("policy", ["off", "fixed:3"])
-def test_prompts_are_embedded_beside_decodes_and_drafts(policy: str) -> None:
-    """Hidden states to rounding those of the CPU's runner; tokens beside them are the same."""
-    config = tiny_config()
-    weights, chosen = tiny_weights(config), speculation_policy(policy)
-    rng = random.Random(4)
-    texts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 30)]
-    pooled = [to_embed(f"e{index}", text) for index, text in enumerate(texts)]
-    wanted = [requests(chosen, n=1, max_tokens=4)[0], *pooled, to_embed("again", texts[1])]
-    expected, found = (
-        make(config, weights, setup(chosen, max_step_tokens=24)).run(wanted)
-        for make in (cpu_engine, gpu_engine)
-    )
-    assert found.tokens == expected.tokens
-    assert found.leaked_blocks == 0
-    assert found.embeddings["again"] == found.embeddings["e1"]
-    assert found.embeddings.keys() == expected.embeddings.keys()
-    for name, embedding in expected.embeddings.items():
-        state = np.frombuffer(found.embeddings[name], "<f4")
-        assert len(state) == config.hidden_size
-        np.testing.assert_allclose(state, np.frombuffer(embedding, "<f4"), atol=1e-4)
