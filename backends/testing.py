@@ -21,6 +21,7 @@ from backends.types import (
     GenerationRequest,
     ResumedChoice,
     SamplingParams,
+    Task,
 )
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -54,6 +55,7 @@ async def check_backend(backend: Backend) -> None:
         await check_streams_are_not_crossed(backend)
         await check_speculation_changes_nothing(backend)
         await check_resume(backend)
+        await check_embeddings(backend)
         await check_closing_frees(backend)
         await check_stop(backend)
     finally:
@@ -165,6 +167,28 @@ async def check_resume(backend: Backend) -> None:
         assert second.text.endswith(rest.text), "text that was sent comes again"
     done_already = replace(request, resumed=(ResumedChoice(0, first.token_ids),))
     assert _rejected_param(backend, done_already) == "max_tokens", "nothing is left to generate"
+
+
+async def check_embeddings(backend: Backend) -> None:
+    """Check that a prompt is embedded in one delta and the same again, or refused, as declared."""
+    wanted = make_request(backend)
+    sampling = replace(wanted.sampling, max_tokens=0)
+    wanted = replace(wanted, sampling=sampling, task=Task.EMBED)
+    if not backend.card.capabilities.embeddings:
+        assert _rejected_param(backend, wanted) == "model", "no embeddings are declared"
+        return
+    found = []
+    for _ in range(2):
+        again = replace(wanted, request_id=f"conformance-{next(_ids)}")
+        async with _patience(), aclosing(backend.generate(again)) as stream:
+            (delta,) = [delta async for delta in stream]
+        assert delta.finish_reason is not None, "an embedding comes with its end"
+        assert not delta.token_ids, "nothing is generated"
+        assert delta.outcome is None, "nothing was drafted"
+        found.append(delta.embedding)
+    size = backend.card.capabilities.embedding_size
+    assert len(found[0] or b"") == 4 * size, "float32, as many as declared"
+    assert found[0] == found[1], "the same text must give the same vector"
 
 
 async def check_closing_frees(backend: Backend) -> None:

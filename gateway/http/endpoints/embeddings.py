@@ -22,8 +22,8 @@ from gateway.telemetry.watch import RequestWatch
 PATH: Final = "/v1/embeddings"
 
 INLINE_STATE_BYTES: Final = 64 << 10
-"""Longer answers are made in a thread: so many, 16384 numbers, take 0.8 ms as decimals and 0.2 ms as
-base64 (one core of an AMD EPYC Zen 4, 2026-11-21)."""
+"""Longer answers are made in a thread: so many, 16384 numbers, take 0.8 ms as decimals and 0.2 ms
+as base64 (one core of an AMD EPYC Zen 4, 2026-11-21)."""
 
 
 async def embed(request: web.Request) -> web.StreamResponse:
