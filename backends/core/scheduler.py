@@ -219,7 +219,8 @@ class Scheduler:
             emissions.append((sequence, (), ()))
         self._now_s += result.step_s
         if self._with_service:
-            _note_first_tokens(emissions, self._now_s)
+            for sequence, _, _ in emissions:
+                sequence.note_first_token(self._now_s)
         self._fit.observe(plan.size, result.step_s)
         return emissions
 
@@ -445,11 +446,3 @@ class Scheduler:
             if grammar is not None:
                 grammar.accept(token)
         return emitted
-
-
-def _note_first_tokens(emissions: list[Emission], now_s: float) -> None:
-    """Note when sequences began to decode: their further tokens are due from then on."""
-    for sequence, _, _ in emissions:
-        if sequence.first_token_s is None:
-            sequence.first_token_s = now_s
-            sequence.first_output_tokens = sequence.output_tokens

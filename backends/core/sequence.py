@@ -148,6 +148,12 @@ class Sequence:
         tokens = 1 + self.output_tokens - self.first_output_tokens
         return next_due_s(self.request.service, self.first_token_s, tokens)
 
+    def note_first_token(self, now_s: float) -> None:
+        """Note when it began to decode: its further tokens are due from then on."""
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+            self.first_output_tokens = self.output_tokens
+
     @property
     def heeds_eos(self) -> bool:
         """Whether an end-of-sequence token ends it; under a grammar always."""

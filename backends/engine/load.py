@@ -131,10 +131,8 @@ def load_engine(
     numerics = numerics_class(
         weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
     )
-    embeds = pools_last_token(directory)
-    card = _card(config, numerics, max_model_len, model.hidden_size if embeds else 0)
-    grammars = LlGrammars(tokenizer, model.eos_ids)
-    worker = Worker(scheduler, tokenizer, max_model_len, grammars, embeds=embeds)
+    card = _card(config, numerics, max_model_len, _embedding_size(model, directory))
+    worker = _worker(scheduler, tokenizer, model, card)
     served = ServedModel(card, worker.admission, model.eos_ids)
     return LoadedEngine(worker, runner, served, proposers)
 
@@ -279,6 +277,18 @@ def _window(config: WorkerConfig) -> int | None:
     if config.draft_window_tokens is not None or config.draft_model is not None:
         return config.draft_window_tokens
     return SHIPPED_DRAFT_WINDOW
+
+
+def _worker(
+    scheduler: Scheduler, tokenizer: Tokenizer, model: ModelConfig, card: ModelCard
+) -> Worker:
+    grammars, embeds = LlGrammars(tokenizer, model.eos_ids), card.capabilities.embeddings
+    return Worker(scheduler, tokenizer, card.max_model_len, grammars, embeds=embeds)
+
+
+def _embedding_size(model: ModelConfig, directory: Path) -> int:
+    """Return the numbers of an embedding; 0 if the checkpoint wants others than are made here."""
+    return model.hidden_size if pools_last_token(directory) else 0
 
 
 def _card(

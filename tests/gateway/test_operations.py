@@ -195,7 +195,8 @@ async def test_every_route_is_served(sim: Listening) -> None:
     paths = {r.resource.canonical for r in build_app(sim.node).router.routes() if r.resource}
     assert paths == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}",
-        "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics", "/decisions",
+        "/v1/embeddings", "/tokenize", "/detokenize", "/health", "/ready", "/version", "/metrics",
+        "/decisions",
     }  # fmt: skip
 
 
