@@ -7,26 +7,41 @@ gives that token's hidden state, and no token is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 
 from backends.core.sequence import Sequence, SequenceState
 from backends.core.steps import SequenceWork, StepPlan, StepResult
-from backends.types import Delta
+from backends.types import Delta, FinishReason
 
 
-def embedding_work(work: SequenceWork) -> SequenceWork:
-    """Return an embedding's part of a step: where others would sample, it pools."""
-    return work._replace(samples=False, pools=work.samples)
+def pooling_plan(work: Many[SequenceWork]) -> StepPlan:
+    """Return a step in which embeddings pool where all others sample."""
+    pooled = tuple(
+        place for place, part in enumerate(work) if part.samples and part.sequence.embeds
+    )
+    parts = list(work)
+    for place in pooled:
+        parts[place] = parts[place]._replace(samples=False)
+    return StepPlan(tuple(parts), pooled)
 
 
-def embedded(plan: StepPlan, result: StepResult) -> Iterator[Sequence]:
-    """Yield the sequences whose embedding a step gave, with it; those that left are passed over."""
+def embedded(
+    plan: StepPlan, result: StepResult, finish: Callable[[Sequence, FinishReason], None]
+) -> Iterator[Sequence]:
+    """Yield the sequences whose embedding a step gave, with it; those that left are passed over.
+
+    Args:
+        plan, result: the step.
+        finish: ends each (`Scheduler.finish`).
+    """
     if result.pooled is None:
         return
-    pooling = (work.sequence for work in plan.work if work.pools)
-    for sequence, pooled in zip(pooling, result.pooled, strict=True):
+    for place, pooled in zip(plan.pooled, result.pooled, strict=True):
+        sequence = plan.work[place].sequence
         if sequence.state is SequenceState.RUNNING:
             sequence.embedding = pooled
+            finish(sequence, FinishReason.STOP)
             yield sequence
 
 

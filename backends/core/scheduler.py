@@ -24,7 +24,7 @@ from typing import Final
 from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
-from backends.core.embedding import embedded, embedding_work
+from backends.core.embedding import embedded, pooling_plan
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.newcomers import first_blocks, prompt_tokens
 from backends.core.prefix_cache import PendingPrefixes
@@ -99,10 +99,12 @@ class Scheduler:
         self._assumed: StepPlan | None = None  # planned behind, and not applied yet
         self._now_s = 0.0
         self._with_service = 0  # open sequences with a service level
+        self._embeddings = 0  # open sequences that are embedded
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self._with_service += sequence.has_service
+        self._embeddings += sequence.embeds
         self._waiting.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -116,6 +118,7 @@ class Scheduler:
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = reason
         self._with_service -= sequence.has_service
+        self._embeddings -= sequence.embeds
         self._give_back(sequence)
         self._drafts.drafting.forget(sequence)
 
@@ -174,7 +177,8 @@ class Scheduler:
             self._plan_decodes(step)
         if not step.work:
             return None
-        return StepPlan(tuple(step.work.values()))
+        work = tuple(step.work.values())
+        return pooling_plan(work) if self._embeddings else StepPlan(work)
 
     def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step behind one that was planned last and is not applied yet.
@@ -214,9 +218,7 @@ class Scheduler:
                 sequence.token_ids.pop()  # here comes the token that was pending
             kept = self._confirm(work, emitted)
             emissions.append((sequence, kept, logprobs[: len(kept)]))
-        for sequence in embedded(plan, result):
-            self.finish(sequence, FinishReason.STOP)
-            emissions.append((sequence, (), ()))
+        emissions += [(each, (), ()) for each in embedded(plan, result, self.finish)]
         self._now_s += result.step_s
         if self._with_service:
             for sequence, _, _ in emissions:
@@ -352,8 +354,7 @@ class Scheduler:
         fed = (known[start],) if tokens == 1 else tuple(known[start:end])
         sequence.last_step = self._step
         step.budget -= tokens
-        work = SequenceWork(sequence, start, fed, end == len(known))
-        step.work[sequence.key] = embedding_work(work) if sequence.embeds else work
+        step.work[sequence.key] = SequenceWork(sequence, start, fed, end == len(known))
 
     def _make_room(self, sequence: Sequence, step: _StepDraft) -> bool:
         """Give the sequence blocks for all its tokens, preempting the youngest if need be.

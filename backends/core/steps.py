@@ -28,7 +28,6 @@ class SequenceWork(NamedTuple):
         samples: whether a token is sampled: true once all confirmed tokens are fed.
         draft: laid out depth first; fed behind the confirmed tokens, each token into a slot of its
             own. Only where `samples`.
-        pools: whether the hidden state of the last token fed is wanted, in place of a sample.
     """
 
     sequence: Sequence
@@ -36,7 +35,6 @@ class SequenceWork(NamedTuple):
     token_ids: tuple[int, ...]
     samples: bool
     draft: Draft = NO_DRAFT
-    pools: bool = False
 
     @property
     def fed_ids(self) -> tuple[int, ...]:
@@ -79,9 +77,15 @@ class SequenceWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass over a ragged batch of prefill chunks, decodes and drafts."""
+    """One forward pass over a ragged batch of prefill chunks, decodes and drafts.
+
+    Attributes:
+        pooled: places in `work` where the hidden state of the last token fed is wanted, and no
+            sample; ascending.
+    """
 
     work: tuple[SequenceWork, ...]
+    pooled: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -125,8 +129,8 @@ class StepResult:
             work that samples, none for the rest.
         logprobs: as many as emitted where the request asked for them, else none.
         step_s: seconds the step took.
-        pooled: hidden states behind the final norm, one for each work that pools, in order: float32
-            in little-endian order. None where nothing pools.
+        pooled: hidden states behind the final norm, one for each of `StepPlan.pooled`: float32 in
+            little-endian order. None for none.
     """
 
     emitted: Many[tuple[int, ...]]

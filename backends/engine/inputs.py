@@ -82,7 +82,6 @@ class Feed(NamedTuple):
         num_samples: the last so many rows' logits are wanted.
         positions: of the rows of a tree; empty where each follows the one before.
         spans: who attends to what, together all rows; empty for one span over the pages.
-        pools: the last row's hidden state is wanted; then no row's logits are.
     """
 
     token_ids: Many[int]
@@ -91,7 +90,6 @@ class Feed(NamedTuple):
     num_samples: int
     positions: Many[int] = ()
     spans: tuple[AttentionSpan, ...] = ()
-    pools: bool = False
 
 
 class RaggedSpans(NamedTuple):
@@ -160,7 +158,6 @@ class StepRows:
     Attributes:
         token_ids, positions, slots: of each row.
         sample_rows: rows whose logits are wanted.
-        pooled_rows: rows whose hidden state is wanted.
         spans: who attends to what.
     """
 
@@ -169,7 +166,6 @@ class StepRows:
     positions: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
-    pooled_rows: list[int] = field(default_factory=list)
 
 
 def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
@@ -184,7 +180,7 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
     samples = batch.sample_rows
     span_rows, span_starts, span_pages = spans.rows, spans.starts, spans.pages
     rows = 0
-    for fed, start, pages, num_samples, shown_at, own_spans, pools in feeds:
+    for fed, start, pages, num_samples, shown_at, own_spans in feeds:
         count = len(fed)
         if count == 1:  # most of a batch
             token_ids.append(fed[0])
@@ -200,8 +196,6 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
             samples.append(rows - 1)
         else:
             samples += range(rows - num_samples, rows)
-            if pools:
-                batch.pooled_rows.append(rows - 1)
         for span in own_spans:
             spans.add(span)
         if not own_spans:
@@ -212,17 +206,21 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
 
 
 def build_inputs(
-    feeds: Iterable[Feed], dump_slot: int, page_tokens: int = BLOCK_TOKENS
+    feeds: Iterable[Feed],
+    dump_slot: int,
+    page_tokens: int = BLOCK_TOKENS,
+    pooled_rows: Many[int] = (),
 ) -> StepInputs:
     """Lay feeds out as one ragged batch, padded to the row tile.
 
     Args:
         dump_slot: where padding rows write.
         page_tokens: slots of a page.
+        pooled_rows: rows whose hidden state is wanted.
     """
     batch = lay_out(feeds, page_tokens)
     rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
-    wanted = batch.sample_rows + batch.pooled_rows
+    wanted = [*batch.sample_rows, *pooled_rows]
     padding = padded_rows(rows) - rows
     return StepInputs(
         _tensor(batch.token_ids + [0] * padding),
@@ -231,7 +229,7 @@ def build_inputs(
         batch.spans,
         _tensor(wanted + [0] * (padded_rows(len(wanted)) - len(wanted))),
         num_samples,
-        num_pooled=len(batch.pooled_rows),
+        num_pooled=len(pooled_rows),
     )
 
 
@@ -250,9 +248,9 @@ def attending(span: AttentionSpan, rows: int) -> StepInputs:
 
 def feed_of(work: SequenceWork) -> Feed:
     """Return what a sequence feeds to the target in a step."""
-    sequence, start, token_ids, samples, draft, pools = work
+    sequence, start, token_ids, samples, draft = work
     if not draft.token_ids:
-        return Feed(token_ids, start, sequence.block_table, samples, pools=pools)
+        return Feed(token_ids, start, sequence.block_table, samples)
     fed, table = work.fed_ids, sequence.block_table
     if draft.is_chain:
         return Feed(fed, start, table, work.num_samples)

@@ -6,7 +6,19 @@ That is how embedding models made from decoders pool, for the last token alone h
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from torch import Tensor
+
+from backends.core.steps import StepPlan
+
+
+def rows_of(plan: StepPlan) -> list[int]:
+    """Return the rows of a step that are pooled."""
+    if not plan.pooled:
+        return []
+    ends = list(accumulate(work.num_tokens for work in plan.work))
+    return [ends[place] - 1 for place in plan.pooled]
 
 
 def wanted(hidden: Tensor, num_samples: int, num_pooled: int) -> Tensor | None:

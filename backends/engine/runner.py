@@ -87,7 +87,8 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step: forward, sample, look log probabilities up. Reads nothing back."""
         started_s = time.perf_counter()
-        inputs = build_inputs(map(feed_of, plan.work), self._pool.dump_slot)
+        feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_of(plan)
+        inputs = build_inputs(feeds, self._pool.dump_slot, pooled_rows=pooled_rows)
         hidden = self._decoder.last_hidden(inputs, self._pool.layers)
         logits = self._decoder.sampled_logits(hidden, inputs.num_samples)
         pooled = pooling.wanted(hidden, inputs.num_samples, inputs.num_pooled)

@@ -43,7 +43,7 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         emitted = [tuple(self._emit(work)) for work in plan.work]
         logprobs = tuple(tuple(TokenLogprob(t, -float(t)) for t in tokens) for tokens in emitted)
-        pooled = [pooled_state(work) for work in plan.work if work.pools]
+        pooled = [pooled_state(plan.work[place]) for place in plan.pooled]
         return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None)
 
     def _emit(self, work: SequenceWork) -> Iterator[int]:

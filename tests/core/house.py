@@ -145,8 +145,8 @@ class House:
         assert 1 <= plan.num_tokens <= config.max_step_tokens
         assert len(self.scheduler.running) <= config.max_num_seqs
         assert len({work.sequence.key for work in plan.work}) == len(plan.work)
-        for work in plan.work:
-            self.check_work(work)
+        for place, work in enumerate(plan.work):
+            self.check_work(work, pools=place in plan.pooled)
         for work in plan.work:
             self.write(work)
         for work in plan.work:
@@ -184,7 +184,7 @@ class House:
     def place(sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // BLOCK], position % BLOCK
 
-    def check_work(self, work: SequenceWork) -> None:
+    def check_work(self, work: SequenceWork, *, pools: bool) -> None:
         sequence, confirmed = work.sequence, len(work.token_ids)
         assert sequence.state is SequenceState.RUNNING
         assert work.start == sequence.num_computed
@@ -193,7 +193,7 @@ class House:
         assert work.token_ids == fed
         assert work.confirmed_end == work.start + confirmed
         ends = work.start + confirmed == len(sequence.token_ids)
-        assert (work.samples, work.pools) == (
+        assert (work.samples, pools) == (
             ends and not sequence.embeds,
             ends and sequence.embeds,
         )

@@ -60,9 +60,10 @@ def test_a_prompt_is_computed_once_and_no_token_is_drawn(prompt: int) -> None:
     """Chunks add up to the prompt, the last one pools, none samples, whatever is left for it."""
     house = House(num_blocks=16, max_step_tokens=16)
     house.add(prompt=prompt, task=Task.EMBED)
-    works = [work for plan in run(house) for work in plan.work]
+    plans = run(house)
+    works = [work for plan in plans for work in plan.work]
     assert sum(work.num_tokens for work in works) == prompt
-    assert [work.pools for work in works] == [False] * (len(works) - 1) + [True]
+    assert [plan.pooled for plan in plans] == [()] * (len(plans) - 1) + [(0,)]
     assert not any(work.samples or work.num_drafts for work in works)
 
 
@@ -126,7 +127,7 @@ def test_one_that_leaves_in_its_last_step_is_told_nothing() -> None:
     worker.submit(leaves)
     worker.submit(stays)
     plan = worker.plan()
-    assert [work.pools for work in plan.work] == [True, True]
+    assert plan.pooled == (0, 1)
     worker.cancel(leaves.request_id)
     told = worker.complete(plan, executor.execute(plan))
     assert [(request_id, delta.embedding) for request_id, delta in told] == [

@@ -31,8 +31,13 @@ class PackedFeeds:
     pooled_rows: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> PackedFeeds:
-        """Return feeds, packed."""
+    def of(
+        cls,
+        feeds: Iterable[Feed],
+        page_tokens: int = BLOCK_TOKENS,
+        pooled_rows: list[int] | None = None,
+    ) -> PackedFeeds:
+        """Return feeds, packed; `pooled_rows` None is none."""
         batch = lay_out(feeds, page_tokens)
         spans = SpanLists.of(batch.spans)
         return cls(
@@ -41,7 +46,7 @@ class PackedFeeds:
             batch.slots,
             batch.sample_rows,
             spans,
-            batch.pooled_rows,
+            pooled_rows or [],
         )
 
     @property
