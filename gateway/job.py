@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.types import GrammarSpec, SamplingParams
+from backends.types import GrammarSpec, SamplingParams, Task
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 
@@ -26,6 +26,8 @@ class Job:
         repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
         fingerprint: the same for what a client sends again; 0 if nobody can tell.
         retries: how often its client says to have sent it before; None if it does not say.
+        task: whether to continue the prompts, or to embed them: then there are no tokens to
+            generate (`max_tokens` 0), and nothing is decided about drafts.
     """
 
     request_id: str
@@ -42,3 +44,4 @@ class Job:
     repetitions: tuple[float | None, ...] = ()
     fingerprint: int = 0
     retries: int | None = None
+    task: Task = Task.GENERATE

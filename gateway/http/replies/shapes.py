@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class PromptTokensDetails(Struct):
@@ -137,6 +137,30 @@ class Reply(Struct):
     choices: list[ChatChoice] | list[ChatChunkChoice] | list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
     metrics: ResponseMetrics | UnsetType = UNSET
+
+
+class EmbeddingReply(Struct):
+    """A vector: the JSON of a list of numbers, or of base64."""
+
+    index: int
+    embedding: Raw
+    object: str = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """Tokens of an embedding request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct):
+    """The answer of `/v1/embeddings`."""
+
+    data: list[EmbeddingReply]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
 
 
 class ModelReply(Struct):

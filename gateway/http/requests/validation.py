@@ -121,7 +121,7 @@ def chat_call(
     name = "max_tokens"
     if wire.max_completion_tokens is not None:
         max_tokens, name = wire.max_completion_tokens, "max_completion_tokens"
-    _check_range(name, max_tokens, 1)
+    check_range(name, max_tokens, 1)
     _check_common(wire)
     prompts = (chat_prompt(wire.messages, served.tokenizer),)
     job = _job(wire, served, request_id, prompts, max_tokens, logprobs, service)
@@ -141,10 +141,10 @@ def completion_call(
     """
     wire = decode(body, _completion_decoder)
     served.check_name(wire.model)
-    _check_range("logprobs", wire.logprobs, 0, MAX_TOP_LOGPROBS)
-    _check_range("max_tokens", wire.max_tokens, 1)
+    check_range("logprobs", wire.logprobs, 0, MAX_TOP_LOGPROBS)
+    check_range("max_tokens", wire.max_tokens, 1)
     _check_common(wire)
-    prompts = _prompts(wire.prompt, served)
+    prompts = prompts_of("prompt", wire.prompt, served)
     if len(prompts) * (wire.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
             f"prompt: {len(prompts)} prompts of {wire.n or 1} choices are more than "
@@ -204,28 +204,33 @@ def _job(
 
 def _check_common(wire: GenerationFields) -> None:
     """Check the values that both endpoints take."""
-    _check_range("n", wire.n, 1, MAX_CHOICES)
-    _check_range("temperature", wire.temperature, 0.0)
-    _check_range("top_p", wire.top_p, 0.0, 1.0)
+    check_range("n", wire.n, 1, MAX_CHOICES)
+    check_range("temperature", wire.temperature, 0.0)
+    check_range("top_p", wire.top_p, 0.0, 1.0)
     if wire.top_p == 0.0:
         raise InvalidRequest("top_p: must be greater than 0; for greedy, temperature 0", "top_p")
-    _check_range("top_k", wire.top_k, -1)
-    _check_range("min_p", wire.min_p, 0.0, 1.0)
-    _check_range("repetition_penalty", wire.repetition_penalty, *REPETITION_PENALTIES)
-    _check_range("frequency_penalty", wire.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("presence_penalty", wire.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _check_range("min_tokens", wire.min_tokens, 0)
-    _check_range("seed", wire.seed, 0, (1 << 64) - 1)
-    _check_range("priority", wire.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    check_range("top_k", wire.top_k, -1)
+    check_range("min_p", wire.min_p, 0.0, 1.0)
+    check_range("repetition_penalty", wire.repetition_penalty, *REPETITION_PENALTIES)
+    check_range("frequency_penalty", wire.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    check_range("presence_penalty", wire.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    check_range("min_tokens", wire.min_tokens, 0)
+    check_range("seed", wire.seed, 0, (1 << 64) - 1)
+    check_range("priority", wire.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if wire.speculation is not None:
-        _check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
+        check_range("speculation.max_draft_tokens", wire.speculation.max_draft_tokens, 0)
     if wire.stream_options is not None and not wire.stream:
         raise InvalidRequest("stream_options: only together with stream", "stream_options")
     _stops(wire.stop)
     reject_unsupported(wire, wire.n or 1)
 
 
-def _check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
+def check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
+    """Return if a value is within bounds, or not given.
+
+    Raises:
+        InvalidRequest: it is not; the parameter is named.
+    """
     if value is None or (least <= value < math.inf and (most is None or value <= most)):
         return
     bounds = f"at least {least:g}" if most is None else f"between {least:g} and {_plain(most)}"
@@ -281,12 +286,12 @@ def _logit_bias(bias: dict[int, float] | None, served: Served) -> tuple[tuple[in
         )
     for token_id, value in pairs:
         served.check_token_id(token_id, "logit_bias")
-        _check_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
+        check_range("logit_bias", value, -MAX_BIAS, MAX_BIAS)
     return tuple(pairs)
 
 
 def _chat_logprobs(wire: ChatBody) -> int | None:
-    _check_range("top_logprobs", wire.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    check_range("top_logprobs", wire.top_logprobs, 0, MAX_TOP_LOGPROBS)
     if wire.logprobs:
         return wire.top_logprobs or 0
     if wire.top_logprobs:
@@ -294,24 +299,31 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
     return None
 
 
-def _prompts(
-    prompt: str | list[str | int | list[int]] | None, served: Served
+def prompts_of(
+    name: str, given: str | list[str | int | list[int]] | None, served: Served
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of every prompt: a text, token ids, or a list of either."""
+    """Return the token ids of every prompt: a text, token ids, or a list of either.
+
+    Args:
+        name: of the parameter.
+
+    Raises:
+        InvalidRequest: there is none, one is empty, or the model has no such token.
+    """
     tokenizer = served.tokenizer
-    if isinstance(prompt, str):
-        return (_encoded(prompt, tokenizer, "prompt"),)
-    if not prompt:
-        raise InvalidRequest("prompt: must be given and not be empty", "prompt")
-    if all(isinstance(item, int) for item in prompt):
-        return (_ids(prompt, served, "prompt"),)
-    if any(isinstance(item, int) for item in prompt):
-        raise InvalidRequest("prompt: token ids cannot be mixed with texts or lists", "prompt")
+    if isinstance(given, str):
+        return (_encoded(given, tokenizer, name),)
+    if not given:
+        raise InvalidRequest(f"{name}: must be given and not be empty", name)
+    if all(isinstance(item, int) for item in given):
+        return (_ids(given, served, name),)
+    if any(isinstance(item, int) for item in given):
+        raise InvalidRequest(f"{name}: token ids cannot be mixed with texts or lists", name)
     return tuple(
-        _encoded(item, tokenizer, f"prompt[{index}]")
+        _encoded(item, tokenizer, f"{name}[{index}]")
         if isinstance(item, str)
-        else _ids(item if isinstance(item, list) else (), served, f"prompt[{index}]")
-        for index, item in enumerate(prompt)
+        else _ids(item if isinstance(item, list) else (), served, f"{name}[{index}]")
+        for index, item in enumerate(given)
     )
 
 
