@@ -19,8 +19,9 @@ _HUB_NAME: Final = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\
 
 _SETTINGS: Final = ("*.json", "*.jinja")
 _WEIGHTS: Final = "*.safetensors"
-_LEFT_ALONE: Final = ("*/*.json", "*/*.safetensors", "consolidated*.safetensors")
-"""Copies of the weights for other programs, and what else lies in folders."""
+_LEFT_ALONE: Final = ("[!1]*/*.json", "*/*.safetensors", "consolidated*.safetensors")
+"""Copies of the weights for other programs, and what else lies in folders, but for how an embedding
+model pools (`1_Pooling`)."""
 
 
 def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:

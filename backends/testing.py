@@ -23,6 +23,7 @@ from backends.types import (
     Pace,
     ResumedChoice,
     SamplingParams,
+    Task,
 )
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -62,6 +63,7 @@ async def check_backend(backend: Backend) -> None:
         await check_load(backend)
         await check_unread_tokens(backend)
         await check_pace(backend)
+        await check_embeddings(backend)
         await check_closing_frees(backend)
         await check_stop(backend)
     finally:
@@ -263,6 +265,28 @@ async def check_pace(backend: Backend) -> None:
     assert [[_outcome(deltas[0])] for deltas in told] == alone, "a pace changes what is generated"
     for request_id in ids:
         backend.pace(request_id, Pace.PAUSED)  # they have ended: no matter
+
+
+async def check_embeddings(backend: Backend) -> None:
+    """Check that a prompt is embedded in one delta and the same again, or refused, as declared."""
+    wanted = make_request(backend)
+    sampling = replace(wanted.sampling, max_tokens=0)
+    wanted = replace(wanted, sampling=sampling, task=Task.EMBED)
+    if not backend.card.capabilities.embeddings:
+        assert _rejected_param(backend, wanted) == "model", "no embeddings are declared"
+        return
+    found = []
+    for _ in range(2):
+        again = replace(wanted, request_id=_id())
+        async with _patience(), aclosing(backend.generate(again)) as stream:
+            (delta,) = [delta async for delta in stream]
+        assert delta.finish_reason is not None, "an embedding comes with its end"
+        assert not delta.token_ids, "nothing is generated"
+        assert delta.outcome is None, "nothing was drafted"
+        found.append(delta.embedding)
+    size = backend.card.capabilities.embedding_size
+    assert len(found[0] or b"") == 4 * size, "float32, as many as declared"
+    assert found[0] == found[1], "the same text must give the same vector"
 
 
 async def check_closing_frees(backend: Backend) -> None:

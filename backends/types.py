@@ -10,6 +10,14 @@ from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 from policies.types import Pace as Pace  # noqa: PLC0414 - part of what backends speak
 
 
+class Task(StrEnum):
+    """What is wanted of a prompt."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    """Its pooled hidden state; no token is drawn."""
+
+
 class FinishReason(StrEnum):
     """Why a choice ended, in OpenAI's words; `ABORT` never reaches a client.
 
@@ -26,7 +34,7 @@ class SamplingParams:
     """How tokens are drawn (contract: noise, order of filters).
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1.
+        max_tokens: most tokens to generate, at least 1; 0 where the task is to embed.
         seed: 64-bit key of the noise.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
@@ -123,7 +131,7 @@ class ResumedChoice:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A validated request for one prompt and `n` choices of continuation.
+    """A validated request for one prompt and `n` choices of continuation, or its embedding.
 
     Attributes:
         tenant: whose request it is; cached prefixes are shared within a tenant only.
@@ -131,6 +139,7 @@ class GenerationRequest:
         resumed: the choices to go on with; empty starts all `n`.
         service: how soon its tokens are wanted, and how much they matter.
         traced: whether its deltas tell what each step did.
+        task: whether to continue the prompt or to embed it; an embedding has one choice.
     """
 
     request_id: str
@@ -143,6 +152,7 @@ class GenerationRequest:
     resumed: tuple[ResumedChoice, ...] = ()
     service: ServiceLevel = ANYTIME
     traced: bool = False
+    task: Task = Task.GENERATE
 
     @property
     def choices(self) -> tuple[ResumedChoice, ...]:
@@ -250,6 +260,8 @@ class Delta(NamedTuple):
         cached_tokens: prompt tokens whose keys and values were cached, on the choice's last delta.
         steps: what each step behind it did, where the request is `traced`.
         phases: how it came to its first token, on the choice's first delta with tokens.
+        embedding: pooled hidden state of a prompt that was to be embedded, float32 in little-endian
+            order, not normalised; on its one delta, which has no tokens and no outcome.
     """
 
     choice: int
@@ -261,6 +273,7 @@ class Delta(NamedTuple):
     cached_tokens: int = 0
     steps: tuple[StepTrace, ...] = ()
     phases: Phases | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +286,7 @@ class Capabilities:
         exact: one seed gives one text, whatever else runs.
         speculation: it drafts and verifies as it is told.
         embeddings: it gives pooled hidden states.
+        embedding_size: numbers of one; 0 without.
     """
 
     token_ids: bool = True
@@ -280,6 +294,7 @@ class Capabilities:
     exact: bool = False
     speculation: bool = True
     embeddings: bool = False
+    embedding_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class Entry:
         foreseen: what admission expects of it.
         since_s: when it was admitted.
         prompt_tokens: of its prompts that went to a worker.
+        answered: whether it has had its first delta, which has no tokens if it is embedded.
         output_tokens: tokens that it has generated.
         ended: its sequences that ended by themselves or at their limit.
     """
@@ -68,6 +69,7 @@ class Entry:
     foreseen: Admitted
     since_s: float
     prompt_tokens: int = 0
+    answered: bool = False
     output_tokens: int = 0
     ended: int = 0
 
@@ -140,8 +142,9 @@ class AdmissionController:
         return Entry(ask, self._waiting(ask, decision.work_s, now_s), decision, now_s)
 
     def answered(self, entry: Entry) -> None:
-        """Learn from the first token of a request."""
-        if not entry.output_tokens:
+        """Learn from the first delta of a request; no-op at the first ones of further prompts."""
+        if not entry.answered:
+            entry.answered = True
             self._policy.learn(entry.foreseen, self._now_s() - entry.since_s)
 
     def settle(self, entry: Entry) -> None:

@@ -3,6 +3,7 @@
     GatewayError              500  server_error
     ├── InvalidRequest        400  invalid_request_error
     │   ├── Unsupported       400  ... code unsupported_parameter
+    │   ├── NoEmbeddings      400  ... code unsupported
     │   ├── ContextTooLong    400  ... code context_length_exceeded
     │   ├── ModelNotFound     404  ... code model_not_found
     │   ├── RouteNotFound     404  ... code not_found
@@ -105,6 +106,15 @@ class Unsupported(InvalidRequest):
 
     def __init__(self, param: str, detail: str = "") -> None:
         super().__init__(f"{param}{detail} is not supported yet", param)
+
+
+class NoEmbeddings(InvalidRequest):
+    """What runs here has no hidden states to give, or not those that the checkpoint asks for."""
+
+    code = "unsupported"
+
+    def __init__(self, backend: str, model: str) -> None:
+        super().__init__(f"the backend {backend!r} gives no embeddings of {model!r}", "model")
 
 
 class ContextTooLong(InvalidRequest):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.types import GrammarSpec, SamplingParams
+from backends.types import GrammarSpec, SamplingParams, Task
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 
@@ -27,6 +27,8 @@ class Job:
         fingerprint: the same for what a client sends again; 0 if nobody can tell.
         traced: whether the answer tells what each step did.
         retries: how often its client says to have sent it before; None if it does not say.
+        task: whether to continue the prompts, or to embed them: then there are no tokens to
+            generate (`max_tokens` 0), and nothing is decided about drafts.
     """
 
     request_id: str
@@ -44,3 +46,4 @@ class Job:
     fingerprint: int = 0
     retries: int | None = None
     traced: bool = False
+    task: Task = Task.GENERATE

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from backends.errors import BackendFailed, RequestRejected
-from backends.types import GenerationRequest, SpeculationOutcome
+from backends.types import GenerationRequest, SpeculationOutcome, Task
 from gateway.decisions import Decisions
 from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker
@@ -25,6 +25,10 @@ from policies.types import (
 
 UNDECIDED: Final = SpeculationPlan("", SpeculationMode.OFF, None, 0, "not decided yet")
 """The plan of a request that has no worker yet."""
+
+NOTHING_TO_DRAFT: Final = SpeculationPlan(
+    "none", SpeculationMode.OFF, None, 0, "a prompt that is embedded has no output"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,17 @@ class Placer:
     def place(
         self, job: Job, index: int, request: GenerationRequest, worker: FleetWorker
     ) -> Placement:
-        """Decide how far a job's sized request may speculate on a worker, and record it."""
+        """Decide how far a job's sized request may speculate on a worker, and record it.
+
+        About one that is to be embedded nothing is decided.
+        """
         load = worker.backend.load()
         view = self._view(job, index, request, worker)
-        plan = self._policy.decide(view, load)
-        self._decisions.record(job.request_id, worker.worker_id, view, load, plan)
+        if job.task is Task.EMBED:
+            plan = NOTHING_TO_DRAFT
+        else:
+            plan = self._policy.decide(view, load)
+            self._decisions.record(job.request_id, worker.worker_id, view, load, plan)
         return Placement(replace(request, speculation=plan), worker, view, load)
 
     def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
@@ -149,6 +159,7 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
         job.grammar,
         service=job.service,
         traced=job.traced,
+        task=job.task,
     )
     worker.generating.check(request)
     return request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.core.grammar import Grammars
 from backends.errors import RequestRejected
 from backends.tokenizer import Tokenizer
-from backends.types import GenerationRequest
+from backends.types import GenerationRequest, Task
 
 
 class Admission:
@@ -23,12 +23,20 @@ class Admission:
         max_model_len: int,
         pool_tokens: int,
         grammars: Grammars | None = None,
+        *,
+        embeds: bool = False,
     ) -> None:
-        """Keep them; `grammars` is None where there are no logits to mask."""
+        """Keep them.
+
+        Args:
+            grammars: None where there are no logits to mask.
+            embeds: whether there are hidden states to pool.
+        """
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.pool_tokens = pool_tokens
         self._grammars = grammars
+        self._embeds = embeds
 
     def check(self, request: GenerationRequest) -> None:
         """Return if the request can run here. May be called in any thread.
@@ -37,21 +45,24 @@ class Admission:
 
         Raises:
             RequestRejected: the prompt is empty, prompt and output exceed the context or the whole
-                KV pool, or the grammar cannot be compiled.
+                KV pool, the grammar cannot be compiled, or this worker embeds nothing.
         """
+        embedding = request.task is Task.EMBED
+        if embedding and not self._embeds:
+            raise RequestRejected("this worker has no embeddings to give", param="model")
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestRejected("the prompt has no tokens", param="prompt")
         for limit, what in ((self.max_model_len, "context"), (self.pool_tokens, "KV pool")):
             if prompt + output > limit:
+                more = "" if embedding else f" and {output} more were asked for"
                 raise RequestRejected(
-                    f"the {what} holds {limit} tokens, but the prompt has {prompt} and "
-                    f"{output} more were asked for",
+                    f"the {what} holds {limit} tokens, but the prompt has {prompt}{more}",
                     param="prompt" if prompt >= limit else "max_tokens",
                     limit_tokens=limit,
                 )
         for choice in request.choices:
-            if len(choice.output_ids) >= output:
+            if len(choice.output_ids) >= output and not embedding:
                 raise RequestRejected(
                     f"choice {choice.choice} has {len(choice.output_ids)} tokens already, "
                     f"and {output} were asked for",

@@ -26,6 +26,7 @@ from backends.core.accounting import Accounting, Details, Emission, details_of
 from backends.core.batch_view import batch_view
 from backends.core.draft_plan import DraftPlan, Room
 from backends.core.drafts import Draft, Proposer
+from backends.core.embedding import embedded, pooling_plan
 from backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from backends.core.newcomers import first_blocks, prompt_tokens
 from backends.core.queues import Queues
@@ -114,6 +115,7 @@ class Scheduler:
         self._now_s = 0.0
         self._with_service = 0  # open sequences with a service level
         self._traced = 0  # open sequences whose steps are told
+        self._embeddings = 0  # open sequences that are embedded
         self._told: set[int] = set()  # keys of those with more to tell than their next tokens
         self._speed = SpeedMeter(cost, config.max_step_tokens)
         self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
@@ -127,6 +129,7 @@ class Scheduler:
         sequence.queued_s = self._now_s if now_s is None else now_s
         self._with_service += sequence.has_service
         self._traced += sequence.request.traced
+        self._embeddings += sequence.embeds
         self._queues.add(sequence)
 
     def pace(self, sequence: Sequence, pace: Pace) -> None:
@@ -142,6 +145,7 @@ class Scheduler:
         sequence.finish_reason = reason
         self._with_service -= sequence.has_service
         self._traced -= sequence.request.traced
+        self._embeddings -= sequence.embeds
         self._told.discard(sequence.key)
         self._drafts.drafting.forget(sequence)
 
@@ -209,7 +213,8 @@ class Scheduler:
         if not step.work:
             self._speed.rest()
             return None
-        return step.planned()
+        plan = step.planned()
+        return pooling_plan(plan) if self._embeddings else plan
 
     def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step behind one that was planned last and is not applied yet.
@@ -262,6 +267,7 @@ class Scheduler:
             kept = self._accounting.confirm(work, emitted)
             details = self._details(plan, work, kept) if is_told else None
             emissions.append((sequence, kept, logprobs[: len(kept)], details))
+        emissions += [(each, (), (), None) for each in embedded(plan, result, self.finish)]
         self._learn_costs(plan, result)
         return emissions
 

@@ -22,6 +22,7 @@ from backends.types import (
     Phases,
     ResumedChoice,
     SpeculationOutcome,
+    Task,
 )
 from policies.survival import RequestRecord
 from policies.types import ANYTIME
@@ -64,7 +65,10 @@ class Sequence:
         known_blocks: leading blocks of the table which are known by their hash.
         pace: how far it goes on; what is paused waits.
         prefill_tokens: pending tokens that are to be fed in chunks, or with its admission.
-        most_tokens: tokens of prompt and output together at which it ends.
+        most_tokens: tokens of prompt and output together at which it ends. Of an embedding one more
+            than its prompt has, which it never gets: its last token alone is fed as a decode is.
+        embeds: its prompt is to be embedded: it ends with that, and no token is drawn.
+        embedding: what came of that (`Delta.embedding`).
         is_plain: nothing reads or changes its logits but the sampler.
         has_service: its request asked for a service level.
         cached_tokens: prompt tokens that needed no computing when the sequence first ran.
@@ -106,14 +110,19 @@ class Sequence:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     histogram: list[int] = field(default_factory=list)
+    embedding: bytes | None = None
     most_tokens: int = field(init=False)
+    embeds: bool = field(init=False)
     is_plain: bool = field(init=False)
     has_service: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Look up what every step asks for."""
         request = self.request
-        self.most_tokens = len(request.prompt_ids) + request.sampling.max_tokens
+        self.embeds = request.task is Task.EMBED
+        self.most_tokens = len(request.prompt_ids) + (
+            1 if self.embeds else request.sampling.max_tokens
+        )
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
         self.has_service = request.service != ANYTIME
 

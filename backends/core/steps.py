@@ -84,12 +84,15 @@ class StepPlan:
         prompt_tokens: that those feed.
         traces: of traced sequences that decode, by key: what was drafted, nothing being known of
             the tokens yet.
+        pooled: places in `work` where the hidden state of the last token fed is wanted, and no
+            sample; ascending.
     """
 
     work: tuple[SequenceWork, ...]
     chunks: int = 0
     prompt_tokens: int = 0
     traces: Mapping[int, StepTrace] = field(default_factory=dict)
+    pooled: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -133,11 +136,14 @@ class StepResult:
             work that samples, none for the rest.
         logprobs: as many as emitted where the request asked for them, else none.
         step_s: seconds the step took.
+        pooled: hidden states behind the final norm, one for each of `StepPlan.pooled`: float32 in
+            little-endian order. None for none.
     """
 
     emitted: Many[tuple[int, ...]]
     logprobs: Many[tuple[TokenLogprob, ...]]
     step_s: float
+    pooled: Many[bytes] | None = None
 
 
 class Executor(Protocol):

@@ -11,6 +11,7 @@ from itertools import count
 from backends.core.accounting import Details, Emission
 from backends.core.admission import Admission
 from backends.core.detokenize import TextStream
+from backends.core.embedding import embedding_delta
 from backends.core.grammar import Grammar, Grammars
 from backends.core.scheduler import Scheduler
 from backends.core.sequence import Sequence
@@ -34,6 +35,8 @@ class Worker:
         tokenizer: Tokenizer,
         max_model_len: int,
         grammars: Grammars | None = None,
+        *,
+        embeds: bool = False,
     ) -> None:
         """Start empty.
 
@@ -42,11 +45,12 @@ class Worker:
             tokenizer: may be read by anybody: it is immutable.
             max_model_len: most tokens of prompt and output together.
             grammars: compiles them; None where there are no logits to mask.
+            embeds: whether there are hidden states to pool.
         """
         self._scheduler = scheduler
         self.tokenizer = tokenizer
         pool_tokens = scheduler.blocks.num_blocks * scheduler.blocks.block_size
-        self.admission = Admission(tokenizer, max_model_len, pool_tokens, grammars)
+        self.admission = Admission(tokenizer, max_model_len, pool_tokens, grammars, embeds=embeds)
         self._grammars = grammars
         self._keys = count()
         self._requests: dict[str, list[Sequence]] = {}  # open requests and their open choices
@@ -158,6 +162,9 @@ class Worker:
             if not stream.stopped:
                 return Delta(sequence.choice, token_ids, text, logprobs)
             self._stop(sequence)
+        elif sequence.embedding is not None:
+            self._forget(sequence)
+            return embedding_delta(sequence)
         else:
             text, shown = self._last_text(sequence, token_ids, stream)
         token_ids, logprobs = token_ids[:shown], logprobs[:shown]

@@ -24,6 +24,11 @@ from backends.tokenizer import read_json
 STORED_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The dtypes we convert, by the name that safetensors gives them."""
 
+BASE_PREFIX: Final = "model."
+BARE_EMBEDDING: Final = "embed_tokens.weight"
+"""A decoder's tensors have the prefix where the checkpoint was saved with a head. Embedding models
+are often saved without, as Qwen3-Embedding is; they are known here by the names with it."""
+
 MAPPED_BYTES: Final = 1 << 17
 """From this size on, tensors get memory of their own from the system: glibc's first threshold."""
 
@@ -37,11 +42,16 @@ HASH_THREADS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it."""
+    """A tensor as the header of its file describes it.
+
+    Attributes:
+        stored_name: what the file calls it.
+    """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    stored_name: str
 
     @property
     def num_bytes(self) -> int:
@@ -120,16 +130,16 @@ class TensorReader:
         Raises:
             CheckpointError: a file went away or was damaged since its header was read.
         """
-        stored = {name: self._tensors[name] for name in names}
-        lengths = [each.shape[0] for each in stored.values()]
-        first = next(iter(stored.values()))
-        stacked = _memory((sum(lengths), *first.shape[1:]), self._dtype)
-        for part, (name, each) in zip(stacked.split(lengths), stored.items(), strict=True):
-            part.copy_(self._mapped(name, each.path))
+        stored = [self._tensors[name] for name in names]
+        lengths = [each.shape[0] for each in stored]
+        stacked = _memory((sum(lengths), *stored[0].shape[1:]), self._dtype)
+        for part, each in zip(stacked.split(lengths), stored, strict=True):
+            part.copy_(self._mapped(each))
             self._on_read(each.num_bytes)
         return stacked
 
-    def _mapped(self, name: str, path: Path) -> Tensor:
+    def _mapped(self, stored: StoredTensor) -> Tensor:
+        path, name = stored.path, stored.stored_name
         if path not in self._files:
             self._files[path] = self._open.enter_context(_open(path))
         try:
@@ -199,8 +209,10 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                 if name not in held:
                     raise CheckpointError(f"{path}: tensor {name} is missing, the index names it")
                 header = file.get_slice(name)
-                tensors[name] = StoredTensor(path, tuple(header.get_shape()), header.get_dtype())
-    return tensors
+                shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                tensors[name] = StoredTensor(path, shape, dtype, name)
+    prefix = BASE_PREFIX if BARE_EMBEDDING in tensors else ""
+    return {prefix + name: stored for name, stored in tensors.items()}
 
 
 def _weight_map(directory: Path) -> dict[str, Path]:

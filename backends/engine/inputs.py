@@ -124,9 +124,11 @@ class StepInputs:
     Attributes:
         token_ids, positions, slots: [rows] int64; where each token's keys and values go.
         spans: one for each sequence, and one more for each further branch of a tree.
-        sample_rows: rows whose logits are wanted, padded to the row tile.
-        num_samples: how many of them are real.
+        sample_rows: rows whose logits are wanted, behind them those whose hidden state is, padded
+            to the row tile.
+        num_samples: how many logits are wanted.
         ragged: the spans on the device, if they are there already.
+        num_pooled: how many hidden states are wanted.
     """
 
     token_ids: Tensor
@@ -136,6 +138,7 @@ class StepInputs:
     sample_rows: Tensor
     num_samples: int
     ragged: RaggedSpans | None = None
+    num_pooled: int = 0
 
     def on(self, device: torch.device) -> StepInputs:
         """Return the same step with its tensors on a device."""
@@ -203,24 +206,30 @@ def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
 
 
 def build_inputs(
-    feeds: Iterable[Feed], dump_slot: int, page_tokens: int = BLOCK_TOKENS
+    feeds: Iterable[Feed],
+    dump_slot: int,
+    page_tokens: int = BLOCK_TOKENS,
+    pooled_rows: Many[int] = (),
 ) -> StepInputs:
     """Lay feeds out as one ragged batch, padded to the row tile.
 
     Args:
         dump_slot: where padding rows write.
         page_tokens: slots of a page.
+        pooled_rows: rows whose hidden state is wanted.
     """
     batch = lay_out(feeds, page_tokens)
     rows, num_samples = len(batch.token_ids), len(batch.sample_rows)
+    wanted = [*batch.sample_rows, *pooled_rows]
     padding = padded_rows(rows) - rows
     return StepInputs(
         _tensor(batch.token_ids + [0] * padding),
         _tensor(batch.positions + [0] * padding),
         _tensor(batch.slots + [dump_slot] * padding),
         batch.spans,
-        _tensor(batch.sample_rows + [0] * (padded_rows(num_samples) - num_samples)),
+        _tensor(wanted + [0] * (padded_rows(len(wanted)) - len(wanted))),
         num_samples,
+        num_pooled=len(pooled_rows),
     )
 
 

@@ -30,6 +30,7 @@ from backends.engine.proposers.registry import (
 )
 from backends.engine.runner import ModelRunner, Runner
 from backends.engine.sampler import Verify
+from backends.engine.sentence_transformers import pools_last_token
 from backends.engine.served import ServedModel
 from backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
 from backends.engine.weights import Weights, load_weights
@@ -130,8 +131,8 @@ def load_engine(
     numerics = numerics_class(
         weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
     )
-    card = _card(config, numerics, max_model_len, exact=exact)
-    worker = Worker(scheduler, tokenizer, max_model_len, LlGrammars(tokenizer, model.eos_ids))
+    card = _card(config, numerics, max_model_len, _embedding_size(model, directory), exact=exact)
+    worker = _worker(scheduler, tokenizer, model, card)
     served = ServedModel(card, worker.admission, model.eos_ids)
     return LoadedEngine(worker, runner, served, proposers)
 
@@ -278,9 +279,26 @@ def _window(config: WorkerConfig) -> int | None:
     return SHIPPED_DRAFT_WINDOW
 
 
-def _card(config: WorkerConfig, numerics: str, max_model_len: int, *, exact: bool) -> ModelCard:
-    # Under rejection a text depends on what was drafted.
-    capabilities = Capabilities(exact=exact and config.verify == "coupled")
+def _worker(
+    scheduler: Scheduler, tokenizer: Tokenizer, model: ModelConfig, card: ModelCard
+) -> Worker:
+    grammars, embeds = LlGrammars(tokenizer, model.eos_ids), card.capabilities.embeddings
+    return Worker(scheduler, tokenizer, card.max_model_len, grammars, embeds=embeds)
+
+
+def _embedding_size(model: ModelConfig, directory: Path) -> int:
+    """Return the numbers of an embedding; 0 if the checkpoint wants others than are made here."""
+    return model.hidden_size if pools_last_token(directory) else 0
+
+
+def _card(
+    config: WorkerConfig, numerics: str, max_model_len: int, embedding_size: int, *, exact: bool
+) -> ModelCard:
+    capabilities = Capabilities(
+        exact=exact and config.verify == "coupled",  # else a text depends on what was drafted
+        embeddings=embedding_size > 0,
+        embedding_size=embedding_size,
+    )
     return ModelCard(
         checkpoint_id(config.model),
         config.model or SHIPPED_MODEL_ID,

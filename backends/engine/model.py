@@ -8,6 +8,7 @@ from torch.nn import functional
 from backends.engine.config import ModelConfig
 from backends.engine.inputs import StepInputs
 from backends.engine.kv_pool import Layers
+from backends.engine.linear import padded_rows
 from backends.engine.operators.choose import operators_for
 from backends.engine.weights import Weights
 
@@ -28,19 +29,30 @@ class Decoder:
         Returns:
             float32 [num_samples, vocab_size].
         """
-        return self.logits(self.last_hidden(inputs, kv))[: inputs.num_samples]
+        return self.sampled_logits(self.last_hidden(inputs, kv), inputs.num_samples)
+
+    def sampled_logits(self, hidden: Tensor, num_samples: int) -> Tensor:
+        """Return the logits of the first rows that `last_hidden` returned, without their padding.
+
+        What is pooled stands behind them, and is multiplied only where rows are padded anyway.
+
+        Returns:
+            float32 [num_samples, vocab_size].
+        """
+        rows = padded_rows(num_samples)
+        return self.logits(hidden if len(hidden) == rows else hidden[:rows])[:num_samples]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of what `last_hidden` returned: float32 [rows, vocab_size]."""
+        """Return the logits of rows that `last_hidden` returned: float32 [rows, vocab_size]."""
         if not len(hidden):  # prefill chunks alone
             return hidden.new_empty(0, self.config.vocab_size).float()
         return self.operators.logits(hidden, self._weights.lm_head)
 
     def last_hidden(self, inputs: StepInputs, kv: Layers) -> Tensor:
-        """Write the step's keys and values; return what the LM head multiplies.
+        """Write the step's keys and values; return what the LM head multiplies, and what is pooled.
 
         Returns:
-            [sample_rows, hidden_size]; none if no row's logits are wanted.
+            [sample_rows, hidden_size]; none if no row is wanted.
         """
         does = self.operators
         inputs = inputs.on(self.device)
@@ -54,7 +66,7 @@ class Decoder:
             attended = layer.output(does.attend(step, queries, layer_kv, window))
             gate_up = layer.gate_up(does.add_norm(hidden, attended, layer.mlp_norm))
             delta = layer.down(does.gate(gate_up))
-        if not inputs.num_samples:
+        if not inputs.num_samples + inputs.num_pooled:
             return hidden[:0]
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]

@@ -117,7 +117,8 @@ class EngineProcess(threading.Thread):
         tokenizer, eos_ids = Tokenizer(directory), frozenset(ready.eos_ids)
         grammars = LlGrammars(tokenizer, eos_ids)
         longest, pool_tokens = ready.card.max_model_len, ready.pool_tokens
-        admission = Admission(tokenizer, longest, pool_tokens, grammars)
+        embeds = ready.card.capabilities.embeddings
+        admission = Admission(tokenizer, longest, pool_tokens, grammars, embeds=embeds)
         return ServedModel(ready.card, admission, eos_ids)
 
     def _send(self, command: Command) -> None:

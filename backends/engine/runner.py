@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.core.steps import Executor, Launcher, StepPlan, StepResult
-from backends.engine import logprobs
+from backends.engine import logprobs, pooling
 from backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
 from backends.engine.kv_pool import KvPool
 from backends.engine.logits import adjust, forbid
@@ -30,12 +30,14 @@ class LaunchedStep:
         logprobs: one entry for each part of the plan, None where it does not ask; None where
             nobody does.
         started_s: `time.perf_counter` when it was launched.
+        pooled: what the plan pools (`pooling.wanted`).
     """
 
     plan: StepPlan
     tokens: Tensor
     logprobs: tuple[RowLogprobs | None, ...] | None
     started_s: float
+    pooled: Tensor | None = None
 
 
 class ModelRunner(Executor, Protocol):
@@ -85,21 +87,28 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step: forward, sample, look log probabilities up. Reads nothing back."""
         started_s = time.perf_counter()
-        logits = self.logits(plan)
+        feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_of(plan)
+        inputs = build_inputs(feeds, self._pool.dump_slot, pooled_rows=pooled_rows)
+        hidden = self._decoder.last_hidden(inputs, self._pool.layers)
+        logits = self._decoder.sampled_logits(hidden, inputs.num_samples)
+        pooled = pooling.wanted(hidden, inputs.num_samples, inputs.num_pooled)
         if plan.is_plain:
-            return LaunchedStep(plan, draw(plan, logits, self._verify), None, started_s)
+            tokens = draw(plan, logits, self._verify)
+            return LaunchedStep(plan, tokens, None, started_s, pooled)
         wanted = logprobs.model_logprobs(plan, logits)
         forbid(plan, logits)
         adjust(plan, logits, self._eos_ids)
         tokens = draw(plan, logits, self._verify)
-        return LaunchedStep(plan, tokens, logprobs.look_up(plan, wanted, tokens), started_s)
+        found = logprobs.look_up(plan, wanted, tokens)
+        return LaunchedStep(plan, tokens, found, started_s, pooled)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step and walk its drafts. The one place that waits for the device."""
         walks = walk(step.plan, step.tokens.tolist())
         self._compact(step.plan, walks)
         found = logprobs.read(step.logprobs, walks)
-        return StepResult(walks.emitted, found, time.perf_counter() - step.started_s)
+        pooled = pooling.read(step.pooled)
+        return StepResult(walks.emitted, found, time.perf_counter() - step.started_s, pooled)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final
 
 from aiohttp import web
@@ -13,6 +14,8 @@ from aiohttp import web
 from gateway.accounts import EVERYBODY, Account
 from gateway.errors import Unauthorized
 from gateway.http.context import NODE
+from gateway.http.requests.service import retries_of
+from gateway.job import Job
 
 ACCOUNT: Final = web.RequestKey("account", Account)
 """Whose request it is."""
@@ -49,6 +52,19 @@ def fingerprint(tenant: str, body: bytes) -> int:
     """
     digest = hashlib.blake2b(body, digest_size=8, key=tenant.encode()[:64])
     return int.from_bytes(digest.digest(), "big")
+
+
+def in_name_of_account(job: Job, request: web.Request, body: bytes) -> Job:
+    """Return what a request asks for in its account's name, and within its bounds."""
+    account = request[ACCOUNT]
+    return replace(
+        job,
+        service=account.capped(job.service),
+        tenant=account.name,
+        share=account.share,
+        fingerprint=fingerprint(account.name, body),
+        retries=retries_of(request.headers),
+    )
 
 
 def _key(authorization: str) -> str | None:

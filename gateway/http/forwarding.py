@@ -16,7 +16,7 @@ from aiohttp import web
 
 from backends.base import UpstreamCall
 from backends.errors import BackendFailed, UpstreamFailed
-from gateway.errors import NotOffered, RouteNotFound, as_gateway_error
+from gateway.errors import NotOffered, as_gateway_error
 from gateway.forwarding import Answer, ForwardJob, forward_ask
 from gateway.http.accounts import ACCOUNT, fingerprint
 from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, new_id, read_body
@@ -87,11 +87,10 @@ def _job(request: web.Request, body: bytes, wishes: Wishes, span: Span) -> Forwa
 
 
 async def pass_on(request: web.Request) -> web.StreamResponse:
-    """Answer what only an upstream offers here, such as `/v1/embeddings`.
+    """Answer from an upstream, beside generating requests: `/v1/embeddings`, `/v1/models`.
 
     Raises:
         GatewayError: as `forward`.
-        RouteNotFound: this node has no upstream.
     """
     return await _pass_on(request, missing=())
 
@@ -108,8 +107,6 @@ async def pass_on_if_there(request: web.Request) -> web.StreamResponse:
 async def _pass_on(request: web.Request, missing: tuple[int, ...]) -> web.StreamResponse:
     node = request.app[NODE]
     with node.dispatcher.counted():
-        if not node.fleet.forwards:
-            raise RouteNotFound(f"there is no {request.path}")
         body = await read_body(request)
         tokens, account = estimated_tokens(body), request[ACCOUNT]
         ask = forward_ask(new_id(), tokens, 0, 1, service_of(request.headers), account)

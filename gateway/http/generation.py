@@ -11,13 +11,13 @@ from typing import Final
 from aiohttp import web
 
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
-from gateway.http.accounts import ACCOUNT, fingerprint
+from gateway.http.accounts import in_name_of_account
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
 from gateway.http.forwarding import forward
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.naming import named_as
-from gateway.http.requests.service import retries_of, service_of
+from gateway.http.requests.service import service_of
 from gateway.http.requests.validation import Call, Served
 from gateway.http.stream import EventStream, stream_answer
 from gateway.node import Node
@@ -27,6 +27,9 @@ from policies.types import ServiceLevel
 INLINE_BODY_BYTES: Final = 16 << 10
 """Larger bodies are parsed in a thread: 1 MB of text takes 0.4 s to tokenise, and the event loop
 may be held for 5 ms (design, section 8)."""
+
+Respond = Callable[[web.Request, Node, RequestWatch], Awaitable[web.StreamResponse]]
+"""Answers a request of a node, and tells the watch about it."""
 
 CLIENT_GONE: Final = 499
 """Status in logs and traces for a request whose client left (nginx's)."""
@@ -52,19 +55,29 @@ class Api:
 def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     """Return the aiohttp handler of an endpoint."""
 
+    async def respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
+        return await _respond(request, node, api, watch)
+
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await _handle(request, api)
+        return await watched(request, api.path, api.operation, respond)
 
     return handle
 
 
-async def _handle(request: web.Request, api: Api) -> web.StreamResponse:
+async def watched(
+    request: web.Request, path: str, operation: str, respond: Respond
+) -> web.StreamResponse:
+    """Answer a request that goes to the workers: in flight, and watched, up to its last byte.
+
+    Args:
+        operation: `gen_ai.operation.name` of its spans.
+    """
     node = request.app[NODE]
-    span = begin_span(node.tracing, request, api.path, api.operation)
-    watch = RequestWatch(node.metrics, span, api.path, api.operation)
+    span = begin_span(node.tracing, request, path, operation)
+    watch = RequestWatch(node.metrics, span, path, operation)
     try:
         with node.dispatcher.counted():
-            response = await _respond(request, node, api, watch)
+            response = await respond(request, node, watch)
     except (asyncio.CancelledError, ConnectionResetError) as error:
         watch.end(Ending.CANCELLED, CLIENT_GONE, error)
         raise
@@ -91,8 +104,12 @@ async def _respond(
             return events.response
         async with running as answer.run:
             body = await answer.whole()
+    return await send_json(request, body)
+
+
+async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Send an answer; the request is in flight, and its span open, up to the last byte."""
     response = web.Response(body=body, content_type="application/json")
-    # Sent from here, so that the request is in flight, and its span open, up to the last byte.
     await response.prepare(request)
     await response.write_eof()
     return response
@@ -112,15 +129,7 @@ async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatc
         call = api.parse(body, served, internal_id, service)
     else:
         call = await asyncio.to_thread(api.parse, body, served, internal_id, service)
-    account = request[ACCOUNT]
-    job = replace(
-        call.job,
-        service=account.capped(call.job.service),
-        tenant=account.name,
-        share=account.share,
-        fingerprint=fingerprint(account.name, body),
-        retries=retries_of(request.headers),
-    )
+    job = in_name_of_account(call.job, request, body)
     watch.parsed(job, served.name, stream=call.stream)
     return replace(call, job=job)
 

@@ -17,7 +17,7 @@ from gateway.errors import (
     RouteNotFound,
     as_gateway_error,
 )
-from gateway.http import forwarding, generation
+from gateway.http import generation
 from gateway.http.accounts import authenticate
 from gateway.http.context import (
     NODE,
@@ -26,7 +26,16 @@ from gateway.http.context import (
     SLOW_READERS,
     client_request_id,
 )
-from gateway.http.endpoints import decisions, health, live, models, openapi, page, tokenize
+from gateway.http.endpoints import (
+    decisions,
+    embeddings,
+    health,
+    live,
+    models,
+    openapi,
+    page,
+    tokenize,
+)
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
 from gateway.http.endpoints.responses import RESPONSES
@@ -52,9 +61,9 @@ def build_app(node: Node) -> web.Application:
     app.add_routes(
         [
             *(web.post(api.path, generation.handler(api)) for api in GENERATING),
+            web.post(embeddings.PATH, embeddings.embed),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
-            web.post("/v1/embeddings", forwarding.pass_on),
             web.post("/tokenize", tokenize.tokenize),
             web.post("/detokenize", tokenize.detokenize),
             web.get("/health", health.health),

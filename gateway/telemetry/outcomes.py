@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backends.types import SpeculationOutcome
+from backends.types import SpeculationOutcome, Task
 from gateway.admission import Entry
 from gateway.fleet import FleetWorker
 from gateway.job import Job
@@ -17,21 +17,28 @@ from policies.types import RequestView, WorkerLoad
 
 def job_attributes(job: Job) -> Attributes:
     """Return what was asked for; nothing of a text."""
-    sampling = job.sampling
     found: dict[str, str | int | float] = {
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.seed": str(sampling.seed),  # beyond an attribute's int64
-        "gen_ai.request.choice.count": job.n,
         "draftgate.tenant": job.tenant,
-        "draftgate.speculation.mode": job.mode.value,
         "draftgate.priority": job.service.priority,
     }
     asked = {
         "draftgate.slo.ttft_s": job.service.ttft_s,
         "draftgate.slo.tpot_s": job.service.tpot_s,
     }
-    return {**found, **{name: value for name, value in asked.items() if value is not None}}
+    found.update((name, value) for name, value in asked.items() if value is not None)
+    return {**found, **_output_attributes(job)} if job.task is Task.GENERATE else found
+
+
+def _output_attributes(job: Job) -> Attributes:
+    """Return what was asked for of the output."""
+    sampling = job.sampling
+    return {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.seed": str(sampling.seed),  # beyond an attribute's int64
+        "gen_ai.request.choice.count": job.n,
+        "draftgate.speculation.mode": job.mode.value,
+    }
 
 
 def decision_attributes(placed: Placement) -> Attributes:

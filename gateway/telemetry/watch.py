@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from backends.base import TokenUsage
-from backends.types import Delta, FinishReason, Phases, SpeculationOutcome
+from backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
 from gateway.job import Job
 from gateway.placement import Placement
 from gateway.telemetry import figures
@@ -71,6 +71,7 @@ class RequestWatch:
         self._gaps = metrics.spread(figures.GAPS)
         self._latest_s: dict[int, float] = {}  # by choice
         self._begun_s: dict[int, float] = {}  # by choice, where the worker said when
+        self._generates = False  # tokens
         self._n = 1  # choices of a prompt
         self._choices = 0  # of all prompts, once they are dispatched
         self._finish_reasons: list[str] = []
@@ -79,6 +80,7 @@ class RequestWatch:
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
         """Record what was asked for."""
+        self._generates = job.task is Task.GENERATE
         self._n = job.n
         self._choices = job.n * len(job.prompts)
         self.prompt_tokens = sum(map(len, job.prompts))
@@ -96,14 +98,21 @@ class RequestWatch:
 
     def placed(self, placed: Placement) -> None:
         """Record where a prompt goes; in span and log the plan of the first one there stands."""
-        request, metrics = placed.request, self._metrics
-        plan, tokens = request.speculation, len(request.prompt_ids)
-        metrics.observe(figures.PROMPT_LENGTH, tokens)
-        metrics.observe(figures.MAX_TOKENS, request.sampling.max_tokens)
-        metrics.add(figures.DECISIONS, 1, plan.policy, plan.proposer or "none")
-        metrics.add(figures.PROMPT_TOKENS, tokens)
+        tokens = len(placed.request.prompt_ids)
+        self._metrics.observe(figures.PROMPT_LENGTH, tokens)
+        self._metrics.add(figures.PROMPT_TOKENS, tokens)
         if placed.worker.worker_id not in self.workers:
             self.workers.append(placed.worker.worker_id)
+        if self._generates:
+            self._decided(placed)
+        else:
+            self.span.set({"draftgate.worker_id": ",".join(self.workers)})
+
+    def _decided(self, placed: Placement) -> None:
+        """Record what was decided about a prompt."""
+        request, plan = placed.request, placed.request.speculation
+        self._metrics.observe(figures.MAX_TOKENS, request.sampling.max_tokens)
+        self._metrics.add(figures.DECISIONS, 1, plan.policy, plan.proposer or "none")
         if self.plan is None:
             self.plan = plan
             if self.span.recording:
@@ -145,7 +154,7 @@ class RequestWatch:
 
     def settled(self, usage: TokenUsage, choices: int) -> None:
         """Record the tokens of an upstream's answer, once, when it is over."""
-        self._choices = choices
+        self._generates, self._choices = True, choices
         self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
         self._metrics.add(figures.PROMPT_TOKENS, usage.prompt)
         self._metrics.add(figures.CACHED_TOKENS, usage.cached)
@@ -197,7 +206,7 @@ class RequestWatch:
         if unfinished > 0:
             reason = "abort" if ending is Ending.CANCELLED else "error"
             metrics.add(figures.CHOICES, unfinished, reason)
-        if self._choices:
+        if self._generates:
             metrics.observe(figures.OUTPUT_LENGTH, self.output_tokens)
         tpot_s = self._tpot_s()
         if tpot_s is not None:
@@ -223,8 +232,9 @@ class RequestWatch:
             "gen_ai.usage.input_tokens": self.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": self.cached_tokens,
             "gen_ai.usage.output_tokens": self.output_tokens,
-            **outcome_attributes(self.outcome),
         }
+        if self.plan is not None:
+            found.update(outcome_attributes(self.outcome))
         ttft_s = self._ttft_s()
         if ttft_s is not None:
             found["gen_ai.response.time_to_first_chunk"] = ttft_s

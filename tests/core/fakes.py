@@ -10,7 +10,7 @@ from random import Random
 from backends.core.drafts import ROOT, Draft, DraftRequest
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan, StepResult
-from backends.types import GenerationRequest, SamplingParams, TokenLogprob
+from backends.types import GenerationRequest, SamplingParams, Task, TokenLogprob
 from policies.types import SpeculationMode, SpeculationPlan
 
 TrueToken = Callable[[Sequence, int], int]
@@ -29,6 +29,11 @@ def scripted(*tokens: int) -> TrueToken:
     return lambda sequence, position: tokens[position - sequence.prompt_tokens]
 
 
+def pooled_state(work: SequenceWork) -> bytes:
+    """Bytes that tell whose hidden state it is, and that of which position."""
+    return f"{work.sequence.key}@{work.confirmed_end - 1}".encode()
+
+
 class FakeExecutor:
     """Emits the true stream, drafts checked against it."""
 
@@ -38,7 +43,8 @@ class FakeExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         emitted = [tuple(self._emit(work)) for work in plan.work]
         logprobs = tuple(tuple(TokenLogprob(t, -float(t)) for t in tokens) for tokens in emitted)
-        return StepResult(tuple(emitted), logprobs, 1e-3)
+        pooled = [pooled_state(plan.work[place]) for place in plan.pooled]
+        return StepResult(tuple(emitted), logprobs, 1e-3, pooled or None)
 
     def _emit(self, work: SequenceWork) -> Iterator[int]:
         """True tokens, as long as the draft has them at their place, and the one behind."""
@@ -114,9 +120,12 @@ def request(
     drafts: int = 0,
     n: int = 1,
     proposer: str = "ngram",
+    task: Task = Task.GENERATE,
     **sampling: object,
 ) -> GenerationRequest:
     prompt_ids = tuple(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
+    if task is Task.EMBED:
+        max_tokens = drafts = 0
     params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
     plan = drafting(drafts, proposer)
-    return GenerationRequest(f"test-{next(_ids)}", prompt_ids, params, plan, n)
+    return GenerationRequest(f"test-{next(_ids)}", prompt_ids, params, plan, n, task=task)

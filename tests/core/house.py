@@ -167,8 +167,8 @@ class House:
         assert 1 <= plan.num_tokens <= config.max_step_tokens
         assert len(self.scheduler.running) <= config.max_num_seqs
         assert len({work.sequence.key for work in plan.work}) == len(plan.work)
-        for work in plan.work:
-            self.check_work(work)
+        for place, work in enumerate(plan.work):
+            self.check_work(work, pools=place in plan.pooled)
         for work in plan.work:
             self.write(work)
         for work in plan.work:
@@ -206,7 +206,7 @@ class House:
     def place(sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_table[position // BLOCK], position % BLOCK
 
-    def check_work(self, work: SequenceWork) -> None:
+    def check_work(self, work: SequenceWork, *, pools: bool) -> None:
         sequence, confirmed = work.sequence, len(work.token_ids)
         assert sequence.state is SequenceState.RUNNING
         assert work.start == sequence.num_computed
@@ -214,7 +214,11 @@ class House:
         fed = tuple(sequence.token_ids[work.start : work.start + confirmed])
         assert work.token_ids == fed
         assert work.confirmed_end == work.start + confirmed
-        assert work.samples == (work.start + confirmed == len(sequence.token_ids))
+        ends = work.start + confirmed == len(sequence.token_ids)
+        assert (work.samples, pools) == (
+            ends and not sequence.embeds,
+            ends and sequence.embeds,
+        )
         assert len(sequence.block_table) * BLOCK >= work.context_tokens
         most = min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
         assert 0 <= work.num_drafts <= (most if work.samples else 0)
@@ -225,7 +229,12 @@ class House:
         assert self.blocks.num_free == self.blocks.num_blocks
         assert set(self.proposer.forgotten) == {s.key for s in self.sequences}
         for sequence in self.sequences:
-            if sequence.finish_reason is not FinishReason.ABORT:
+            if sequence.finish_reason is FinishReason.ABORT:
+                continue
+            if sequence.embeds:
+                assert sequence.embedding == f"{sequence.key}@{sequence.prompt_tokens - 1}".encode()
+                assert not self.outputs[sequence.key]
+            else:
                 assert self.outputs[sequence.key] == expected_output(sequence)
                 assert sequence.output_tokens == len(self.outputs[sequence.key])
 

@@ -13,7 +13,7 @@ from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.sequence import Sequence
 from backends.core.steps import PENDING, StepPlan, StepResult
 from backends.core.worker import Worker
-from backends.types import Delta, FinishReason, GenerationRequest, Pace, ResumedChoice
+from backends.types import Delta, FinishReason, GenerationRequest, Pace, ResumedChoice, Task
 from policies.registry import speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
@@ -111,7 +111,7 @@ class Bench:
             {"ngram": proposer},
             StepCost((64,), (1e-3,)),
         )
-        self.worker = Worker(self.scheduler, Letters(), 200)
+        self.worker = Worker(self.scheduler, Letters(), 200, embeds=True)
         self.device = FakeDevice()
         self.delivered: dict[tuple[str, int], list[Delta]] = {}
         launcher = self.device if asynchronous else None
@@ -139,13 +139,14 @@ class Bench:
         assert self.blocks.num_free == self.blocks.num_blocks
 
     def told(self) -> dict:
-        """Of each choice: tokens, text, log probabilities, why it ended."""
+        """Of each choice: tokens, text, log probabilities, why it ended, embeddings."""
         return {
             key: (
                 [token for delta in deltas for token in delta.token_ids],
                 "".join(delta.text for delta in deltas),
                 [entry for delta in deltas for entry in delta.logprobs],
                 [delta.finish_reason for delta in deltas if delta.finish_reason is not None],
+                [delta.embedding for delta in deltas if delta.embedding is not None],
             )
             for key, deltas in self.delivered.items()
         }
@@ -160,6 +161,7 @@ REQUESTS = st.lists(
         n=st.integers(1, 2),
         ignore_eos=st.booleans(),
         stop=st.lists(st.text("ABCDEF", min_size=1, max_size=2), max_size=3).map(tuple),
+        task=st.sampled_from([Task.GENERATE, Task.GENERATE, Task.EMBED]),
     ),
     min_size=1,
     max_size=7,
@@ -283,7 +285,7 @@ def test_what_comes_behind_the_end_is_dropped() -> None:
             bench = Bench(asynchronous=asynchronous, num_blocks=20, policy="off", eos=eos)
             bench.submit(request(max_tokens=9, stop=(stop,)))
             bench.run()
-            ((tokens, told, _, reasons),) = bench.told().values()
+            ((tokens, told, _, reasons, _),) = bench.told().values()
             assert (tokens, told, reasons) == (stream[:end], shown, [FinishReason.STOP])
             assert next(bench.device.steps) == end + asynchronous
 

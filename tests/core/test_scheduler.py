@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence, SequenceState
-from backends.types import FinishReason, Pace, ResumedChoice
+from backends.types import FinishReason, Pace, ResumedChoice, Task
 from policies.batching import LEAST_CHUNK, LEAST_STRETCH
 from policies.registry import speculation_policy
 from policies.types import ServiceLevel
@@ -57,6 +57,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = (*(family * 100 + i for i in range(length)), data.draw(st.integers(0, 2)))
         wanted = request(prompt=prompt, max_tokens=6, drafts=3, n=n)
         self.house.add_choices(replace(wanted, tenant=data.draw(st.sampled_from("ab"))))
+
+    @rule(prompt=st.integers(1, 16), family=st.integers(1, 3), last=st.integers(0, 2))
+    def arrive_to_be_embedded(self, prompt, family, last):
+        """Their prompts begin as those of the families that generate."""
+        tokens = (*(family * 100 + i for i in range(prompt - 1)), last)
+        self.house.add_choices(replace(request(prompt=tokens, task=Task.EMBED), tenant="a"))
 
     @rule(prompt=st.integers(1, 10), done=st.integers(1, 7))
     def arrive_half_way(self, prompt, done):

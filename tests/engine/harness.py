@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from backends.types import (
     GrammarSpec,
     ResumedChoice,
     SamplingParams,
+    Task,
     TokenLogprob,
 )
 from policies.protocols import SpeculationPolicy
@@ -95,6 +96,7 @@ class Outcome:
     text: dict[tuple[str, int], str] = field(default_factory=dict)
     logprobs: dict[tuple[str, int], list[TokenLogprob]] = field(default_factory=dict)
     finish_reasons: dict[tuple[str, int], FinishReason] = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
     accepted: int = 0
     rejected: int = 0
     preemptions: int = 0
@@ -118,7 +120,7 @@ class Engine:
             COST,
         )
         grammars = LlGrammars(model.tokenizer, model.config.eos_ids)
-        self.worker = Worker(self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars)
+        self.worker = Worker(self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars, embeds=True)
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run the requests to their end."""
@@ -147,6 +149,8 @@ def note(outcome: Outcome, request_id: str, delta: Delta) -> None:
     outcome.text[key] = outcome.text.get(key, "") + delta.text
     outcome.logprobs.setdefault(key, []).extend(delta.logprobs)
     outcome.cached_tokens += delta.cached_tokens
+    if delta.embedding is not None:
+        outcome.embeddings[request_id] = delta.embedding
     if delta.finish_reason is not None:
         outcome.finish_reasons[key] = delta.finish_reason
     if delta.outcome is not None:
@@ -171,6 +175,11 @@ def request(
     view = RequestView(len(prompt), params.max_tokens, params.temperature, mode)
     plan = policy.decide(view, IDLE)
     return GenerationRequest(request_id, prompt, params, plan, n, resumed=resumed, grammar=grammar)
+
+
+def to_embed(request_id: str, prompt_ids: Iterable[int]) -> GenerationRequest:
+    """A request for the embedding of a prompt."""
+    return replace(request(request_id, prompt_ids, Off(), max_tokens=0), task=Task.EMBED)
 
 
 @dataclass(frozen=True)

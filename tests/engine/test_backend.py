@@ -17,7 +17,7 @@ from backends.engine.loop import EngineLoop
 from backends.engine.runner import Runner
 from backends.errors import BackendFailed, CheckpointError, RequestRejected
 from backends.testing import check_backend
-from backends.types import Capabilities, FinishReason, GenerationRequest, Pace
+from backends.types import FinishReason, GenerationRequest, Pace
 from policies.registry import speculation_policy
 from tests.engine.harness import request
 
@@ -171,7 +171,7 @@ async def test_the_engine_keeps_the_contract_of_backends() -> None:
 async def test_the_engine_is_exact_on_this_machine(backend: EngineBackend) -> None:
     """The start-up probe found rows exact, and the numerics class says so."""
     assert str(backend.card.numerics_class).endswith("/exact")
-    assert backend.card.capabilities == Capabilities(exact=True)
+    assert backend.card.capabilities.exact
 
 
 async def test_an_engine_of_paused_requests_sleeps(

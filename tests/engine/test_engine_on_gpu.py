@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,11 +37,13 @@ from tests.engine.harness import (
     RandomSlots,
     Setup,
     request,
+    to_embed,
 )
 from tests.engine.tiny import (
     MIXED_BLOCKS,
     VOCAB,
     TinyEngine,
+    cpu_engine,
     gpu_engine,
     mixed_plans,
     tiny_config,
@@ -86,6 +89,26 @@ def tiny_engine(
     config = tiny_config(**changes)
     weights = tiny_weights(config, dtype, GPU, exact=exact)
     return gpu_engine(config, weights, Setup(chosen or Off(), num_blocks=MIXED_BLOCKS))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_hidden_states_are_those_of_the_cpu(captured: bool) -> None:
+    """Prompts embedded beside decodes, from graphs too, whose memory the next step writes over."""
+    wanted = [
+        request("said", range(3, 20), Off(), max_tokens=12),
+        *(to_embed(f"e{length}", range(length)) for length in (1, 16, 40, 61)),
+    ]
+    engine = tiny_engine({}, torch.float32)
+    if captured:
+        engine.runner.capture()
+    config = tiny_config()
+    setup = Setup(num_blocks=MIXED_BLOCKS)
+    expected = cpu_engine(config, tiny_weights(config), setup).run(wanted).embeddings
+    found = engine.run(wanted).embeddings
+    assert found.keys() == expected.keys() == {"e1", "e16", "e40", "e61"}
+    for name, embedding in expected.items():
+        state = np.frombuffer(found[name], "<f4")
+        np.testing.assert_allclose(state, np.frombuffer(embedding, "<f4"), atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -21,6 +21,7 @@ from backends.types import (
     SamplingParams,
     SpeculationOutcome,
     StepTrace,
+    Task,
 )
 from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan, WorkerLoad, WorkerSpeed
 
@@ -39,12 +40,16 @@ REQUESTS = [
         service=ServiceLevel(1.5, 0.0125, -(1 << 31)),
         traced=True,
     ),
+    GenerationRequest("c", (1, 2), SamplingParams(0, 0), PLAN, task=Task.EMBED),
 ]
 OUTCOME = SpeculationOutcome(3, 9, 4, (1, 1, 0, 1))
 STEP = StepTrace(2, "ngram", 3, (5, 9), 1, (0.75, 0.5), 0.125)
 PHASES = Phases(1.0, 2.0, ((3.0, 16), (4.0, 5)), 4.0)
 REPORT = Stepped(
-    [("a", Delta(0, (5, 6), "text", (), FinishReason.STOP, OUTCOME, 16, (STEP,), PHASES))],
+    [
+        ("a", Delta(0, (5, 6), "text", (), FinishReason.STOP, OUTCOME, 16, (STEP,), PHASES)),
+        ("c", Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=b"\x00\x80\xff")),
+    ],
     WorkerLoad(
         *(1, 2, 3, 4, 0.25, 0.7, ("ngram", "draft_model"), 0.05),
         *(64, 900, 512, 16, WorkerSpeed(0.02, 1e-4, 3e-4), 5),
@@ -53,7 +58,7 @@ REPORT = Stepped(
 READY = Ready(ModelCard("m", "r", 512, "c", 1, Capabilities(exact=True)), 640, (0,))
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=["plain", "with everything"])
+@pytest.mark.parametrize("request_", REQUESTS, ids=["plain", "with everything", "to embed"])
 def test_a_request_arrives_whole(request_: GenerationRequest) -> None:
     """Service level, tenant, grammar and resumed tokens travel as everything else does."""
     here, there = socket.socketpair()

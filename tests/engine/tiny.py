@@ -143,7 +143,9 @@ class TinyEngine:
             setup.proposers(self),
             COST,
         )
-        self.worker = Worker(self.scheduler, tokenizer or LetterTokenizer(), max_model_len)
+        self.worker = Worker(
+            self.scheduler, tokenizer or LetterTokenizer(), max_model_len, embeds=True
+        )
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run the requests to their end."""

@@ -12,6 +12,7 @@ from backends.types import Delta, FinishReason
 from gateway.http.replies.chat import ChatRendering
 from gateway.http.replies.completion import CompletionRendering
 from gateway.http.replies.rendering import Frame
+from gateway.http.requests.validation import Call
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
 
@@ -29,7 +30,11 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
 def test_a_chunk_is_whole_json(rendering, kind, model, text, choice, end) -> None:
     """Whatever is in a text or a name, a chunk parses, and says what delta and frame say."""
     frame = Frame("1f", 7, model, None, logprobs=False)  # type: ignore[arg-type]
-    chunk = json.loads(rendering(frame).chunk(Delta(choice, (1,), text, (), end)))
+    call = Call(None, stream=True, include_usage=False)  # type: ignore[arg-type]
+    sent = rendering(frame, call).chunk(Delta(choice, (1,), text, (), end))
+    assert sent.startswith(b"data: ")
+    assert sent.endswith(b"\n\n")
+    chunk = json.loads(sent.removeprefix(b"data: "))
     (said,) = chunk.pop("choices")
     assert chunk.pop("id").endswith("-1f")
     assert chunk == {"object": kind, "created": 7, "model": model}

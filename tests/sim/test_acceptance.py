@@ -31,7 +31,7 @@ def generated(config: WorkerConfig, asked: GenerationRequest):
     async def main():
         backend = SimBackend(config, build=world.parts)
         await backend.start()
-        (last,) = [delta async for delta in backend.generate(asked)]
+        *_, last = [delta async for delta in backend.generate(asked)]
         await backend.stop()
         return world.ledger.take(asked.request_id), last
 

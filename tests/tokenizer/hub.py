@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, bytes]] = {
         "pytorch_model.bin": b"pickle",
         "README.md": b"# model",
         "original/params.json": b"{}",
+        "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
         "original/consolidated.00.pth": b"abcdef",
         "onnx/model.safetensors": b"abcdef",
     },

@@ -21,6 +21,7 @@ LOADABLE = {
     "tokenizer.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
+    "1_Pooling/config.json",
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
 }

@@ -18,6 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from backends.engine import pooling
 from backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
 from backends.engine.gpu.packing import PackedFeeds
 from backends.engine.gpu.shapes import Shapes
@@ -71,24 +72,29 @@ class DeviceForward:
         memory[:used].copy_(host[:used], non_blocking=True)
         return shape, StepFields(layout.fields(memory), self.shapes.page_tokens)
 
-    def run(self, shape: StepShape, fields: StepFields, num_samples: int) -> Tensor:
+    def run(
+        self, shape: StepShape, fields: StepFields, num_samples: int, num_pooled: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
         """Run a step that was placed.
 
         Returns:
-            The logits of its first sampled rows, float32 [num_samples, vocab_size].
+            The logits of its sampled rows, float32 [num_samples, vocab_size], and the hidden states
+            of those behind them (`pooling.wanted`), which the next step may write over.
         """
         if shape in self._graphs:
             graph, hidden = self._graphs[shape]
             graph.replay()
         else:
-            hidden = self._decoder.last_hidden(fields.inputs(num_samples), self._layers)
-        return self._decoder.logits(hidden[:num_samples])
+            inputs = fields.inputs(num_samples, num_pooled)
+            hidden = self._decoder.last_hidden(inputs, self._layers)
+        pooled = pooling.wanted(hidden, num_samples, num_pooled)
+        return self._decoder.logits(hidden[:num_samples]), pooled
 
     @torch.inference_mode()
     def __call__(self, feeds: Iterable[Feed]) -> Tensor:
         """Return the logits of the sampled rows of feeds: float32 [rows, vocab_size]."""
         packed = PackedFeeds.of(feeds, self.shapes.page_tokens)
-        return self.run(*self.place(packed), len(packed.sample_rows))
+        return self.run(*self.place(packed), len(packed.sample_rows))[0]
 
     @torch.inference_mode()
     def capture(self) -> None:

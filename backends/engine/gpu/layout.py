@@ -140,15 +140,15 @@ class StepFields:
         """Return a field by its name in the layout."""
         return self._fields[name]
 
-    def inputs(self, num_samples: int) -> StepInputs:
-        """Return what the decoder reads, the first so many rows sampled."""
+    def inputs(self, num_samples: int, num_pooled: int = 0) -> StepInputs:
+        """Return what the decoder reads: so many rows sampled, and so many behind them pooled."""
         fields = self._fields
         return StepInputs(
             fields["token_ids"],
             fields["positions"],
             fields["slots"],
             AttentionSpans(self._page_tokens),
-            fields["sample_rows"][:num_samples],
+            fields["sample_rows"][: num_samples + num_pooled],
             num_samples,
             RaggedSpans(
                 fields["query_starts"],
@@ -159,6 +159,7 @@ class StepFields:
                 fields["attention_positions"],
                 self._page_tokens,
             ),
+            num_pooled,
         )
 
     def sampling(self, num_samples: int) -> RowSampling:

@@ -20,6 +20,7 @@ class PackedFeeds:
 
     Attributes:
         sample_rows: rows whose logits are wanted.
+        pooled_rows: rows whose hidden state is wanted; on the device they stand behind those.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -27,13 +28,26 @@ class PackedFeeds:
     slots: list[int] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)
     spans: SpanLists = field(default_factory=SpanLists)
+    pooled_rows: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> PackedFeeds:
-        """Return feeds, packed."""
+    def of(
+        cls,
+        feeds: Iterable[Feed],
+        page_tokens: int = BLOCK_TOKENS,
+        pooled_rows: list[int] | None = None,
+    ) -> PackedFeeds:
+        """Return feeds, packed; `pooled_rows` None is none."""
         batch = lay_out(feeds, page_tokens)
         spans = SpanLists.of(batch.spans)
-        return cls(batch.token_ids, batch.positions, batch.slots, batch.sample_rows, spans)
+        return cls(
+            batch.token_ids,
+            batch.positions,
+            batch.slots,
+            batch.sample_rows,
+            spans,
+            pooled_rows or [],
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -54,7 +68,7 @@ class PackedFeeds:
         host.write("token_ids", self.token_ids)
         host.write("positions", self.positions)
         host.write("slots", self.slots, dump_slot)
-        host.write("sample_rows", self.sample_rows)
+        host.write("sample_rows", self.sample_rows + self.pooled_rows)
         host.write("ancestors", as_bits(self.spans.ancestors))
         host.write("attention_positions", self.spans.positions)
         # Padding sequences begin and end behind the last row.

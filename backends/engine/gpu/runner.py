@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backends.core.steps import PENDING, StepPlan, StepResult
-from backends.engine import logprobs
+from backends.engine import logprobs, pooling
 from backends.engine.gpu.compaction import compact
 from backends.engine.gpu.forward import DeviceForward
 from backends.engine.gpu.layout import HostFields, StepFields, StepShape
@@ -54,6 +54,8 @@ class LaunchedStep:
         logprobs: one entry for each part of the plan, in main memory, None where it does not ask;
             None where nobody does.
         began, ended: around the step's work.
+        pooled: what the plan pools, float32 [pooled rows, hidden_size], in main memory; None where
+            nothing does. Undefined before `ended` is passed.
     """
 
     row_of: dict[int, int]
@@ -63,6 +65,7 @@ class LaunchedStep:
     logprobs: tuple[RowLogprobs | None, ...] | None
     began: Mark
     ended: Mark
+    pooled: Tensor | None
 
 
 class GpuRunner:
@@ -108,24 +111,28 @@ class GpuRunner:
         device = self._decoder.device
         began, ended = new_mark(device), new_mark(device)
         began.record()
-        packed, walks = PackedFeeds.of(map(feed_of, plan.work)), PackedWalks.of(plan)
+        pooled_rows = pooling.rows_of(plan)
+        packed = PackedFeeds.of(map(feed_of, plan.work), pooled_rows=pooled_rows)
+        walks = PackedWalks.of(plan)
         shape, fields = self._place(plan, packed, walks, behind)
-        logits = self._forward.run(shape, fields, len(packed.sample_rows))
+        num_samples, num_pooled = len(packed.sample_rows), len(pooled_rows)
+        logits, pooled = self._forward.run(shape, fields, num_samples, num_pooled)
+        pooled = None if pooled is None else to_host(pooled)
         tokens, found = self._sample(plan, logits, fields)
         walked = self._walk(tokens, fields, walks)
         parts = walked.num_emitted[: len(plan.work)]
         results = to_host(torch.cat([walked.emitted, walked.kept_rows.long(), parts.long()]))
         ended.record()
-        return LaunchedStep(
-            _rows_of_sequences(plan), tokens, walks.sample_starts, results, found, began, ended
-        )
+        rows = _rows_of_sequences(plan)
+        return LaunchedStep(rows, tokens, walks.sample_starts, results, found, began, ended, pooled)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step. The one place that waits for the device."""
         step.ended.synchronize()
         walks = _walks(step.starts, step.results.tolist())
         found = logprobs.read(step.logprobs, walks)
-        return StepResult(walks.emitted, found, step.began.elapsed_time(step.ended) / 1e3)
+        step_s = step.began.elapsed_time(step.ended) / 1e3
+        return StepResult(walks.emitted, found, step_s, pooling.read(step.pooled))
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""

@@ -15,6 +15,7 @@ from gateway.http.replies.shapes import (
     ChatReply,
     CompletionReply,
     DetokenizeReply,
+    EmbeddingList,
     HealthReply,
     ModelList,
     ModelReply,
@@ -23,7 +24,13 @@ from gateway.http.replies.shapes import (
     VersionReply,
 )
 from gateway.http.requests.responses import ResponsesBody
-from gateway.http.requests.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.http.requests.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    TokenizeBody,
+)
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,14 @@ OPERATIONS: Final = (
                 "stream": True,
             },
         },
+    ),
+    Operation(
+        "POST",
+        "/v1/embeddings",
+        "Embeds texts: the last token's hidden state, at length 1.",
+        EmbeddingList,
+        EmbeddingBody,
+        errors=OF_GENERATION,
     ),
     Operation("GET", "/v1/models", "Lists the model.", ModelList, errors=(503,)),
     Operation(

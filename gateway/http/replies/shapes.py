@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class PromptTokensDetails(Struct):
@@ -206,6 +206,30 @@ class ChatChunk(Reply[ChatChunkChoice]):
 
 class CompletionReply(Reply[CompletionChoice]):
     """A completion, or a piece of a streamed one."""
+
+
+class EmbeddingReply(Struct):
+    """A vector: the JSON of a list of numbers, or of base64."""
+
+    index: int
+    embedding: Raw
+    object: str = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """Tokens of an embedding request."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct):
+    """The answer of `/v1/embeddings`."""
+
+    data: list[EmbeddingReply]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"
 
 
 class ModelReply(Struct):

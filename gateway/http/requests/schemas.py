@@ -5,7 +5,7 @@ Types are checked here, values in `validation`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Raw, Struct
 
@@ -197,6 +197,17 @@ class ChatBody(GenerationFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+
+class EmbeddingBody(UnsupportedFields):
+    """Body of `POST /v1/embeddings`."""
+
+    input: str | list[str | int | list[int]] | None = None
+    model: str | None = None
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    priority: int | None = None
+    user: str | None = None
 
 
 class TokenizeBody(Struct):

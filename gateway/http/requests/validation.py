@@ -162,7 +162,7 @@ def completion_call(
     served.check_name(wire.model)
     _check_common(wire)
     reject_unsupported(wire, wire.n or 1, "tools", "tool_choice")
-    prompts = _prompts(wire.prompt, served)
+    prompts = prompts_of("prompt", wire.prompt, served)
     if len(prompts) * (wire.n or 1) > MAX_SEQUENCES:
         raise InvalidRequest(
             f"prompt: {len(prompts)} prompts of {wire.n or 1} choices are more than "
@@ -301,24 +301,31 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
     return None
 
 
-def _prompts(
-    prompt: str | list[str | int | list[int]] | None, served: Served
+def prompts_of(
+    name: str, given: str | list[str | int | list[int]] | None, served: Served
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of every prompt: a text, token ids, or a list of either."""
+    """Return the token ids of every prompt: a text, token ids, or a list of either.
+
+    Args:
+        name: of the parameter.
+
+    Raises:
+        InvalidRequest: there is none, one is empty, or the model has no such token.
+    """
     tokenizer = served.tokenizer
-    if isinstance(prompt, str):
-        return (_encoded(prompt, tokenizer, "prompt"),)
-    if not prompt:
-        raise InvalidRequest("prompt: must be given and not be empty", "prompt")
-    if all(isinstance(item, int) for item in prompt):
-        return (_ids(prompt, served, "prompt"),)
-    if any(isinstance(item, int) for item in prompt):
-        raise InvalidRequest("prompt: token ids cannot be mixed with texts or lists", "prompt")
+    if isinstance(given, str):
+        return (_encoded(given, tokenizer, name),)
+    if not given:
+        raise InvalidRequest(f"{name}: must be given and not be empty", name)
+    if all(isinstance(item, int) for item in given):
+        return (_ids(given, served, name),)
+    if any(isinstance(item, int) for item in given):
+        raise InvalidRequest(f"{name}: token ids cannot be mixed with texts or lists", name)
     return tuple(
-        _encoded(item, tokenizer, f"prompt[{index}]")
+        _encoded(item, tokenizer, f"{name}[{index}]")
         if isinstance(item, str)
-        else _ids(item if isinstance(item, list) else (), served, f"prompt[{index}]")
-        for index, item in enumerate(prompt)
+        else _ids(item if isinstance(item, list) else (), served, f"{name}[{index}]")
+        for index, item in enumerate(given)
     )
 
 

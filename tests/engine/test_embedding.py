@@ -1,0 +1,277 @@
+"""Embeddings of the engine: the model's own last hidden state, and the same bits in any company."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from backends.base import WorkerConfig
+from backends.core.drive import drive
+from backends.engine.backend import EngineBackend
+from backends.engine.sentence_transformers import why_not_embedded
+from backends.errors import CheckpointError, RequestRejected
+from backends.shipped import SHIPPED_MODEL
+from backends.types import FinishReason, GenerationRequest
+from policies.registry import speculation_policy
+from policies.speculation import Off
+from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
+from tests.engine.harness import Engine, Model, Setup, request, to_embed
+from tests.engine.test_families import random_model
+
+MODEL = Model(SHIPPED_MODEL)
+DEFAULT = Setup()
+RNG = random.Random(8)
+TEXTS = [
+    [RNG.randrange(MODEL.tokenizer.vocab_size) for _ in range(length)]
+    for length in (1, 2, 15, 16, 17, 40, 150, 300)
+]
+
+
+def embeddings(
+    requests: Iterable[GenerationRequest], setup: Setup = DEFAULT, model: Model = MODEL
+) -> tuple[dict[str, bytes], Engine, int]:
+    """What each request to embed got, the engine behind it, and preemptions."""
+    engine = Engine(model, setup)
+    worker = engine.worker
+    for one in requests:
+        worker.admission.check(one)
+        worker.submit(one)
+    waiting = engine.scheduler.waiting
+    found = {
+        request_id: delta.embedding
+        for step in drive(worker, engine.runner)
+        for request_id, delta in step.deltas
+        if delta.embedding is not None
+    }
+    assert engine.blocks.num_free == engine.blocks.num_blocks
+    return found, engine, sum(sequence.preemptions for sequence in waiting)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, bytes]:
+    """Each text by itself, in one step, on a fresh worker."""
+    found = {}
+    for index, tokens in enumerate(TEXTS):
+        found |= embeddings([to_embed(f"e{index}", tokens)])[0]
+    return found
+
+
+def every() -> list[GenerationRequest]:
+    return [to_embed(f"e{index}", tokens) for index, tokens in enumerate(TEXTS)]
+
+
+def chatter(count: int, **sampling: object) -> list[GenerationRequest]:
+    """Requests that generate, with drafts, from prompts that begin as the texts do."""
+    policy = speculation_policy("fixed:3")
+    return [
+        request(f"g{index}", TEXTS[-1 - index % 3][: 50 + index], policy, seed=index, **sampling)
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 47, 512])
+def test_bits_are_those_of_a_text_alone_whatever_is_batched(
+    alone: dict[str, bytes], max_step_tokens: int
+) -> None:
+    """Among sampled and drafted sequences, in chunks of any size, a vector has the same bits."""
+    setup = Setup(speculation_policy("fixed:3"), max_step_tokens=max_step_tokens)
+    mixed = [one for pair in zip(chatter(8, max_tokens=40), every(), strict=True) for one in pair]
+    assert embeddings(mixed, setup)[0] == alone
+
+
+def test_bits_do_not_depend_on_what_was_cached(alone: dict[str, bytes]) -> None:
+    """A text of which all but the end was computed for others is embedded to the same bits."""
+    engine = Engine(MODEL, Setup())
+    worker = engine.worker
+    for warm in (request("warm", TEXTS[-1], Off(), max_tokens=2), to_embed("e7", TEXTS[-1])):
+        worker.submit(warm)
+        deltas = [delta for step in drive(worker, engine.runner) for _, delta in step.deltas]
+    assert [delta.embedding for delta in deltas] == [alone["e7"]]
+    assert deltas[0].cached_tokens == 288
+    assert deltas[0].finish_reason is FinishReason.STOP
+
+
+def test_bits_survive_a_preemption(alone: dict[str, bytes]) -> None:
+    """A text whose blocks were taken half-way is computed again, to the same bits."""
+    setup = Setup(max_step_tokens=24, num_blocks=30)
+    mixed = [*chatter(4, max_tokens=120), *every()]
+    found, _, preemptions = embeddings(mixed, setup)
+    assert preemptions > 0
+    assert found == alone
+
+
+def test_generation_is_the_same_beside_embeddings() -> None:
+    """Rows that are pooled change no token of those that are sampled."""
+
+    def tokens(beside: list[GenerationRequest]) -> dict[str, list[int]]:
+        engine = Engine(MODEL, Setup(speculation_policy("fixed:3"), max_step_tokens=64))
+        worker = engine.worker
+        for one in (*chatter(3, max_tokens=30), *beside):
+            worker.submit(one)
+        told: dict[str, list[int]] = {}
+        for step in drive(worker, engine.runner):
+            for request_id, delta in step.deltas:
+                told.setdefault(request_id, []).extend(delta.token_ids)
+        return {name: ids for name, ids in told.items() if name.startswith("g")}
+
+    assert tokens(every()) == tokens([])
+
+
+def vector(embedding: bytes) -> np.ndarray:
+    return np.frombuffer(embedding, "<f4")
+
+
+def expected(directory: Path, tokens: list[int]) -> torch.Tensor:
+    """The last hidden state that transformers has for the last token."""
+    oracle = AutoModel.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        state: torch.Tensor = oracle(torch.tensor([tokens])).last_hidden_state[0, -1]
+    return state
+
+
+class Anything:
+    """A tokenizer of models without one."""
+
+    vocab_size = 300
+    texts = ("x",) * 300
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        return "x" * len(list(token_ids))
+
+
+class RandomModel(Model):
+    """A random checkpoint, without a tokenizer."""
+
+    def __post_init__(self) -> None:
+        runner = runner_of(self.directory)
+        self.config, self.decoder = runner._decoder.config, runner._decoder
+        self.tokenizer = Anything()
+
+
+@pytest.mark.parametrize("variant", ["llama-yarn", "mistral-windows", "qwen2", "qwen3-tied"])
+def test_random_models_embed_as_transformers_does(variant: str, tmp_path: Path) -> None:
+    """Within 1e-4 of `last_hidden_state` at the last token, in float32, in chunks."""
+    random_model(variant).save_pretrained(tmp_path)
+    tokens = [RNG.randrange(300) for _ in range(150)]
+    one, setup = [to_embed("one", tokens)], Setup(max_step_tokens=33)
+    found = vector(embeddings(one, setup, RandomModel(tmp_path))[0]["one"])
+    assert np.abs(found - expected(tmp_path, tokens).numpy()).max() < 1e-4
+
+
+@pytest.mark.parametrize("index", range(len(TEXTS)))
+def test_the_shipped_model_embeds_as_transformers_does(index: int, alone: dict[str, bytes]) -> None:
+    """Within 1e-4, for texts of any length."""
+    found = vector(alone[f"e{index}"])
+    assert found.shape == (MODEL.config.hidden_size,)
+    assert np.abs(found - expected(SHIPPED_MODEL, TEXTS[index]).numpy()).max() < 1e-4
+
+
+def test_a_checkpoint_saved_without_its_head_is_the_same_model(tmp_path: Path) -> None:
+    """Tensors without the prefix `model.`, as those of Qwen3-Embedding, are the decoder's."""
+    whole, bare = tmp_path / "whole", tmp_path / "bare"
+    random_model("qwen3-tied").save_pretrained(whole)
+    bare.mkdir()
+    (bare / "config.json").write_text((whole / "config.json").read_text())
+    tensors = load_file(whole / "model.safetensors")
+    stripped = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    assert stripped.keys().isdisjoint(tensors)
+    save_file(stripped, bare / "model.safetensors")
+    logits = [
+        logits_in_steps(runner_of(directory), blocks_of(0, 40), TEXTS_SMALL, [0, 40])
+        for directory in (whole, bare)
+    ]
+    assert torch.equal(*logits)
+
+
+TEXTS_SMALL = [token % 300 for token in TEXTS[5]]
+
+LAST = {"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True, "include_prompt": True}
+MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+MODULES = [
+    {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+]
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "reason"),
+    [
+        (None, None, None),
+        (MODULES, LAST, None),
+        (MODULES, {"pooling_mode": "lasttoken"}, None),
+        (None, MEAN, "asks for pooling by mean_tokens"),
+        (MODULES, {**LAST, "pooling_mode_cls_token": True}, "by cls_token and lasttoken"),
+        (MODULES, {"pooling_mode": "max"}, "asks for pooling by max"),
+        (MODULES, {"include_prompt": True}, "asks for pooling by mean_tokens"),
+        ([*MODULES, {"type": "sentence_transformers.models.Dense"}], LAST, "module 'Dense'"),
+    ],
+)
+def test_only_last_token_pooling_is_taken_for_what_a_checkpoint_asks(
+    modules: object, pooling: object, reason: str | None, tmp_path: Path
+) -> None:
+    """What would be pooled otherwise is refused by the name of what was asked for."""
+    for name, value in (("modules.json", modules), ("1_Pooling/config.json", pooling)):
+        if value is not None:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(json.dumps(value))
+    found = why_not_embedded(tmp_path)
+    assert (found is None) == (reason is None)
+    assert reason is None or reason in found
+
+
+@pytest.mark.parametrize("damage", ["{", "{}", "[1]"])
+def test_damaged_modules_are_named(damage: str, tmp_path: Path) -> None:
+    """A list of modules that is none ends loading, with the file's name."""
+    (tmp_path / "modules.json").write_text(damage)
+    with pytest.raises(CheckpointError, match=r"damaged .*modules\.json"):
+        why_not_embedded(tmp_path)
+
+
+CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)
+
+
+@pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
+async def test_a_backend_streams_one_delta(own_process: bool, alone: dict[str, bytes]) -> None:
+    """In a thread and across the socket of an own process: the same bytes, and nothing else."""
+    backend = EngineBackend(replace(CONFIG, own_process=own_process))
+    await backend.start()
+    try:
+        capabilities = backend.card.capabilities
+        assert capabilities.embeddings
+        assert capabilities.embedding_size * 4 == len(alone["e5"])
+        deltas = [delta async for delta in backend.generate(to_embed("e5", TEXTS[5]))]
+        assert [delta.embedding for delta in deltas] == [alone["e5"]]
+        assert (deltas[0].token_ids, deltas[0].outcome) == ((), None)
+    finally:
+        await backend.stop()
+
+
+@pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
+async def test_a_checkpoint_that_pools_otherwise_generates_alone(
+    own_process: bool, tmp_path: Path
+) -> None:
+    """It loads and declares no embeddings, and refuses requests for them."""
+    for file in SHIPPED_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(MEAN))
+    backend = EngineBackend(replace(CONFIG, model=str(tmp_path), own_process=own_process))
+    await backend.start()
+    try:
+        assert not backend.card.capabilities.embeddings
+        with pytest.raises(RequestRejected, match="no embeddings"):
+            backend.check(to_embed("e", [1, 2]))
+    finally:
+        await backend.stop()

@@ -1,0 +1,63 @@
+"""Embeddings on the runner for GPUs, interpreted on the CPU, against the CPU's own runner."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from policies.registry import speculation_policy
+from tests.engine.harness import HostileProposer, Outcome, Setup, request, to_embed
+from tests.engine.tiny import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
+
+# As in test_gpu_runner.py.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0"),
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered"),
+]
+
+
+def assert_close(found: Outcome, expected: Outcome) -> None:
+    """The same texts were embedded, to hidden states that differ by rounding."""
+    assert found.leaked_blocks == expected.leaked_blocks == 0
+    assert found.embeddings.keys() == expected.embeddings.keys()
+    for name, embedding in expected.embeddings.items():
+        state = np.frombuffer(found.embeddings[name], "<f4")
+        np.testing.assert_allclose(state, np.frombuffer(embedding, "<f4"), atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["off", "fixed:3"])
+def test_prompts_are_embedded_beside_decodes_and_drafts(policy: str) -> None:
+    """In chunks, in overlapped steps (`off`) and beside trees; tokens beside them are the same."""
+    config = tiny_config()
+    weights, chosen = tiny_weights(config), speculation_policy(policy)
+    rng = random.Random(4)
+    texts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 30)]
+    wanted = [
+        request("said", texts[1][:20], chosen, seed=1, max_tokens=4),
+        *(to_embed(f"e{index}", text) for index, text in enumerate(texts)),
+        to_embed("again", texts[1]),
+    ]
+    proposers = lambda _: {"ngram": HostileProposer(VOCAB, random.Random(1))}  # noqa: E731
+    setup = Setup(chosen, proposers, max_num_seqs=4, max_step_tokens=24, num_blocks=64)
+    expected, found = (
+        make(config, weights, setup).run(wanted) for make in (cpu_engine, gpu_engine)
+    )
+    assert found.tokens == expected.tokens
+    assert len(found.tokens["said", 0]) == 4
+    assert found.embeddings.keys() == {"e0", "e1", "again"}
+    assert found.embeddings["again"] == found.embeddings["e1"]
+    assert_close(found, expected)
+
+
+def test_a_step_of_embeddings_alone_draws_nothing() -> None:
+    """No row is sampled, and the rows that are pooled come out."""
+    config = tiny_config()
+    weights, setup = tiny_weights(config), Setup(num_blocks=64, max_num_seqs=4)
+    wanted = [to_embed("e", range(1, 20)), to_embed("f", range(20, 23))]
+    expected, found = (
+        make(config, weights, setup).run(wanted) for make in (cpu_engine, gpu_engine)
+    )
+    assert len(found.embeddings) == 2
+    assert_close(found, expected)
