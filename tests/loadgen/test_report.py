@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +25,7 @@ from loadgen.report.table import render
 from loadgen.report.words import milliseconds
 from loadgen.types import ClientHealth
 from loadgen.verify import Difference, LosslessCheck
-from tests.conftest import CHROMIUM
+from tests.chromium import find_chromium
 from tests.loadgen.truth import a_run, failed, record, speculation
 
 BEHIND = ClientHealth(max_lag_s=0.5, p99_lag_s=0.2, cpu_share=0.99, loop_stall_s=0.4)
@@ -253,7 +252,7 @@ def test_a_browser_draws_every_plot(tmp_path) -> None:
     """Chromium, with no network of its own, draws as many plots as there are charts."""
     run, path = a_run(), tmp_path / "page.html"
     path.write_text(page(run))
-    chromium = next(found for name in CHROMIUM if (found := shutil.which(name)))
+    chromium = find_chromium()
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     command = [chromium, *options, f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
