@@ -8,7 +8,6 @@ the rest released, however it ends.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -94,11 +93,7 @@ DEFAULT_BOUNDS: Final = Bounds()
 
 
 class AdmissionController:
-    """Lets requests in, and accounts for them. Use on the event loop's thread.
-
-    Attributes:
-        refused: how many requests, by the reason's kind.
-    """
+    """Lets requests in, and accounts for them. Use on the event loop's thread."""
 
     def __init__(
         self,
@@ -115,7 +110,6 @@ class AdmissionController:
             now_s: the clock of the queue's tickets.
         """
         self.ledger = ledger
-        self.refused: Counter[str] = Counter()
         self._fleet = fleet
         self._queue = queue
         self._policy = policy
@@ -137,8 +131,7 @@ class AdmissionController:
         decision = self._policy.decide(view, now_s)
         if isinstance(decision, Refused):
             self.ledger.release(ask.request_id)
-            self.refused[decision.kind] += 1
-            raise Overloaded(decision.reason, retry_after_s=decision.retry_after_s)
+            raise Overloaded(decision.reason, decision.retry_after_s, decision.kind)
         return Entry(ask, self._waiting(ask, decision.work_s, now_s), decision, now_s)
 
     def answered(self, entry: Entry) -> None:
@@ -158,7 +151,6 @@ class AdmissionController:
         tokens = sum(need.most_tokens for need in ask.needs)
         shortage = self.ledger.reserve(ask.tenant, ask.request_id, tokens, now_s)
         if shortage is not None:
-            self.refused[f"quota_{shortage.limit}"] += 1
             raise _quota_error(shortage)
 
     def _view(self, ask: Ask, now_s: float) -> AdmissionView:
@@ -231,5 +223,6 @@ def _quota_error(shortage: Shortage) -> GatewayError:
     return QuotaExceeded(
         f"the key's quota of {shortage.limit} does not allow {what} before "
         f"{shortage.retry_after_s:.1f} s from now",
-        retry_after_s=shortage.retry_after_s,
+        shortage.retry_after_s,
+        f"quota_{shortage.limit}",
     )

@@ -175,11 +175,19 @@ class Unauthorized(GatewayError):
 
 
 class TooMany(GatewayError):
-    """Not now: the client may come back after `retry_after_s`."""
+    """Not now: the client may come back after `retry_after_s`.
+
+    Attributes:
+        kind: what stood against it, for figures.
+    """
 
     status = 429
     type = "rate_limit_error"
     code = "too_many"
+
+    def __init__(self, message: str, retry_after_s: float, kind: str | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.kind = kind or self.code or ""
 
 
 class QuotaExceeded(TooMany):

@@ -224,6 +224,25 @@ MAX_TOKENS: Final = _histogram(
 
 # --- speculation ----------------------------------------------------------------------------------
 
+REFUSED: Final = _counter(
+    "draftgate_refused_requests",
+    "Requests told to come back later, by what stood against them",
+    "requests",
+    labels=("kind",),
+)
+QUEUED: Final = _gauge("draftgate_queued_requests", "Prompts that wait for a worker", "prompts")
+TO_WORKER: Final = _histogram(
+    "draftgate_time_to_worker_seconds", "Arrival to the worker, the queue included", _PHASE_S
+)
+TENANT_TOKENS: Final = _counter(
+    "draftgate_tenant_tokens",
+    "Tokens of prompts and outputs by tenant",
+    "tokens",
+    labels=("tenant",),
+)
+SLOW_READERS: Final = _gauge(
+    "draftgate_slow_readers", "Clients that have to be waited for", "streams"
+)
 DECISIONS: Final = _counter(
     "draftgate_decisions",
     "Requests by what they may draft with",

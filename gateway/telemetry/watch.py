@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from backends.base import TokenUsage
 from backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
+from gateway.errors import TooMany
 from gateway.job import Job
 from gateway.placement import Placement
 from gateway.telemetry import figures
@@ -201,6 +202,11 @@ class RequestWatch:
         if ending is not Ending.CANCELLED and error is not None:
             wrong = type(error).__name__
         metrics.add(figures.REQUESTS, 1, self._endpoint, ending.value)
+        if isinstance(error, TooMany):
+            metrics.add(figures.REFUSED, 1, error.kind)
+        if self.tenant is not None:
+            used = self.output_tokens + (self.prompt_tokens if self.workers else 0)
+            metrics.add(figures.TENANT_TOKENS, used, self.tenant)
         metrics.observe(figures.DURATION, seconds, self._operation, wrong)
         unfinished = self._choices - len(self._finish_reasons)
         if unfinished > 0:

@@ -125,6 +125,13 @@ async def test_a_quota_says_when_to_come_back(
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"
         assert 29 <= int(refused.headers["retry-after"]) <= 31
         assert 29_000 <= int(refused.headers["retry-after-ms"]) <= 31_000
+        page = (await http.get("/metrics", headers=bearer("sk-search"))).text
+    told = [line for line in page.splitlines() if "quota_requests" in line]
+    assert told == [
+        'draftgate_refused_requests_total{kind="quota_requests",model_name="scripted"} 1.0'
+    ]
+    tokens = 'draftgate_tenant_tokens_total{model_name="scripted",tenant="batch"}'
+    assert f"{tokens} {2 * (1 + 1)}.0" in page
 
 
 async def test_what_a_quota_never_holds_is_the_clients_error(guarded: Listening) -> None:
