@@ -11,7 +11,7 @@ from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.steps import StepPlan
 from backends.core.worker import Worker
 from backends.errors import RequestRejected
-from backends.types import Delta, FinishReason, GenerationRequest, Task
+from backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
 from policies.registry import speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, request
@@ -65,6 +65,10 @@ def test_a_prompt_is_computed_once_and_no_token_is_drawn(prompt: int) -> None:
     assert sum(work.num_tokens for work in works) == prompt
     assert [plan.pooled for plan in plans] == [()] * (len(plans) - 1) + [(0,)]
     assert not any(work.samples or work.num_drafts for work in works)
+    fed_as_a_decode = sum(
+        work.num_tokens for plan in plans if not plan.chunks for work in plan.work
+    )
+    assert sum(plan.prompt_tokens for plan in plans) == prompt - fed_as_a_decode
 
 
 def test_a_prompt_that_is_cached_is_computed_at_its_last_token_alone() -> None:
@@ -100,6 +104,25 @@ def test_one_that_is_preempted_is_computed_again() -> None:
     run(house)
     assert late.preemptions > 0
     assert late.finish_reason is FinishReason.STOP
+
+
+def test_one_that_is_paused_waits_and_goes_on() -> None:
+    """Between its chunks it leaves the batch; in its last step it ends all the same."""
+    house = House(num_blocks=16, max_step_tokens=16)
+    paused, last = house.add(prompt=33, task=Task.EMBED), house.add(prompt=3, task=Task.EMBED)
+    house.step()
+    house.scheduler.pace(paused, Pace.PAUSED)
+    house.step()
+    assert house.scheduler.running == ()
+    assert last.finish_reason is FinishReason.STOP
+    assert house.scheduler.load().paused == 1
+    house.scheduler.pace(paused, Pace.SPARING)
+    while paused.pending_tokens > 1:
+        house.step()
+    plan = house.scheduler.plan()
+    house.scheduler.pace(paused, Pace.PAUSED)
+    house.apply(plan)
+    house.check_results()
 
 
 def test_a_worker_tells_it_in_one_delta() -> None:

@@ -45,7 +45,7 @@ class EmbeddingCall:
 
 
 def waves(job: Job) -> Iterator[Job]:
-    """Yield a job in parts of at most `AT_ONCE` texts, in order."""
+    """Yield a job in parts of at most `AT_ONCE` texts, in order; quotas count each as a request."""
     for begin in range(0, len(job.prompts), AT_ONCE):
         texts = job.prompts[begin : begin + AT_ONCE]
         yield replace(job, request_id=f"{job.request_id}-{begin}", prompts=texts)
