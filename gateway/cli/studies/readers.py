@@ -21,7 +21,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -81,9 +81,10 @@ async def _phase(name: str, server: Server, streams: list[FastStream], work: Any
 
 async def _sample(server: Server) -> dict[str, Any]:
     """Return what the node's sample of this second tells of its worker."""
-    async for sample in live_samples(server):
-        if sample["at_s"] > time.time() - NOW_S:
-            break
+    async with aclosing(live_samples(server)) as samples:
+        async for sample in samples:
+            if sample["at_s"] > time.time() - NOW_S:
+                break
     return {key: sample[key] for key in ("running", "waiting", "queued", "kv_usage")}
 
 

@@ -7,7 +7,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +161,7 @@ async def _watch(server: Server, found: Watched) -> None:
         writer.close()
 
 
-async def live_samples(server: Server) -> AsyncIterator[dict[str, Any]]:
+async def live_samples(server: Server) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the node's samples, those of the last minutes first, then one each second."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
