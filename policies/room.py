@@ -57,11 +57,15 @@ class Need:
 
 
 def has_room(at: Occupancy, need: Need) -> bool:
-    """Return whether a request should go to a worker now. An empty worker takes anything."""
+    """Return whether a request should go to a worker now. An empty worker takes anything.
+
+    Who is paused for a slow reader has no seat: else some that stopped would keep all others out.
+    """
     if not at.sequences:
         return True
     seats = usable_seats(at, need.tpot_s)
-    if at.sequences + need.sequences > seats + seats // SPARE_SEATS:
+    seated = at.sequences - at.load.paused
+    if seated + need.sequences > seats + seats // SPARE_SEATS:
         return False
     ahead = at.unstarted_prompt_tokens
     if at.load.step_tokens and ahead and ahead >= STEPS_AHEAD * at.load.step_tokens:

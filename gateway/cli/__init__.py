@@ -78,6 +78,7 @@ BENCHES = {
     "overload": "gateway.cli.studies.overload",
     "tracing": "gateway.cli.studies.tracing",
     "edge": "gateway.cli.studies.edge.command",
+    "readers": "gateway.cli.studies.readers",
 }
 
 

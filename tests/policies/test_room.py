@@ -32,6 +32,8 @@ def test_an_empty_worker_takes_whatever_can_run_at_all() -> None:
         (Occupancy(load(), 16), True),  # one more waits there for the seat that is free next
         (Occupancy(load(), 17), False),
         (Occupancy(load(seats=15), 15), False),
+        (Occupancy(load(paused=2), 17), True),  # who reads slowly keeps no seat
+        (Occupancy(load(running=17, paused=2_000), 2_017), False),
         (Occupancy(load(), 3, STEPS_AHEAD * 512 - 1), True),
         (Occupancy(load(), 3, STEPS_AHEAD * 512), False),
         (Occupancy(load(kv_blocks_free=6), 3), False),

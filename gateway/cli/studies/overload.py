@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -271,6 +272,12 @@ def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; for `draftgate bench overload`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--real" in given:
+        from gateway.cli.studies import overload_real
+
+        overload_real.main(given)
+        return
     parser = study_parser("overload", __doc__)
     parser.add_argument("--rate", type=float, default=16.0, help="nominal requests a second")
     parser.add_argument("--workload", default="chat")
