@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import NamedTuple
 
 from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
@@ -129,6 +130,12 @@ class ResumedChoice:
     output_ids: tuple[int, ...]
 
 
+@cache
+def _from_start(n: int) -> tuple[ResumedChoice, ...]:
+    """Return `n` choices that begin."""
+    return tuple(ResumedChoice(index, ()) for index in range(n))
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A validated request for one prompt and `n` choices of continuation, or its embedding.
@@ -154,10 +161,25 @@ class GenerationRequest:
     traced: bool = False
     task: Task = Task.GENERATE
 
+    def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
+        """Return the request with a plan; `replace` would take twice as long."""
+        return GenerationRequest(
+            self.request_id,
+            self.prompt_ids,
+            self.sampling,
+            speculation,
+            self.n,
+            self.tenant,
+            self.grammar,
+            self.resumed,
+            self.service,
+            self.traced,
+        )
+
     @property
     def choices(self) -> tuple[ResumedChoice, ...]:
         """What is to be generated: the resumed choices, or all `n` from their start."""
-        return self.resumed or tuple(ResumedChoice(index, ()) for index in range(self.n))
+        return self.resumed or _from_start(self.n)
 
     @property
     def most_tokens(self) -> int:

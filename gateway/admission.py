@@ -16,7 +16,7 @@ from typing import Final
 from gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
 from gateway.fleet import Fleet
 from gateway.queue import CentralQueue, Waiting
-from policies.admission.forecast import forecast, pool_of
+from policies.admission.forecast import pool_of, work_s
 from policies.admission.types import AdmissionView, Admitted, QueueView, Refused
 from policies.ordering.ticket import Ticket
 from policies.output_history import OutputHistory
@@ -155,34 +155,42 @@ class AdmissionController:
 
     def _view(self, ask: Ask, now_s: float) -> AdmissionView:
         """Return what the policy may know of a request and of what it meets."""
-        bounds, ordering = self._bounds, self._queue.ordering
+        bounds = self._bounds
         loads = [worker.backend.load() for worker in self._fleet.serving]
         prompt_tokens = sum(need.prompt_tokens for need in ask.needs)
         output_tokens = self._outputs.expected_tokens(ask.tenant, ask.max_tokens)
-        view = AdmissionView(
+        sequences = sum(need.sequences for need in ask.needs)
+        pool = pool_of(loads, prompt_tokens + output_tokens)
+        return AdmissionView(
             ask.fingerprint,
             prompt_tokens,
             output_tokens,
             bounds.timeout_s,
-            sum(need.sequences for need in ask.needs),
+            sequences,
             ask.service,
             ask.tenant,
             ask.share,
             self._is_sheddable(ask.service.priority),
             ask.retries,
-            pool=pool_of(loads, prompt_tokens + output_tokens),
+            pool,
+            self._queue_view(ask, work_s(pool, prompt_tokens, sequences * output_tokens), now_s),
         )
-        ticket = self._ticket(ask, forecast(view).work_s, now_s)
-        queue = QueueView(
-            length=len(self._queue),
-            capacity=bounds.most,
+
+    def _queue_view(self, ask: Ask, work_s: float, now_s: float) -> QueueView:
+        """Return the queue as a request finds it that takes so much of the pool."""
+        queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
+        if not len(queue):
+            return QueueView(capacity=most)
+        ticket = self._ticket(ask, work_s, now_s)
+        return QueueView(
+            length=len(queue),
+            capacity=most,
             tenant_length=ordering.queued_of(ask.tenant),
             work_s=ordering.work_s,
             ahead_s=ordering.ahead_s(ticket, now_s),
             place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
-            prompt_tokens=self._queue.prompt_tokens,
+            prompt_tokens=queue.prompt_tokens,
         )
-        return replace(view, queue=queue)
 
     def _is_sheddable(self, priority: int) -> bool:
         least = self._bounds.shed_priority

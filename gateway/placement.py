@@ -88,7 +88,7 @@ class Placer:
         else:
             plan = self._policy.decide(view, load)
             self._decisions.record(job.request_id, worker.worker_id, view, load, plan)
-        return Placement(replace(request, speculation=plan), worker, view, load)
+        return Placement(request.planned(plan), worker, view, load)
 
     def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
         """Remember how a choice's drafts fared; what a grammar forces tells nothing of others."""
@@ -142,17 +142,20 @@ def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:
 
 
 def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> GenerationRequest:
-    _check_proposer(job.mode, worker.backend.load())
-    if job.sampling.min_tokens > max_tokens:
+    _check_proposer(job.mode, worker)
+    sampling = job.sampling
+    if sampling.max_tokens != max_tokens:
+        sampling = replace(sampling, max_tokens=max_tokens)
+    if sampling.min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens: must be at most the {max_tokens} tokens that may be generated, "
-            f"not {job.sampling.min_tokens}",
+            f"not {sampling.min_tokens}",
             "min_tokens",
         )
     request = GenerationRequest(
         f"{job.request_id}-{index}",
         job.prompts[index],
-        replace(job.sampling, max_tokens=max_tokens),
+        sampling,
         UNDECIDED,
         job.n,
         job.tenant,
@@ -165,14 +168,17 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
     return request
 
 
-def _check_proposer(mode: SpeculationMode, load: WorkerLoad) -> None:
+def _check_proposer(mode: SpeculationMode, worker: FleetWorker) -> None:
     """Return if a worker can draft as the client wishes.
 
     Raises:
         InvalidRequest: it cannot; the message says with what it can.
     """
-    if mode in PROPOSER_MODES and mode.value not in load.proposers:
-        there = ", ".join(load.proposers) or "nothing"
+    if mode not in PROPOSER_MODES:
+        return
+    proposers = worker.backend.load().proposers
+    if mode.value not in proposers:
+        there = ", ".join(proposers) or "nothing"
         raise InvalidRequest(
             f"this worker cannot draft with {mode.value!r}; it can draft with: {there}",
             "speculation.mode",

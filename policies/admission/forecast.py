@@ -153,19 +153,24 @@ def forecast(view: AdmissionView) -> Forecast:
     """Return what is foreseen of a request; its wait is 0 where nobody knows seats or speed."""
     pool, queue = view.pool, view.queue
     prompt_s = view.prompt_tokens * pool.speed.prompt_token_s
-    residence_s = prompt_s + view.sequences * view.output_tokens * pool.speed.tpot_s
     known = pool.seats > 0 and pool.speed.tpot_s > 0
-    work_s = residence_s / pool.seats if known else 0.0
-    grain_s = queue.work_s / queue.length if queue.length and known else work_s / view.sequences
+    own_s = work_s(pool, view.prompt_tokens, view.sequences * view.output_tokens)
+    grain_s = queue.work_s / queue.length if queue.length and known else own_s / view.sequences
     first_s = (1.0 - max(pool.seats - pool.running, 0.0)) * grain_s
-    wait_s, place_s = (
-        max(before_s + first_s, 0.0) if known else 0.0
-        for before_s in (queue.ahead_s, queue.place_s)
-    )
+    wait_s = max(queue.ahead_s + first_s, 0.0) if known else 0.0
+    place_s = max(queue.place_s + first_s, 0.0) if known else 0.0
     share_ahead = queue.ahead_s / queue.work_s if queue.work_s > 0 else 0.0
     prompts = pool.prompt_tokens + queue.prompt_tokens * share_ahead
     prompts_s = prompts * pool.speed.prompt_token_s / max(pool.workers, 1)
-    return Forecast(max(wait_s, prompts_s), place_s, prompt_s, work_s, grain_s)
+    return Forecast(max(wait_s, prompts_s), place_s, prompt_s, own_s, grain_s)
+
+
+def work_s(pool: PoolView, prompt_tokens: int, output_tokens: float) -> float:
+    """Return the seconds of a whole pool that some tokens take; 0 where nobody knows."""
+    speed = pool.speed
+    if not (pool.seats > 0 and speed.tpot_s > 0):
+        return 0.0
+    return (prompt_tokens * speed.prompt_token_s + output_tokens * speed.tpot_s) / pool.seats
 
 
 def _seats(load: WorkerLoad, sequence_tokens: float) -> float:

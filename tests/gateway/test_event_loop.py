@@ -174,9 +174,11 @@ async def test_grammars_are_compiled_beside_the_loop(monkeypatch: pytest.MonkeyP
 
 async def test_collections_pass_over_what_the_start_left(sim: Listening) -> None:
     """Modules, vocabularies and models are not walked through again beside the streams."""
+    thresholds = gc.get_threshold()
     try:
         spare_collections()
         kept = gc.get_freeze_count()
         assert kept > 10 * len(gc.get_objects())
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
