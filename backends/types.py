@@ -174,6 +174,7 @@ class GenerationRequest:
             self.resumed,
             self.service,
             self.traced,
+            self.task,
         )
 
     @property
