@@ -127,12 +127,15 @@ class AdmissionController:
         """
         now_s = self._now_s()
         self._reserve(ask, now_s)
-        view = self._view(ask, now_s)
-        decision = self._policy.decide(view, now_s)
-        if isinstance(decision, Refused):
+        try:
+            view = self._view(ask, now_s)
+            decision = self._policy.decide(view, now_s)
+            if isinstance(decision, Refused):
+                raise Overloaded(decision.reason, decision.retry_after_s, decision.kind)
+            return Entry(ask, self._waiting(ask, decision.work_s, now_s), decision, now_s)
+        except BaseException:  # a policy may be anybody's
             self.ledger.release(ask.request_id)
-            raise Overloaded(decision.reason, decision.retry_after_s, decision.kind)
-        return Entry(ask, self._waiting(ask, decision.work_s, now_s), decision, now_s)
+            raise
 
     def answered(self, entry: Entry) -> None:
         """Learn from the first delta of a request; no-op at the first ones of further prompts."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gateway.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
 from gateway.decisions import Decisions
 from gateway.dispatch import Dispatcher
-from gateway.fleet import Choose, Fleet, least_reserved
+from gateway.fleet import Choose, Fleet, LeastReserved
 from gateway.lifecycle import Lifecycle
 from gateway.placement import Placer
 from gateway.queue import CentralQueue
@@ -47,20 +47,21 @@ def build_dispatcher(
     rules: WaitingRules,
     *,
     quotas: Mapping[str, Quota],
-    choose: Choose = least_reserved,
+    choose: Choose | None = None,
 ) -> Dispatcher:
     """Return the dispatcher of a fleet, which need not have started yet.
 
     Args:
         policy: decides about speculation.
         quotas: by tenant; others have none.
-        choose: picks each request's worker among those with room.
+        choose: picks each request's worker among those with room; None takes the one with the
+            fewest reserved tokens.
 
     Raises:
         ValueError: a policy does not exist.
     """
     ordering, bounds = ordering_policy(rules.ordering), rules.bounds
-    queue = CentralQueue(fleet, ordering, choose, loop_time_s, bounds.timeout_s)
+    queue = CentralQueue(fleet, ordering, choose or LeastReserved(), loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)
     controller = AdmissionController(
         fleet, queue, policy_of_admission, Ledger(quotas), bounds, loop_time_s

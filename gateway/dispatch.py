@@ -177,8 +177,8 @@ class Dispatcher:
             entry = self.admission.admit(_ask(job, requests))
             if admit.recording:
                 admit.set(admission_attributes(entry))
-        run = Run(job, requests, entry, span, on_placed)
         try:
+            run = Run(job, requests, entry, span, on_placed)
             run.deltas = self._one(run, 0) if len(requests) == 1 else self._merged(run)
             async with aclosing(run.deltas):
                 yield run
@@ -192,9 +192,9 @@ class Dispatcher:
         waiting, entry = run.entry.waiting[index], run.entry
         with run.span.child("queue"):
             worker = await self.queue.turn(waiting)
-        with run.span.child("route") as route:
-            describe_route(route, worker, self._fleet.serving)
         try:
+            with run.span.child("route") as route:
+                describe_route(route, worker, self._fleet.serving)
             entry.prompt_tokens += waiting.need.prompt_tokens
             placed = self._decide(run, index, worker)
             unstarted = True

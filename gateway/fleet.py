@@ -206,7 +206,7 @@ class RoundRobin:
         return next(self._turns) % len(reserved_tokens)
 
 
-class LeastReservedInTurn:
+class LeastReserved:
     """Chooses the worker with the fewest reserved tokens, and equals in turn.
 
     So idle ones share what comes, and what goes wrong on one of them does not meet all.
@@ -222,8 +222,3 @@ class LeastReservedInTurn:
         behind = (index % count for index in range(self._last + 1, self._last + 1 + count))
         self._last = next(index for index in behind if reserved_tokens[index] == least)
         return self._last
-
-
-def least_reserved(reserved_tokens: Sequence[int]) -> int:
-    """Return the index of the worker with the fewest reserved tokens, the first of equals."""
-    return min(range(len(reserved_tokens)), key=reserved_tokens.__getitem__)

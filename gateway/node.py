@@ -13,7 +13,7 @@ from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.config import ServeConfig
 from gateway.decisions import Decisions
 from gateway.errors import NotOffered
-from gateway.fleet import Fleet, LeastReservedInTurn
+from gateway.fleet import Fleet
 from gateway.forwarding import Forwarder
 from gateway.http.requests.validation import Served
 from gateway.lifecycle import Lifecycle, NodeState
@@ -55,7 +55,6 @@ class Node:
             self.policy,
             rules,
             quotas={account.name: account.quota for account in self.accounts},
-            choose=LeastReservedInTurn(),
         )
         self.forwarder = Forwarder(fleet, self.dispatcher.queue, self.dispatcher.admission)
         self.metrics = Metrics(self._loads, lambda: self.model_name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -119,11 +118,6 @@ class Placer:
             of_tenant,
             of_model,
         )
-
-
-def total_tokens(requests: Sequence[GenerationRequest]) -> int:
-    """Return the tokens of prompt and output that all choices of requests take at most."""
-    return sum(request.most_tokens for request in requests)
 
 
 def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:

@@ -108,18 +108,18 @@ class CentralQueue:
         if not self._fleet.serving:
             self._fail_all()
             return
-        while (ticket := self.ordering.choose(self._now_s())) is not None:
+        now_s = self._now_s()  # once: at another instant somebody else may be next
+        while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
             gone = place.turn.cancelled()  # and has not been able to leave by itself yet
             worker = None if gone else self._with_room(place.waiting.need)
             if worker is None and not gone:
                 return
-            self.ordering.take(self._now_s())
+            self.ordering.take(now_s)
             self._forget(place)
-            if worker is None:
-                continue
-            worker.reserve(place.waiting.request_id, place.waiting.need)
-            place.turn.set_result(worker)
+            if worker is not None:
+                worker.reserve(place.waiting.request_id, place.waiting.need)
+                place.turn.set_result(worker)
 
     def _with_room(self, need: Need) -> FleetWorker | None:
         """Return the worker that takes a request now, if one does."""

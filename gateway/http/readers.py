@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import asyncio
 import fcntl
+import logging
 import socket
 import termios
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from gateway.telemetry.logs import log
 from policies.pacing import ReaderView, pace
 from policies.types import Pace
 
@@ -81,7 +83,7 @@ class SlowReaders:
         now_s = self._now_s()
         turn = left or tuple(self._readers)
         for reader in turn[:LOOKS_AT_ONCE]:
-            if reader in self._readers and reader.adjust(now_s):
+            if reader in self._readers and _caught_up(reader, now_s):
                 del self._readers[reader]
         loop, rest = asyncio.get_running_loop(), turn[LOOKS_AT_ONCE:]
         if rest:
@@ -170,6 +172,15 @@ class Reader:
         connection = self._transport.get_extra_info("socket")
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_QUEUE_BYTES)
+
+
+def _caught_up(reader: Reader, now_s: float) -> bool:
+    """Look at a reader; one at which that fails is left alone, and the others are looked at."""
+    try:
+        return reader.adjust(now_s)
+    except Exception as error:  # noqa: BLE001 - nobody else's back-pressure may end with it
+        log(logging.ERROR, "a slow reader cannot be looked at", error=error)
+        return True
 
 
 def _queued_bytes(transport: Any) -> int:

@@ -71,7 +71,7 @@ def build_app(node: Node) -> web.Application:
             web.get("/version", health.version),
             web.get("/metrics", health.metrics),
             web.get("/decisions", decisions.list_decisions),
-            web.get("/live", live.live),
+            web.get("/live", live.live, allow_head=False),
             web.get("/", page.index),
             web.get("/web/{name}", page.file),
             web.get("/openapi.json", openapi.get_document),

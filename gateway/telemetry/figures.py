@@ -167,7 +167,6 @@ WORKER_QUEUE: Final = _histogram(
     "draftgate_worker_queue_seconds",
     "Wait of a choice on its worker, up to its first step",
     _PHASE_S,
-    "vllm:request_queue_time_seconds",
 )
 PREFILL: Final = _histogram(
     "draftgate_prefill_seconds",
@@ -231,8 +230,17 @@ REFUSED: Final = _counter(
     labels=("kind",),
 )
 QUEUED: Final = _gauge("draftgate_queued_requests", "Prompts that wait for a worker", "prompts")
+WAITING: Final = _gauge(
+    "draftgate_waiting_requests",
+    "Prompts that wait for a worker, and sequences that wait on one",
+    "requests",
+    "vllm:num_requests_waiting",
+)
 TO_WORKER: Final = _histogram(
-    "draftgate_time_to_worker_seconds", "Arrival to the worker, the queue included", _PHASE_S
+    "draftgate_time_to_worker_seconds",
+    "Arrival to the worker, the queue included",
+    _PHASE_S,
+    "vllm:request_queue_time_seconds",
 )
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens",
@@ -286,7 +294,12 @@ _of_workers(
     "Sequences in the worker's queue",
     "sequences",
     attrgetter("waiting"),
-    "vllm:num_requests_waiting",
+)
+_of_workers(
+    "draftgate_paused_sequences",
+    "Sequences whose reader stands still",
+    "sequences",
+    attrgetter("paused"),
 )
 _of_workers(
     "draftgate_kv_cache_usage_ratio",

@@ -15,7 +15,7 @@ from backends.shipped import SHIPPED_MODEL
 from backends.types import GenerationRequest, SamplingParams
 from gateway.app import Listening, StartError, drain, start_workers
 from gateway.config import ServeConfig
-from gateway.fleet import FleetWorker, RoundRobin, least_reserved
+from gateway.fleet import FleetWorker, LeastReserved, RoundRobin
 from gateway.job import Job
 from gateway.lifecycle import NodeState
 from policies.room import Need
@@ -87,7 +87,7 @@ def is_idle_of_tokens(where: Listening) -> bool:
 )
 def test_the_least_reserved_worker_is_chosen(reserved: list[int], chosen: int) -> None:
     """Fewest tokens win, and the first of equals."""
-    assert least_reserved(reserved) == chosen
+    assert LeastReserved()(reserved) == chosen
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -332,6 +332,14 @@ def test_reserved_tokens_are_those_of_open_requests() -> None:
     assert worker.reserved_tokens == 5
     worker.release("b")
     assert worker.reserved_tokens == 0
+
+
+def test_equals_are_chosen_in_turn() -> None:
+    """Idle workers share what comes: the one behind the last chosen is next."""
+    choose = LeastReserved()
+    assert [choose([0, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
+    assert choose([5, 9, 5]) == 2
+    assert choose([0, 0, 7]) == 0
 
 
 def test_round_robin_takes_turns_whatever_the_load() -> None:

@@ -173,7 +173,7 @@ def test_phases_of_a_choice_are_the_times_dashboards_read(metrics: Metrics) -> N
     clock.now_s = 103.0
     watch.observe(Delta(0, (1,), "a", finish_reason=FinishReason.STOP))
     found = samples(metrics)
-    assert total(found, "vllm:request_queue_time_seconds_sum") == pytest.approx(0.25)
+    assert total(found, "draftgate_worker_queue_seconds_sum") == pytest.approx(0.25)
     assert total(found, "vllm:request_prefill_time_seconds_sum") == pytest.approx(0.75)
     assert total(found, "vllm:request_decode_time_seconds_sum") == pytest.approx(2.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from backends.errors import BackendFailed
 from backends.sim.clock import run_virtual
 from gateway.errors import QueueTimeout
-from gateway.fleet import FleetWorker, least_reserved
+from gateway.fleet import FleetWorker, LeastReserved
 from gateway.queue import CentralQueue, Waiting
+from policies.ordering.fair import STARVATION_S
 from policies.ordering.ticket import Ticket
 from policies.registry import ordering_policy
 from policies.room import Need
@@ -47,7 +49,7 @@ def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[F
     workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(seats)]
     clock = asyncio.get_running_loop().time
     fleet = Fleet(workers=workers)
-    return CentralQueue(fleet, ordering_policy("fair"), least_reserved, clock, timeout_s), workers
+    return CentralQueue(fleet, ordering_policy("fair"), LeastReserved(), clock, timeout_s), workers
 
 
 def one(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
@@ -82,6 +84,29 @@ def test_the_first_to_go_is_the_most_urgent_and_it_goes_where_room_is_first() ->
         queue.pump()
         assert await usual is workers[0]
         assert len(queue) == queue.prompt_tokens == 0
+
+    run_virtual(scenario())
+
+
+def test_a_clock_that_goes_on_between_two_looks_confuses_nobody() -> None:
+    """Whoever becomes overdue while the queue is served, all who wait are served once."""
+
+    async def scenario() -> None:
+        queue, workers = queue_of(1)
+        await queue.turn(one(0))
+        waiting = [asyncio.create_task(queue.turn(one(key, key))) for key in range(1, 6)]
+        await settled()
+        ticks = count(STARVATION_S - 0.25, 0.1)  # becomes overdue between two readings
+        queue._now_s = lambda: next(ticks)
+        served = 0
+        while served < len(waiting):
+            for key in range(6):
+                workers[0].release(f"r-{key}")
+            queue.pump()
+            await settled()
+            served = sum(task.done() for task in waiting)
+        assert [task.result() for task in waiting] == workers * 5
+        assert len(queue) == 0
 
     run_virtual(scenario())
 

@@ -24,14 +24,14 @@ from gateway.cli.simulate.records import record_of, refusal_of
 from gateway.decisions import Decisions
 from gateway.dispatch import Dispatcher
 from gateway.errors import TooMany
-from gateway.fleet import BackendFactory, Choose, Fleet, RoundRobin, least_reserved
+from gateway.fleet import BackendFactory, Choose, Fleet, LeastReserved, RoundRobin
 from gateway.job import Job
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
 from loadgen.types import Planned, Record
 
 ROUTINGS: Final[dict[str, Callable[[], Choose]]] = {
-    "least-loaded": lambda: least_reserved,
+    "least-loaded": LeastReserved,
     "round-robin": RoundRobin,
 }
 """How the dispatcher chooses workers: by fewest reserved tokens, or in turn."""

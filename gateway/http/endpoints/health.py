@@ -61,7 +61,10 @@ async def version(_request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """Return the metrics: Prometheus' text format, or OpenMetrics for who accepts it."""
     node = request.app[NODE]
-    node.metrics.set(figures.QUEUED, len(node.dispatcher.queue))
+    queued = len(node.dispatcher.queue)
+    on_workers = sum(worker.backend.load().waiting for worker in node.fleet.serving)
+    node.metrics.set(figures.QUEUED, queued)
+    node.metrics.set(figures.WAITING, queued + on_workers)
     node.metrics.set(figures.SLOW_READERS, len(request.app[SLOW_READERS]))
     write, content_type = node.metrics.page(request.headers.get("Accept", ""))
     body = await asyncio.to_thread(write)  # thousands of lines take longer than the loop has
