@@ -10,6 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
+from gateway.accounts import Account
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.accounts import ACCOUNT, fingerprint
 from gateway.http.answer import Answer
@@ -108,20 +109,27 @@ async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatc
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
     service = service_of(request.headers)
-    if len(body) <= INLINE_BODY_BYTES:
+    account, retries = request[ACCOUNT], retries_of(request.headers)
+
+    def parse() -> Call:
         call = api.parse(body, served, internal_id, service)
-    else:
-        call = await asyncio.to_thread(api.parse, body, served, internal_id, service)
-    account = request[ACCOUNT]
+        return _in_name_of(account, call, body, retries)
+
+    call = parse() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse)
+    watch.parsed(call.job, served.name, stream=call.stream)
+    return call
+
+
+def _in_name_of(account: Account, call: Call, body: bytes, retries: int | None) -> Call:
+    """Return a call as an account may make it."""
     job = replace(
         call.job,
         service=account.capped(call.job.service),
         tenant=account.name,
         share=account.share,
         fingerprint=fingerprint(account.name, body),
-        retries=retries_of(request.headers),
+        retries=retries,
     )
-    watch.parsed(job, served.name, stream=call.stream)
     return replace(call, job=job)
 
 
