@@ -8,7 +8,7 @@ the rest released, however it ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
@@ -54,7 +54,6 @@ class Entry:
     """A request that was admitted.
 
     Attributes:
-        waiting: one for each of its prompts.
         foreseen: what admission expects of it.
         since_s: when it was admitted.
         prompt_tokens: of its prompts that went to a worker.
@@ -64,7 +63,6 @@ class Entry:
     """
 
     ask: Ask
-    waiting: Sequence[Waiting]
     foreseen: Admitted
     since_s: float
     prompt_tokens: int = 0
@@ -132,10 +130,16 @@ class AdmissionController:
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
                 raise Overloaded(decision.reason, decision.retry_after_s, decision.kind)
-            return Entry(ask, self._waiting(ask, decision.work_s, now_s), decision, now_s)
+            return Entry(ask, decision, now_s)
         except BaseException:  # a policy may be anybody's
             self.ledger.release(ask.request_id)
             raise
+
+    def waiting(self, entry: Entry, index: int) -> Waiting:
+        """Return one of a request's prompts as it takes its place in the queue, now."""
+        ask = entry.ask
+        ticket = self._ticket(ask, entry.foreseen.work_s / len(ask.needs), entry.since_s)
+        return Waiting(f"{ask.request_id}-{index}", ticket, ask.needs[index])
 
     def answered(self, entry: Entry) -> None:
         """Learn from the first delta of a request; no-op at the first ones of further prompts."""
@@ -154,7 +158,7 @@ class AdmissionController:
         tokens = sum(need.most_tokens for need in ask.needs)
         shortage = self.ledger.reserve(ask.tenant, ask.request_id, tokens, now_s)
         if shortage is not None:
-            raise _quota_error(shortage)
+            raise _quota_error(shortage, ask)
 
     def _view(self, ask: Ask, now_s: float) -> AdmissionView:
         """Return what the policy may know of a request and of what it meets."""
@@ -199,37 +203,32 @@ class AdmissionController:
         least = self._bounds.shed_priority
         return least is not None and priority >= least
 
-    def _ticket(self, ask: Ask, work_s: float, now_s: float) -> Ticket:
-        """Return the ticket of one of a request's prompts."""
+    def _ticket(self, ask: Ask, work_s: float, since_s: float) -> Ticket:
+        """Return the ticket of one of a request's prompts.
+
+        Args:
+            since_s: when the request was admitted, from which its target counts.
+        """
         target_s = ask.service.ttft_s
-        deadline_s = now_s + (self._bounds.timeout_s if target_s is None else target_s)
         return Ticket(
             next(self._keys),
-            now_s,
-            deadline_s,
+            self._now_s(),
+            since_s + (self._bounds.timeout_s if target_s is None else target_s),
             ask.service.priority,
             ask.tenant,
             ask.share,
             work_s,
         )
 
-    def _waiting(self, ask: Ask, work_s: float, now_s: float) -> tuple[Waiting, ...]:
-        """Return a request's prompts on their way."""
-        each_s = work_s / len(ask.needs)
-        return tuple(
-            Waiting(f"{ask.request_id}-{index}", self._ticket(ask, each_s, now_s), need)
-            for index, need in enumerate(ask.needs)
-        )
 
-
-def _quota_error(shortage: Shortage) -> GatewayError:
+def _quota_error(shortage: Shortage, ask: Ask) -> GatewayError:
     """Return what a client is told whose quota does not allow a request."""
     what = f"{shortage.asked} {shortage.limit}"
     if shortage.retry_after_s is None:
         return InvalidRequest(
             f"the request may take {what}, and the key's quota never holds more than "
-            f"{shortage.most}: ask for fewer with max_tokens",
-            "max_tokens",
+            f"{shortage.most}",
+            "max_tokens" if ask.max_tokens else "input",
         )
     return QuotaExceeded(
         f"the key's quota of {shortage.limit} does not allow {what} before "

@@ -37,6 +37,10 @@ LEASE_S: Final = 30.0
 
 HEARTBEAT_S: Final = 1.0
 
+PROMPTS_AT_ONCE: Final = 64
+"""Prompts of one request that wait or run at a time, as many as a default batch holds: a request of
+thousands must fill neither the queue nor, while they are placed, the event loop."""
+
 
 class Run:
     """A job that was admitted.
@@ -189,7 +193,8 @@ class Dispatcher:
 
     async def _one(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
         """Let a prompt have its turn, decide about it, run it, and learn from what comes."""
-        waiting, entry = run.entry.waiting[index], run.entry
+        entry = run.entry
+        waiting = self.admission.waiting(entry, index)
         with run.span.child("queue"):
             worker = await self.queue.turn(waiting)
         try:
@@ -241,13 +246,19 @@ class Dispatcher:
     # --- several prompts ----------------------------------------------------------------------
 
     async def _merged(self, run: Run) -> AsyncGenerator[Delta, None]:
+        """Run several prompts, at most `PROMPTS_AT_ONCE` at a time, in their order."""
+        lanes = min(len(run.requests), PROMPTS_AT_ONCE)
         # The queue is short: what waits for a slow reader waits, merged, in the backend's streams.
-        news: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(len(run.requests))
-        tasks = [
-            asyncio.create_task(self._pump(run, index, news)) for index in range(len(run.requests))
-        ]
+        news: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(lanes)
+        indices = iter(range(len(run.requests)))
+
+        async def lane() -> None:
+            for index in indices:
+                await self._pump(run, index, news)
+
+        tasks = [asyncio.create_task(lane()) for _ in range(lanes)]
         try:
-            running = len(tasks)
+            running = len(run.requests)
             while running:
                 one = await news.get()
                 if isinstance(one, Exception):

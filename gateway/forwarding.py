@@ -139,7 +139,7 @@ class Forwarder:
     @asynccontextmanager
     async def _turn(self, entry: Entry, span: Span) -> AsyncIterator[FleetWorker]:
         """Wait until an upstream has room; it is reserved there until the context is left."""
-        (waiting,) = entry.waiting
+        waiting = self._admission.waiting(entry, 0)
         with span.child("queue"):
             worker = await self._queue.turn(waiting)
         try:
@@ -229,7 +229,7 @@ def _book(entry: Entry, answer: Answer) -> None:
     usage = answer.usage()
     entry.prompt_tokens, entry.output_tokens = usage.prompt, usage.output
     if answer.status < _ERRORS and not answer.exchange.error_sent:
-        entry.ended = sum(waiting.need.sequences for waiting in entry.waiting)
+        entry.ended = sum(need.sequences for need in entry.ask.needs)
 
 
 async def _begin(stack: AsyncExitStack, worker: FleetWorker, call: UpstreamCall) -> Answer:

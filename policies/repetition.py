@@ -37,6 +37,8 @@ def repetition(token_ids: Sequence[int]) -> float | None:
     Returns:
         None where fewer than `LEAST_LOOK_UPS` found a place.
     """
+    if len(token_ids) <= MATCH_TOKENS + LEAST_LOOK_UPS:
+        return None  # each look-up is asked for by a place with one before it: there are too few
     tokens = np.array(token_ids[-TAIL_TOKENS:], dtype=np.int64)
     keys = _keys(tokens)
     order = np.argsort(keys, kind="stable")

@@ -21,10 +21,15 @@ def extend_chain(
     hashes: list[bytes], tenant: str, token_ids: Sequence[int], block_size: int
 ) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
+    begin, full = len(hashes), len(token_ids) // block_size
+    if begin >= full:
+        return
     parent = hashes[-1] if hashes else _digest(tenant.encode())
-    for index in range(len(hashes), len(token_ids) // block_size):
-        tokens = array("q", token_ids[index * block_size : (index + 1) * block_size])
-        parent = _digest(parent + tokens.tobytes())
+    # At once: an array for each block would take as long as its hash.
+    tokens = array("q", token_ids[begin * block_size : full * block_size])
+    data, block_bytes = tokens.tobytes(), block_size * tokens.itemsize
+    for start in range(0, len(data), block_bytes):
+        parent = _digest(parent + data[start : start + block_bytes])
         hashes.append(parent)
 
 

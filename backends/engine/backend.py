@@ -105,7 +105,7 @@ class EngineBackend:
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Queue the request and return its deltas."""
-        self.check(request)
+        self._started()
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)

@@ -82,7 +82,6 @@ class SimBackend:
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Queue the request and return its deltas."""
-        self._worker.admission.check(request)
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)

@@ -9,6 +9,7 @@ millions are in a large simulation.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable
 from functools import cache
 from hashlib import blake2b
@@ -90,8 +91,7 @@ def _closed(values: tuple[T, ...]) -> tuple[T, ...]:
 
 def _hash(sequence: Sequence) -> int:
     request = sequence.request
-    prompt = struct.pack(f"<{len(request.prompt_ids)}q", *request.prompt_ids)
-    digest = blake2b(prompt, digest_size=8)
+    digest = blake2b(array("q", request.prompt_ids).tobytes(), digest_size=8)
     seed = request.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
     digest.update(struct.pack("<QI", seed, sequence.choice))
     return int.from_bytes(digest.digest(), "little")

@@ -14,7 +14,6 @@ from aiohttp import web
 from gateway.accounts import EVERYBODY, Account
 from gateway.errors import Unauthorized
 from gateway.http.context import NODE
-from gateway.http.requests.service import retries_of
 from gateway.job import Job
 
 ACCOUNT: Final = web.RequestKey("account", Account)
@@ -54,16 +53,15 @@ def fingerprint(tenant: str, body: bytes) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def in_name_of_account(job: Job, request: web.Request, body: bytes) -> Job:
-    """Return what a request asks for in its account's name, and within its bounds."""
-    account = request[ACCOUNT]
+def in_name_of_account(job: Job, account: Account, body: bytes, retries: int | None) -> Job:
+    """Return what a body asks for in its account's name, and within its bounds. Any thread."""
     return replace(
         job,
         service=account.capped(job.service),
         tenant=account.name,
         share=account.share,
         fingerprint=fingerprint(account.name, body),
-        retries=retries_of(request.headers),
+        retries=retries,
     )
 
 

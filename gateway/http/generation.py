@@ -6,23 +6,25 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from aiohttp import web
 
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
-from gateway.http.accounts import in_name_of_account
+from gateway.http.accounts import ACCOUNT, in_name_of_account
 from gateway.http.answer import Answer
 from gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
 from gateway.http.forwarding import forward
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.naming import named_as
-from gateway.http.requests.service import service_of
+from gateway.http.requests.service import retries_of, service_of
 from gateway.http.requests.validation import Call, Served
 from gateway.http.stream import EventStream, stream_answer
 from gateway.node import Node
 from gateway.telemetry.watch import Ending, RequestWatch
 from policies.types import ServiceLevel
+
+T = TypeVar("T")
 
 INLINE_BODY_BYTES: Final = 16 << 10
 """Larger bodies are parsed in a thread: 1 MB of text takes 0.4 s to tokenise, and the event loop
@@ -125,13 +127,20 @@ async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatc
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
     service = service_of(request.headers)
-    if len(body) <= INLINE_BODY_BYTES:
+    account, retries = request[ACCOUNT], retries_of(request.headers)
+
+    def parse() -> Call:
         call = api.parse(body, served, internal_id, service)
-    else:
-        call = await asyncio.to_thread(api.parse, body, served, internal_id, service)
-    job = in_name_of_account(call.job, request, body)
-    watch.parsed(job, served.name, stream=call.stream)
-    return replace(call, job=job)
+        return replace(call, job=in_name_of_account(call.job, account, body, retries))
+
+    call = await parsed(parse, body)
+    watch.parsed(call.job, served.name, stream=call.stream)
+    return call
+
+
+async def parsed(parse: Callable[[], T], body: bytes) -> T:
+    """Return what parses a body, which takes a thread where it is long."""
+    return parse() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse)
 
 
 def _frame(call: Call, node: Node) -> Frame:

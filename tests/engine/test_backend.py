@@ -99,10 +99,10 @@ async def test_a_request_longer_than_context_or_pool_is_rejected(backend: Engine
     """What can never fit is refused with both numbers, before it is queued."""
     policy = speculation_policy("auto")
     with pytest.raises(RequestRejected, match=r"512 tokens, but the prompt has 600") as caught:
-        backend.generate(request("long", [1] * 600, policy, max_tokens=1))
+        backend.check(request("long", [1] * 600, policy, max_tokens=1))
     assert caught.value.param == "prompt"
     with pytest.raises(RequestRejected, match="token ids must be between 0 and 4095"):
-        backend.generate(request("foreign", [1, 4096], policy, max_tokens=1))
+        backend.check(request("foreign", [1, 4096], policy, max_tokens=1))
 
 
 async def test_end_of_sequence_ends_with_stop(backend: EngineBackend) -> None:

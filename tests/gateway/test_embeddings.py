@@ -21,8 +21,9 @@ from backends.errors import BackendFailed
 from backends.shipped import SHIPPED_MODEL
 from backends.types import Capabilities, Delta, FinishReason, Task
 from gateway.app import Listening
+from gateway.dispatch import PROMPTS_AT_ONCE
 from gateway.http.replies.embeddings import unit_vector
-from gateway.http.requests.embeddings import AT_ONCE, MAX_INPUTS
+from gateway.http.requests.embeddings import MAX_INPUTS
 from gateway.telemetry.otel import OtelTracing
 from policies.admission.deadline import Deadline
 from policies.types import ServiceLevel, SpeculationMode
@@ -133,9 +134,9 @@ async def test_vectors_are_the_same_beside_a_stream(api: AsyncOpenAI, where: Lis
 
 async def test_many_texts_keep_their_order(api: AsyncOpenAI, where: Listening) -> None:
     """More than run at once: each vector is that of its text."""
-    texts = [f"value_{index} = {index}" for index in range(AT_ONCE + 9)]
+    texts = [f"value_{index} = {index}" for index in range(PROMPTS_AT_ONCE + 9)]
     together = await vectors(api, texts)
-    for index in (0, AT_ONCE - 1, AT_ONCE, AT_ONCE + 8):
+    for index in (0, PROMPTS_AT_ONCE - 1, PROMPTS_AT_ONCE, PROMPTS_AT_ONCE + 8):
         assert np.array_equal(together[index], (await vectors(api, texts[index]))[0])
 
 
@@ -256,11 +257,11 @@ def give(backend: ScriptedBackend, request_id: str, state: list[float]) -> None:
 async def test_texts_wait_for_their_turn_and_answers_for_the_last(
     scripted: ScriptedBackend,
 ) -> None:
-    """`AT_ONCE` texts are with the worker, the others come when these are done; order is kept."""
+    """So many texts are with the worker, the others come when these are done; order is kept."""
     async with running(backends=[scripted]) as where, client(where) as http:
-        texts = [[index + 1] for index in range(AT_ONCE + 1)]
+        texts = [[index + 1] for index in range(PROMPTS_AT_ONCE + 1)]
         asked = asyncio.create_task(http.post("/v1/embeddings", json={"input": texts}))
-        first = [await scripted.submitted.get() for _ in range(AT_ONCE)]
+        first = [await scripted.submitted.get() for _ in range(PROMPTS_AT_ONCE)]
         assert scripted.submitted.empty()
         assert {request.task for request in first} == {Task.EMBED}
         for request in reversed(first):
@@ -269,7 +270,7 @@ async def test_texts_wait_for_their_turn_and_answers_for_the_last(
         give(scripted, last.request_id, [0.0, 0.0, 0.0, 0.0])
         data = (await asked).json()["data"]
         tangents = [entry["embedding"][0] / entry["embedding"][1] for entry in data[:-1]]
-        assert tangents == pytest.approx([index + 1 for index in range(AT_ONCE)], rel=1e-5)
+        assert tangents == pytest.approx([index + 1 for index in range(PROMPTS_AT_ONCE)], rel=1e-5)
         assert data[-1]["embedding"] == [0.0] * 4
         assert len(scripted.streams) == 0
 
@@ -297,7 +298,7 @@ BEARER = {"authorization": "Bearer sk-search"}
 
 @pytest.fixture
 def keys_file(tmp_path: Path) -> str:
-    """A file of one account that may embed `AT_ONCE` texts of a token each, and six more."""
+    """A file of one account that may embed 70 texts of a token each in a minute."""
     (tmp_path / "keys.yaml").write_text(KEYS)
     return str(tmp_path / "keys.yaml")
 
@@ -323,23 +324,26 @@ async def test_texts_are_embedded_in_their_accounts_name(
         assert len(learnt) == 1
 
 
-async def test_a_refusal_half_way_refuses_the_whole_request(
+async def test_a_refusal_comes_before_anything_is_computed(
     scripted: ScriptedBackend, keys_file: str
 ) -> None:
-    """The texts behind the first `AT_ONCE` exceed the quota: 429, nothing stays reserved."""
+    """All texts of a request are one request to its quota: 429 at once, nothing stays reserved."""
     async with running(backends=[scripted], api_keys_file=keys_file) as where:
         async with client(where) as http:
-            body = {"input": [[1]] * (AT_ONCE + 7)}
+            body = {"input": [[1]] * 60}
             asked = asyncio.create_task(http.post("/v1/embeddings", json=body, headers=BEARER))
-            for _ in range(AT_ONCE):
+            for _ in range(60):
                 request = await scripted.submitted.get()
                 give(scripted, request.request_id, [1.0, 0.0, 0.0, 0.0])
-            answer = await asked
+            assert (await asked).status_code == 200
+            answer = await http.post("/v1/embeddings", json={"input": [[1]] * 20}, headers=BEARER)
+            never = await http.post("/v1/embeddings", json={"input": [[1]] * 71}, headers=BEARER)
         assert answer.status_code == 429
         assert answer.json()["error"]["code"] == "rate_limit_exceeded"
         assert "retry-after" in answer.headers
-        admission = where.node.dispatcher.admission
-        assert admission.ledger.totals("search") == (AT_ONCE, AT_ONCE, 0, 0)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "input")
+        assert scripted.submitted.empty()
+        assert where.node.dispatcher.admission.ledger.totals("search") == (60, 60, 0, 0)
         assert is_idle(where.node)
 
 

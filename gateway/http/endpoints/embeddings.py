@@ -11,13 +11,13 @@ from aiohttp import web
 
 from backends.errors import BackendFailed, RequestRejected
 from gateway.errors import NoEmbeddings
-from gateway.http.accounts import in_name_of_account
+from gateway.http.accounts import ACCOUNT, in_name_of_account
 from gateway.http.context import NODE, new_id, read_body
 from gateway.http.forwarding import pass_on
-from gateway.http.generation import INLINE_BODY_BYTES, send_json, watched
+from gateway.http.generation import parsed, send_json, watched
 from gateway.http.replies.embeddings import embeddings_reply
-from gateway.http.requests.embeddings import EmbeddingCall, embedding_call, waves
-from gateway.http.requests.service import service_of
+from gateway.http.requests.embeddings import EmbeddingCall, embedding_call
+from gateway.http.requests.service import retries_of, service_of
 from gateway.job import Job
 from gateway.node import Node
 from gateway.telemetry.watch import RequestWatch
@@ -43,9 +43,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
 
 async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
     call = await _parsed(request, node, watch)
-    states: list[bytes] = []
-    for wave in waves(call.job):
-        states += await _states(node, wave, watch, len(states))
+    states = await _states(node, call.job, watch)
     reply = partial(
         embeddings_reply,
         states,
@@ -64,20 +62,20 @@ async def _parsed(request: web.Request, node: Node, watch: RequestWatch) -> Embe
     if not capabilities.embeddings:
         raise NoEmbeddings(node.config.backend, served.name)
     body = await read_body(request)
-    parse = partial(
-        embedding_call, body, served, capabilities, new_id(), service_of(request.headers)
-    )
-    call = parse() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse)
-    job = in_name_of_account(call.job, request, body)
-    watch.parsed(job, served.name, stream=False)
-    return replace(call, job=job)
+    request_id, service = new_id(), service_of(request.headers)
+    account, retries = request[ACCOUNT], retries_of(request.headers)
+
+    def parse() -> EmbeddingCall:
+        call = embedding_call(body, served, capabilities, request_id, service)
+        return replace(call, job=in_name_of_account(call.job, account, body, retries))
+
+    call = await parsed(parse, body)
+    watch.parsed(call.job, served.name, stream=False)
+    return call
 
 
-async def _states(node: Node, wave: Job, watch: RequestWatch, first: int) -> list[bytes]:
-    """Return the pooled hidden state of each of a wave's texts.
-
-    Args:
-        first: number of its first text in the request.
+async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
+    """Return the pooled hidden state of each of a request's texts.
 
     Raises:
         RequestRejected: one can never run.
@@ -86,13 +84,13 @@ async def _states(node: Node, wave: Job, watch: RequestWatch, first: int) -> lis
     """
     states: dict[int, bytes] = {}
     try:
-        async with node.dispatcher.run(wave, watch.span, watch.placed) as run:
+        async with node.dispatcher.run(job, watch.span, watch.placed) as run:
             async for delta in run.deltas:
-                watch.observe(delta._replace(choice=first + delta.choice))
+                watch.observe(delta)
                 if delta.embedding is not None:
                     states[delta.choice] = delta.embedding
     except RequestRejected as error:
         raise RequestRejected(str(error), "input", error.limit_tokens) from None
-    if len(states) < len(wave.prompts):
+    if len(states) < len(job.prompts):
         raise BackendFailed("the worker ended the stream too early")
-    return [states[index] for index in range(len(wave.prompts))]
+    return [states[index] for index in range(len(job.prompts))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,11 +18,6 @@ from policies.types import ServiceLevel, SpeculationMode
 
 MAX_INPUTS: Final = 2048
 """Texts of one request; OpenAI's bound."""
-
-AT_ONCE: Final = 64
-"""Of these, how many wait at or run on the workers at a time, as many as a default batch holds: one
-request must not fill the queue, nor hold the event loop while it is placed (1.1 ms for so many of
-300 tokens; one core of an AMD EPYC Zen 4, 2026-11-21)."""
 
 _NOTHING_TO_SAMPLE: Final = SamplingParams(max_tokens=0, seed=0, temperature=0.0)
 _decoder: Final = msgspec.json.Decoder(EmbeddingBody)
@@ -42,13 +36,6 @@ class EmbeddingCall:
     job: Job
     dimensions: int | None
     base64: bool
-
-
-def waves(job: Job) -> Iterator[Job]:
-    """Yield a job in parts of at most `AT_ONCE` texts, in order; quotas count each as a request."""
-    for begin in range(0, len(job.prompts), AT_ONCE):
-        texts = job.prompts[begin : begin + AT_ONCE]
-        yield replace(job, request_id=f"{job.request_id}-{begin}", prompts=texts)
 
 
 def embedding_call(

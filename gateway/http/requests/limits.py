@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -114,11 +115,19 @@ def check_ranges(wire: msgspec.Struct, within: str = "") -> None:
     Raises:
         InvalidRequest: one is not; it is named.
     """
-    for name in wire.__struct_fields__:
-        if name in RANGES:
-            value = getattr(wire, name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                RANGES[name].check(within + name, value)
+    for name in _bounded_fields(type(wire)):
+        value = getattr(wire, name)
+        if type(value) in _NUMBERS:
+            RANGES[name].check(within + name, value)
+
+
+_NUMBERS: Final = frozenset({int, float})
+
+
+@cache
+def _bounded_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the fields of a struct that have a range."""
+    return tuple(name for name in kind.__struct_fields__ if name in RANGES)
 
 
 _STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_CHARACTERS}

@@ -47,7 +47,7 @@ NO_STREAM_OPTIONS: Final = StreamOptions()
 
 ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
-GENERATED_SEED_BELOW: Final = 1 << 53
+GENERATED_SEED_BITS: Final = 53
 """JSON clients that read numbers as doubles keep such a seed."""
 
 _chat_decoder: Final = msgspec.json.Decoder(ChatBody)
@@ -144,7 +144,7 @@ def call_of_chat(
     job = _job(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
     if tools is not None and tools.grammar is not None:
         job = replace(job, grammar=tools.grammar)
-    return replace(_call(wire, job), tools=tools)
+    return _call(wire, job, tools)
 
 
 def completion_call(
@@ -174,13 +174,14 @@ def completion_call(
     return _call(wire, job)
 
 
-def _call(wire: GenerationFields, job: Job) -> Call:
+def _call(wire: GenerationFields, job: Job, tools: OfferedTools | None = None) -> Call:
     options = wire.stream_options or NO_STREAM_OPTIONS
     return Call(
         job,
         bool(wire.stream),
         bool(options.include_usage),
         bool(options.continuous_usage_stats),
+        tools,
     )
 
 
@@ -193,7 +194,7 @@ def _job(
     logprobs: int | None,
     service: ServiceLevel,
 ) -> Job:
-    seed = secrets.randbelow(GENERATED_SEED_BELOW) if wire.seed is None else wire.seed
+    seed = secrets.randbits(GENERATED_SEED_BITS) if wire.seed is None else wire.seed
     speculation = wire.speculation
     sampling = SamplingParams(
         max_tokens=max_tokens or 1,
@@ -220,7 +221,7 @@ def _job(
         (speculation.mode if speculation else None) or SpeculationMode.AUTO,
         speculation.max_draft_tokens if speculation else None,
         _grammar(wire.response_format),
-        replace(service, priority=wire.priority or 0),
+        replace(service, priority=wire.priority) if wire.priority else service,
         repetitions=tuple(map(repetition, prompts)),
         traced=bool(speculation and speculation.trace),
     )
