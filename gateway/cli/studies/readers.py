@@ -16,6 +16,7 @@ finish reason, one `[DONE]`, and nothing behind it. A slow one was paused and re
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 import time
@@ -118,9 +119,10 @@ async def _round(server: Server, args: Namespace, digests: tuple[str, str]) -> d
             asyncio.sleep(args.seconds),
             crowd.read_up(),
         )
-        phases = [
-            await _phase(name, server, streams, one) for name, one in zip(PHASES, work, strict=True)
-        ]
+        phases = []
+        for name, one in zip(PHASES, work, strict=True):
+            phases.append(await _phase(name, server, streams, one))
+            _show(phases[-1])
     faults = [one.fault for one in streams if one.fault is not None]
     return {
         "rss_bytes_before": rss_bytes,
@@ -145,7 +147,7 @@ async def measure(server: Server, args: Namespace) -> dict[str, Any]:
     for number in range(args.rounds):
         row = {"round": number, **await _round(server, args, digests)}
         rows.append(row)
-        _show(row)
+        _show_round(row)
     return {"summary": summary(rows), "rounds": rows}
 
 
@@ -184,15 +186,18 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _show(row: dict[str, Any]) -> None:
-    for phase in row["phases"]:
-        tpot = phase["tpot_s"] or {"p50": float("nan"), "p99": float("nan")}
-        print(
-            f"{phase['phase']:>10}: TPOT p50 {tpot['p50'] * 1e3:.2f} p99 {tpot['p99'] * 1e3:.2f} ms"
-            f" of {phase['streams']} streams; RSS {phase['rss_bytes']['max'] / 1e6:.0f} MB;"
-            f" TCP {phase['kernel_tcp_bytes']['max'] / 1e6:.0f} MB; CPU {phase['cpu_share']:.2f};"
-            f" /health p99 {phase['health_s']['p99'] * 1e3:.1f} ms; {phase['worker_after']}"
-        )
+def _show(phase: dict[str, Any]) -> None:
+    tpot = phase["tpot_s"] or {"p50": math.nan, "p99": math.nan}
+    print(
+        f"{phase['phase']:>10}: TPOT p50 {tpot['p50'] * 1e3:.2f} p99 {tpot['p99'] * 1e3:.2f} ms"
+        f" of {phase['streams']} streams; RSS {phase['rss_bytes']['max'] / 1e6:.0f} MB;"
+        f" TCP {phase['kernel_tcp_bytes']['max'] / 1e6:.0f} MB; CPU {phase['cpu_share']:.2f};"
+        f" /health p99 {phase['health_s']['p99'] * 1e3:.1f} ms; {phase['worker_after']}",
+        flush=True,
+    )
+
+
+def _show_round(row: dict[str, Any]) -> None:
     print(
         f"faults: fast {row['fast_faults']} of {row['fast_streams']},"
         f" slow {row['slow_faults']} of {row['slow_streams']};"

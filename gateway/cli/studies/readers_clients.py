@@ -24,6 +24,7 @@ STOP_EVERY: Final = 4
 
 STOP_S: Final = 12.0
 TICK_S: Final = 1.0
+PATIENCE_S: Final = 300.0
 _MUCH: Final = 65536
 
 
@@ -111,7 +112,7 @@ async def read_fast(
     loop = asyncio.get_running_loop()
     asked = request(prompt, tokens, stream=True)
     _, connection = await loop.create_connection(
-        lambda: Connection(asked, stream=True), "127.0.0.1", port
+        lambda: Connection(asked, stream=True, patience_s=PATIENCE_S), "127.0.0.1", port
     )
     while True:
         began_s = time.perf_counter()

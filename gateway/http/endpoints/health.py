@@ -12,6 +12,7 @@ from gateway.fleet import FleetWorker
 from gateway.http.context import NODE
 from gateway.http.replies.shapes import HealthReply, ReadyReply, VersionReply, WorkerHealth
 from gateway.lifecycle import NodeState
+from gateway.telemetry.figures import TASKS
 
 
 async def health(request: web.Request) -> web.Response:
@@ -59,7 +60,9 @@ async def version(_request: web.Request) -> web.Response:
 
 async def metrics(request: web.Request) -> web.Response:
     """Return the metrics: Prometheus' text format, or OpenMetrics for who accepts it."""
-    write, content_type = request.app[NODE].metrics.page(request.headers.get("Accept", ""))
+    node = request.app[NODE]
+    node.metrics.set(TASKS, len(asyncio.all_tasks()))
+    write, content_type = node.metrics.page(request.headers.get("Accept", ""))
     body = await asyncio.to_thread(write)  # thousands of lines take longer than the loop has
     return web.Response(body=body, headers={"Content-Type": content_type})
 
