@@ -31,7 +31,14 @@ import uvloop
 
 from gateway.cli.environment import collect_environment
 from gateway.cli.studies.edge.processes import on_core
-from gateway.cli.studies.readers_clients import Crowd, FastStream, digest_of, read_fast
+from gateway.cli.studies.readers_clients import (
+    PROMPTS,
+    Crowd,
+    FastStream,
+    digest_of,
+    read_fast,
+    slow_prompt,
+)
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.served import (
     Server,
@@ -107,9 +114,11 @@ async def _fast(server: Server, args: Namespace, digest: str) -> AsyncIterator[l
                 await task
 
 
-async def _round(server: Server, args: Namespace, digests: tuple[str, str]) -> dict[str, Any]:
-    fast_digest, slow_digest = digests
-    crowd = Crowd(server.port, args.slow, args.bytes_s, PROMPT, args.slow_tokens, args.spread_s)
+async def _round(
+    server: Server, args: Namespace, digests: tuple[str, Sequence[str]]
+) -> dict[str, Any]:
+    fast_digest, slow_digests = digests
+    crowd = Crowd(server.port, args.slow, args.bytes_s, args.slow_tokens, args.spread_s)
     rss_bytes = server.rss_bytes
     async with _fast(server, args, fast_digest) as streams:
         await asyncio.sleep(args.fast_tokens * args.step_ms / 1e3)
@@ -130,7 +139,7 @@ async def _round(server: Server, args: Namespace, digests: tuple[str, str]) -> d
         "fast_streams": len(streams),
         "fast_faults": sorted(set(faults)),
         "slow_streams": len(crowd.readers),
-        "slow_faults": crowd.faults(slow_digest),
+        "slow_faults": crowd.faults(slow_digests),
         "slow_chunks": sum(one.told.chunks for one in crowd.readers),
         "slow_bytes": sum(one.read_bytes for one in crowd.readers),
         "phases": phases,
@@ -141,7 +150,9 @@ async def measure(server: Server, args: Namespace) -> dict[str, Any]:
     """Return the rounds, and their summary."""
     digests = (
         await digest_of(server.port, PROMPT, args.fast_tokens),
-        await digest_of(server.port, PROMPT, args.slow_tokens),
+        await asyncio.gather(
+            *(digest_of(server.port, slow_prompt(n), args.slow_tokens) for n in range(PROMPTS))
+        ),
     )
     rows = []
     for number in range(args.rounds):
