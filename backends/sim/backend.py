@@ -122,9 +122,11 @@ class SimBackend:
                 due_s = self._clock.now_s()
                 continue
             result = self._executor.execute(plan)
-            # Steps follow each other's due time: timers that fire late do not add up.
-            due_s += self._executor.drafting_s + result.step_s
-            await self._clock.sleep_s(due_s - self._clock.now_s())
+            # Steps follow each other's due time, so timers that fire late do not add up. But no
+            # device makes up for a host that kept it waiting for longer than a step.
+            now_s = self._clock.now_s()
+            due_s = max(due_s, now_s - result.step_s) + self._executor.drafting_s + result.step_s
+            await self._clock.sleep_s(due_s - now_s)
             self._streams.deliver(self._worker.complete(plan, result, self._clock.now_s()))
 
 

@@ -329,6 +329,11 @@ _of_workers(
 
 # --- the node -------------------------------------------------------------------------------------
 
+TASKS: Final = _gauge(
+    "draftgate_event_loop_tasks",
+    "Tasks of the event loop: some, and one for each connection with a request",
+    "tasks",
+)
 BUILD: Final = _gauge(
     "draftgate_build_info", "1, with the version as a label", "info", labels=("version", "python")
 )

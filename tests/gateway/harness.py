@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+from aiohttp import web_app
 
 from backends.errors import BackendFailed, RequestRejected
 from backends.shipped import SHIPPED_MODEL
@@ -126,6 +127,8 @@ async def running(
             yield where
         finally:
             await node.fleet.stop()
+            # Else 1,024 of them live on, with all they hold.
+            web_app._cached_build_middleware.cache_clear()
 
 
 def scripted_fleet(config: ServeConfig, backends: Sequence[ScriptedBackend]) -> Fleet:

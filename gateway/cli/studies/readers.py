@@ -16,6 +16,7 @@ finish reason, one `[DONE]`, and nothing behind it. A slow one was paused and re
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import tempfile
 import time
@@ -30,7 +31,14 @@ import uvloop
 
 from gateway.cli.environment import collect_environment
 from gateway.cli.studies.edge.processes import on_core
-from gateway.cli.studies.readers_clients import Crowd, FastStream, digest_of, read_fast
+from gateway.cli.studies.readers_clients import (
+    PROMPTS,
+    Crowd,
+    FastStream,
+    digest_of,
+    read_fast,
+    slow_prompt,
+)
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.served import (
     Server,
@@ -106,9 +114,11 @@ async def _fast(server: Server, args: Namespace, digest: str) -> AsyncIterator[l
                 await task
 
 
-async def _round(server: Server, args: Namespace, digests: tuple[str, str]) -> dict[str, Any]:
-    fast_digest, slow_digest = digests
-    crowd = Crowd(server.port, args.slow, args.bytes_s, PROMPT, args.slow_tokens, args.spread_s)
+async def _round(
+    server: Server, args: Namespace, digests: tuple[str, Sequence[str]]
+) -> dict[str, Any]:
+    fast_digest, slow_digests = digests
+    crowd = Crowd(server.port, args.slow, args.bytes_s, args.slow_tokens, args.spread_s)
     rss_bytes = server.rss_bytes
     async with _fast(server, args, fast_digest) as streams:
         await asyncio.sleep(args.fast_tokens * args.step_ms / 1e3)
@@ -118,9 +128,10 @@ async def _round(server: Server, args: Namespace, digests: tuple[str, str]) -> d
             asyncio.sleep(args.seconds),
             crowd.read_up(),
         )
-        phases = [
-            await _phase(name, server, streams, one) for name, one in zip(PHASES, work, strict=True)
-        ]
+        phases = []
+        for name, one in zip(PHASES, work, strict=True):
+            phases.append(await _phase(name, server, streams, one))
+            _show(phases[-1])
     faults = [one.fault for one in streams if one.fault is not None]
     return {
         "rss_bytes_before": rss_bytes,
@@ -128,7 +139,7 @@ async def _round(server: Server, args: Namespace, digests: tuple[str, str]) -> d
         "fast_streams": len(streams),
         "fast_faults": sorted(set(faults)),
         "slow_streams": len(crowd.readers),
-        "slow_faults": crowd.faults(slow_digest),
+        "slow_faults": crowd.faults(slow_digests),
         "slow_chunks": sum(one.told.chunks for one in crowd.readers),
         "slow_bytes": sum(one.read_bytes for one in crowd.readers),
         "phases": phases,
@@ -139,13 +150,15 @@ async def measure(server: Server, args: Namespace) -> dict[str, Any]:
     """Return the rounds, and their summary."""
     digests = (
         await digest_of(server.port, PROMPT, args.fast_tokens),
-        await digest_of(server.port, PROMPT, args.slow_tokens),
+        await asyncio.gather(
+            *(digest_of(server.port, slow_prompt(n), args.slow_tokens) for n in range(PROMPTS))
+        ),
     )
     rows = []
     for number in range(args.rounds):
         row = {"round": number, **await _round(server, args, digests)}
         rows.append(row)
-        _show(row)
+        _show_round(row)
     return {"summary": summary(rows), "rounds": rows}
 
 
@@ -184,15 +197,18 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _show(row: dict[str, Any]) -> None:
-    for phase in row["phases"]:
-        tpot = phase["tpot_s"] or {"p50": float("nan"), "p99": float("nan")}
-        print(
-            f"{phase['phase']:>10}: TPOT p50 {tpot['p50'] * 1e3:.2f} p99 {tpot['p99'] * 1e3:.2f} ms"
-            f" of {phase['streams']} streams; RSS {phase['rss_bytes']['max'] / 1e6:.0f} MB;"
-            f" TCP {phase['kernel_tcp_bytes']['max'] / 1e6:.0f} MB; CPU {phase['cpu_share']:.2f};"
-            f" /health p99 {phase['health_s']['p99'] * 1e3:.1f} ms; {phase['worker_after']}"
-        )
+def _show(phase: dict[str, Any]) -> None:
+    tpot = phase["tpot_s"] or {"p50": math.nan, "p99": math.nan}
+    print(
+        f"{phase['phase']:>10}: TPOT p50 {tpot['p50'] * 1e3:.2f} p99 {tpot['p99'] * 1e3:.2f} ms"
+        f" of {phase['streams']} streams; RSS {phase['rss_bytes']['max'] / 1e6:.0f} MB;"
+        f" TCP {phase['kernel_tcp_bytes']['max'] / 1e6:.0f} MB; CPU {phase['cpu_share']:.2f};"
+        f" /health p99 {phase['health_s']['p99'] * 1e3:.1f} ms; {phase['worker_after']}",
+        flush=True,
+    )
+
+
+def _show_round(row: dict[str, Any]) -> None:
     print(
         f"faults: fast {row['fast_faults']} of {row['fast_streams']},"
         f" slow {row['slow_faults']} of {row['slow_streams']};"

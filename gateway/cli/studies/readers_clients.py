@@ -8,6 +8,7 @@ import json
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,6 +25,10 @@ STOP_EVERY: Final = 4
 
 STOP_S: Final = 12.0
 TICK_S: Final = 1.0
+PROMPTS: Final = 100
+"""Different ones of the slow readers, so that few sequences share their blocks."""
+
+PATIENCE_S: Final = 300.0
 _MUCH: Final = 65536
 
 
@@ -83,6 +88,11 @@ def request(prompt: str, tokens: int, *, stream: bool, version: str = "1.1") -> 
     return head.encode() + body
 
 
+def slow_prompt(number: int) -> str:
+    """Return the prompt of a slow reader."""
+    return f"def part_{number % PROMPTS}(path):\n"
+
+
 async def digest_of(port: int, prompt: str, tokens: int) -> str:
     """Return the SHA-256 of the text that a request gets, told in one piece."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -111,7 +121,7 @@ async def read_fast(
     loop = asyncio.get_running_loop()
     asked = request(prompt, tokens, stream=True)
     _, connection = await loop.create_connection(
-        lambda: Connection(asked, stream=True), "127.0.0.1", port
+        lambda: Connection(asked, stream=True, patience_s=PATIENCE_S), "127.0.0.1", port
     )
     while True:
         began_s = time.perf_counter()
@@ -188,7 +198,6 @@ class Crowd:
     port: int
     number: int
     bytes_s: int
-    prompt: str
     tokens: int
     spread_s: float
     readers: list[SlowReader] = field(default_factory=list)
@@ -197,7 +206,6 @@ class Crowd:
 
     async def come(self) -> None:
         """Let them come one by one, evenly."""
-        asked = request(self.prompt, self.tokens, stream=True, version="1.0")
         began_s = time.perf_counter()
         for number in range(self.number):
             due_s = began_s + number / self.number * self.spread_s
@@ -205,6 +213,8 @@ class Crowd:
             reader = SlowReader(number, self.bytes_s)
             self.readers.append(reader)
             spread_s = number / self.number * self.spread_s
+            prompt = slow_prompt(number)
+            asked = request(prompt, self.tokens, stream=True, version="1.0")
             life = reader.live(self.port, asked, self.hurry, spread_s)
             self.tasks.append(asyncio.create_task(life))
 
@@ -217,11 +227,15 @@ class Crowd:
         self.hurry.set()
         await asyncio.gather(*self.tasks)
 
-    def faults(self, digest: str) -> dict[str, int]:
-        """Return how many streams are wrong, by what is wrong."""
+    def faults(self, digests: Sequence[str]) -> dict[str, int]:
+        """Return how many streams are wrong, by what is wrong.
+
+        Args:
+            digests: of the texts that the prompts get.
+        """
         found: dict[str, int] = {}
         for reader in self.readers:
-            fault = reader.told.fault(digest)
+            fault = reader.told.fault(digests[reader.number % PROMPTS])
             if fault is not None:
                 found[fault] = found.get(fault, 0) + 1
         return found

@@ -74,9 +74,10 @@ class Measured(msgspec.Struct):
 class Connection(asyncio.Protocol):
     """One connection, one request at a time."""
 
-    def __init__(self, request: bytes, *, stream: bool) -> None:
+    def __init__(self, request: bytes, *, stream: bool, patience_s: float = PATIENCE_S) -> None:
         """Send nothing yet."""
         self._request = request
+        self._patience_s = patience_s
         self._first = _EVENT if stream else b"HTTP/1.1"
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
@@ -118,14 +119,14 @@ class Connection(asyncio.Protocol):
         """Send the request and wait for its end; return the seconds to it and to the first event.
 
         Raises:
-            TimeoutError: there is none in `PATIENCE_S`.
+            TimeoutError: there is none in time.
         """
         assert self._transport is not None
         self.received.clear()
         self.first_s, self._length = 0.0, None
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
-        patience = loop.call_later(PATIENCE_S, self._give_up)
+        patience = loop.call_later(self._patience_s, self._give_up)
         began_s = time.perf_counter()
         self._transport.write(self._request)
         await self._done
@@ -135,7 +136,7 @@ class Connection(asyncio.Protocol):
 
     def _give_up(self) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(TimeoutError(f"no end in {PATIENCE_S:g} s"))
+            self._done.set_exception(TimeoutError(f"no end in {self._patience_s:g} s"))
 
     def _finish(self) -> None:
         if self._done is not None and not self._done.done():
