@@ -181,6 +181,7 @@ class AdmissionController:
             ahead_s=ordering.ahead_s(ticket, now_s),
             place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
             prompt_tokens=self._queue.prompt_tokens,
+            class_s=ordering.class_ahead_s(ticket),
         )
         return replace(view, queue=queue)
 

@@ -174,6 +174,7 @@ class Pool:
                 queue.work_s,
                 queue.ahead_s(ticket, now_s),
                 queue.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
+                class_s=queue.class_ahead_s(ticket),
             ),
         )
 
