@@ -197,6 +197,7 @@ class AdmissionController:
             ahead_s=ordering.ahead_s(ticket, now_s),
             place_s=ordering.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
             prompt_tokens=queue.prompt_tokens,
+            class_s=ordering.class_ahead_s(ticket),
         )
 
     def _is_sheddable(self, priority: int) -> bool:

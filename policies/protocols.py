@@ -125,6 +125,10 @@ class OrderingPolicy(Protocol):
         """
         ...
 
+    def class_ahead_s(self, ticket: Ticket) -> float:
+        """Return what of `ahead_s` is of the ticket's own class; all where classes do not count."""
+        ...
+
     def queued_of(self, tenant: str) -> int:
         """Return how many requests of a tenant wait."""
         ...

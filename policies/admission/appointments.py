@@ -92,7 +92,7 @@ class Appointments:
         self._of: dict[int, dict[int, Booking]] = {}  # by fingerprint, then by number
         self._until = list[tuple[float, int, Booking]]()  # a heap; those who came are among them
         self._booked: defaultdict[int, dict[str, _Booked]] = defaultdict(dict)
-        self._again_s = 0.0
+        self._again_s: dict[int, float] = {}  # by class
         self._count = 0
         self._number = 0
         self.kept_share = KEPT_AT_FIRST
@@ -122,26 +122,31 @@ class Appointments:
             return None
         return booking
 
-    def ahead_s(self, priority: int, tenant: str, share: float, work_s: float) -> float:
+    def ahead_s(
+        self, priority: int, tenant: str, share: float, work_s: float
+    ) -> tuple[float, float]:
         """Return how much of the line those take who are expected before a newcomer.
 
-        Better classes whole; in its own, tenants share the line as `fair` would, so that the
-        bookings of one do not send another's newcomers away.
+        Those of better classes, whole, and those of its own: there, tenants share the line as
+        `fair` would, so that the bookings of one do not send another's newcomers away.
         """
-        booked_s = 0.0
-        for level, tenants in self._booked.items():
+        better_s = 0.0
+        for level, booked in self._booked.items():
             if level < priority:
-                booked_s += sum(one.work_s for one in tenants.values())
+                better_s += sum(one.work_s for one in booked.values())
         tenants = self._booked.get(priority, {})
         own_s = tenants[tenant].work_s if tenant in tenants else 0.0
         until = (own_s + work_s) / share
         others_s = (min(one.work_s, until * one.share) for n, one in tenants.items() if n != tenant)
-        return (booked_s + own_s + sum(others_s)) * self.kept_share
+        return better_s * self.kept_share, (own_s + sum(others_s)) * self.kept_share
 
-    @property
-    def again_s(self) -> float:
-        """How much of the line those take who came in time and were sent away once more."""
-        return self._again_s
+    def again_s(self, priority: int) -> tuple[float, float]:
+        """Return how much of it those take who came in time and were sent away once more.
+
+        Those of better classes, and those of this one.
+        """
+        better_s = sum(work_s for level, work_s in self._again_s.items() if level < priority)
+        return better_s, self._again_s.get(priority, 0.0)
 
     def book(self, booking: Booking, share: float) -> None:
         """Expect somebody, if there is room."""
@@ -156,7 +161,9 @@ class Appointments:
         booked.share = share
         booked.work_s += booking.work_s
         booked.bookings += 1
-        self._again_s += booking.work_s if booking.again else 0.0
+        if booking.again:
+            again_s = self._again_s.get(booking.priority, 0.0)
+            self._again_s[booking.priority] = again_s + booking.work_s
 
     def strike(self, booking: Booking) -> None:
         """Strike out who came: it is let in, or booked anew."""
@@ -177,6 +184,8 @@ class Appointments:
         del equal[booking.number]
         if not equal:
             del self._of[booking.fingerprint]
+        if booking.again:
+            self._again_s[booking.priority] -= booking.work_s
         tenants = self._booked[booking.priority]
         booked = tenants[booking.tenant]
         booked.work_s -= booking.work_s
@@ -185,8 +194,8 @@ class Appointments:
             del tenants[booking.tenant]
             if not tenants:
                 del self._booked[booking.priority]
+                self._again_s.pop(booking.priority, None)
         self._count -= 1
-        self._again_s -= booking.work_s if booking.again else 0.0
 
     def _learn(self, *, kept: bool) -> None:
         self.kept_share += _LEARNING * (float(kept) - self.kept_share)

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from policies.admission.appointments import Appointments, Booking
+from policies.admission.classes import Classes, Drain
 from policies.admission.forecast import (
     Z_LIKELY,
     Z_SURE,
     Forecast,
     WaitError,
     admitted,
+    drained_s,
     forecast,
 )
 from policies.admission.refusals import not_in_time, queue_full, shed, too_slow
@@ -48,8 +50,8 @@ class _Line:
 
     Attributes:
         foreseen: its wait behind those who were let in.
-        booked_s, again_s: what those take who are expected, and those of them who came in time
-            once and were sent away.
+        booked_s, again_s: how much longer it is behind those, too, who are expected, and behind
+            those of them who came in time once and were sent away.
         backlog_s: what all take who wait.
         sure_s, likely_s: the longest foreseen waits with which its deadline is surely and likely
             met.
@@ -66,28 +68,17 @@ class _Line:
     def low_water_s(self) -> float:
         return LOW_WATER_SHARE * self.sure_s
 
-    @property
-    def pace(self) -> float:
-        """Return the share of the pool's time that is given away by appointment.
-
-        Where a share p is, and newcomers fill up to the low water, what is above that is a
-        reflected random walk. In heavy traffic (Kingman, 1961) it exceeds x with the chance
-        exp(-2 x (1 - p) / (p x grain)) if services are as random as exponential ones.
-        """
-        room_s = max(self.likely_s - self.low_water_s, 1e-9)
-        return max(LEAST_PACE, 1.0 / (1.0 + OVERFLOW_LOG * self.foreseen.grain_s / (2.0 * room_s)))
-
     def admits(self, *, on_time: bool) -> bool:
         """Return whether a request may wait; who comes on time is before all who are expected."""
         wait_s = self.foreseen.wait_s
         if on_time:
             return wait_s <= self.likely_s
-        has_room = wait_s + self.booked_s / self.pace <= self.sure_s
+        has_room = wait_s + self.booked_s <= self.sure_s
         return has_room or (wait_s <= self.sure_s and self.backlog_s <= self.low_water_s)
 
     def retry_s(self, *, again: bool) -> float:
         """Return in how many seconds it could be let in, in its turn."""
-        others_s = (self.again_s if again else self.booked_s) / self.pace
+        others_s = self.again_s if again else self.booked_s
         ahead_s = max(self.foreseen.wait_s, self.foreseen.place_s)
         return ahead_s + others_s - TARGET_SHARE * self.sure_s
 
@@ -98,6 +89,7 @@ class Deadline:
     def __init__(self) -> None:
         """Expect nobody, and believe forecasts."""
         self._appointments = Appointments()
+        self._classes = Classes()
         self._errors = defaultdict[int, WaitError](WaitError)  # by class
 
     @property
@@ -108,12 +100,15 @@ class Deadline:
         self._appointments.expire(now_s)
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
-        foreseen = forecast(view).corrected(self._error(view.service).factor)
-        line = self._line(view, foreseen)
+        drain = self._classes.drain(view.service.priority, now_s)
+        foreseen = forecast(view, drain).corrected(self._error(view.service).factor)
+        line = self._line(view, foreseen, drain)
         refused = queue_full(view, foreseen) or too_slow(view, foreseen)
         refused = refused or shed(view, line.low_water_s)
         if refused is None and not line.admits(on_time=on_time):
             refused = not_in_time(view, foreseen, 0.0 if on_time else line.booked_s)
+        if booking is None:
+            self._bring(view, foreseen, now_s, refused)
         if refused is None:
             if booking is not None:
                 self._appointments.strike(booking)
@@ -130,19 +125,35 @@ class Deadline:
     def _error(self, service: ServiceLevel) -> WaitError:
         return self._errors[min(max(service.priority, -_PRIORITIES), _PRIORITIES)]
 
-    def _line(self, view: AdmissionView, foreseen: Forecast) -> _Line:
-        error = self._error(view.service).factor
-        booked_s = self._appointments.ahead_s(
-            view.service.priority, view.tenant, view.share, foreseen.work_s
-        )
+    def _bring(
+        self, view: AdmissionView, foreseen: Forecast, now_s: float, refused: Refused | None
+    ) -> None:
+        """Count a newcomer into what its class brings, as far as it is served."""
+        share = 1.0
+        if refused is not None:
+            share = 0.0 if view.sheddable else self._appointments.kept_share
+        self._classes.bring(view.service.priority, foreseen.work_s * share, now_s)
+
+    def _line(self, view: AdmissionView, foreseen: Forecast, drain: Drain) -> _Line:
+        priority, error = view.service.priority, self._error(view.service).factor
         allowed_s = _allowed_s(view, foreseen)
+        sure_s, likely_s = (foreseen.within_s(allowed_s, z) for z in (Z_SURE, Z_LIKELY))
+        pace = _pace(foreseen, likely_s - LOW_WATER_SHARE * sure_s)
+
+        def longer_s(expected_s: tuple[float, float]) -> float:
+            better_s, own_s = (work_s / pace for work_s in expected_s)
+            before_s = view.queue.ahead_s
+            behind_s = drained_s(view, drain, before_s, (better_s, own_s)) / drain.worse
+            return (behind_s - drained_s(view, drain, before_s)) * error
+
+        booked = self._appointments.ahead_s(priority, view.tenant, view.share, foreseen.work_s)
         return _Line(
             foreseen,
-            booked_s * error,
-            self._appointments.again_s * error,
+            longer_s(booked),
+            longer_s(self._appointments.again_s(priority)),
             view.queue.work_s * error,
-            foreseen.within_s(allowed_s, Z_SURE),
-            foreseen.within_s(allowed_s, Z_LIKELY),
+            sure_s,
+            likely_s,
         )
 
     def _put_off(
@@ -166,6 +177,20 @@ class Deadline:
             )
             self._appointments.book(new, view.share)
         return replace(refused, retry_after_s=retry_s)
+
+
+def _pace(foreseen: Forecast, room_s: float) -> float:
+    """Return the share of the pool's time that is given away by appointment.
+
+    Where a share p is, and newcomers fill up to the low water, what is above that is a reflected
+    random walk. In heavy traffic (Kingman, 1961) it exceeds x with the chance
+    exp(-2 x (1 - p) / (p x grain)) if services are as random as exponential ones.
+
+    Args:
+        room_s: the x above the low water at which who comes on time is sent away.
+    """
+    spread = OVERFLOW_LOG * foreseen.grain_s / (2.0 * max(room_s, 1e-9))
+    return max(LEAST_PACE, 1.0 / (1.0 + spread))
 
 
 def _allowed_s(view: AdmissionView, foreseen: Forecast) -> float:

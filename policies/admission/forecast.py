@@ -2,7 +2,7 @@
 
     residence = prompt tokens x prompt_token_s + sequences x output tokens x tpot_s    in seats
     work      = residence / seats                                                in the whole pool
-    wait      = what is ahead and one's work until a seat is free, less what free seats take at once
+    wait      = what is ahead, as its class drains (`classes`), and one's work until a seat is free, less what free seats take at once
                 or what the prompts ahead take to compute, if that is longer
     TTFT      = error x wait + own prompt tokens x prompt_token_s
 
@@ -18,7 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from policies.admission.classes import WHOLE, Drain
 from policies.admission.types import AdmissionView, Admitted, PoolView
+from policies.ordering.fair import PRESSING_SHARE
 from policies.types import WorkerLoad, WorkerSpeed
 
 Z_SURE: Final = 1.645
@@ -149,7 +151,7 @@ def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolVi
     )
 
 
-def forecast(view: AdmissionView) -> Forecast:
+def forecast(view: AdmissionView, drain: Drain = WHOLE) -> Forecast:
     """Return what is foreseen of a request; its wait is 0 where nobody knows seats or speed."""
     pool, queue = view.pool, view.queue
     prompt_s = view.prompt_tokens * pool.speed.prompt_token_s
@@ -157,8 +159,10 @@ def forecast(view: AdmissionView) -> Forecast:
     own_s = work_s(pool, view.prompt_tokens, view.sequences * view.output_tokens)
     grain_s = queue.work_s / queue.length if queue.length and known else own_s / view.sequences
     first_s = (1.0 - max(pool.seats - pool.running, 0.0)) * grain_s
-    wait_s = max(queue.ahead_s + first_s, 0.0) if known else 0.0
-    place_s = max(queue.place_s + first_s, 0.0) if known else 0.0
+    wait_s, place_s = (
+        max(drained_s(view, drain, before_s) + first_s, 0.0) if known else 0.0
+        for before_s in (queue.ahead_s, queue.place_s)
+    )
     share_ahead = queue.ahead_s / queue.work_s if queue.work_s > 0 else 0.0
     prompts = pool.prompt_tokens + queue.prompt_tokens * share_ahead
     prompts_s = prompts * pool.speed.prompt_token_s / max(pool.workers, 1)
@@ -171,6 +175,22 @@ def work_s(pool: PoolView, prompt_tokens: int, output_tokens: float) -> float:
     if not (pool.seats > 0 and speed.tpot_s > 0):
         return 0.0
     return (prompt_tokens * speed.prompt_token_s + output_tokens * speed.tpot_s) / pool.seats
+
+
+def drained_s(
+    view: AdmissionView, drain: Drain, before_s: float, expected_s: tuple[float, float] = (0.0, 0.0)
+) -> float:
+    """Return how long what waits before a request takes, and those who are expected.
+
+    Args:
+        expected_s: those of better classes, and those of its own.
+    """
+    others_s = view.queue.ahead_s - view.queue.class_s
+    better_s, own_s = expected_s
+    target_s = view.service.ttft_s
+    pressing_s = PRESSING_SHARE * (view.max_wait_s if target_s is None else target_s)
+    own_s += max(before_s - others_s, 0.0)
+    return drain.wait_s(others_s + better_s + own_s, own_s, pressing_s)
 
 
 def _seats(load: WorkerLoad, sequence_tokens: float) -> float:

@@ -40,6 +40,7 @@ class QueueView:
         place_s: the same if it had no deadline: its place in the line, not counting that it is
             let past those who have more time.
         prompt_tokens: their prompt tokens.
+        class_s: of `ahead_s`, what is of the request's own class.
     """
 
     length: int = 0
@@ -49,6 +50,7 @@ class QueueView:
     ahead_s: float = 0.0
     place_s: float = 0.0
     prompt_tokens: int = 0
+    class_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

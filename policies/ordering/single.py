@@ -57,6 +57,9 @@ class SingleLine:
     def ahead_s(self, ticket: Ticket, now_s: float) -> float:
         return self._line.before(self._place(ticket))
 
+    def class_ahead_s(self, ticket: Ticket) -> float:
+        return self._line.before(self._place(ticket))
+
     def queued_of(self, tenant: str) -> int:
         return self._tenants[tenant]
 

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from gateway.cli.studies.hindsight import Stay, starts_s
 from policies.admission import AdmissionView, Admitted, PoolView, QueueView
 from policies.ordering import Ticket
 from policies.registry import admission_policy, ordering_policy
@@ -31,6 +32,7 @@ class Client:
     service_s: float
     ttft_s: float | None
     tenant: str
+    priority: int = 0
     told: list[tuple[float, float]] = field(default_factory=list)  # when, seconds to wait
     came: list[tuple[float, bool]] = field(default_factory=list)  # returns: when, admitted
     admitted_s: float | None = None
@@ -85,6 +87,7 @@ class Pool:
     spread: float = 0.5  # of service about its expectation
     without_target: float = 0.0
     tenants: int = 1
+    priorities: tuple[int, ...] = (0,)  # of the classes, in turn
     flood: float = 0.0  # share of the requests that are the first tenant's, beside its even one
     ttft_s: float = 2.0
     seed: int = 1
@@ -137,13 +140,21 @@ class Pool:
             target_s = None if others.random() < self.without_target else self.ttft_s
             tenant = 0 if others.random() < self.flood else others.randrange(self.tenants)
             clients.append(
-                Client(len(clients), now_s, expected_s, service_s, target_s, f"t{tenant}")
+                Client(
+                    len(clients),
+                    now_s,
+                    expected_s,
+                    service_s,
+                    target_s,
+                    f"t{tenant}",
+                    self.priorities[len(clients) % len(self.priorities)],
+                )
             )
 
     def _ticket(self, client: Client, order: int, now_s: float, work_s: float) -> Ticket:
         self._numbers[order] = client.number
         deadline_s = now_s + client.wait_allowed_s
-        return Ticket(order, now_s, deadline_s, 0, client.tenant, 1.0, work_s)
+        return Ticket(order, now_s, deadline_s, client.priority, client.tenant, 1.0, work_s)
 
     def _view(self, client: Client, queue, running: int, now_s: float) -> AdmissionView:
         work_s = client.expected_s / self.servers
@@ -153,7 +164,7 @@ class Pool:
             prompt_tokens=0,
             output_tokens=client.expected_s / TPOT_S,
             max_wait_s=MAX_WAIT_S,
-            service=ServiceLevel(client.ttft_s),
+            service=ServiceLevel(client.ttft_s, priority=client.priority),
             tenant=client.tenant,
             pool=PoolView(1, self.servers, running, 0, WorkerSpeed(TPOT_S, PROMPT_TOKEN_S)),
             queue=QueueView(
@@ -163,6 +174,7 @@ class Pool:
                 queue.work_s,
                 queue.ahead_s(ticket, now_s),
                 queue.ahead_s(replace(ticket, deadline_s=math.inf), now_s),
+                class_s=queue.class_ahead_s(ticket),
             ),
         )
 
@@ -196,31 +208,29 @@ def kept(clients: list[Client]) -> float:
     return sum(on_time) / len(on_time) if on_time else math.nan
 
 
-def earliest(pool: Pool, clients: list[Client]) -> list[tuple[float, float]]:
-    """What each refused client was told, and in hindsight the earliest that could have been right.
+def earliest(pool: Pool, clients: list[Client]) -> list[tuple[Client, float]]:
+    """Each refused client, and in hindsight the earliest it could have been told to come.
 
-    One line by true service times, first come first served, of all who were let in at once and all
-    who kept their first appointment, by when they entered it (came, or were booked). A client could
-    have come so early that it starts, behind those before it in that line, just within its limit.
+    One line by true service times (`starts_s`) of all who were let in at once and all who kept
+    their first appointment, by when they entered it (came, or were booked). A client could have
+    come so early that it starts, behind those before it in that line, just within its limit.
     """
-    line = []
-    for c in clients:
-        if not c.told and c.admitted_s is not None:
-            line.append((c.admitted_s, c))
-        elif c.told:
-            line.append((c.told[0][0], c))
-    free = [0.0] * pool.servers
-    told = []
-    for at_s, c in sorted(line, key=lambda item: item[0]):
-        start_s = max(at_s, free[0])
-        if c.told:
-            told.append((c.told[0][1], max(start_s - c.wait_allowed_s - at_s, 0.0)))
-        if not c.told or (c.came and c.came[0][1]):
-            heapq.heapreplace(free, start_s + c.service_s)
-    return told
+    ones = [c for c in clients if c.told or c.admitted_s is not None]
+    served = [not c.told or bool(c.came and c.came[0][1]) for c in ones]
+    entered_s = [c.told[0][0] if c.told else c.admitted_s for c in ones]
+    stays = [
+        Stay(at_s, c.priority, c.service_s if is_served else 0.0)
+        for at_s, c, is_served in zip(entered_s, ones, served, strict=True)
+    ]
+    return [
+        (c, max(start_s - c.wait_allowed_s - c.told[0][0], 0.0))
+        for c, start_s in zip(ones, starts_s(stays, pool.servers), strict=True)
+        if c.told
+    ]
 
 
 def retry_ratio(pool: Pool, clients: list[Client]) -> float:
     """Median of what clients were told, over the median of the earliest that was feasible."""
     told = earliest(pool, clients)
-    return statistics.median(r for r, _ in told) / statistics.median(f for _, f in told)
+    feasible_s = statistics.median(f for _, f in told)
+    return statistics.median(c.told[0][1] for c, _ in told) / feasible_s

@@ -38,8 +38,8 @@ from loadgen.types import Planned
 from policies.types import ServiceLevel
 
 OVERLOAD_S: Final = 60.0
-WARM_S: Final = 10.0
-"""Goodput is counted from then to the end of the overload."""
+WARM_SHARE: Final = 1 / 6
+"""Goodput is counted from this share of the overload to its end."""
 
 FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
 """Offered rates, as multiples of the nominal one."""
@@ -87,6 +87,7 @@ class Overload:
 
     Attributes:
         services: of the requests, by class; each gets one in turn.
+        seconds: how long requests come.
     """
 
     config: WorkerConfig
@@ -95,6 +96,7 @@ class Overload:
     seed: int = 0
     workers: int = 1
     admission: str = "deadline"
+    seconds: float = OVERLOAD_S
 
     def service(self, index: int) -> ServiceLevel:
         """Return the service level of a request."""
@@ -103,7 +105,7 @@ class Overload:
     def run(self, rate_rps: float) -> list[Client]:
         """Return the clients of a minute at a rate, in order of arrival, when all have ended."""
         load = Load(
-            workload=self.workload, rate_rps=rate_rps, duration_s=OVERLOAD_S, seed=self.seed
+            workload=self.workload, rate_rps=rate_rps, duration_s=self.seconds, seed=self.seed
         )
         plan = make_plan(load, max_model_len=self.config.max_model_len, lazily=True)
         return run_virtual(self._run(list(plan.requests)))
@@ -160,13 +162,14 @@ class Overload:
 
 def goodput_rps(overload: Overload, clients: Sequence[Client]) -> float:
     """Return the requests a second that were answered in time, while the overload lasted."""
+    warm_s = WARM_SHARE * overload.seconds
     good = [
         client
         for client in clients
         if client.met(overload.service(client.planned.index))
-        and WARM_S <= (client.first_s or 0.0) < OVERLOAD_S
+        and warm_s <= (client.first_s or 0.0) < overload.seconds
     ]
-    return len(good) / (OVERLOAD_S - WARM_S)
+    return len(good) / (overload.seconds - warm_s)
 
 
 def most_running(clients: Sequence[Client]) -> int:
@@ -238,7 +241,7 @@ def _class(overload: Overload, clients: Sequence[Client], place: int) -> dict[st
     own = [c for c in clients if c.planned.index % len(overload.services) == place]
     ended = [c for c in own if c.end_s is not None]
     waits_s = sorted((c.first_s or 0.0) - c.arrived_s for c in ended)
-    in_time = [c for c in own if c.first_s is not None and c.first_s < OVERLOAD_S]
+    in_time = [c for c in own if c.first_s is not None and c.first_s < overload.seconds]
     return {
         "priority": service.priority,
         "ttft_target_s": service.ttft_s,

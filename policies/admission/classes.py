@@ -1,0 +1,109 @@
+"""What better classes leave of the pool, and what worse ones take of it.
+
+Who comes later in a better class goes before who waits, so a line of a class drains only with what
+newcomers of better classes leave. Let f_i be the work that newcomers of class i bring a second,
+in seconds of the pool, and k the better classes of which anybody comes. A class drains with
+
+    strictly   1 - sum of f_i over better classes       behind all that they have waiting and booked
+    at least   q^k, q = 1 / OVERDUE_EVERY               behind its own line alone
+
+of the pool, whichever is sooner: where better classes fill the pool, `fair` still leaves q of it to
+those who press behind them. Of either, worse classes take q at most while they press.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from policies.ordering.fair import OVERDUE_EVERY
+
+FLOW_S: Final = 20.0
+"""What came so long ago counts 1 / e: a flow of a tenth of the pool for each request is known
+within 5%."""
+
+LEAST_FLOW_S: Final = 2.0
+"""What a class brought in the first seconds is spread over so many at least: one request is no
+flow."""
+
+NO_FLOW: Final = 0.01
+"""A class that brings less than this share of the pool is not counted as one."""
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Work that newcomers of a class brought, discounted to an instant."""
+
+    since_s: float
+    at_s: float
+    work_s: float = 0.0
+
+    def bring(self, work_s: float, now_s: float) -> None:
+        self.work_s = self.work_s * math.exp((self.at_s - now_s) / FLOW_S) + work_s
+        self.at_s = now_s
+
+    def rate(self, now_s: float) -> float:
+        """Return it a second, as if it had been so from the start."""
+        seen_s = max(now_s - self.since_s, LEAST_FLOW_S)
+        left_s = self.work_s * math.exp((self.at_s - now_s) / FLOW_S)
+        return left_s / (FLOW_S * -math.expm1(-seen_s / FLOW_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """How fast the line of a class drains, as shares of the pool.
+
+    Attributes:
+        strict: behind all of better classes; 0 where their newcomers fill the pool.
+        least: whatever better classes do.
+        worse: the part of either that worse classes leave.
+    """
+
+    strict: float = 1.0
+    least: float = 1.0
+    worse: float = 1.0
+
+    def wait_s(self, all_s: float, own_s: float, pressing_s: float) -> float:
+        """Return how long so much work ahead takes.
+
+        Args:
+            all_s, own_s: of all classes, and what of it is of its own.
+            pressing_s: wait behind better classes after which it is pressing.
+        """
+        if self.least >= 1.0:
+            return all_s
+        strict_s = all_s / self.strict if self.strict > 0.0 else math.inf
+        return min(strict_s, max(own_s / self.least, pressing_s))
+
+
+WHOLE: Final = Drain()
+"""Of one class."""
+
+
+class Classes:
+    """What newcomers of each class bring."""
+
+    def __init__(self) -> None:
+        """Know of nobody."""
+        self._since_s: float | None = None
+        self._flows: dict[int, _Flow] = {}
+
+    def bring(self, priority: int, work_s: float, now_s: float) -> None:
+        """Learn that somebody came for the first time."""
+        if self._since_s is None:
+            self._since_s = now_s
+        if priority not in self._flows:
+            self._flows[priority] = _Flow(self._since_s, now_s)
+        self._flows[priority].bring(work_s, now_s)
+
+    def drain(self, priority: int, now_s: float) -> Drain:
+        """Return how fast the line of a class drains."""
+        rates = {level: flow.rate(now_s) for level, flow in self._flows.items()}
+        better = [rate for level, rate in rates.items() if level < priority and rate > NO_FLOW]
+        worse = sum(rate for level, rate in rates.items() if level > priority)
+        return Drain(
+            max(1.0 - sum(better), 0.0),
+            OVERDUE_EVERY ** -float(len(better)),
+            1.0 - min(worse, 1.0 / OVERDUE_EVERY),
+        )
