@@ -72,6 +72,9 @@ class DeltaStreams:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
 
 class _Stream(AsyncGenerator[Delta, None]):
     """One request's deltas. A class, since a native generator that never ran ignores `aclose`."""

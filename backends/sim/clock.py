@@ -5,7 +5,8 @@ jumps to the next timer when none can. asyncio itself knows when that is: it ask
 wait. So every sleep, timeout and deadline of the program is virtual, not only those that know of
 it, and a run is as deterministic as the tasks in it.
 
-Limits: threads and sockets live in real time, and the virtual loop does not wait for them.
+Limits: sockets live in real time, and the virtual loop does not wait for them; nor for threads,
+but for those that `asyncio.to_thread` would start: their work is done in place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -53,6 +54,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time."""
         return self._jumping.now_s
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        """Run it here and now: threads live in real time."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - the caller's
+            future.set_exception(error)
+        return future
 
 
 class _JumpingSelector(selectors.SelectSelector):
