@@ -129,7 +129,7 @@ class Placer:
 
 
 def _all_sized(job: Job, workers: Sequence[FleetWorker]) -> tuple[GenerationRequest, ...]:
-    """Return every prompt's request, as the first worker has it; each worker compiles a grammar."""
+    """Return every prompt's request; all of these workers know its grammar then."""
     for worker in workers[1:]:
         _sized(job, 0, worker)
     return tuple(_sized(job, index, workers[0]) for index in range(len(job.prompts)))

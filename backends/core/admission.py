@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from backends.core.grammar import Grammars
 from backends.errors import RequestRejected
 from backends.tokenizer import Tokenizer
 from backends.types import GenerationRequest, Task
+
+LOOKED_AT_TOKENS: Final = 1 << 14
+"""Tokens of a prompt that are looked at before other threads may run."""
 
 
 class Admission:
@@ -69,7 +75,7 @@ class Admission:
                     param="max_tokens",
                 )
         vocab = self.tokenizer.vocab_size
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab:
+        if not _all_below(vocab, request.prompt_ids):
             raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
         if any(not 0 <= token < vocab for token, _ in request.sampling.logit_bias):
             raise RequestRejected(
@@ -91,3 +97,12 @@ class Admission:
                     f"choice {choice.choice} has tokens already that the format does not allow",
                     param=request.grammar.param,
                 )
+
+
+def _all_below(bound: int, token_ids: Sequence[int]) -> bool:
+    """Return whether all ids are 0 or more, and below a bound."""
+    for begin in range(0, len(token_ids), LOOKED_AT_TOKENS):
+        some = token_ids[begin : begin + LOOKED_AT_TOKENS]
+        if min(some) < 0 or max(some) >= bound:
+            return False
+    return True

@@ -16,21 +16,23 @@ from typing import Final
 HASH_BYTES: Final = 16
 """Two of 2**40 different blocks collide with a chance below 2**-48."""
 
+ARRAY_BLOCKS: Final = 1024
+"""Blocks whose tokens are made bytes at once: by itself that takes a block as long as its hash, and
+all of a long prompt would keep other threads from running meanwhile."""
+
 
 def extend_chain(
     hashes: list[bytes], tenant: str, token_ids: Sequence[int], block_size: int
 ) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
-    begin, full = len(hashes), len(token_ids) // block_size
-    if begin >= full:
-        return
     parent = hashes[-1] if hashes else _digest(tenant.encode())
-    # At once: an array for each block would take as long as its hash.
-    tokens = array("q", token_ids[begin * block_size : full * block_size])
-    data, block_bytes = tokens.tobytes(), block_size * tokens.itemsize
-    for start in range(0, len(data), block_bytes):
-        parent = _digest(parent + data[start : start + block_bytes])
-        hashes.append(parent)
+    end = len(token_ids) // block_size * block_size
+    for begin in range(len(hashes) * block_size, end, ARRAY_BLOCKS * block_size):
+        tokens = array("q", token_ids[begin : min(begin + ARRAY_BLOCKS * block_size, end)])
+        data, block_bytes = tokens.tobytes(), block_size * tokens.itemsize
+        for start in range(0, len(data), block_bytes):
+            parent = _digest(parent + data[start : start + block_bytes])
+            hashes.append(parent)
 
 
 def _digest(data: bytes) -> bytes:

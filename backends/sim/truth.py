@@ -89,9 +89,15 @@ def _closed(values: tuple[T, ...]) -> tuple[T, ...]:
     return values + values[:LONGEST_LOOK]
 
 
+HASHED_TOKENS: Final = 1 << 14
+"""Tokens of a prompt that are hashed at once."""
+
+
 def _hash(sequence: Sequence) -> int:
     request = sequence.request
-    digest = blake2b(array("q", request.prompt_ids).tobytes(), digest_size=8)
+    digest, prompt = blake2b(digest_size=8), request.prompt_ids
+    for begin in range(0, len(prompt), HASHED_TOKENS):  # other threads may run in between
+        digest.update(array("q", prompt[begin : begin + HASHED_TOKENS]).tobytes())
     seed = request.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
     digest.update(struct.pack("<QI", seed, sequence.choice))
     return int.from_bytes(digest.digest(), "little")
