@@ -31,6 +31,10 @@ NO_FLOW: Final = 0.01
 """A class that brings less than this share of the pool is not counted as one."""
 
 
+MEMORY_S: Final = 600.0
+LASTS: Final = float(__import__("os").environ.get("K", "2"))
+
+
 @dataclass(slots=True)
 class _Flow:
     """Work that newcomers of a class brought, discounted to an instant."""
@@ -38,9 +42,11 @@ class _Flow:
     since_s: float
     at_s: float
     work_s: float = 0.0
+    long_s: float = 0.0
 
     def bring(self, work_s: float, now_s: float) -> None:
         self.work_s = self.work_s * math.exp((self.at_s - now_s) / FLOW_S) + work_s
+        self.long_s = self.long_s * math.exp((self.at_s - now_s) / MEMORY_S) + work_s
         self.at_s = now_s
 
     def rate(self, now_s: float) -> float:
@@ -63,6 +69,7 @@ class Drain:
     strict: float = 1.0
     least: float = 1.0
     worse: float = 1.0
+    coming_s: float = math.inf
 
     def wait_s(self, all_s: float, own_s: float, pressing_s: float) -> float:
         """Return how long so much work ahead takes.
@@ -74,7 +81,7 @@ class Drain:
         if self.least >= 1.0:
             return all_s
         strict_s = all_s / self.strict if self.strict > 0.0 else math.inf
-        return min(strict_s, max(own_s / self.least, pressing_s))
+        return min(strict_s, max(own_s / self.least, pressing_s), all_s + self.coming_s)
 
 
 WHOLE: Final = Drain()
@@ -106,4 +113,5 @@ class Classes:
             max(1.0 - sum(better), 0.0),
             OVERDUE_EVERY ** -float(len(better)),
             1.0 - min(worse, 1.0 / OVERDUE_EVERY),
+            LASTS * sum(flow.long_s for l, flow in self._flows.items() if l < priority and rates[l] > NO_FLOW),
         )

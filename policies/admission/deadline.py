@@ -63,10 +63,11 @@ class _Line:
     backlog_s: float
     sure_s: float
     likely_s: float
+    drain: Drain
 
     @property
     def low_water_s(self) -> float:
-        return LOW_WATER_SHARE * self.sure_s
+        return LOW_WATER_SHARE * self.sure_s * max(self.drain.strict, self.drain.least)
 
     def admits(self, *, on_time: bool) -> bool:
         """Return whether a request may wait; who comes on time is before all who are expected."""
@@ -101,7 +102,7 @@ class Deadline:
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
         drain = self._classes.drain(view.service.priority, now_s)
-        foreseen = forecast(view, drain).corrected(self._error(view.service).factor)
+        foreseen = forecast(view, drain, self._error(view.service).factor)
         line = self._line(view, foreseen, drain)
         refused = queue_full(view, foreseen) or too_slow(view, foreseen)
         refused = refused or shed(view, line.low_water_s)
@@ -123,7 +124,7 @@ class Deadline:
         self._error(admitted.service).learn(admitted.wait_s, waited_s, has_target=has_target)
 
     def _error(self, service: ServiceLevel) -> WaitError:
-        return self._errors[min(max(service.priority, -_PRIORITIES), _PRIORITIES)]
+        return self._errors[0]
 
     def _bring(
         self, view: AdmissionView, foreseen: Forecast, now_s: float, refused: Refused | None
@@ -143,8 +144,8 @@ class Deadline:
         def longer_s(expected_s: tuple[float, float]) -> float:
             better_s, own_s = (work_s / pace for work_s in expected_s)
             before_s = view.queue.ahead_s
-            behind_s = drained_s(view, drain, before_s, (better_s, own_s)) / drain.worse
-            return (behind_s - drained_s(view, drain, before_s)) * error
+            behind_s = drained_s(view, drain, error, before_s, (better_s, own_s)) / drain.worse
+            return behind_s - drained_s(view, drain, error, before_s)
 
         booked = self._appointments.ahead_s(priority, view.tenant, view.share, foreseen.work_s)
         return _Line(
@@ -154,6 +155,7 @@ class Deadline:
             view.queue.work_s * error,
             sure_s,
             likely_s,
+            drain,
         )
 
     def _put_off(
