@@ -32,7 +32,7 @@ NO_FLOW: Final = 0.01
 
 
 MEMORY_S: Final = 600.0
-LASTS: Final = float(__import__("os").environ.get("K", "2"))
+LASTS: Final = 1.5
 
 
 @dataclass(slots=True)
@@ -113,5 +113,10 @@ class Classes:
             max(1.0 - sum(better), 0.0),
             OVERDUE_EVERY ** -float(len(better)),
             1.0 - min(worse, 1.0 / OVERDUE_EVERY),
-            LASTS * sum(flow.long_s for l, flow in self._flows.items() if l < priority and rates[l] > NO_FLOW),
+            LASTS
+            * sum(
+                flow.long_s
+                for l, flow in self._flows.items()
+                if l < priority and rates[l] > NO_FLOW
+            ),
         )

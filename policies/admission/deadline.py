@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,7 +18,6 @@ from policies.admission.forecast import (
 )
 from policies.admission.refusals import not_in_time, queue_full, shed, too_slow
 from policies.admission.types import AdmissionView, Admitted, Refused
-from policies.types import ServiceLevel
 
 TARGET_SHARE: Final = 0.5
 """Appointments are for when half of the wait is ahead with which a deadline is surely met: an error
@@ -39,9 +37,6 @@ of them in pools of a few seats, and send everybody away for longer."""
 
 LEAST_RETRY_S: Final = 0.05
 """Nobody is told to come back sooner."""
-
-_PRIORITIES: Final = 8
-"""So many classes either way of 0 learn apart how far forecasts are off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,7 @@ class Deadline:
         """Expect nobody, and believe forecasts."""
         self._appointments = Appointments()
         self._classes = Classes()
-        self._errors = defaultdict[int, WaitError](WaitError)  # by class
+        self._error = WaitError()
 
     @property
     def name(self) -> str:
@@ -102,7 +97,7 @@ class Deadline:
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
         drain = self._classes.drain(view.service.priority, now_s)
-        foreseen = forecast(view, drain, self._error(view.service).factor)
+        foreseen = forecast(view, drain, self._error.factor)
         line = self._line(view, foreseen, drain)
         refused = queue_full(view, foreseen) or too_slow(view, foreseen)
         refused = refused or shed(view, line.low_water_s)
@@ -121,10 +116,7 @@ class Deadline:
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         waited_s = ttft_s - (admitted.ttft_s - admitted.wait_s)
         has_target = admitted.service.ttft_s is not None
-        self._error(admitted.service).learn(admitted.wait_s, waited_s, has_target=has_target)
-
-    def _error(self, service: ServiceLevel) -> WaitError:
-        return self._errors[0]
+        self._error.learn(admitted.wait_s, waited_s, has_target=has_target)
 
     def _bring(
         self, view: AdmissionView, foreseen: Forecast, now_s: float, refused: Refused | None
@@ -136,7 +128,7 @@ class Deadline:
         self._classes.bring(view.service.priority, foreseen.work_s * share, now_s)
 
     def _line(self, view: AdmissionView, foreseen: Forecast, drain: Drain) -> _Line:
-        priority, error = view.service.priority, self._error(view.service).factor
+        priority, error = view.service.priority, self._error.factor
         allowed_s = _allowed_s(view, foreseen)
         sure_s, likely_s = (foreseen.within_s(allowed_s, z) for z in (Z_SURE, Z_LIKELY))
         pace = _pace(foreseen, likely_s - LOW_WATER_SHARE * sure_s)
