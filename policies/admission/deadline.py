@@ -50,6 +50,7 @@ class _Line:
         backlog_s: what all take who wait.
         sure_s, likely_s: the longest foreseen waits with which its deadline is surely and likely
             met.
+        drain: how fast it drains.
     """
 
     foreseen: Forecast
@@ -62,6 +63,7 @@ class _Line:
 
     @property
     def low_water_s(self) -> float:
+        """Return its low water, lower where better classes leave less: they are first to fill."""
         return LOW_WATER_SHARE * self.sure_s * max(self.drain.strict, self.drain.least)
 
     def admits(self, *, on_time: bool) -> bool:
@@ -136,8 +138,8 @@ class Deadline:
         def longer_s(expected_s: tuple[float, float]) -> float:
             better_s, own_s = (work_s / pace for work_s in expected_s)
             before_s = view.queue.ahead_s
-            behind_s = drained_s(view, drain, error, before_s, (better_s, own_s)) / drain.worse
-            return behind_s - drained_s(view, drain, error, before_s)
+            behind_s = drained_s(view, drain, error, before_s, (better_s, own_s))
+            return (behind_s - drained_s(view, drain, error, before_s)) / drain.worse
 
         booked = self._appointments.ahead_s(priority, view.tenant, view.share, foreseen.work_s)
         return _Line(

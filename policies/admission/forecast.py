@@ -2,7 +2,8 @@
 
     residence = prompt tokens x prompt_token_s + sequences x output tokens x tpot_s    in seats
     work      = residence / seats                                                in the whole pool
-    wait      = what is ahead, as its class drains (`classes`), and one's work until a seat is free, less what free seats take at once
+    wait      = what is ahead, as its class drains (`classes`), and one's work until a seat is free,
+                less what free seats take at once
                 or what the prompts ahead take to compute, if that is longer
     TTFT      = error x wait + own prompt tokens x prompt_token_s
 

@@ -36,9 +36,9 @@ class Fair:
 
         overdue_every x r
 
-    takings, whatever comes in the meantime: one in `overdue_every` is for who is overdue longest, if
-    anybody is, and nobody who comes later is that before it. With takings every s seconds it waits less than
-    `starvation_s + overdue_every x r x s`.
+    takings, whatever comes in the meantime: one in `overdue_every` is for who is overdue longest
+    (then nobody who presses), and nobody who comes later is that before it. With takings every s seconds it waits
+    less than `starvation_s + overdue_every x r x s`.
     """
 
     def __init__(
