@@ -5,7 +5,8 @@ classes bring a second, in seconds of the pool. The last of a line begins, which
 
     after all / (1 - F)         when all of better classes before it, and all who come, are done
           all + F x T           the same, if that flow ends T from now
-          own / q^k             at worst: of k better classes each leaves q to those behind it
+          own / product of q    at worst: each better class leaves q at least to those behind it,
+                                or 1 less its flow, if more, while nobody of it is booked
 
 where `all` is the work before it, and `own` what of that is of its class. `fair` keeps q, one in
 `OVERDUE_EVERY` takings, for those who press behind better classes; so of either class and the worse
@@ -18,6 +19,7 @@ rest is at most r times what has passed with the chance r / (1 + r) (Gott, Natur
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,6 +44,8 @@ LASTS: Final = 1.5
 more appointments of worse classes are kept, and their clients are told to wait a quarter longer
 (simulated, tests/policies/overload.py, 2026-11-21)."""
 
+
+_LEAST: Final = 1.0 / OVERDUE_EVERY
 
 _PRIORITIES: Final = 8
 """So many classes either way of 0 are told apart."""
@@ -118,16 +122,21 @@ class Classes:
             self._flows[priority] = _Flow(self._since_s, now_s)
         self._flows[priority].bring(work_s, now_s)
 
-    def drain(self, priority: int, now_s: float) -> Drain:
-        """Return how fast the line of a class drains."""
+    def drain(self, priority: int, now_s: float, booked: Container[int] = ()) -> Drain:
+        """Return how fast the line of a class drains.
+
+        Args:
+            booked: the classes of which somebody is expected.
+        """
         priority = _clamped(priority)
         rates = {level: flow.rate(now_s) for level, flow in self._flows.items()}
         better = [level for level in rates if level < priority and rates[level] > NO_FLOW]
         worse = sum(rate for level, rate in rates.items() if level > priority)
+        left = [_LEAST if level in booked else max(1.0 - rates[level], _LEAST) for level in better]
         return Drain(
             max(1.0 - sum(rates[level] for level in better), 0.0),
-            OVERDUE_EVERY ** -float(len(better)),
-            1.0 - min(worse, 1.0 / OVERDUE_EVERY),
+            math.prod(left),
+            1.0 - min(worse, _LEAST),
             LASTS * sum(self._flows[level].so_far_s for level in better),
         )
 

@@ -98,7 +98,7 @@ class Deadline:
         self._appointments.expire(now_s)
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
-        drain = self._classes.drain(view.service.priority, now_s)
+        drain = self._classes.drain(view.service.priority, now_s, self._appointments.classes)
         foreseen = forecast(view, drain, self._error.factor)
         line = self._line(view, foreseen, drain)
         refused = queue_full(view, foreseen) or too_slow(view, foreseen)
