@@ -30,7 +30,9 @@ from policies.ordering.ticket import Ticket
 LEAST_WORK_S: Final = 1e-3
 """A request counts as so much at least: where nobody knows what requests take, all count alike."""
 
-LAG_S: Final = float(__import__("os").environ.get("LAG", "0.5"))
+LAG_S: Final = 0.5
+"""Tenants are even within so much work / share: a few requests where tenants have a share each, and
+a quarter of a usual target. (Chosen; it is what the figures of docs/policies.md were made with.)"""
 
 MOST_DEBTORS: Final = 4096
 """Tenants that do not wait and whose last service is remembered, half a megabyte or so. Beyond it
