@@ -163,6 +163,7 @@ def _check_ahead(queue: OrderingPolicy, ticket: Ticket, now_s: float) -> None:
     ahead_s = queue.ahead_s(ticket, now_s)
     assert ahead_s == queue.ahead_s(ticket, now_s), "asking must change nothing"
     assert -1e-9 <= ahead_s <= queue.work_s + 1e-9, "more is ahead than waits"
+    assert queue.class_ahead_s(ticket) <= ahead_s + 1e-9, "a class is more than all"
 
 
 def _check_taking(queue: OrderingPolicy, waiting: dict[int, Ticket], now_s: float) -> None:

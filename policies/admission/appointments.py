@@ -8,6 +8,7 @@ the line has drained that it can be let in. Clients are known by their requests'
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Final
@@ -100,6 +101,11 @@ class Appointments:
     def __len__(self) -> int:
         """Return how many are expected."""
         return self._count
+
+    @property
+    def classes(self) -> Collection[int]:
+        """Return the classes of which somebody is expected."""
+        return self._booked.keys()
 
     def expire(self, now_s: float) -> None:
         """Give up on those who did not come."""

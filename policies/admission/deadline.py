@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,7 +18,6 @@ from policies.admission.forecast import (
 )
 from policies.admission.refusals import not_in_time, queue_full, shed, too_slow
 from policies.admission.types import AdmissionView, Admitted, Refused
-from policies.types import ServiceLevel
 
 TARGET_SHARE: Final = 0.5
 """Appointments are for when half of the wait is ahead with which a deadline is surely met: an error
@@ -40,9 +38,6 @@ of them in pools of a few seats, and send everybody away for longer."""
 LEAST_RETRY_S: Final = 0.05
 """Nobody is told to come back sooner."""
 
-_PRIORITIES: Final = 8
-"""So many classes either way of 0 learn apart how far forecasts are off."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Line:
@@ -55,6 +50,7 @@ class _Line:
         backlog_s: what all take who wait.
         sure_s, likely_s: the longest foreseen waits with which its deadline is surely and likely
             met.
+        drain: how fast it drains.
     """
 
     foreseen: Forecast
@@ -63,10 +59,12 @@ class _Line:
     backlog_s: float
     sure_s: float
     likely_s: float
+    drain: Drain
 
     @property
     def low_water_s(self) -> float:
-        return LOW_WATER_SHARE * self.sure_s
+        """Return its low water, lower where better classes leave less: they are first to fill."""
+        return LOW_WATER_SHARE * self.sure_s * max(self.drain.strict, self.drain.least)
 
     def admits(self, *, on_time: bool) -> bool:
         """Return whether a request may wait; who comes on time is before all who are expected."""
@@ -90,7 +88,7 @@ class Deadline:
         """Expect nobody, and believe forecasts."""
         self._appointments = Appointments()
         self._classes = Classes()
-        self._errors = defaultdict[int, WaitError](WaitError)  # by class
+        self._error = WaitError()
 
     @property
     def name(self) -> str:
@@ -100,8 +98,8 @@ class Deadline:
         self._appointments.expire(now_s)
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
-        drain = self._classes.drain(view.service.priority, now_s)
-        foreseen = forecast(view, drain).corrected(self._error(view.service).factor)
+        drain = self._classes.drain(view.service.priority, now_s, self._appointments.classes)
+        foreseen = forecast(view, drain, self._error.factor)
         line = self._line(view, foreseen, drain)
         refused = queue_full(view, foreseen) or too_slow(view, foreseen)
         refused = refused or shed(view, line.low_water_s)
@@ -120,10 +118,7 @@ class Deadline:
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         waited_s = ttft_s - (admitted.ttft_s - admitted.wait_s)
         has_target = admitted.service.ttft_s is not None
-        self._error(admitted.service).learn(admitted.wait_s, waited_s, has_target=has_target)
-
-    def _error(self, service: ServiceLevel) -> WaitError:
-        return self._errors[min(max(service.priority, -_PRIORITIES), _PRIORITIES)]
+        self._error.learn(admitted.wait_s, waited_s, has_target=has_target)
 
     def _bring(
         self, view: AdmissionView, foreseen: Forecast, now_s: float, refused: Refused | None
@@ -135,7 +130,7 @@ class Deadline:
         self._classes.bring(view.service.priority, foreseen.work_s * share, now_s)
 
     def _line(self, view: AdmissionView, foreseen: Forecast, drain: Drain) -> _Line:
-        priority, error = view.service.priority, self._error(view.service).factor
+        priority, error = view.service.priority, self._error.factor
         allowed_s = _allowed_s(view, foreseen)
         sure_s, likely_s = (foreseen.within_s(allowed_s, z) for z in (Z_SURE, Z_LIKELY))
         pace = _pace(foreseen, likely_s - LOW_WATER_SHARE * sure_s)
@@ -143,8 +138,8 @@ class Deadline:
         def longer_s(expected_s: tuple[float, float]) -> float:
             better_s, own_s = (work_s / pace for work_s in expected_s)
             before_s = view.queue.ahead_s
-            behind_s = drained_s(view, drain, before_s, (better_s, own_s)) / drain.worse
-            return (behind_s - drained_s(view, drain, before_s)) * error
+            behind_s = drained_s(view, drain, error, before_s, (better_s, own_s))
+            return (behind_s - drained_s(view, drain, error, before_s)) / drain.worse
 
         booked = self._appointments.ahead_s(priority, view.tenant, view.share, foreseen.work_s)
         return _Line(
@@ -154,6 +149,7 @@ class Deadline:
             view.queue.work_s * error,
             sure_s,
             likely_s,
+            drain,
         )
 
     def _put_off(

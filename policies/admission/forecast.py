@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from policies.admission.classes import WHOLE, Drain
@@ -67,10 +67,6 @@ class Forecast:
     def ttft_s(self) -> float:
         """Seconds to its first token."""
         return self.wait_s + self.prompt_s
-
-    def corrected(self, error: float) -> Forecast:
-        """Return it with its waits multiplied by what forecasts are off (`WaitError.factor`)."""
-        return replace(self, wait_s=self.wait_s * error, place_s=self.place_s * error)
 
     def within_s(self, allowed_s: float, z: float) -> float:
         """Return the longest foreseen wait that is within what is allowed, with the chance z has.
@@ -152,8 +148,12 @@ def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolVi
     )
 
 
-def forecast(view: AdmissionView, drain: Drain = WHOLE) -> Forecast:
-    """Return what is foreseen of a request; its wait is 0 where nobody knows seats or speed."""
+def forecast(view: AdmissionView, drain: Drain = WHOLE, error: float = 1.0) -> Forecast:
+    """Return what is foreseen of a request; its wait is 0 where nobody knows seats or speed.
+
+    Args:
+        error: by which waits were longer than foreseen (`WaitError.factor`).
+    """
     pool, queue = view.pool, view.queue
     prompt_s = view.prompt_tokens * pool.speed.prompt_token_s
     known = pool.seats > 0 and pool.speed.tpot_s > 0
@@ -161,13 +161,13 @@ def forecast(view: AdmissionView, drain: Drain = WHOLE) -> Forecast:
     grain_s = queue.work_s / queue.length if queue.length and known else own_s / view.sequences
     first_s = (1.0 - max(pool.seats - pool.running, 0.0)) * grain_s
     wait_s, place_s = (
-        max(drained_s(view, drain, before_s) + first_s, 0.0) if known else 0.0
+        max(drained_s(view, drain, error, before_s) + error * first_s, 0.0) if known else 0.0
         for before_s in (queue.ahead_s, queue.place_s)
     )
     share_ahead = queue.ahead_s / queue.work_s if queue.work_s > 0 else 0.0
     prompts = pool.prompt_tokens + queue.prompt_tokens * share_ahead
     prompts_s = prompts * pool.speed.prompt_token_s / max(pool.workers, 1)
-    return Forecast(max(wait_s, prompts_s), place_s, prompt_s, own_s, grain_s)
+    return Forecast(max(wait_s, error * prompts_s), place_s, prompt_s, own_s, grain_s)
 
 
 def work_s(pool: PoolView, prompt_tokens: int, output_tokens: float) -> float:
@@ -179,7 +179,11 @@ def work_s(pool: PoolView, prompt_tokens: int, output_tokens: float) -> float:
 
 
 def drained_s(
-    view: AdmissionView, drain: Drain, before_s: float, expected_s: tuple[float, float] = (0.0, 0.0)
+    view: AdmissionView,
+    drain: Drain,
+    error: float,
+    before_s: float,
+    expected_s: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """Return how long what waits before a request takes, and those who are expected.
 
@@ -191,7 +195,7 @@ def drained_s(
     target_s = view.service.ttft_s
     pressing_s = PRESSING_SHARE * (view.max_wait_s if target_s is None else target_s)
     own_s += max(before_s - others_s, 0.0)
-    return drain.wait_s(others_s + better_s + own_s, own_s, pressing_s)
+    return drain.wait_s(error * (others_s + better_s + own_s), error * own_s, pressing_s)
 
 
 def _seats(load: WorkerLoad, sequence_tokens: float) -> float:

@@ -19,26 +19,26 @@ OVERDUE_EVERY: Final = 4
 moving, and leaves three to the order that was promised when all of the bulk is overdue.
 (Chosen.)"""
 
-
 PRESSING_SHARE: Final = 0.5
-"""Who has waited for this share of what its deadline allows behind better classes is pressing, and
-a wait of twice what is usual still meets the deadline. (Chosen.)"""
+"""Who has waited for this share of what its deadline allows, and is not of the best class that
+waits, is pressing: there is as much left to reach it, one taking in so many at a time. (Chosen.)"""
 
 
 class Fair:
     """Lower classes first; in a class tenants by their shares; in a tenant the earliest deadline.
 
-    Who was let in is not overtaken by better classes until it is late: while a ticket of another
-    than the best class that waits is pressing, one taking in `overdue_every` is of its class.
+    Better classes that come later do not make all late who were let in before them: while one of
+    another class than the best that waits has waited half of what its deadline allows, one taking
+    in `overdue_every` is of its class, that of the longest such if there are several.
 
     Nobody starves: a ticket that has waited longer than `starvation_s` is overdue, and if the r-th
     of those that wait, by arrival, is overdue, then it is taken within the next
 
         overdue_every x r
 
-    takings, whatever comes in the meantime: one in `overdue_every` is for who is overdue longest,
-    if anybody is, and nobody who comes later is that before it. With takings every s seconds it
-    waits less than `starvation_s + overdue_every x r x s`.
+    takings, whatever comes in the meantime: one in `overdue_every` is for who is overdue longest
+    (then nobody who presses), and nobody who comes later is that before it. With takings every s
+    seconds it waits less than `starvation_s + overdue_every x r x s`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Fair:
         self._classes: dict[int, FairClass] = {}  # those in which somebody waits
         self._pressing: dict[int, Line] = {}  # of each, by when they are pressing
         self._priorities: list[int] = []  # their keys, sorted
-        self._passed_over = 0  # takings since one was for who was overdue longest
+        self._passed_over = 0  # takings since one was for who is overdue longest, or presses
 
     @property
     def name(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from backends.base import WorkerConfig
-from gateway.cli.studies.overload import Client, Overload, figures, goodput_rps, most_running
+from gateway.cli.studies.overload_clients import Client, Overload
+from gateway.cli.studies.overload_figures import figures, goodput_rps, most_running
 from policies.types import ServiceLevel
 
 SEATS = 16

@@ -18,6 +18,7 @@ from policies.admission import (
     pool_of,
 )
 from policies.admission.appointments import Appointments, Booking
+from policies.admission.classes import Classes
 from policies.admission.forecast import WaitError, forecast
 from policies.admission.refusals import TENANT_ALPHA
 from policies.output_history import OutputHistory
@@ -158,14 +159,43 @@ def test_one_tenants_bookings_do_not_send_another_away() -> None:
 
 
 def test_better_classes_do_not_see_the_bookings_of_others() -> None:
-    """Appointments of a class count for it and those below it."""
+    """Appointments of a class count for it and those below it, but for what is left to these."""
     policy = admission_policy("deadline")
     for number in range(50):
         policy.decide(view(3.0, fingerprint=number), 0.0)
-    for priority, answer in ((-1, Admitted), (0, Refused), (1, Refused)):
-        service = ServiceLevel(2.0, priority=priority)
-        asked = view(0.7, fingerprint=900 + priority, service=service)
-        assert isinstance(policy.decide(asked, 0.1), answer)
+    for priority, own_s, answer in (
+        (-1, 0.7, Admitted),
+        (0, 0.7, Refused),
+        (1, 0.4, Refused),
+        (1, 0.1, Admitted),
+    ):
+        asked = view(
+            fingerprint=900 + priority,
+            service=ServiceLevel(2.0, priority=priority),
+            queue=QueueView(7, 1024, 0, 0.7, 0.7, 0.7, class_s=own_s),
+        )
+        assert isinstance(policy.decide(asked, 0.1), answer), (priority, own_s)
+
+
+def test_a_line_drains_with_what_better_classes_leave() -> None:
+    """Strictly, at worst by its own line at the quarter of each, or when their flow has ended."""
+    classes = Classes()
+    for step in range(300):
+        classes.bring(0, 0.06, step / 10)  # 0.6 of the pool
+    assert classes.drain(1, 30.0).least == classes.drain(1, 30.0).strict
+    drain = classes.drain(1, 30.0, booked={0})
+    assert drain.strict == pytest.approx(0.4, abs=0.02)
+    assert drain.least == 0.25
+    assert drain.wait_s(2.0, 2.0, 1.0) == pytest.approx(2.0 / drain.strict)
+    assert drain.wait_s(2.0, 0.3, 1.0) == pytest.approx(0.3 * 4)
+    assert drain.wait_s(2.0, 0.0, 1.0) == 1.0
+    assert drain.wait_s(90.0, 90.0, 1.0) == pytest.approx(90.0 + 1.5 * 18.0, rel=0.03)
+    assert classes.drain(0, 30.0).wait_s(2.0, 2.0, 1.0) == 2.0
+    assert classes.drain(-1, 30.0).worse == 0.75
+    assert classes.drain(1, 300.0).least == 1.0, "nobody has come for long"
+    for priority in range(1000):
+        classes.bring(priority, 0.06, 30.0)
+    assert len(classes._flows) <= 17
 
 
 def test_who_does_not_come_is_not_waited_for() -> None:
@@ -173,12 +203,13 @@ def test_who_does_not_come_is_not_waited_for() -> None:
     appointments = Appointments()
     appointments.book(Booking(1, 0, "", 0.5, 10.0, 0.0), 1.0)
     before = appointments.kept_share
-    assert appointments.ahead_s(0, "", 1.0, 0.1) == pytest.approx(0.5 * before)
+    assert appointments.ahead_s(0, "", 1.0, 0.1) == pytest.approx((0.0, 0.5 * before))
+    assert appointments.ahead_s(1, "", 1.0, 0.1) == pytest.approx((0.5 * before, 0.0))
     appointments.expire(17.0)
     assert len(appointments) == 1
     appointments.expire(18.0)
     assert len(appointments) == 0
-    assert appointments.ahead_s(0, "", 1.0, 0.1) == 0.0
+    assert appointments.ahead_s(0, "", 1.0, 0.1) == (0.0, 0.0)
     assert appointments.kept_share < before
 
 

@@ -94,10 +94,10 @@ def test_a_long_line_is_as_a_short_one(seed) -> None:
     st.lists(st.tuples(st.integers(-2, 2), st.floats(0, 9), st.sampled_from("abc")), max_size=40)
 )
 def test_better_classes_come_first(requests) -> None:
-    """While nobody is overdue, everybody of a class comes before anybody of a worse one."""
+    """While nobody is overdue or pressing, all of a class come before anybody of a worse one."""
     queue = Fair(PATIENT)
     for key, (priority, deadline_s, tenant) in enumerate(requests):
-        queue.push(ticket(key, deadline_s, priority=priority, tenant=tenant, work_s=0.1))
+        queue.push(ticket(key, 200.0 + deadline_s, priority=priority, tenant=tenant, work_s=0.1))
     taken = [queue.take(100.0).priority for _ in requests]
     assert taken == sorted(taken)
 
@@ -216,6 +216,22 @@ def test_overdue_bulk_does_not_take_over() -> None:
     assert taken.count("bulk") == 100
 
 
+@given(st.integers(1, 40), st.integers(2, 5))
+def test_who_was_let_in_is_not_overtaken_for_ever(bulk, every) -> None:
+    """Half of its time gone, a class gets one taking in `every` of endless better traffic."""
+    queue, key = Fair(PATIENT, every), 0
+    for key in range(bulk):
+        queue.push(Ticket(key, 0.0, 100.0, 1, "bulk", 1.0, 0.1))
+    taken = []
+    for now_s in (49.0, 51.0):
+        for _ in range(every * bulk):
+            key += 1
+            queue.push(Ticket(key, now_s, now_s + 100.0, 0, "people", 1.0, 0.1))
+            taken.append(queue.take(now_s).priority)
+    assert sum(taken[: every * bulk]) == 0
+    assert sum(taken) == bulk
+
+
 @given(
     st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1), st.sampled_from("abcd")), max_size=40),
     st.floats(0, 9),
@@ -247,6 +263,19 @@ def test_a_flood_delays_a_newcomer_by_a_lag_at_most() -> None:
     while (taken := queue.take(0.0)).key != 2000:
         served_s += taken.work_s
     assert served_s <= LAG_S + 0.2
+
+
+def test_those_who_press_are_ahead_of_better_classes() -> None:
+    """Ahead of a better class's newcomer is a third of its own line, if so much presses by then."""
+    queue = Fair()
+    for key in range(30):
+        queue.push(ticket(key, deadline_s=2000.0, work_s=0.1))
+    newcomer = Ticket(100, 30.0, 2000.0, 0, "", 1.0, 0.1)
+    assert queue.ahead_s(newcomer, 30.0) == pytest.approx(3.0)
+    for key in range(30, 50):
+        queue.push(Ticket(key, 29.0, 31.0, 1, "", 1.0, 0.1))
+    assert queue.ahead_s(newcomer, 30.0) == pytest.approx(4.0)
+    assert queue.class_ahead_s(newcomer) == pytest.approx(3.0)
 
 
 def test_exact_forecasts_of_the_baselines() -> None:

@@ -103,6 +103,49 @@ def test_a_flood_does_not_send_others_away() -> None:
         assert attainment(others) >= 0.95
 
 
+@cache
+def classes_of(seconds: float = 60.0, tenants: int = 1) -> list[tuple[Pool, list[Client]]]:
+    return runs(priorities=(-1, 0, 1), seconds=seconds, tenants=tenants)
+
+
+@pytest.mark.parametrize("tenants", [1, 5])
+def test_promises_are_kept_to_three_classes(tenants: int) -> None:
+    """With a third each of three classes, of which the best alone fills the pool, all that holds.
+
+    Of the worst class a little less than nine of ten are let in who come as told: nobody knows how
+    long better ones keep coming, and it is told sooner than the end they leave it at worst.
+    """
+    results = classes_of(tenants=tenants)
+    assert mean(kept(clients) for _, clients in results) >= 0.9
+    assert mean(retry_ratio(pool, clients) for pool, clients in results) <= 1.5
+    assert mean_goodput(results) >= 0.95 * peak()
+    for priority, least_kept in ((-1, 0.95), (0, 0.9), (1, 0.85)):
+        own = [[c for c in clients if c.priority == priority] for _, clients in results]
+        assert mean(map(attainment, own)) >= 0.95
+        assert mean(map(kept, own)) >= least_kept
+
+
+def test_no_class_starves() -> None:
+    """While better ones fill the pool, a class gets a quarter of what they leave; all end."""
+    for pool, clients in classes_of():
+        during = {-1: 0, 0: 0, 1: 0}
+        for client in clients:
+            assert client.start_s is not None
+            during[client.priority] += client.start_s < pool.seconds
+        shares = {key: number / sum(during.values()) for key, number in during.items()}
+        assert 0.65 <= shares[-1] <= 0.8
+        assert 0.15 <= shares[0] <= 0.25
+        assert shares[1] >= 0.05
+
+
+def test_a_class_with_room_beside_better_ones_is_told_so() -> None:
+    """Where better classes take half of the pool, nine of ten appointments are kept as well."""
+    results = runs(1.5, priorities=(0, 1, 1))
+    assert mean(kept(clients) for _, clients in results) >= 0.9
+    assert mean_attainment(results) >= 0.95
+    assert mean_goodput(results) >= 0.95 * peak()
+
+
 def test_a_bound_alone_does_not_hold() -> None:
     """The same load behind a mere bound: hardly anybody starts in time (the test can fail)."""
     assert mean_attainment(runs(admission="bounded")) < 0.5

@@ -35,9 +35,9 @@ def starts_s(stays: Sequence[Stay], seats: int) -> list[float]:
     """
     order = deque(sorted(range(len(stays)), key=lambda index: stays[index].at_s))
     waiting: dict[int, deque[int]] = {stay.priority: deque() for stay in stays}
-    free, found, takings = [0.0] * seats, [0.0] * len(stays), 0
+    free, found, takings, now_s = [0.0] * seats, [0.0] * len(stays), 0, 0.0
     for _ in stays:
-        now_s = free[0]
+        now_s = max(now_s, free[0])
         if not any(waiting.values()):
             now_s = max(now_s, stays[order[0]].at_s)
         while order and stays[order[0]].at_s <= now_s:

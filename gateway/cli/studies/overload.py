@@ -11,250 +11,21 @@ have come is found in hindsight, by what requests really took (`earliest_s`).
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from statistics import fmean, median
 from typing import Any, Final
 
 from backends.base import WorkerConfig
-from backends.sim.backend import SimBackend
-from backends.sim.clock import run_virtual
-from backends.sim.simulated import World
-from gateway.admission import Bounds
-from gateway.assembly import WaitingRules
-from gateway.cli.simulate.cluster import started
-from gateway.cli.simulate.prompts import job_of
+from gateway.cli.studies.overload_clients import Overload
+from gateway.cli.studies.overload_figures import figures
 from gateway.cli.studies.record import provenance, study_parser, write_results
-from gateway.dispatch import Dispatcher
-from gateway.errors import TooMany
-from gateway.job import Job
-from loadgen.plan import Load, make_plan
-from loadgen.types import Planned
 from policies.types import ServiceLevel
-
-OVERLOAD_S: Final = 60.0
-WARM_SHARE: Final = 1 / 6
-"""Goodput is counted from this share of the overload to its end."""
 
 FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
 """Offered rates, as multiples of the nominal one."""
 
 TIMES: Final = 3.0
 """What is called overload: so many times the rate at which goodput peaks."""
-
-PATIENCE: Final = 40
-"""Attempts after which a client gives up."""
-
-
-@dataclass(slots=True)
-class Client:
-    """One client, and what became of it. Times are virtual seconds.
-
-    Attributes:
-        told: of each refusal, when, and after how many seconds to come back.
-        came: of each return, when, and whether it was let in.
-        first_s, end_s: of the attempt that was let in; None where it ended in an error.
-    """
-
-    planned: Planned
-    arrived_s: float
-    told: list[tuple[float, float]] = field(default_factory=list)
-    came: list[tuple[float, bool]] = field(default_factory=list)
-    admitted_s: float | None = None
-    scheduled_s: float | None = None
-    first_s: float | None = None
-    end_s: float | None = None
-    tokens: int = 0
-
-    def met(self, service: ServiceLevel) -> bool:
-        """Return whether it was answered in time."""
-        if self.admitted_s is None or self.first_s is None or self.end_s is None:
-            return False
-        gaps = self.tokens - 1
-        tpot_s = (self.end_s - self.first_s) / gaps if gaps > 0 else 0.0
-        in_time = service.ttft_s is None or self.first_s - self.admitted_s <= service.ttft_s
-        return in_time and (service.tpot_s is None or tpot_s <= service.tpot_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Overload:
-    """What is simulated.
-
-    Attributes:
-        services: of the requests, by class; each gets one in turn.
-        seconds: how long requests come.
-    """
-
-    config: WorkerConfig
-    services: tuple[ServiceLevel, ...]
-    workload: str = "chat"
-    seed: int = 0
-    workers: int = 1
-    admission: str = "deadline"
-    seconds: float = OVERLOAD_S
-
-    def service(self, index: int) -> ServiceLevel:
-        """Return the service level of a request."""
-        return self.services[index % len(self.services)]
-
-    def run(self, rate_rps: float) -> list[Client]:
-        """Return the clients of a minute at a rate, in order of arrival, when all have ended."""
-        load = Load(
-            workload=self.workload, rate_rps=rate_rps, duration_s=self.seconds, seed=self.seed
-        )
-        plan = make_plan(load, max_model_len=self.config.max_model_len, lazily=True)
-        return run_virtual(self._run(list(plan.requests)))
-
-    async def _run(self, planned: Sequence[Planned]) -> list[Client]:
-        world = World(self.seed)
-        factory = partial(SimBackend, build=world.parts)
-        rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))
-        async with started(factory, self.config, self.workers, "least-loaded", rules) as dispatcher:
-            clients = [Client(one, one.at_s or 0.0) for one in planned]
-            await asyncio.gather(*(self._live(dispatcher, one, world) for one in clients))
-        return clients
-
-    async def _live(self, dispatcher: Dispatcher, client: Client, world: World) -> None:
-        """Come, and come back when told to, until let in."""
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(client.arrived_s - loop.time())
-        index = client.planned.index
-        job = replace(job_of(client.planned), service=self.service(index), fingerprint=index + 1)
-        while len(client.told) < PATIENCE:
-            now_s = loop.time()
-            try:
-                await self._ask(dispatcher, client, job, world)
-            except TooMany as refusal:
-                if client.told:
-                    client.came.append((now_s, False))
-                retry_s = refusal.retry_after_s or 1.0
-                client.told.append((now_s, retry_s))
-                await asyncio.sleep(retry_s)
-            else:
-                return
-
-    async def _ask(self, dispatcher: Dispatcher, client: Client, job: Job, world: World) -> None:
-        """Send the request once, and wait for its end if it is let in.
-
-        Raises:
-            TooMany: it is not.
-        """
-        now_s = asyncio.get_running_loop().time()
-        with dispatcher.counted():
-            async with dispatcher.run(job) as run:
-                if client.told:
-                    client.came.append((now_s, True))
-                client.admitted_s = now_s
-                async for _ in run.deltas:
-                    pass
-                came = world.ledger.take(run.requests[0].request_id)
-        client.scheduled_s, client.first_s = came.scheduled_s, came.at_s[0]
-        client.end_s, client.tokens = came.at_s[-1], sum(came.tokens)
-
-
-# --- figures ----------------------------------------------------------------------------------
-
-
-def goodput_rps(overload: Overload, clients: Sequence[Client]) -> float:
-    """Return the requests a second that were answered in time, while the overload lasted."""
-    warm_s = WARM_SHARE * overload.seconds
-    good = [
-        client
-        for client in clients
-        if client.met(overload.service(client.planned.index))
-        and warm_s <= (client.first_s or 0.0) < overload.seconds
-    ]
-    return len(good) / (overload.seconds - warm_s)
-
-
-def most_running(clients: Sequence[Client]) -> int:
-    """Return how many requests ran at once at most."""
-    changes = sorted(
-        change
-        for client in clients
-        if client.scheduled_s is not None and client.end_s is not None
-        for change in ((client.scheduled_s, 1), (client.end_s, -1))
-    )
-    most = running = 0
-    for _, change in changes:
-        running += change
-        most = max(most, running)
-    return most
-
-
-def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[float, float]]:
-    """Return of each client that was refused at first what it was told, and what was feasible.
-
-    In hindsight: one line, first come first served, by what requests really took, before as many
-    seats as were ever taken at once. In it are all who were let in at once, and all who were
-    booked and let in when they came. A client could have come so early that, behind those before
-    it, it starts just within its target.
-    """
-    line = sorted(
-        (client.told[0][0] if client.told else client.admitted_s or 0.0, client.planned.index)
-        for client in clients
-        if client.told or client.admitted_s is not None
-    )
-    by_index = {client.planned.index: client for client in clients}
-    free = [0.0] * max(most_running(clients), 1)
-    found = []
-    for at_s, index in line:
-        client = by_index[index]
-        start_s = max(at_s, free[0])
-        if client.told:
-            allowed_s = overload.service(index).ttft_s or 0.0
-            found.append((client.told[0][1], max(start_s - allowed_s - at_s, 0.0)))
-        served = not client.told or (client.came and client.came[0][1])
-        if served and client.scheduled_s is not None and client.end_s is not None:
-            heapq.heapreplace(free, start_s + client.end_s - client.scheduled_s)
-    return found
-
-
-def figures(overload: Overload, rate_rps: float, clients: Sequence[Client]) -> dict[str, Any]:
-    """Return what is told of one rate."""
-    returns = [let_in for client in clients for _, let_in in client.came]
-    first = [client.came[0][1] for client in clients if client.came]
-    told = earliest_s(overload, clients)
-    feasible_s = median(f for _, f in told) if told else 0.0
-    return {
-        "rate_rps": rate_rps,
-        "requests": len(clients),
-        "goodput_rps": goodput_rps(overload, clients),
-        "refused_at_first": sum(bool(client.told) for client in clients),
-        "let_in_on_return": fmean(returns) if returns else None,
-        "let_in_on_first_return": fmean(first) if first else None,
-        "retry_after_s": {"p50": median(r for r, _ in told)} if told else None,
-        "earliest_feasible_s": {"p50": feasible_s} if told else None,
-        "retry_over_earliest": median(r for r, _ in told) / feasible_s if feasible_s else None,
-        "classes": [_class(overload, clients, place) for place in range(len(overload.services))],
-    }
-
-
-def _class(overload: Overload, clients: Sequence[Client], place: int) -> dict[str, Any]:
-    """Return what became of one class of requests."""
-    service = overload.services[place]
-    own = [c for c in clients if c.planned.index % len(overload.services) == place]
-    ended = [c for c in own if c.end_s is not None]
-    waits_s = sorted((c.first_s or 0.0) - c.arrived_s for c in ended)
-    in_time = [c for c in own if c.first_s is not None and c.first_s < overload.seconds]
-    return {
-        "priority": service.priority,
-        "ttft_target_s": service.ttft_s,
-        "tpot_target_s": service.tpot_s,
-        "requests": len(own),
-        "answered": len(ended),
-        "answered_during_overload": len(in_time),
-        "attainment_of_answered": fmean(c.met(service) for c in ended) if ended else None,
-        "arrival_to_first_token_s": {
-            "p50": median(waits_s) if waits_s else None,
-            "max": waits_s[-1] if waits_s else None,
-        },
-    }
 
 
 def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
@@ -288,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--ttft-ms", type=float, default=2000.0)
     parser.add_argument("--tpot-ms", type=float, default=None)
-    parser.add_argument("--priorities", default="0", help="of the classes, as -1,0,1")
+    parser.add_argument("--priorities", default="0", help="of the classes: --priorities=-1,0,1")
     parser.add_argument("--admission", default="deadline")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)

@@ -30,14 +30,9 @@ import uvloop
 from backends.base import WorkerConfig
 from gateway.cli.environment import collect_environment
 from gateway.cli.studies.edge.processes import on_core
-from gateway.cli.studies.overload import (
-    OVERLOAD_S,
-    PATIENCE,
-    TIMES,
-    Client,
-    Overload,
-    figures,
-)
+from gateway.cli.studies.overload import TIMES
+from gateway.cli.studies.overload_clients import OVERLOAD_S, PATIENCE, Client, Overload
+from gateway.cli.studies.overload_figures import figures
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.served import (
     Server,
