@@ -48,6 +48,11 @@ class HttpExchange:
         self._tail = b""
 
     @property
+    def outputs(self) -> int:
+        """Events of output so far."""
+        return self.scan.outputs
+
+    @property
     def error_sent(self) -> bool:
         """Whether the upstream said itself that it failed."""
         return self.scan.ending is StreamEnding.ERROR

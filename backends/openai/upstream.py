@@ -14,7 +14,7 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from backends.base import Rest, UpstreamCall, WorkerConfig
+from backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
 from backends.errors import UpstreamUnreachable
 from backends.openai.breaker import Breaker
 from backends.openai.exchange import HttpExchange
@@ -27,7 +27,7 @@ from policies.types import WorkerLoad
 CONNECT_S: Final = 5.0
 """A connection takes a round trip or two; the answer itself may take as long as it likes."""
 
-KEEPALIVE_S: Final = 4.0
+IDLE_CONNECTION_S: Final = 4.0
 """An idle connection is used again for so long. vLLM and SGLang (uvicorn) close theirs after 5 s,
 and a request on a connection that is being closed is lost."""
 
@@ -36,9 +36,6 @@ LAST_BYTES_S: Final = 0.25
 
 DEFAULT_REST_S: Final = 1.0
 """Pause of an upstream that refuses (429, 503) without saying for how long."""
-
-BYTES_PER_TOKEN: Final = 4
-"""Of English text and JSON, roughly: only for the speed of prompts whose `usage` nobody asked."""
 
 LARGE_BYTES: Final = 64 << 10
 
@@ -129,7 +126,7 @@ class OpenAIUpstream:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._prober = Prober(self._session, self.url)

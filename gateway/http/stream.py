@@ -19,22 +19,18 @@ from backends.types import Delta
 from gateway.dispatch import Run
 from gateway.errors import as_gateway_error
 from gateway.http.answer import Answer
+from gateway.http.heartbeats import Heartbeats
 from gateway.http.readers import Reader, SlowReaders
 from gateway.telemetry.watch import Ending
-
-KEEPALIVE_S: Final = 5.0
-"""A stream that waits for its first token sends a comment this often: proxies cut silent ones."""
 
 INLINE_LOGPROBS: Final = 32
 """A delta of more tokens with log probabilities, merged for a reader that fell behind, is spelled
 in a thread: with 20 alternatives a token takes 40 us (one core, Zen 4, 2026-11-21)."""
 
-COMMENT: Final = b": waiting\n\n"
-EVENT_HEADERS: Final = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+UNBUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of streams: whoever stands between passes events on as they come."""
+
+EVENT_HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", **UNBUFFERED}
 
 
 class EventStream:
@@ -138,12 +134,10 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
 
 async def _first(events: EventStream, deltas: AsyncGenerator[Delta, None]) -> Delta | None:
     """Wait for the first delta, with a comment now and then; None if there is none."""
-    waiting = asyncio.ensure_future(anext(deltas, None))
+    beats = Heartbeats(events.write)
     try:
-        while not (await asyncio.wait({waiting}, timeout=KEEPALIVE_S))[0]:
-            await events.write(COMMENT)
+        first = await anext(deltas, None)
+        await beats.sent()
+        return first
     finally:
-        if not waiting.done():
-            waiting.cancel()
-            await asyncio.wait({waiting})
-    return waiting.result()
+        beats.stop()
