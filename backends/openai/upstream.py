@@ -19,6 +19,7 @@ from backends.errors import UpstreamUnreachable
 from backends.openai.breaker import Breaker
 from backends.openai.exchange import HttpExchange
 from backends.openai.probing import PROBE_S, Prober
+from backends.openai.reasons import plain_reason
 from backends.openai.retry_after import retry_after_s
 from backends.openai.speed import ObservedSpeed
 from backends.types import Capabilities, ModelCard
@@ -196,7 +197,7 @@ class OpenAIUpstream:
                     allow_redirects=False,
                 )
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one of these
-            reason = str(error) or type(error).__name__
+            reason = plain_reason(error)
             timeout = isinstance(error, TimeoutError)
             self._breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error

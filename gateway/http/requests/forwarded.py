@@ -19,8 +19,8 @@ UNSAID_OUTPUT_TOKENS: Final = 1024
 have is learnt as a share of it."""
 
 MOST_OUTPUT_TOKENS: Final = 1 << 20
-"""Believed where the upstream does not say how long the context of its model is: a million tokens is
-the longest that open models have (2026-11-21)."""
+"""Believed where the upstream does not say how long the context of its model is: a million tokens
+is the longest that open models have (2026-11-21)."""
 
 
 class _Fields(msgspec.Struct):
