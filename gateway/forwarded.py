@@ -14,6 +14,8 @@ from backends.errors import UpstreamFailed, UpstreamUnreachable
 from gateway.errors import UpstreamBroken, UpstreamUnavailable
 from gateway.fleet import FleetWorker
 
+NO_TOKENS: Final = TokenUsage(0, 0, 0)
+
 ERRORS: Final = 400
 """The statuses from here on."""
 
@@ -29,14 +31,15 @@ class Forwarded:
 
     Attributes:
         blocks: the body, from its first byte; ends with `BackendFailed` if the upstream breaks.
-        prompt_tokens: what the prompt has by an estimate, for where the answer does not say.
+        most: the tokens of the prompt, by an estimate, and the most that there may be of output:
+            believed where the answer does not say.
     """
 
     worker_id: str
     exchange: Exchange
     headers: Mapping[str, str]
     blocks: AsyncGenerator[bytes, None]
-    prompt_tokens: int
+    most: TokenUsage
 
     @property
     def status(self) -> int:
@@ -46,9 +49,12 @@ class Forwarded:
     def usage(self) -> TokenUsage:
         """Return the tokens so far: what the answer says, else estimates; an error took none."""
         if self.status >= ERRORS:
-            return TokenUsage(0, 0, 0)
+            return NO_TOKENS
         usage = self.exchange.usage()
-        return usage if usage.prompt else usage._replace(prompt=self.prompt_tokens)
+        if usage.prompt:
+            return usage
+        counted = self.exchange.streaming or usage.output > 0
+        return self.most._replace(output=usage.output) if counted else self.most
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class Refusal:
             headers = {name: value for name, value in theirs if name.lower() != "retry-after"}
             headers["Retry-After"] = str(retry_after_s)
             worker_id = self.worker.worker_id
-            return Forwarded(worker_id, self.exchange, headers, _once(self.body), 0)
+            return Forwarded(worker_id, self.exchange, headers, _once(self.body), NO_TOKENS)
         message = f"the upstream answered {status}{_reason(self.body)}"
         if status == _UNAVAILABLE:
             raise UpstreamUnavailable(message, retry_after_s=retry_after_s)
@@ -79,7 +85,7 @@ class Refusal:
 
 
 async def begin(
-    stack: AsyncExitStack, worker: FleetWorker, call: UpstreamCall, prompt_tokens: int
+    stack: AsyncExitStack, worker: FleetWorker, call: UpstreamCall, most: TokenUsage
 ) -> Forwarded:
     """Send the call and wait for the first bytes of the answer.
 
@@ -93,7 +99,7 @@ async def begin(
     except UpstreamFailed as error:
         raise UpstreamUnreachable(str(error)) from error
     rest = await stack.enter_async_context(aclosing(_joined(first, blocks)))
-    return Forwarded(worker.worker_id, exchange, exchange.headers, rest, prompt_tokens)
+    return Forwarded(worker.worker_id, exchange, exchange.headers, rest, most)
 
 
 async def refused(worker: FleetWorker, answer: Forwarded) -> Refusal | None:

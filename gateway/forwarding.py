@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from backends.base import UpstreamCall
+from backends.base import TokenUsage, UpstreamCall
 from backends.errors import BackendFailed, UpstreamFailed
 from gateway.accounts import Account
 from gateway.admission import AdmissionController, Ask, Entry
 from gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from gateway.fleet import Fleet, FleetWorker
-from gateway.forwarded import ERRORS, Forwarded, Refusal, begin, refused
+from gateway.forwarded import ERRORS, NO_TOKENS, Forwarded, Refusal, begin, refused
 from gateway.queue import CentralQueue, Waiting
 from gateway.telemetry.tracing import NO_SPAN, Span
 from policies.room import Need, has_room
@@ -42,9 +42,11 @@ class ForwardJob:
     call: UpstreamCall
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of its prompt, by an estimate."""
-        return sum(need.prompt_tokens for need in self.ask.needs)
+    def most(self) -> TokenUsage:
+        """The tokens of its prompt, by an estimate, and the most that its choices may have."""
+        prompt = sum(need.prompt_tokens for need in self.ask.needs)
+        choices = sum(need.sequences for need in self.ask.needs)
+        return TokenUsage(prompt, 0, choices * self.ask.max_tokens)
 
 
 def forward_ask(
@@ -115,8 +117,8 @@ class Forwarder:
             entry = self._admission.admit(job.ask)
         try:
             async with self._turn(entry, span) as seat:
-                entry.prompt_tokens = job.prompt_tokens
-                async with self._passed(job.call, job.prompt_tokens, seat) as answer:
+                entry.prompt_tokens = job.most.prompt
+                async with self._passed(job.call, job.most, seat) as answer:
                     if answer.status < ERRORS:
                         self._admission.answered(entry)
                     try:
@@ -141,7 +143,7 @@ class Forwarder:
         if worker is None:
             raise self._nobody()
         seat.move(worker)
-        async with self._passed(call, 0, seat) as answer:
+        async with self._passed(call, NO_TOKENS, seat) as answer:
             yield answer
 
     @asynccontextmanager
@@ -167,11 +169,12 @@ class Forwarder:
 
     @asynccontextmanager
     async def _passed(
-        self, call: UpstreamCall, prompt_tokens: int, seat: _Seat
+        self, call: UpstreamCall, most: TokenUsage, seat: _Seat
     ) -> AsyncIterator[Forwarded]:
         """Pass a call on to an upstream, and to others if that one does not answer it.
 
         Args:
+            most: what is believed where the answer does not say.
             seat: has its place with the first of them, and moves along.
 
         Raises:
@@ -185,7 +188,7 @@ class Forwarder:
             tried.append(worker.worker_id)
             async with AsyncExitStack() as stack:
                 try:
-                    answer = await begin(stack, worker, call, prompt_tokens)
+                    answer = await begin(stack, worker, call, most)
                     refusal = await refused(worker, answer)
                 except UpstreamFailed as error:
                     failure, refusal = error, None

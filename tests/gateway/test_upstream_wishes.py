@@ -24,6 +24,8 @@ from tests.gateway.upstreams import (
     LAST,
     TOKEN,
     USAGE,
+    Answering,
+    cut_after,
     in_front,
     refusal,
     stream_of,
@@ -131,23 +133,36 @@ async def test_nonsense_is_the_upstreams_to_refuse(wish: dict[str, int]) -> None
 
 
 @pytest.mark.parametrize(
-    ("blocks", "used"),
-    [((TOKEN, LAST, USAGE, DONE), 10), ((TOKEN, LAST, DONE), 40 + 2)],
-    ids=["usage", "no-usage"],
+    ("answer", "used"),
+    [
+        (stream_of(TOKEN, LAST, USAGE, DONE), 10),
+        (stream_of(TOKEN, LAST, DONE), 40 + 2),
+        (cut_after(TOKEN), 40 + 1),
+        (whole, 7),
+        (refusal(200, b'{"choices": []}'), 40 + 8),
+        (cut_after(), 40),
+        (refusal(400, b"{}"), 0),
+        (refusal(429, b"{}"), 0),
+        (refusal(503, b"{}"), 0),
+    ],
+    ids=["usage", "no-usage", "cut", "whole", "whole-no-usage", "no-answer", "400", "429", "503"],
 )
 async def test_a_quota_is_spent_without_usage_too(
-    tmp_path: Path, blocks: tuple[bytes, ...], used: int
+    tmp_path: Path, answer: Answering, used: int
 ) -> None:
-    """Where the answer does not count, the prompt is that of the estimate, events are tokens."""
+    """An answer that does not count is booked: its prompt by estimate, its events as tokens.
+
+    A whole one takes all that it may have; who refuses has computed nothing.
+    """
     limits = {"tokens_per_minute": 100, "first_priority": None}
     body = {"prompt": "x" * 200, "max_tokens": 8, "stream": True}
     body["prompt"] = "x" * (160 - len(json.dumps({**body, "prompt": ""}, separators=(",", ":"))))
     async with (
-        upstream(stream_of(*blocks)) as there,
+        upstream(answer) as there,
         in_front(there, api_keys_file=keys_file(tmp_path, **limits)) as where,
         client(where) as http,
     ):
-        answer = await http.post("/v1/completions", json=body, headers=KEY)
-        assert answer.status_code == 200
+        await http.post("/v1/completions", json=body, headers=KEY)
         ledger = where.node.dispatcher.admission.ledger
         assert ledger.totals("slow").settled == used
+        assert ledger.totals("slow").open == 0
