@@ -84,8 +84,8 @@ async def _forward(
     )
     with watch.span.child("forward") as span:
         job = _job(request, body, wishes, span)
-        running = node.forwarder.run(job, watch.span)
-        return await _relayed(Relay(request, watch), running, watch, stream=wishes.stream)
+        relay, running = Relay(request, watch), node.forwarder.run(job, watch.span)
+        return await relay.ended(_relayed(relay, running, watch, stream=wishes.stream))
 
 
 async def _relayed(
@@ -96,42 +96,35 @@ async def _relayed(
     stream: bool,
 ) -> web.StreamResponse:
     """Send the answer that a forwarder's context has; who waits for events is told now and then."""
-    try:
-        async with AsyncExitStack() as stack:
-            beats = Heartbeats(relay.comment) if stream else None
-            try:
-                answer = await stack.enter_async_context(running)
-                if beats is not None:
-                    await beats.sent()
-            finally:
-                if beats is not None:
-                    beats.stop()
-            watch.workers = [answer.worker_id]
-            return await relay.send(answer)
-    except ConnectionResetError:
-        raise
-    except Exception as error:
-        if not relay.begun:
-            raise
-        return await relay.broke(error)
+    async with AsyncExitStack() as stack:
+        beats = Heartbeats(relay.comment) if stream else None
+        try:
+            answer = await stack.enter_async_context(running)
+            if beats is not None:
+                await beats.sent()
+        finally:
+            if beats is not None:
+                beats.stop()
+        watch.workers = [answer.worker_id]
+        return await relay.send(answer)
 
 
 async def _pass_on(request: web.Request, missing: tuple[int, ...]) -> web.StreamResponse:
-    node, relay = request.app[NODE], Relay(request)
-    with node.dispatcher.counted():
-        _, body = await _read(request, node, EVERYBODY)
-        call = _call(request, body, NO_SPAN, service_of(request.headers))
-        try:
-            async with node.forwarder.straight(call) as answer:
-                if answer.status in missing:
-                    raise NotOffered(f"the upstream has no {request.path}")
-                return await relay.send(answer)
-        except ConnectionResetError:
-            raise
-        except Exception as error:
-            if not relay.begun:
-                raise
-            return await relay.broke(error)
+    with request.app[NODE].dispatcher.counted():
+        relay = Relay(request)
+        return await relay.ended(_straight(request, relay, missing))
+
+
+async def _straight(
+    request: web.Request, relay: Relay, missing: tuple[int, ...]
+) -> web.StreamResponse:
+    node = request.app[NODE]
+    _, body = await _read(request, node, EVERYBODY)
+    call = _call(request, body, NO_SPAN, service_of(request.headers))
+    async with node.forwarder.straight(call) as answer:
+        if answer.status in missing:
+            raise NotOffered(f"the upstream has no {request.path}")
+        return await relay.send(answer)
 
 
 async def _read(request: web.Request, node: Node, account: Account) -> tuple[Wishes, bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Final
 
 import msgspec
@@ -36,11 +36,6 @@ class Relay:
         self._are_events = False
         self._settled = False
 
-    @property
-    def begun(self) -> bool:
-        """Whether the status line was sent."""
-        return self._response is not None
-
     async def comment(self, data: bytes) -> None:
         """Tell a client that waits for events that it still does."""
         if self._response is None:
@@ -53,7 +48,7 @@ class Relay:
         """Send it all from here, so that the request is in flight up to the last byte.
 
         Raises:
-            BackendFailed: the upstream broke; see `broke`.
+            BackendFailed: the upstream broke.
             ConnectionResetError: the client is gone.
         """
         self._answer = answer
@@ -68,10 +63,24 @@ class Relay:
         finally:
             self._settle()
 
-    async def broke(self, error: Exception) -> web.StreamResponse:
+    async def ended(self, sending: Awaitable[web.StreamResponse]) -> web.StreamResponse:
+        """Return what was sent; once it has begun, an error is its ending.
+
+        Raises:
+            ConnectionResetError: the client is gone.
+            Exception: whatever went wrong before anything was sent.
+        """
+        try:
+            return await sending
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            if self._response is None:
+                raise
+            return await self._broke(error, self._response)
+
+    async def _broke(self, error: Exception, response: web.StreamResponse) -> web.StreamResponse:
         """End what has begun: events with one that says so, anything else with a cut."""
-        response = self._response
-        assert response is not None
         shown = as_gateway_error(error)
         self._end(Ending.FAILED, shown.status, error)
         response.force_close()
@@ -104,7 +113,7 @@ class Relay:
         error = _error_in(bytes(body))
         if error is None:
             text = f"the upstream answered {answer.status}, and no stream of events"
-            return await self.broke(UpstreamBroken(text))
+            return await self._broke(UpstreamBroken(text), response)
         self._end(Ending.FAILED, answer.status, UpstreamFailed("the upstream answered an error"))
         response.force_close()
         await response.write(event(error))
