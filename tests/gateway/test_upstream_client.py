@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from backends.base import WorkerConfig
 from backends.openai.upstream import OpenAIUpstream
 from backends.types import Capabilities
+from backends.upstream_testing import check_upstream
 from gateway.app import Listening, StartError, build_node, start_workers
 from gateway.config import ServeConfig
 from gateway.telemetry.otel import OtelTracing
@@ -305,3 +306,17 @@ async def test_what_we_cannot_read_is_the_upstreams_to_refuse() -> None:
     async with upstream(whole) as there, in_front(there) as where, client(where) as http:
         assert (await http.post("/v1/completions", content=b"not json")).status_code == 200
         assert there.bodies == [b"not json"]
+
+
+class _Miscounting(OpenAIUpstream):
+    """Counts nothing as running."""
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
+
+
+async def test_conformance(sim: Listening) -> None:
+    """Ours keeps every promise of `Upstream`; one that does not is named."""
+    await check_upstream(OpenAIUpstream(WorkerConfig(upstream=sim.url)))
+    with pytest.raises(AssertionError, match="counts as running"):
+        await check_upstream(_Miscounting(WorkerConfig(upstream=sim.url)))
