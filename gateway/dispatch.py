@@ -310,8 +310,8 @@ class Dispatcher:
                 await self._store.publish(worker_id, worker.backend.load())
             elif worker_id not in self._lost:
                 self._lost.add(worker_id)
-                where = worker.backend.card.root if worker.forwards else None
-                log(logging.ERROR, "worker failed", worker=worker_id, where=where, reason=failure)
+                where = {"url": worker.backend.card.root} if worker.forwards else {}
+                log(logging.ERROR, "worker failed", worker=worker_id, reason=failure, **where)
                 await self._store.withdraw(worker_id)
         await self._store.renew(tuple(self._leases), LEASE_S)
 

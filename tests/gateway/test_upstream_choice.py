@@ -216,6 +216,8 @@ async def test_a_node_without_its_upstreams_is_not_ready_until_one_is_back(
             assert (await answered(where))[0] == 200
     messages = [record.getMessage() for record in caplog.records]
     assert messages.count("worker failed") == messages.count("worker is back") == 1
+    failed = caplog.records[messages.index("worker failed")]
+    assert there.url in str(vars(failed)), "operators are told which one"
 
 
 async def test_an_upstream_may_start_after_its_node() -> None:
