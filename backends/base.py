@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -184,6 +184,10 @@ class UpstreamCall(NamedTuple):
     body: bytes
 
 
+BYTES_PER_TOKEN: Final = 4
+"""Of English text in JSON, roughly. Only estimates rest on it."""
+
+
 class TokenUsage(NamedTuple):
     """Tokens of an answer, as its `usage` says.
 
@@ -221,6 +225,11 @@ class Exchange(Protocol):
     status: int
     headers: Mapping[str, str]
     streaming: bool
+
+    @property
+    def outputs(self) -> int:
+        """Events of output that have passed so far; 0 where there are no events."""
+        ...
 
     def blocks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it comes; of a stream of events only complete ones.

@@ -89,6 +89,10 @@ class Bounds:
 
 DEFAULT_BOUNDS: Final = Bounds()
 
+MOST_RETRY_S: Final = 3600.0
+"""Nobody is told to stay away for longer: clients take more for an outage, and what is foreseen so
+far ahead rests on what others may or may not come to ask for. Who is too early is told again."""
+
 
 class AdmissionController:
     """Lets requests in, and accounts for them. Use on the event loop's thread."""
@@ -129,7 +133,8 @@ class AdmissionController:
             view = self._view(ask, now_s)
             decision = self._policy.decide(view, now_s)
             if isinstance(decision, Refused):
-                raise Overloaded(decision.reason, decision.retry_after_s, decision.kind)
+                retry_after_s = min(decision.retry_after_s, MOST_RETRY_S)
+                raise Overloaded(decision.reason, retry_after_s, decision.kind)
             return Entry(ask, decision, now_s)
         except BaseException:  # a policy may be anybody's
             self.ledger.release(ask.request_id)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Final
+from typing import Any, Final
 
 from backends.types import Delta, GenerationRequest
 from gateway.admission import AdmissionController, Ask, Entry
@@ -321,7 +321,10 @@ class Dispatcher:
                 await self._store.publish(worker_id, worker.backend.load())
             elif worker_id not in self._lost:
                 self._lost.add(worker_id)
-                log(logging.ERROR, "worker failed", worker=worker_id, reason=failure)
+                where: dict[str, Any] = {}
+                if worker.forwards:
+                    where["url"] = worker.backend.card.root
+                log(logging.ERROR, "worker failed", worker=worker_id, reason=failure, **where)
                 await self._store.withdraw(worker_id)
         await self._store.renew(tuple(self._leases), LEASE_S)
 

@@ -133,7 +133,10 @@ class Fleet:
         """Why no worker serves now, or None while one does, or none was built yet."""
         if not self.workers or self.serving:
             return None
-        return "; ".join(dict.fromkeys(str(worker.backend.failure) for worker in self.workers))
+        reasons = (str(worker.backend.failure) for worker in self.workers)
+        if self.forwards:
+            reasons = (f"upstream {number}: {reason}" for number, reason in enumerate(reasons, 1))
+        return "; ".join(dict.fromkeys(reasons))
 
     @property
     def progress(self) -> float:

@@ -10,6 +10,7 @@ import aiohttp
 from backends.base import TokenUsage
 from backends.errors import UpstreamFailed
 from backends.openai.events import EventScan, StreamEnding, usage_in
+from backends.openai.reasons import plain_reason
 
 _TAIL_BYTES: Final = 16 << 10
 """Of a whole answer the end is kept, where `usage` stands."""
@@ -48,6 +49,11 @@ class HttpExchange:
         self._tail = b""
 
     @property
+    def outputs(self) -> int:
+        """Events of output so far."""
+        return self.scan.outputs
+
+    @property
     def error_sent(self) -> bool:
         """Whether the upstream said itself that it failed."""
         return self.scan.ending is StreamEnding.ERROR
@@ -72,7 +78,7 @@ class HttpExchange:
                 if self.scan.ending is not None:
                     break
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed(f"the answer broke off: {_reason(error)}") from error
+            raise UpstreamFailed(f"the answer broke off: {plain_reason(error)}") from error
         self._check_ending()
 
     async def finish(self) -> None:
@@ -105,7 +111,3 @@ class HttpExchange:
             raise UpstreamFailed("the stream ended without [DONE]")
         if self.scan.ending is StreamEnding.UNFINISHED:
             raise UpstreamFailed("the stream ended before any choice had finished")
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -6,6 +6,8 @@ from typing import Any, Final, NamedTuple
 
 import aiohttp
 
+from backends.openai.reasons import plain_reason
+
 PROBE_S: Final = 2.0
 """Between probes of an upstream that is well: an outage (three failures) is known in 6 s, or as
 soon as three requests have failed."""
@@ -56,7 +58,7 @@ class Prober:
         except TimeoutError:
             return Unwell(f"it did not answer in {PATIENCE_S:g} s", timeout=True)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Unwell(str(error) or type(error).__name__, timeout=False)
+            return Unwell(plain_reason(error), timeout=False)
         return None
 
     async def _status(self, path: str) -> int:

@@ -14,11 +14,12 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from backends.base import Rest, UpstreamCall, WorkerConfig
+from backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
 from backends.errors import UpstreamUnreachable
 from backends.openai.breaker import Breaker
 from backends.openai.exchange import HttpExchange
 from backends.openai.probing import PROBE_S, Prober
+from backends.openai.reasons import plain_reason
 from backends.openai.retry_after import retry_after_s
 from backends.openai.speed import ObservedSpeed
 from backends.types import Capabilities, ModelCard
@@ -27,7 +28,7 @@ from policies.types import WorkerLoad
 CONNECT_S: Final = 5.0
 """A connection takes a round trip or two; the answer itself may take as long as it likes."""
 
-KEEPALIVE_S: Final = 4.0
+IDLE_CONNECTION_S: Final = 4.0
 """An idle connection is used again for so long. vLLM and SGLang (uvicorn) close theirs after 5 s,
 and a request on a connection that is being closed is lost."""
 
@@ -36,9 +37,6 @@ LAST_BYTES_S: Final = 0.25
 
 DEFAULT_REST_S: Final = 1.0
 """Pause of an upstream that refuses (429, 503) without saying for how long."""
-
-BYTES_PER_TOKEN: Final = 4
-"""Of English text and JSON, roughly: only for the speed of prompts whose `usage` nobody asked."""
 
 LARGE_BYTES: Final = 64 << 10
 
@@ -129,7 +127,7 @@ class OpenAIUpstream:
         self._session = aiohttp.ClientSession(
             headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._prober = Prober(self._session, self.url)
@@ -199,7 +197,7 @@ class OpenAIUpstream:
                     allow_redirects=False,
                 )
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one of these
-            reason = str(error) or type(error).__name__
+            reason = plain_reason(error)
             timeout = isinstance(error, TimeoutError)
             self._breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error

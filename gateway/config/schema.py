@@ -188,7 +188,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
     upstream_concurrency: Annotated[
         int,
-        _meta("openai: most requests an upstream runs at once (0: unknown)", ge=0, gateway=True),
+        _meta(
+            "openai: most requests an upstream runs at once (0: unknown, so none wait here)",
+            ge=0,
+            gateway=True,
+        ),
     ] = 0
     decisions_file: (
         Annotated[str, _meta("Append every decision about speculation to this file, as JSON lines")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from aiohttp import web
@@ -19,22 +19,18 @@ from backends.types import Delta
 from gateway.dispatch import Run
 from gateway.errors import as_gateway_error
 from gateway.http.answer import Answer
+from gateway.http.heartbeats import Heartbeats
 from gateway.http.readers import Reader, SlowReaders
 from gateway.telemetry.watch import Ending
-
-KEEPALIVE_S: Final = 5.0
-"""A stream that waits for its first token sends a comment this often: proxies cut silent ones."""
 
 INLINE_LOGPROBS: Final = 32
 """A delta of more tokens with log probabilities, merged for a reader that fell behind, is spelled
 in a thread: with 20 alternatives a token takes 40 us (one core, Zen 4, 2026-11-21)."""
 
-COMMENT: Final = b": waiting\n\n"
-EVENT_HEADERS: Final = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
+UNBUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers of streams: whoever stands between passes events on as they come."""
+
+EVENT_HEADERS: Final = {"Content-Type": "text/event-stream; charset=utf-8", **UNBUFFERED}
 
 
 class EventStream:
@@ -138,45 +134,10 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
 
 async def _first(events: EventStream, deltas: AsyncGenerator[Delta, None]) -> Delta | None:
     """Wait for the first delta, with a comment now and then; None if there is none."""
-    comments = _Comments(events)
+    beats = Heartbeats(events.write)
     try:
         first = await anext(deltas, None)
-        await comments.written()
+        await beats.sent()
         return first
     finally:
-        comments.stop()
-
-
-class _Comments:
-    """Comments beside a wait.
-
-    A timer, since most waits are short: to wait in a task of its own costs each stream 9 us (one
-    core, Zen 4, 2026-11-21).
-    """
-
-    def __init__(self, events: EventStream) -> None:
-        """Begin: the first comment is sent in `KEEPALIVE_S`."""
-        self._events = events
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(KEEPALIVE_S, self._due)
-        self._writing: asyncio.Task[None] | None = None
-
-    async def written(self) -> None:
-        """Wait for a comment that is being sent."""
-        if self._writing is not None:
-            await self._writing
-
-    def stop(self) -> None:
-        """Send no more."""
-        self._timer.cancel()
-        if self._writing is not None:
-            self._writing.cancel()
-
-    def _due(self) -> None:
-        self._writing = self._loop.create_task(self._write())
-
-    async def _write(self) -> None:
-        # If the client is gone, aiohttp cancels the handler, which waits for the delta.
-        with suppress(ConnectionResetError):
-            await self._events.write(COMMENT)
-            self._timer = self._loop.call_later(KEEPALIVE_S, self._due)
+        beats.stop()

@@ -75,6 +75,7 @@ class RequestWatch:
         self._generates = False  # tokens
         self._n = 1  # choices of a prompt
         self._choices = 0  # of all prompts, once they are dispatched
+        self._outputs = 0  # events of an upstream's
         self._finish_reasons: list[str] = []
         self._failure: tuple[Ending, int, BaseException] | None = None
         self._ended = False
@@ -96,6 +97,12 @@ class RequestWatch:
                     **job_attributes(job),
                 }
             )
+
+    def forwarding(self, model: str, tenant: str, choices: int, *, stream: bool) -> None:
+        """Record what was asked for of an upstream; without choices nothing is generated."""
+        self._generates, self._choices = choices > 0, choices
+        self.tenant = tenant or None
+        self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
 
     def placed(self, placed: Placement) -> None:
         """Record where a prompt goes; in span and log the plan of the first one there stands."""
@@ -145,21 +152,31 @@ class RequestWatch:
         """Note that the request ends badly; the client is told next, and `end` follows then."""
         self._failure = self._failure or (ending, status, error)
 
-    def progressed(self) -> None:
-        """Record that bytes of an upstream's answer pass to the client."""
+    def progressed(self, outputs: int) -> None:
+        """Record that bytes of an upstream's answer pass to the client.
+
+        Args:
+            outputs: events of output so far.
+        """
+        if not self._generates:
+            return
         self._last_s = self._clock()
+        self._recent.tokens += outputs - self._outputs
+        self._outputs = outputs
         if self._first_s is None:
             self._first_s = self._last_s
-            self._metrics.observe(figures.TTFT, self._first_s - self._arrival_s, self._operation)
+            ttft_s = self._first_s - self._arrival_s
+            self._metrics.observe(figures.TTFT, ttft_s, self._operation)
+            self._recent.first_token(ttft_s)
             self.span.event("first_token")
 
-    def settled(self, usage: TokenUsage, choices: int) -> None:
+    def settled(self, usage: TokenUsage) -> None:
         """Record the tokens of an upstream's answer, once, when it is over."""
-        self._generates, self._choices = True, choices
         self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
         self._metrics.add(figures.PROMPT_TOKENS, usage.prompt)
         self._metrics.add(figures.CACHED_TOKENS, usage.cached)
         self._generated.value += usage.output
+        self._recent.tokens += max(usage.output - self._outputs, 0)
 
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
         """Record the end: the last byte, a cancel, or an error. What `fail` noted stands."""
@@ -209,7 +226,7 @@ class RequestWatch:
             metrics.add(figures.TENANT_TOKENS, used, self.tenant)
         metrics.observe(figures.DURATION, seconds, self._operation, wrong)
         unfinished = self._choices - len(self._finish_reasons)
-        if unfinished > 0:
+        if unfinished > 0 and ending is not Ending.FINISHED:  # else an upstream knows why they did
             reason = "abort" if ending is Ending.CANCELLED else "error"
             metrics.add(figures.CHOICES, unfinished, reason)
         if self._generates:

@@ -118,9 +118,10 @@ class Appointments:
     def find(self, fingerprint: int, now_s: float, retries: int | None) -> Booking | None:
         """Return the appointment that a request comes for, the earliest of equal ones.
 
-        None if it has none, or is another request that is equal to those which have.
+        None if it has none, or is another request that is equal to those which have. A fingerprint
+        of 0 is nobody's.
         """
-        if fingerprint not in self._of or retries == 0:
+        if not fingerprint or fingerprint not in self._of or retries == 0:
             return None
         booking = min(self._of[fingerprint].values(), key=lambda one: one.due_s)
         is_burst = now_s - booking.told_s < SAME_BURST_S
@@ -155,8 +156,8 @@ class Appointments:
         return better_s, self._again_s.get(priority, 0.0)
 
     def book(self, booking: Booking, share: float) -> None:
-        """Expect somebody, if there is room."""
-        if self._count >= self._most:
+        """Expect somebody who can be known again, if there is room."""
+        if not booking.fingerprint or self._count >= self._most:
             return
         self._number += 1
         self._count += 1

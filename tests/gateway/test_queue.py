@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from backends.errors import BackendFailed
 from backends.sim.clock import run_virtual
-from gateway.errors import QueueTimeout
+from gateway.admission import DEFAULT_BOUNDS, AdmissionController, Ask
+from gateway.errors import Overloaded, QueueTimeout
 from gateway.fleet import FleetWorker, LeastReserved
 from gateway.queue import CentralQueue, Waiting
+from policies.admission.types import AdmissionView, RefusalKind, Refused
 from policies.ordering.fair import STARVATION_S
 from policies.ordering.ticket import Ticket
+from policies.quotas import Ledger
 from policies.registry import ordering_policy
 from policies.room import Need
 from policies.types import WorkerLoad
@@ -200,5 +203,28 @@ def test_no_worker_gets_more_than_it_has_room_for_and_nothing_is_left_over(
         assert len(queue) == queue.prompt_tokens == 0
         assert all(worker.reserved_tokens == 0 for worker in workers)
         assert all(worker.occupancy.unstarted_prompt_tokens == 0 for worker in workers)
+
+    run_virtual(scenario())
+
+
+class Never:
+    """An admission policy that foresees absurd waits."""
+
+    name = "never"
+
+    def decide(self, view: AdmissionView, now_s: float) -> Refused:
+        return Refused(1e12, RefusalKind.DEADLINE, "never")
+
+
+def test_nobody_is_sent_away_for_longer_than_an_hour() -> None:
+    """However long a wait is foreseen, Retry-After is a time after which clients do come back."""
+
+    async def scenario() -> None:
+        queue, workers = queue_of(1)
+        fleet, ledger = Fleet(workers=workers), Ledger({})
+        admission = AdmissionController(fleet, queue, Never(), ledger, DEFAULT_BOUNDS, lambda: 0.0)
+        with pytest.raises(Overloaded) as caught:
+            admission.admit(Ask("r", (Need(1, 1, 2),), 1))
+        assert caught.value.headers()["Retry-After"] == "3600"
 
     run_virtual(scenario())

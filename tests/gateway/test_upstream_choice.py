@@ -216,6 +216,8 @@ async def test_a_node_without_its_upstreams_is_not_ready_until_one_is_back(
             assert (await answered(where))[0] == 200
     messages = [record.getMessage() for record in caplog.records]
     assert messages.count("worker failed") == messages.count("worker is back") == 1
+    failed = caplog.records[messages.index("worker failed")]
+    assert there.url in str(vars(failed)), "operators are told which one"
 
 
 async def test_an_upstream_may_start_after_its_node() -> None:
@@ -232,13 +234,80 @@ async def test_an_upstream_may_start_after_its_node() -> None:
 
 
 async def test_an_address_where_nobody_listens_is_an_outage() -> None:
-    """Requests that cannot connect are answered at once, with a type."""
+    """Requests that cannot connect are answered at once, with a type; nobody is told an address."""
     async with upstream(whole) as gone:
         pass
-    async with in_front(gone) as where:
+    address = gone.url.removeprefix("http://")
+    async with in_front(gone, served_model_name="ours") as where, client(where) as http:
         status, body, _ = await answered(where)
         assert status == 503
         assert b"upstream_unavailable" in body
+        (health,) = (await http.get("/health")).json()["workers"]
+        assert health["reason"] == "upstream 1: connection refused"
+        assert (await http.get("/ready")).json()["reason"] == health["reason"]
+        for path in ("/health", "/ready", "/v1/models", "/v1/models/ours"):
+            assert address not in (await http.get(path)).text
+
+
+async def test_who_waits_when_the_last_upstream_goes_out_learns_it_by_type() -> None:
+    """In the queue, too, it is 503 `upstream_unavailable`, and no address is told."""
+    async with (
+        upstream(held()) as there,
+        in_front(there, seats=1) as where,
+    ):
+        _, first = await post_raw(where, "/v1/completions", BODY)
+        await there.came.get()
+        waiting = asyncio.create_task(answered(where))
+        await until(lambda: len(where.node.dispatcher.queue) == 1)
+        there.status = 500
+        for _ in range(3):
+            await probe(where)
+        where.node.dispatcher.queue.pump()
+        status, body, retry_after = await waiting
+        assert (status, retry_after) == (503, "1")
+        assert b'"code":"upstream_unavailable"' in body
+        assert b"127.0.0.1" not in body
+        first.close()
+        await until(lambda: is_idle(where.node))
+
+
+async def test_a_retry_moves_its_place_and_goes_only_where_there_is_room() -> None:
+    """Another attempt counts where it goes, and an upstream that is full gets none."""
+    async with (
+        upstream(held()) as full,
+        upstream(refusal(503, BUSY)) as refusing,
+        in_front(full, refusing, seats=1) as where,
+    ):
+        _, first = await post_raw(where, "/v1/completions", BODY)
+        await full.came.get()
+        assert (await answered(where))[0] == 503
+        assert (len(full.requests), len(refusing.requests)) == (1, 1)
+        first.close()
+        await until(lambda: is_idle(where.node))
+    async with (
+        upstream(refusal(503, BUSY)) as refusing,
+        upstream(held()) as other,
+        in_front(refusing, other, seats=1) as where,
+    ):
+        _, first = await post_raw(where, "/v1/completions", BODY)
+        await other.came.get()
+        reserved = [worker.reserved_tokens > 0 for worker in where.node.fleet.workers]
+        assert reserved == [False, True]
+        first.close()
+        await until(lambda: is_idle(where.node))
+
+
+async def test_lists_and_tokens_take_no_seat() -> None:
+    """What costs an upstream nothing passes while all seats are taken, and is no one's quota."""
+    async with upstream(held()) as there, in_front(there, seats=1) as where, client(where) as http:
+        _, first = await post_raw(where, "/v1/completions", BODY)
+        await there.came.get()
+        there.answer = whole
+        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.post("/tokenize", json={"prompt": "x"})).content == WHOLE
+        assert where.node.dispatcher.admission.ledger.totals("").reserved == 4 + 99  # the first
+        first.close()
+        await until(lambda: is_idle(where.node))
 
 
 async def test_requests_alone_open_the_breaker() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from backends.base import WorkerConfig
 from backends.openai.upstream import OpenAIUpstream
 from backends.types import Capabilities
+from backends.upstream_testing import check_upstream
 from gateway.app import Listening, StartError, build_node, start_workers
 from gateway.config import ServeConfig
 from gateway.telemetry.otel import OtelTracing
@@ -29,6 +31,7 @@ from tests.gateway.upstreams import (
     Clock,
     cut_after,
     in_front,
+    refusal,
     upstream,
     whole,
 )
@@ -189,6 +192,36 @@ async def test_a_chosen_name_is_mapped_and_nothing_else() -> None:
         assert len(there.requests) == 1
 
 
+async def test_embeddings_are_named_capped_and_watched(tmp_path: Path) -> None:
+    """They take the way of generating requests: name, priority, figures, tenant, quota."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: search, key: k, tokens_per_minute: 1000}]")
+    answer = refusal(200, b'{"data": [], "usage": {"prompt_tokens": 9, "total_tokens": 9}}')
+    async with (
+        upstream(answer) as there,
+        in_front(there, served_model_name="ours", api_keys_file=str(keys)) as where,
+        client(where) as http,
+    ):
+        http.headers["Authorization"] = "Bearer k"
+        body = {"model": "ours", "input": "x", "priority": -4}
+        assert (await http.post("/v1/embeddings", json=body)).status_code == 200
+        assert json.loads(there.bodies[0]) == {"model": "theirs", "input": "x", "priority": 0}
+        metrics = (await http.get("/metrics")).text
+        ledger = where.node.dispatcher.admission.ledger
+        assert ledger.totals("search").settled == 9
+    (requests,) = [line for line in metrics.splitlines() if "/v1/embeddings" in line]
+    assert 'outcome="finished"' in requests
+    assert 'tenant="search"} 9.0' in metrics
+
+
+async def test_the_document_is_served_without_a_model_here(where: Listening) -> None:
+    """`/openapi.json` needs no tokenizer."""
+    async with client(where) as http:
+        answer = await http.get("/openapi.json")
+    assert answer.status_code == 200
+    assert "/v1/chat/completions" in answer.json()["paths"]
+
+
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "untraced"])
 async def test_the_upstream_continues_the_trace(traced: bool) -> None:
     """It is a child of our own span, or of the client's where we do not trace."""
@@ -273,3 +306,17 @@ async def test_what_we_cannot_read_is_the_upstreams_to_refuse() -> None:
     async with upstream(whole) as there, in_front(there) as where, client(where) as http:
         assert (await http.post("/v1/completions", content=b"not json")).status_code == 200
         assert there.bodies == [b"not json"]
+
+
+class _Miscounting(OpenAIUpstream):
+    """Counts nothing as running."""
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
+
+
+async def test_conformance(sim: Listening) -> None:
+    """Ours keeps every promise of `Upstream`; one that does not is named."""
+    await check_upstream(OpenAIUpstream(WorkerConfig(upstream=sim.url)))
+    with pytest.raises(AssertionError, match="counts as running"):
+        await check_upstream(_Miscounting(WorkerConfig(upstream=sim.url)))

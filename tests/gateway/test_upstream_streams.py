@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 from aiohttp import web
 
+from gateway.http import heartbeats
+from gateway.http.heartbeats import COMMENT
 from tests.gateway.harness import client, events, is_idle, port_of, post_raw, running, until
 from tests.gateway.upstreams import (
     DONE,
@@ -16,6 +19,7 @@ from tests.gateway.upstreams import (
     USAGE,
     WHOLE,
     Answering,
+    after,
     cut_after,
     held,
     in_front,
@@ -120,6 +124,115 @@ async def test_a_client_that_leaves_closes_the_request_upstream(
         writer.close()
         assert await there.left.get() == "/v1/completions"
         await until(lambda: is_idle(where.node))
+
+
+async def test_who_waits_long_for_an_upstream_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments come until the first byte does, and then the stream as it is."""
+    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    begin = asyncio.Event()
+    answer = after(begin, stream_of(TOKEN, LAST, DONE))
+    async with upstream(answer) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+        await reader.readuntil(COMMENT)
+        begin.set()
+        rest = await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.close()
+        await until(lambda: is_idle(where.node))
+    assert rest.index(TOKEN) < rest.index(LAST) < rest.index(DONE)
+
+
+SPACED = b'{"error": {"message": "two  spaces\\n and a line",\n "code": "x"}}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (refusal(400, SPACED), {"message": "two  spaces\n and a line", "code": "x"}),
+        (refusal(200, SPACED), {"message": "two  spaces\n and a line", "code": "x"}),
+        (refusal(400, b"<html>\n<p>bad</p>"), None),
+        (refusal(200, WHOLE), None),
+        (refusal(200, b"[" * 100_000), None),
+        (cut_after(), None),
+        (refusal(500, b"out of memory"), None),
+        (refusal(503, b""), None),
+    ],
+    ids=["error", "error-200", "html", "no-stream", "deep", "cut", "500", "503"],
+)
+async def test_what_comes_in_place_of_a_stream_that_has_begun_is_one_error_event(
+    answer: Answering, told: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a comment an upstream's error passes as an event; of all else we say what it is."""
+    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    begin = asyncio.Event()
+    async with upstream(after(begin, answer)) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM, "Connection: close\r\n")
+        head = await reader.readuntil(COMMENT)
+        begin.set()
+        rest = await reader.read()
+        writer.close()
+        await until(lambda: is_idle(where.node))
+    assert (head + rest).count(b"HTTP/1.1") == 1
+    assert rest.endswith(b"\r\n0\r\n\r\n")
+    data = [line for line in rest.split(b"\r\n") if line.startswith(b"data: ")]
+    (error,) = events(b"".join(data).decode())
+    if told is not None:
+        assert error["error"] == told
+    else:
+        assert error["error"]["code"] in {"upstream_failed", "upstream_unavailable"}
+        assert "<" not in error["error"]["message"]
+
+
+async def test_a_break_within_what_comes_in_place_of_a_stream_is_one_error_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of a JSON document behind a comment does not reach the client."""
+    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    begin = asyncio.Event()
+
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        await response.prepare(request)
+        await response.write(b'{"error"')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async with upstream(after(begin, half)) as there, in_front(there) as where:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM, "Connection: close\r\n")
+        await reader.readuntil(COMMENT)
+        begin.set()
+        rest = await reader.read()
+        writer.close()
+    assert rest.count(b"HTTP/1.1") == 0
+    assert rest.count(b"data: ") == rest.count(b'"code":"upstream_failed"') == 1
+
+
+async def test_a_client_that_leaves_while_it_is_told_to_wait_is_a_cancel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no failure of anybody's, and nothing is kept."""
+    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.001)
+    async with upstream(held()) as there, in_front(there) as where, client(where) as http:
+        reader, writer = await post_raw(where, "/v1/completions", STREAM)
+        await reader.readuntil(COMMENT)
+        assert writer.transport is not None
+        writer.transport.abort()
+        await until(lambda: is_idle(where.node))
+        metrics = (await http.get("/metrics")).text
+    assert 'outcome="cancelled"' in metrics
+    assert 'outcome="failed"' not in metrics
+
+
+async def test_forwarded_tokens_reach_the_live_page() -> None:
+    """Tokens, the first one's time and the end are among those of the last minute."""
+    answer = stream_of(TOKEN, TOKEN, LAST, USAGE, DONE)
+    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
+        await http.post("/v1/completions", json=STREAM)
+        recent = where.node.metrics.recent
+        assert (recent.tokens, recent.requests) == (4, 1)
+        assert recent.ttft_s() is not None
+        metrics = (await http.get("/metrics")).text
+    assert 'reason="error"' not in metrics
 
 
 async def test_a_slow_reader_holds_up_the_upstream() -> None:

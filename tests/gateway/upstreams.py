@@ -94,13 +94,11 @@ class Clock:
 
 @asynccontextmanager
 async def in_front(
-    *upstreams: ScriptedUpstream, clock: Clock | None = None, **settings: Any
+    *upstreams: ScriptedUpstream, clock: Clock | None = None, seats: int = 0, **settings: Any
 ) -> AsyncIterator[Listening]:
     """A node that forwards to them, on the test's clock, and probes only when the test does."""
-    backends = [
-        OpenAIUpstream(WorkerConfig(upstream=one.url), clock or Clock(), probe_s=3600.0)
-        for one in upstreams
-    ]
+    configs = [WorkerConfig(upstream=one.url, upstream_concurrency=seats) for one in upstreams]
+    backends = [OpenAIUpstream(config, clock or Clock(), probe_s=3600.0) for config in configs]
     async with running(backends=backends, **settings) as where:
         yield where
 
@@ -163,3 +161,13 @@ def held(*blocks: bytes) -> Answering:
         return await asyncio.get_running_loop().create_future()
 
     return answer
+
+
+def after(event: asyncio.Event, answer: Answering) -> Answering:
+    """Answer once the event is set."""
+
+    async def wait(request: web.Request) -> web.StreamResponse:
+        await event.wait()
+        return await answer(request)
+
+    return wait

@@ -216,10 +216,10 @@ def test_who_does_not_come_is_not_waited_for() -> None:
 def test_bookings_are_bounded() -> None:
     """Beyond their bound clients are told when to come, and not remembered."""
     appointments = Appointments(most=10)
-    for number in range(100):
+    for number in range(1, 101):
         appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0), 1.0)
     assert len(appointments) == 10
-    for number in range(10):
+    for number in range(1, 11):
         appointments.strike(appointments.find(number, 5.0, None))
     assert len(appointments) == 0
     for turn in range(1000):
@@ -302,3 +302,11 @@ def test_outputs_are_foreseen_by_tenant() -> None:
     for number in range(100):
         history.learn(str(number), 1, 1)
     assert len(history._of_tenants) == 5
+
+
+def test_the_unknown_are_never_taken_for_one_another() -> None:
+    """A fingerprint of 0 books nothing and finds nothing, whoever else has none."""
+    appointments = Appointments()
+    appointments.book(Booking(0, 0, "a", 0.5, 10.0, 0.0), 1.0)
+    assert len(appointments) == 0
+    assert appointments.find(0, 10.0, None) is None

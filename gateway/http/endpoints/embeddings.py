@@ -12,8 +12,8 @@ from aiohttp import web
 from backends.errors import BackendFailed, RequestRejected
 from gateway.errors import NoEmbeddings
 from gateway.http.accounts import ACCOUNT, in_name_of_account
-from gateway.http.context import NODE, new_id, read_body
-from gateway.http.forwarding import pass_on
+from gateway.http.context import new_id, read_body
+from gateway.http.forwarding import forward_embeddings
 from gateway.http.generation import parsed, send_json, watched
 from gateway.http.replies.embeddings import embeddings_reply
 from gateway.http.requests.embeddings import EmbeddingCall, embedding_call
@@ -36,12 +36,12 @@ async def embed(request: web.Request) -> web.StreamResponse:
         NoEmbeddings: the backend has none.
         GatewayError, RequestRejected, BackendFailed: as of generating requests.
     """
-    if request.app[NODE].fleet.forwards:
-        return await pass_on(request)
     return await watched(request, PATH, "embeddings", _respond)
 
 
 async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
+    if node.fleet.forwards:
+        return await forward_embeddings(request, node, watch)
     call = await _parsed(request, node, watch)
     states = await _states(node, call.job, watch)
     reply = partial(

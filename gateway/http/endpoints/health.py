@@ -22,7 +22,7 @@ async def health(request: web.Request) -> web.Response:
     """
     node = request.app[NODE]
     state = node.state
-    workers = [_described(worker) for worker in node.fleet.workers]
+    workers = [_described(worker, number) for number, worker in enumerate(node.fleet.workers, 1)]
     reply = HealthReply(state.value, node.dispatcher.in_flight, workers)
     if node.lifecycle.failure is None:
         return _json(reply)
@@ -45,12 +45,13 @@ async def ready(request: web.Request) -> web.Response:
     return _json(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
 
 
-def _described(worker: FleetWorker) -> WorkerHealth:
+def _described(worker: FleetWorker, number: int) -> WorkerHealth:
     failure = worker.backend.failure
     if failure is None:
         status = "ok" if worker.backend.progress >= 1.0 else "loading"
         return WorkerHealth(worker.worker_id, status)
-    return WorkerHealth(worker.worker_id, "failed", failure)
+    reason = f"upstream {number}: {failure}" if worker.forwards else failure
+    return WorkerHealth(worker.worker_id, "failed", reason)
 
 
 async def version(_request: web.Request) -> web.Response:

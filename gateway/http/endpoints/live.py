@@ -10,6 +10,7 @@ from aiohttp import web
 
 from gateway.errors import InvalidRequest
 from gateway.http.context import NODE, SLOW_READERS
+from gateway.http.replies.rendering import event
 from gateway.http.stream import EventStream
 
 MOST_INTERVAL_S: Final = 60
@@ -36,7 +37,7 @@ async def live(request: web.Request) -> web.StreamResponse:
         due = [sample for at, sample in enumerate(found, first) if at % interval == 0]
         number = last
         if due:
-            await events.write(b"".join(b"data: " + sample + b"\n\n" for sample in due))
+            await events.write(b"".join(event(sample) for sample in due))
     await events.end()
     return events.response
 

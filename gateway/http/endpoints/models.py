@@ -36,7 +36,8 @@ async def get_model(request: web.Request) -> web.StreamResponse:
 
 def _model(node: Node) -> ModelReply:
     name, card = _name(node), node.fleet.card
-    return ModelReply(name, card.created_s, card.root, card.max_model_len)
+    root = name if node.fleet.forwards else card.root  # where an upstream is, clients need not know
+    return ModelReply(name, card.created_s, root, card.max_model_len)
 
 
 def _are_the_upstreams(node: Node) -> bool:

@@ -6,16 +6,16 @@ import asyncio
 
 from aiohttp import web
 
-from gateway.errors import Unavailable
+from gateway.errors import NotOffered, Unavailable
 from gateway.http.context import NODE
 from gateway.http.openapi.document import document
 
 
 async def get_document(request: web.Request) -> web.Response:
-    """Return the OpenAPI document; while the model loads, without its name and vocabulary."""
+    """Return the OpenAPI document; without a name and a vocabulary where there is no model."""
     try:
         served = request.app[NODE].served
-    except Unavailable:
+    except (Unavailable, NotOffered):  # it loads, or it is an upstream's
         served = None
     body = await asyncio.to_thread(document, served)  # tens of milliseconds, once
     return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,168 @@
+"""What is believed of a forwarded body, and what of it the upstream gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.accounts import EVERYBODY, Account
+from gateway.errors import InvalidRequest
+from gateway.http.requests.forwarded import (
+    MOST_OUTPUT_TOKENS,
+    UNSAID_OUTPUT_TOKENS,
+    changes,
+    rewritten,
+    wishes_of,
+)
+from gateway.http.requests.limits import MAX_CHOICES, MAX_PRIORITY
+from tests.gateway.harness import client
+from tests.gateway.upstreams import (
+    DONE,
+    LAST,
+    TOKEN,
+    USAGE,
+    Answering,
+    cut_after,
+    in_front,
+    refusal,
+    stream_of,
+    upstream,
+    whole,
+)
+
+CAPPED = Account("slow", key="k", first_priority=2, least_ttft_ms=500.0, least_tpot_ms=20.0)
+KEY = {"Authorization": "Bearer k"}
+
+
+def keys_file(tmp_path: Path, **bounds: Any) -> str:
+    """A file of one key, `k`."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(json.dumps({"keys": [{"name": "slow", "key": "k", **bounds}]}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [
+        ({}, UNSAID_OUTPUT_TOKENS),
+        ({"max_tokens": -5}, UNSAID_OUTPUT_TOKENS),
+        ({"max_tokens": 0}, UNSAID_OUTPUT_TOKENS),
+        ({"max_tokens": "9"}, UNSAID_OUTPUT_TOKENS),
+        ({"max_tokens": True}, UNSAID_OUTPUT_TOKENS),
+        ({"max_tokens": 10**15}, MOST_OUTPUT_TOKENS),
+        ({"max_tokens": 10**40}, MOST_OUTPUT_TOKENS),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, 8),
+        ({"max_output_tokens": 9}, 9),
+    ],
+)
+def test_the_tokens_of_an_answer_are_believed_within_bounds(
+    said: dict[str, object], believed: int
+) -> None:
+    """What makes no sense counts as not said; nothing is longer than the model's context."""
+    body = json.dumps(said).encode()
+    assert wishes_of(body).max_tokens == believed
+    assert wishes_of(body, 99).max_tokens == min(believed, 99)
+
+
+@pytest.mark.parametrize(("said", "believed"), [(10**9, MAX_CHOICES), (-1, 1), (0, 1), (3, 3)])
+def test_choices_are_believed_within_bounds(said: int, believed: int) -> None:
+    """Nobody reserves more seats than a request may have choices."""
+    assert wishes_of(json.dumps({"n": said}).encode()).n == believed
+
+
+def test_priorities_are_believed_within_bounds() -> None:
+    """They fit any wire."""
+    for said in (-(10**12), 10**12):
+        body = json.dumps({"priority": said}).encode()
+        assert abs(wishes_of(body).priority) == MAX_PRIORITY
+
+
+@pytest.mark.parametrize(
+    ("said", "sent"),
+    [
+        (b'{"x":1.50}', b'{"x":1.50,"priority":2}'),
+        (b'{"priority":-3,"x":1.50}', b'{"priority":2,"x":1.50}'),
+        (b'{"priority":null}', b'{"priority":2}'),
+        (b'{ "priority": 2 }', b'{ "priority": 2 }'),
+        (b'{ "priority": 7 }', b'{ "priority": 7 }'),
+    ],
+)
+def test_a_capped_priority_goes_on_as_the_account_may_have_it(said: bytes, sent: bytes) -> None:
+    """Only that value is changed, and only if it is better than allowed."""
+    found = changes(wishes_of(said), (None, "theirs"), CAPPED)
+    assert rewritten(said, found) == sent
+    assert not changes(wishes_of(said), (None, "theirs"), EVERYBODY)
+
+
+@pytest.mark.parametrize("said", [b'{"priority":"-3"}', b'{"priority":1.0}', b"{", b'{"a":NaN}'])
+def test_a_priority_that_only_the_upstream_may_understand_is_refused(said: bytes) -> None:
+    """An account with a cap cannot hide what it asks for."""
+    with pytest.raises(InvalidRequest):
+        changes(wishes_of(said), (None, "theirs"), CAPPED)
+
+
+async def test_caps_hold_upstream(tmp_path: Path) -> None:
+    """Targets and priority reach the upstream as the account may have them."""
+    bounds = {"first_priority": 0, "least_ttft_ms": 500, "least_tpot_ms": 20}
+    slo = {"x-slo-ttft-ms": "1", "x-slo-tpot-ms": "30"}
+    async with (
+        upstream(whole) as there,
+        in_front(there, api_keys_file=keys_file(tmp_path, **bounds)) as where,
+        client(where) as http,
+    ):
+        body = {"prompt": "x", "priority": -9}
+        await http.post("/v1/completions", json=body, headers={**KEY, **slo})
+        assert json.loads(there.bodies[0]) == {"prompt": "x", "priority": 0}
+        headers = there.requests[0].headers
+        assert (headers["x-slo-ttft-ms"], headers["x-slo-tpot-ms"]) == ("500", "30")
+
+
+@pytest.mark.parametrize("wish", [{"max_tokens": -1}, {"max_tokens": 10**15}, {"n": 10**9}])
+async def test_nonsense_is_the_upstreams_to_refuse(wish: dict[str, int]) -> None:
+    """It passes as it came, breaks nothing here, and leaves nothing behind."""
+    async with (
+        upstream(refusal(400, b'{"error": {}}')) as there,
+        in_front(there) as where,
+        client(where) as http,
+    ):
+        assert (await http.post("/v1/completions", json=wish)).status_code == 400
+        assert json.loads(there.bodies[0]) == wish
+
+
+@pytest.mark.parametrize(
+    ("answer", "used"),
+    [
+        (stream_of(TOKEN, LAST, USAGE, DONE), 10),
+        (stream_of(TOKEN, LAST, DONE), 40 + 2),
+        (cut_after(TOKEN), 40 + 1),
+        (whole, 7),
+        (refusal(200, b'{"choices": []}'), 40 + 8),
+        (cut_after(), 40),
+        (refusal(400, b"{}"), 0),
+        (refusal(429, b"{}"), 0),
+        (refusal(503, b"{}"), 0),
+    ],
+    ids=["usage", "no-usage", "cut", "whole", "whole-no-usage", "no-answer", "400", "429", "503"],
+)
+async def test_a_quota_is_spent_without_usage_too(
+    tmp_path: Path, answer: Answering, used: int
+) -> None:
+    """An answer that does not count is booked: its prompt by estimate, its events as tokens.
+
+    A whole one takes all that it may have; who refuses has computed nothing.
+    """
+    limits = {"tokens_per_minute": 100, "first_priority": None}
+    body = {"prompt": "x" * 200, "max_tokens": 8, "stream": True}
+    body["prompt"] = "x" * (160 - len(json.dumps({**body, "prompt": ""}, separators=(",", ":"))))
+    async with (
+        upstream(answer) as there,
+        in_front(there, api_keys_file=keys_file(tmp_path, **limits)) as where,
+        client(where) as http,
+    ):
+        await http.post("/v1/completions", json=body, headers=KEY)
+        ledger = where.node.dispatcher.admission.ledger
+        assert ledger.totals("slow").settled == used
+        assert ledger.totals("slow").open == 0
