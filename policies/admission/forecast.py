@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from policies.admission.types import AdmissionView, Admitted, PoolView
@@ -67,7 +67,8 @@ class Forecast:
 
     def corrected(self, error: float) -> Forecast:
         """Return it with its waits multiplied by what forecasts are off (`WaitError.factor`)."""
-        return replace(self, wait_s=self.wait_s * error, place_s=self.place_s * error)
+        wait_s, place_s = self.wait_s * error, self.place_s * error
+        return Forecast(wait_s, place_s, self.prompt_s, self.work_s, self.grain_s)
 
     def within_s(self, allowed_s: float, z: float) -> float:
         """Return the longest foreseen wait that is within what is allowed, with the chance z has.
