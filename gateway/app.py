@@ -28,10 +28,11 @@ from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import open_tracing
 
-YOUNG_OBJECTS: Final = 20_000
-"""So many new objects are made before the garbage collector looks at them. Few of a request's
-outlive it, so a later look finds less: a request costs 0.89 of what it does with Python's 700 (the
-edge study, interleaved; Zen 4, 2026-11-21). A look takes under a millisecond."""
+YOUNG_OBJECTS: Final = 5_000
+"""So many new objects are there before the garbage collector looks at them. Few of a request's
+outlive it and none is in a cycle, so looks find nothing: without any a request costs 0.85 of what
+it does with Python's 700. A look takes 0.8 ms, at 20,000 some 3 ms, of the 5 ms for which the event
+loop may be held (the edge study, interleaved, busy machine; Zen 4, 2026-11-21)."""
 
 CLOSE_S: Final = 2.0
 """How long connections may take to send what is in their buffers once the workers have stopped."""

@@ -222,6 +222,7 @@ class LeastReserved:
     def __call__(self, reserved_tokens: Sequence[int]) -> int:
         """Return the index of a worker."""
         count, least = len(reserved_tokens), min(reserved_tokens)
-        behind = (index % count for index in range(self._last + 1, self._last + 1 + count))
-        self._last = next(index for index in behind if reserved_tokens[index] == least)
+        self._last = (self._last + 1) % count
+        while reserved_tokens[self._last] != least:
+            self._last = (self._last + 1) % count
         return self._last

@@ -22,6 +22,7 @@ from backends.types import (
     TokenLogprob,
 )
 from gateway.app import Listening, spare_collections
+from gateway.http import generation
 from gateway.http.endpoints import tokenize
 from gateway.http.generation import INLINE_BODY_BYTES
 from gateway.http.replies import rendering
@@ -125,6 +126,21 @@ async def test_small_requests_wait_for_no_thread(
     for size in (10, INLINE_BODY_BYTES):
         await http.post("/v1/completions", json={"prompt": "a b " * (size // 4), "max_tokens": 1})
     assert seen[0] == threading.get_ident() != seen[1]
+
+
+async def test_long_prompts_are_checked_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker looks at each of their tokens, and the fingerprint at each byte, in a thread."""
+    found = ThreadWatch(monkeypatch)
+    found.wrap(generation, "fingerprint", lambda _tenant, body, _result: len(body))
+    backend = ScriptedBackend()
+    backend.check = lambda _request: None
+    found.wrap(backend, "check", lambda request, _result: len(request.prompt_ids))
+    async with running(backends=[backend]) as where, client(where) as http:
+        body = {"prompt": IDS, "max_tokens": 1}
+        answer = asyncio.create_task(http.post("/v1/completions", json=body))
+        backend.emit(await backend.submitted.get(), "a", last=True)
+        assert (await answer).status_code == 200
+    assert found.names() == {"check", "fingerprint"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
