@@ -16,6 +16,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Final
 
+from aiohttp.http_exceptions import HttpProcessingError
+
 LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
 
@@ -69,6 +71,7 @@ def configure(level: str, form: str = "line") -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper() if name == LOGGER else logging.WARNING)
+    logging.getLogger("aiohttp.server").filters = [_is_ours]
 
 
 @contextmanager
@@ -94,6 +97,14 @@ def log(level: int, event: str, *, error: BaseException | None = None, **fields:
     if logger.isEnabledFor(level):
         known = _REQUEST.get() or {}
         logger.log(level, event, extra={_FIELDS: {**known, **fields}}, exc_info=error)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return whether a line is not about bytes that are no HTTP.
+
+    They get their 400; whoever finds the port could fill the log with tracebacks.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

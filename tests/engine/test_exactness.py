@@ -18,7 +18,7 @@ from torch import Tensor
 from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.inputs import AttentionSpan, attending
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
-from backends.engine.linear import EXACT_ROWS, Linear, padded_rows
+from backends.engine.linear import EXACT_ROWS, LEAST_ROWS, ROW_TILE, Linear, padded_rows
 from backends.engine.model import Decoder
 from backends.engine.numerics import choose_device, choose_dtype, numerics_class
 from backends.engine.operators.base import Operators, RotaryTables
@@ -367,3 +367,14 @@ def test_the_numerics_class_names_all_that_bits_depend_on() -> None:
     assert parts[2].startswith("cpu-")
     assert parts[3] == f"torch-{torch.__version__}-gcc-12.2.0"
     assert parts[4:] == [f"threads-{torch.get_num_threads()}", "inexact"]
+
+
+def test_products_have_few_numbers_of_rows() -> None:
+    """oneDNN keeps kernels for each number of rows for good: up to 512 there are some fifty of
+    them, and none is padded by more than a quarter beyond the least."""
+    padded = {rows: padded_rows(rows) for rows in range(1, 513)}
+    assert len(set(padded.values())) <= 60
+    assert all(
+        rows <= more <= max(LEAST_ROWS, 1.25 * rows + ROW_TILE) for rows, more in padded.items()
+    )
+    assert padded_rows(0) == 0

@@ -20,7 +20,7 @@ from gateway.telemetry.logs import (
     log,
 )
 from gateway.telemetry.otel import OtelTracing
-from tests.gateway.harness import ScriptedBackend, client, running
+from tests.gateway.harness import ScriptedBackend, client, port_of, running
 
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
 
@@ -120,6 +120,21 @@ def test_the_form_is_a_setting_and_holds_for_libraries_too(
     else:
         assert lines[0].endswith("INFO hello a=1")
         assert lines[1].endswith("WARNING no collector")
+
+
+@pytest.mark.usefixtures("own_loggers")
+async def test_what_is_no_http_leaves_nothing_in_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Bytes that are no request get their 400, and nobody's traceback fills the log."""
+    async with running() as where:
+        configure("info")
+        for sent in (b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port_of(where))
+            writer.write(sent)
+            assert (await reader.readline()).split()[1] == b"400"
+            writer.close()
+    assert capsys.readouterr().err == ""
 
 
 async def test_every_line_within_a_request_names_it(caplog: pytest.LogCaptureFixture) -> None:
