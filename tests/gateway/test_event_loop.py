@@ -22,7 +22,7 @@ from backends.types import (
     TokenLogprob,
 )
 from gateway.app import Listening, spare_collections
-from gateway.http import generation
+from gateway.http import accounts
 from gateway.http.endpoints import tokenize
 from gateway.http.generation import INLINE_BODY_BYTES
 from gateway.http.replies import rendering
@@ -131,7 +131,7 @@ async def test_small_requests_wait_for_no_thread(
 async def test_long_prompts_are_checked_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker looks at each of their tokens, and the fingerprint at each byte, in a thread."""
     found = ThreadWatch(monkeypatch)
-    found.wrap(generation, "fingerprint", lambda _tenant, body, _result: len(body))
+    found.wrap(accounts, "fingerprint", lambda _tenant, body, _result: len(body))
     backend = ScriptedBackend()
     backend.check = lambda _request: None
     found.wrap(backend, "check", lambda request, _result: len(request.prompt_ids))

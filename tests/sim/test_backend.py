@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 from backends.base import WorkerConfig
 from backends.errors import BackendFailed, CheckpointError
 from backends.registry import create_backend
-from backends.sim import backend as sim_backend
 from backends.sim.backend import SimBackend
 from backends.sim.clock import LoopClock, run_virtual
 from backends.sim.profile import load_profile
@@ -262,32 +260,6 @@ def test_late_timers_do_not_add_up() -> None:
 
     step_s = load_profile("cpu-demo").cost.seconds(tokens=1, kv_tokens=50, sequences=1)
     assert run_virtual(main()) == pytest.approx(100 * step_s, rel=0.02)
-
-
-async def test_long_prompts_are_worked_on_beside_the_loop(monkeypatch) -> None:
-    """Their worker keeps the contract in a thread, and comes back to the loop's behind them."""
-    monkeypatch.setattr(sim_backend, "LONG_PROMPT_TOKENS", 8)
-    backend = SimBackend(WorkerConfig(profile=str(INSTANT)))
-    await backend.start()
-    threads: list[int] = []
-    plan = backend._worker.plan
-
-    def watched(now_s: float):
-        threads.append(threading.get_ident())
-        return plan(now_s)
-
-    monkeypatch.setattr(backend._worker, "plan", watched)
-    try:
-        await collect(backend, make_request(backend, "def f(x): return x + 1\n", max_tokens=4))
-        assert threading.get_ident() not in threads
-        threads.clear()
-        await collect(backend, make_request(backend, "a", max_tokens=4))
-        assert threads[-1] == threading.get_ident()
-        await check_closing_frees(backend)
-        await check_streams_are_not_crossed(backend)
-        await check_pace(backend)
-    finally:
-        await backend.stop()
 
 
 def test_a_broken_worker_fails_its_streams() -> None:
