@@ -35,7 +35,7 @@ class FleetWorker:
         self.worker_id = worker_id
         self.backend = backend
         self.reserved_tokens = 0
-        self._sequences = 0
+        self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
         self._sent: dict[str, Need] = {}
         self._unstarted: dict[str, Need] = {}  # of these, those without a token
@@ -47,6 +47,7 @@ class FleetWorker:
         return Occupancy(
             self.backend.load(),
             self._sequences,
+            self._started,
             self._unstarted_prompt_tokens,
             min(self._promised.values(), default=None),
         )
@@ -84,6 +85,7 @@ class FleetWorker:
         if need is None:
             return False
         self._unstarted_prompt_tokens -= need.prompt_tokens
+        self._started += need.sequences
         return True
 
     def release(self, request_id: str) -> None:
@@ -93,6 +95,7 @@ class FleetWorker:
         if need is None:
             return
         self._sequences -= need.sequences
+        self._started -= need.sequences
         self.reserved_tokens -= need.most_tokens
         self._promised.pop(request_id, None)
 

@@ -7,6 +7,7 @@ there is a seat, memory for its prompt, and no more prompt tokens ahead than the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,13 +29,15 @@ class Occupancy:
 
     Attributes:
         load: what it says.
-        sequences: those sent to it that have not ended.
+        sequences: those sent to it that have not ended for their clients.
+        started: of these, the ones with a first token; the worker may be done with them.
         unstarted_prompt_tokens: prompt tokens of those without a first token.
         tpot_s: the tightest time per token promised to one of them; None without one.
     """
 
     load: WorkerLoad
     sequences: int = 0
+    started: int = 0
     unstarted_prompt_tokens: int = 0
     tpot_s: float | None = None
 
@@ -59,12 +62,14 @@ class Need:
 def has_room(at: Occupancy, need: Need) -> bool:
     """Return whether a request should go to a worker now. An empty worker takes anything.
 
-    Who is paused for a slow reader has no seat: else some that stopped would keep all others out.
+    Who is paused for a slow reader has no seat, nor who has all its tokens and only reads them: else
+    some that stopped would keep all others out.
     """
     if not at.sequences:
         return True
     seats = usable_seats(at, need.tpot_s)
-    seated = at.sequences - at.load.paused
+    on_worker = at.load.running + at.load.waiting
+    seated = at.sequences - at.started + min(at.started - at.load.paused, on_worker)
     if seated + need.sequences > seats + seats // SPARE_SEATS:
         return False
     ahead = at.unstarted_prompt_tokens
@@ -93,7 +98,7 @@ def usable_seats(at: Occupancy, tpot_s: float | None = None) -> int:
     alone_s = speed.tpot_s - speed.sequence_s * max(at.load.running - 1, 0)
     if alone_s > tightest:
         return seats
-    more = int((tightest - speed.tpot_s) / speed.sequence_s)
+    more = math.floor(min((tightest - speed.tpot_s) / speed.sequence_s, seats))
     return max(1, min(seats, at.load.running + more))
 
 

@@ -32,10 +32,10 @@ def test_an_empty_worker_takes_whatever_can_run_at_all() -> None:
         (Occupancy(load(), 16), True),  # one more waits there for the seat that is free next
         (Occupancy(load(), 17), False),
         (Occupancy(load(seats=15), 15), False),
-        (Occupancy(load(paused=2), 17), True),  # who reads slowly keeps no seat
-        (Occupancy(load(running=17, paused=2_000), 2_017), False),
-        (Occupancy(load(), 3, STEPS_AHEAD * 512 - 1), True),
-        (Occupancy(load(), 3, STEPS_AHEAD * 512), False),
+        (Occupancy(load(running=15, paused=2), 17, 17), True),  # who reads slowly keeps no seat
+        (Occupancy(load(running=17, paused=2_000), 2_017, 2_017), False),
+        (Occupancy(load(), 3, 0, STEPS_AHEAD * 512 - 1), True),
+        (Occupancy(load(), 3, 0, STEPS_AHEAD * 512), False),
         (Occupancy(load(kv_blocks_free=6), 3), False),
         (Occupancy(load(kv_blocks_free=7), 3), True),
         (Occupancy(load(seats=0), 10_000), True),
@@ -46,6 +46,14 @@ def test_seats_steps_and_memory_bound_what_is_sent(at: Occupancy, room: bool) ->
     """A worker gets no more than seats, prompts of its next steps and free memory allow; what it
     does not tell bounds nothing."""
     assert has_room(at, ONE) is room
+
+
+def test_who_only_reads_or_stands_still_takes_no_seat() -> None:
+    """Of started sequences those count that the worker still works on."""
+    assert not has_room(Occupancy(load(running=17), 17, started=17), ONE)
+    assert has_room(Occupancy(load(running=9), 17, started=17), ONE)
+    assert has_room(Occupancy(load(running=16, paused=1), 17, started=17), ONE)
+    assert not has_room(Occupancy(load(running=9), 30, started=17), ONE)
 
 
 def test_promised_times_per_token_take_seats() -> None:
