@@ -62,8 +62,8 @@ class Need:
 def has_room(at: Occupancy, need: Need) -> bool:
     """Return whether a request should go to a worker now. An empty worker takes anything.
 
-    Who is paused for a slow reader has no seat, nor who has all its tokens and only reads them: else
-    some that stopped would keep all others out.
+    Who is paused for a slow reader has no seat, nor who has all its tokens and only reads them:
+    else some that stopped would keep all others out.
     """
     if not at.sequences:
         return True
