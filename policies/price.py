@@ -32,7 +32,7 @@ from policies.types import StepView
 
 Array = NDArray[np.float64]
 
-_LEAST_S: Final = 1e-9
+LEAST_S: Final = 1e-9
 """Steps take at least so long: a device that is said to need no time has no best set."""
 
 
@@ -42,7 +42,7 @@ def step_s(step: StepView, cost: StepCost, slots: int = 0) -> float:
     displaced = min(max(slots - step.free_slots, 0), prompts)
     fed = step.tokens + slots - displaced
     seconds = cost.seconds(fed, step.kv_tokens, step.sequences, slots)
-    return max(seconds + _deferred_s(step, cost) * displaced - prompts_s(step, cost), _LEAST_S)
+    return max(seconds + _deferred_s(step, cost) * displaced - prompts_s(step, cost), LEAST_S)
 
 
 def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
@@ -50,7 +50,7 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
     prompts = step.prefill_tokens
     if not prompts:
         seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, most_slots)
-        return np.maximum(seconds, _LEAST_S)
+        return np.maximum(seconds, LEAST_S)
     slots = np.arange(most_slots + 1)
     displaced = np.minimum(np.maximum(slots - step.free_slots, 0), prompts)
     added = slots - displaced
@@ -58,7 +58,7 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
     if cost.pair_s and step.sequences:
         seconds += cost.pair_s * step.kv_tokens / step.sequences * displaced
     seconds += _deferred_s(step, cost) * displaced - prompts_s(step, cost)
-    return np.maximum(seconds, _LEAST_S)
+    return np.maximum(seconds, LEAST_S)
 
 
 def rate(step: StepView, cost: StepCost) -> float:

@@ -108,9 +108,16 @@ def as_bits(masks: list[int]) -> npt.NDArray[np.int64]:
     return np.array(masks, dtype=np.uint64).view(np.int64)
 
 
-def ragged_spans(spans: AttentionSpans, device: torch.device) -> RaggedSpans:
-    """Return spans as tensors, copy by copy: for what does not come with them (`StepInputs`)."""
+def ragged_spans(spans: AttentionSpans, device: torch.device, rows: int = 0) -> RaggedSpans:
+    """Return spans as tensors, copy by copy: for what does not come with them (`StepInputs`).
+
+    Args:
+        rows: of the step, padding included; what says something of each row has as many.
+    """
     lists = SpanLists.of(spans)
+    padding = [0] * (rows - len(lists.positions))
+    lists.positions.extend(padding)
+    lists.ancestors.extend(padding)
     longest = max((len(pages) for pages in lists.tables), default=1)
     width = _TABLE_UNIT << max(0, (-(-longest // _TABLE_UNIT) - 1).bit_length())
     tables = np.zeros((len(lists.tables), width), dtype=np.int32)

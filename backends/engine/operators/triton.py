@@ -46,7 +46,8 @@ class TritonOperators:
         """Take the step's spans as they are on the device, or bring them there."""
         ragged = inputs.ragged
         if ragged is None:
-            ragged = ragged_spans(inputs.spans, inputs.positions.device)
+            rows = len(inputs.positions)
+            ragged = ragged_spans(inputs.spans, inputs.positions.device, rows)
         return TritonStep(inputs.positions, inputs.slots, ragged)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:

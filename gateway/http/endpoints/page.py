@@ -48,6 +48,11 @@ def _files() -> dict[str, _File]:
     return {path.name: _read(path) for path in sorted(WEB.iterdir()) if path.suffix in _TYPES}
 
 
+def file_names() -> list[str]:
+    """Return what there is below `/web/`."""
+    return list(_files())
+
+
 def _read(path: Path) -> _File:
     body = path.read_bytes()
     return _File(body, _TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:20])

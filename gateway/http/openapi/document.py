@@ -84,7 +84,7 @@ def document(served: Served | None) -> bytes:
     types = {ErrorReply}
     for operation in OPERATIONS:
         parts = (operation.body, operation.reply, operation.events)
-        types |= {part for part in parts if part is not None and not isinstance(part, str)}
+        types |= {part for part in parts if part is not None and not isinstance(part, str | tuple)}
     ordered = sorted(types, key=lambda one: one.__name__)
     refs, schemas = components(ordered, served)
     by_type = dict(zip(ordered, refs, strict=True))
@@ -135,9 +135,11 @@ def _name_model(parameters: list[dict[str, Any]], served: Served) -> None:
 
 def _responses(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
     reply = operation.reply
-    if isinstance(reply, str):
-        kind = {"type": "object"} if reply == JSON else {"type": "string"}
-        content: dict[str, Any] = {reply: {"schema": kind}}
+    if isinstance(reply, str | tuple):
+        names = (reply,) if isinstance(reply, str) else reply
+        content: dict[str, Any] = {
+            name: {"schema": {"type": "object" if name == JSON else "string"}} for name in names
+        }
     else:
         content = {JSON: {"schema": refs[reply]}}
     if operation.events is not None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 from gateway.decisions import KEPT
 from gateway.http.endpoints.decisions import SHOWN, DecisionList
 from gateway.http.endpoints.live import MOST_INTERVAL_S
+from gateway.http.endpoints.page import file_names
 from gateway.http.replies.response_shapes import ResponseEvent, ResponseReply
 from gateway.http.replies.shapes import (
     ChatChunk,
@@ -38,7 +39,7 @@ class Operation:
     """What one method of one path does.
 
     Attributes:
-        reply: what it answers with 200: a struct, or the name of a content type.
+        reply: what it answers with 200: a struct, or the names of content types.
         body: what it takes.
         events: the data of its server-sent events, where it streams.
         open: whether it needs no API key where there are some.
@@ -224,10 +225,15 @@ OPERATIONS: Final = (
         "GET",
         "/web/{name}",
         "A file of the live page.",
-        "application/octet-stream",
+        ("text/css", "text/html", "text/javascript", "image/svg+xml"),
         errors=(404,),
         parameters=(
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+            {
+                "name": "name",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "enum": file_names()},
+            },
         ),
     ),
     Operation("GET", "/openapi.json", "This document.", "application/json"),
