@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import gateway.cli
 from loadgen import cli
 from loadgen.calibrate import CalibrationResult
+from loadgen.cli.ending import exit_status
 from loadgen.client import open_session
 from loadgen.corpus import open_corpus
 from loadgen.events import EventWriter, read_events
@@ -151,9 +152,9 @@ def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -
 def test_a_broken_stream_weighs_more_than_an_invalid_run() -> None:
     """It is broken whatever the generator did; an interruption alone is nobody's fault."""
     broken = a_run(health=BEHIND)
-    assert cli.exit_status(broken, None) == 1
+    assert exit_status(broken, None) == 1
     stopped = a_run([r for r in broken.records if r.verdict == "ok"], interrupted=True)
-    assert cli.exit_status(stopped, None) == 3
+    assert exit_status(stopped, None) == 3
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
             on_probe(probe)
         return CalibrationResult((held, beyond), (held,))
 
-    monkeypatch.setattr(cli, "find_ceilings", ceilings)
+    monkeypatch.setattr("loadgen.cli.calibrate.find_ceilings", ceilings)
     result = command("calibrate", "--probe-s", 0.5)
     assert result.exit_code == 0
     assert "200/s, 400 open: not held: CPU of the generator" in result.output

@@ -1,0 +1,30 @@
+"""`calibrate`: how much load this machine's generator holds honestly."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import aiohttp
+import typer
+from rich.console import Console
+
+from loadgen.calibrate import Probe, render
+from loadgen.calibrate import calibrate as find_ceilings
+from loadgen.cli.ending import in_loop, refuse
+
+
+def calibrate(
+    probe_s: Annotated[float, typer.Option(help="Seconds of each of some twenty probes.")] = 4.0,
+) -> None:
+    """Measure how much load one core of this machine holds honestly, against a null server."""
+    errors, console = Console(stderr=True), Console()
+
+    def told(probe: Probe) -> None:
+        verdict = f"not held: {probe.reasons[0]}" if probe.reasons else "held"
+        errors.print(f"{probe.rate_rps:.0f}/s, {probe.open_streams:.0f} open: {verdict}")
+
+    try:
+        result = in_loop(find_ceilings(probe_s=probe_s, on_probe=told))
+    except (aiohttp.ClientError, OSError) as error:
+        raise refuse("cannot calibrate", error) from None
+    console.print(render(result))
