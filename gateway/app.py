@@ -151,12 +151,12 @@ async def serve(
             if not signals.first.is_set():
                 spare_collections()
                 on_ready(where)
-                await _until(signals, node.dispatcher.heartbeat())
+                await _until(signals, node.heartbeat.run())
                 await _drain_until_second(node, signals)
         finally:
             await node.fleet.stop()
             await _settle(node)
-            await node.dispatcher.write_decisions()
+            await node.heartbeat.write_decisions()
     await node.store.close()
     await asyncio.to_thread(node.tracing.shutdown)
 

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gateway.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
-from gateway.decisions import Decisions
-from gateway.dispatch import Dispatcher
+from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
+from gateway.dispatch.decisions import Decisions
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.leases import Leases
+from gateway.dispatch.placement import Placer
+from gateway.dispatch.queue import CentralQueue
 from gateway.fleet import Choose, Fleet, LeastReserved
 from gateway.lifecycle import Lifecycle
-from gateway.placement import Placer
-from gateway.queue import CentralQueue
 from gateway.state.store import Store
 from policies.protocols import SpeculationPolicy
 from policies.quotas import Ledger, Quota
@@ -67,4 +68,4 @@ def build_dispatcher(
         fleet, queue, policy_of_admission, Ledger(quotas), bounds, loop_time_s
     )
     placer = Placer(fleet, policy, decisions)
-    return Dispatcher(fleet, store, lifecycle, decisions, placer, queue, controller)
+    return Dispatcher(fleet, lifecycle, Leases(store), placer, queue, controller)

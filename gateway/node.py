@@ -8,15 +8,16 @@ from pathlib import Path
 
 from gateway import __version__
 from gateway.accounts import Accounts, read_accounts
-from gateway.admission import Bounds
 from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.config import ServeConfig
-from gateway.decisions import Decisions
+from gateway.dispatch.admission import Bounds
+from gateway.dispatch.decisions import Decisions
 from gateway.errors import NotOffered
 from gateway.fleet import Fleet
-from gateway.forwarding import Forwarder
-from gateway.http.requests.validation import Served
+from gateway.forwarding.forwarder import Forwarder
+from gateway.heartbeat import Heartbeat
 from gateway.lifecycle import Lifecycle, NodeState
+from gateway.served import Served
 from gateway.state.store import Store
 from gateway.telemetry import figures
 from gateway.telemetry.live import Live
@@ -55,6 +56,9 @@ class Node:
             self.policy,
             rules,
             quotas={account.name: account.quota for account in self.accounts},
+        )
+        self.heartbeat = Heartbeat(
+            fleet, store, self.dispatcher.queue, self.dispatcher.leases, self.decisions
         )
         self.forwarder = Forwarder(fleet, self.dispatcher.queue, self.dispatcher.admission)
         self.metrics = Metrics(self._loads, lambda: self.model_name)

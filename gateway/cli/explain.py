@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from gateway.decisions import Decision, read_decisions
+from gateway.dispatch.decisions import Decision, read_decisions
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
 from policies.types import RequestView, SpeculationPlan, WorkerLoad

@@ -14,8 +14,8 @@ from backends.types import SamplingParams, SpeculationOutcome
 from gateway.app import StartError, build_node, start_workers
 from gateway.cli.loading import loading_shown, stderr
 from gateway.config import ServeConfig
+from gateway.dispatch.job import Job
 from gateway.errors import GatewayError, InvalidRequest
-from gateway.job import Job
 from gateway.node import Node
 from policies.repetition import repetition
 
@@ -51,7 +51,7 @@ async def _generate(config: ServeConfig, sample: Sample) -> None:
             await start_workers(node)
         await _stream(node, sample)
     finally:
-        await node.dispatcher.write_decisions()
+        await node.heartbeat.write_decisions()
         await node.fleet.stop()
 
 

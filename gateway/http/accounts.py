@@ -12,9 +12,9 @@ from typing import Final
 from aiohttp import web
 
 from gateway.accounts import EVERYBODY, Account
+from gateway.dispatch.job import Job
 from gateway.errors import Unauthorized
 from gateway.http.context import NODE
-from gateway.job import Job
 
 ACCOUNT: Final = web.RequestKey("account", Account)
 """Whose request it is."""

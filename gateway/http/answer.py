@@ -8,7 +8,8 @@ from msgspec import UNSET
 
 from backends.errors import BackendFailed
 from backends.types import Delta, SpeculationOutcome
-from gateway.dispatch import Run
+from gateway.dispatch.placement import Placement
+from gateway.dispatch.run import Run
 from gateway.http.replies.rendering import Rendering, WholeChoice
 from gateway.http.replies.shapes import (
     PromptMetrics,
@@ -18,7 +19,6 @@ from gateway.http.replies.shapes import (
     Usage,
 )
 from gateway.http.requests.validation import Call
-from gateway.placement import Placement
 from gateway.telemetry.watch import RequestWatch
 
 

@@ -12,8 +12,8 @@ from aiohttp import web
 from backends.base import UpstreamCall
 from gateway.accounts import EVERYBODY, Account
 from gateway.errors import NotOffered
-from gateway.forwarded import Forwarded
-from gateway.forwarding import ForwardJob, forward_ask
+from gateway.forwarding.answer import Forwarded
+from gateway.forwarding.forwarder import ForwardJob, forward_ask
 from gateway.http.accounts import ACCOUNT, fingerprint
 from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, new_id, read_body
 from gateway.http.heartbeats import Heartbeats

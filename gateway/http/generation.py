@@ -18,9 +18,10 @@ from gateway.http.forwarding import forward
 from gateway.http.replies.rendering import Frame, Rendering
 from gateway.http.requests.naming import named_as
 from gateway.http.requests.service import retries_of, service_of
-from gateway.http.requests.validation import Call, Served
+from gateway.http.requests.validation import Call
 from gateway.http.stream import EventStream, stream_answer
 from gateway.node import Node
+from gateway.served import Served
 from gateway.telemetry.watch import Ending, RequestWatch
 from policies.types import ServiceLevel
 

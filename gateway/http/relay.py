@@ -10,7 +10,7 @@ from aiohttp import web
 
 from backends.errors import UpstreamFailed
 from gateway.errors import UpstreamBroken, as_gateway_error
-from gateway.forwarded import ERRORS, Forwarded
+from gateway.forwarding.answer import ERRORS, Forwarded
 from gateway.http.replies.rendering import event
 from gateway.http.stream import EVENT_HEADERS, UNBUFFERED
 from gateway.telemetry.watch import Ending, RequestWatch

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from backends.types import Delta
-from gateway.dispatch import Run
+from gateway.dispatch.run import Run
 from gateway.errors import as_gateway_error
 from gateway.http.answer import Answer
 from gateway.http.heartbeats import Heartbeats

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backends.types import SpeculationOutcome, Task
-from gateway.admission import Entry
+from gateway.dispatch.admission import Entry
+from gateway.dispatch.job import Job
+from gateway.dispatch.placement import Placement
 from gateway.fleet import FleetWorker
-from gateway.job import Job
-from gateway.placement import Placement
 from gateway.telemetry import figures
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Attributes, Span

@@ -9,9 +9,9 @@ from enum import StrEnum
 
 from backends.base import TokenUsage
 from backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
+from gateway.dispatch.job import Job
+from gateway.dispatch.placement import Placement
 from gateway.errors import TooMany
-from gateway.job import Job
-from gateway.placement import Placement
 from gateway.telemetry import figures
 from gateway.telemetry.logs import log
 from gateway.telemetry.metrics import Metrics

@@ -26,10 +26,10 @@ from backends.types import (
 )
 from gateway.app import Listening, build_fleet, listening, start_workers
 from gateway.config import ServeConfig
+from gateway.dispatch.job import Job
+from gateway.dispatch.placement import Placement
 from gateway.fleet import Fleet
-from gateway.job import Job
 from gateway.node import Node
-from gateway.placement import Placement
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing, Tracing
 from policies.types import WorkerLoad

@@ -18,8 +18,8 @@ from backends.types import (
     SpeculationOutcome,
 )
 from gateway.config import ServeConfig
-from gateway.decisions import KEPT, Decisions, read_decisions
-from gateway.job import Job
+from gateway.dispatch.decisions import KEPT, Decisions, read_decisions
+from gateway.dispatch.job import Job
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing

@@ -9,8 +9,8 @@ import pytest
 from backends.errors import RequestRejected
 from backends.types import SamplingParams
 from gateway.config import ServeConfig
+from gateway.dispatch.job import Job
 from gateway.errors import InvalidRequest
-from gateway.job import Job
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
 from gateway.telemetry.tracing import NoTracing
@@ -82,7 +82,7 @@ async def test_the_heartbeat_publishes_and_survives(
     node: Node, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails once does not end the heartbeat: a node must not look dead."""
-    monkeypatch.setattr("gateway.dispatch.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("gateway.heartbeat.HEARTBEAT_S", 0.001)
     calls: list[str] = []
     published = asyncio.Event()
 
@@ -93,7 +93,7 @@ async def test_the_heartbeat_publishes_and_survives(
         published.set()
 
     monkeypatch.setattr(node.store, "publish", publish)
-    beating = asyncio.create_task(node.dispatcher.heartbeat())
+    beating = asyncio.create_task(node.heartbeat.run())
     async with asyncio.timeout(10):
         await published.wait()
     beating.cancel()

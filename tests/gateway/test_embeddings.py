@@ -21,7 +21,7 @@ from backends.errors import BackendFailed
 from backends.shipped import SHIPPED_MODEL
 from backends.types import Capabilities, Delta, FinishReason, Task
 from gateway.app import Listening
-from gateway.dispatch import PROMPTS_AT_ONCE
+from gateway.dispatch.prompts import PROMPTS_AT_ONCE
 from gateway.http.replies.embeddings import unit_vector
 from gateway.http.requests.embeddings import MAX_INPUTS
 from gateway.telemetry.otel import OtelTracing

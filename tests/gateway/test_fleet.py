@@ -15,8 +15,8 @@ from backends.shipped import SHIPPED_MODEL
 from backends.types import GenerationRequest, SamplingParams
 from gateway.app import Listening, StartError, drain, start_workers
 from gateway.config import ServeConfig
+from gateway.dispatch.job import Job
 from gateway.fleet import FleetWorker, LeastReserved, RoundRobin
-from gateway.job import Job
 from gateway.lifecycle import NodeState
 from policies.room import Need
 from tests.gateway.harness import (
@@ -190,7 +190,7 @@ async def test_the_heartbeat_tells_of_every_worker_and_of_a_loss_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each worker is published under its own id; a broken one is withdrawn and logged, once."""
-    monkeypatch.setattr("gateway.dispatch.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("gateway.heartbeat.HEARTBEAT_S", 0.001)
     store, ids = node.node.store, [worker.worker_id for worker in node.node.fleet.workers]
     beats = Counter[str]()
     publish = store.publish
@@ -201,7 +201,7 @@ async def test_the_heartbeat_tells_of_every_worker_and_of_a_loss_once(
 
     monkeypatch.setattr(store, "publish", counted)
     with caplog.at_level(logging.ERROR, logger="draftgate"):
-        beating = asyncio.create_task(node.node.dispatcher.heartbeat())
+        beating = asyncio.create_task(node.node.heartbeat.run())
         await until(lambda: len(beats) == 2)
         assert sorted(view.worker_id for view in await store.snapshot()) == ids
         pair[0].crash("device lost")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from backends.errors import BackendFailed
 from backends.sim.clock import run_virtual
-from gateway.admission import DEFAULT_BOUNDS, AdmissionController, Ask
+from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Ask
+from gateway.dispatch.queue import CentralQueue, Waiting
 from gateway.errors import Overloaded, QueueTimeout
 from gateway.fleet import FleetWorker, LeastReserved
-from gateway.queue import CentralQueue, Waiting
 from policies.admission.types import AdmissionView, RefusalKind, Refused
 from policies.ordering.fair import STARVATION_S
 from policies.ordering.ticket import Ticket

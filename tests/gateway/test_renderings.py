@@ -25,7 +25,7 @@ from gateway.http.replies.shapes import (
     SpeculativeDecoding,
     Usage,
 )
-from gateway.http.requests.validation import Served
+from gateway.served import Served
 from policies.types import ANYTIME
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER
 

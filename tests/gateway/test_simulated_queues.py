@@ -19,7 +19,7 @@ from backends.sim.service import ServiceDevice, constant_service
 from backends.sim.simulated import World
 from backends.types import GenerationRequest, SamplingParams
 from gateway.cli.simulate.cluster import Cluster, simulate
-from gateway.job import Job
+from gateway.dispatch.job import Job
 from loadgen.types import Planned, Question, Record
 
 SERVICE_S = 0.01

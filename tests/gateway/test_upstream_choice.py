@@ -192,7 +192,7 @@ async def test_a_node_without_its_upstreams_is_not_ready_until_one_is_back(
     caplog.set_level(logging.INFO, "draftgate")
     clock = Clock()
     async with upstream(whole) as there, in_front(there, clock=clock, log_level="info") as where:
-        beat = where.node.dispatcher._beat
+        beat = where.node.heartbeat.beat
         async with client(where) as http:
             assert (await http.get("/ready")).status_code == 200
             there.status = 500

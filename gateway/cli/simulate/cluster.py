@@ -17,15 +17,16 @@ from backends.sim.clock import LoopClock, run_virtual
 from backends.sim.simulated import World, simulation_policy
 from backends.sim.worker import Deliveries
 from backends.types import Delta
-from gateway.admission import Bounds
 from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.cli.simulate.prompts import job_of
 from gateway.cli.simulate.records import record_of, refusal_of
-from gateway.decisions import Decisions
-from gateway.dispatch import Dispatcher
+from gateway.dispatch.admission import Bounds
+from gateway.dispatch.decisions import Decisions
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.job import Job
 from gateway.errors import TooMany
 from gateway.fleet import BackendFactory, Choose, Fleet, LeastReserved, RoundRobin
-from gateway.job import Job
+from gateway.heartbeat import Heartbeat
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
 from loadgen.types import Planned, Record
@@ -103,21 +104,23 @@ async def started(
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)
     now_s = asyncio.get_running_loop().time
+    store, decisions = MemoryStore(now_s), Decisions(None, now_s)
     dispatcher = build_dispatcher(
         fleet,
-        MemoryStore(now_s),
+        store,
         lifecycle,
-        Decisions(None, now_s),
+        decisions,
         simulation_policy(config.speculation),
         rules,
         quotas={},
         choose=ROUTINGS[routing](),
     )
-    heartbeat = asyncio.create_task(dispatcher.heartbeat())
+    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
+    beating = asyncio.create_task(heartbeat.run())
     try:
         yield dispatcher
     finally:
-        heartbeat.cancel()
+        beating.cancel()
         await fleet.stop()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from backends.sim.acceptance import TASK_ENDS
 from backends.types import SamplingParams
-from gateway.job import Job
+from gateway.dispatch.job import Job
 from loadgen.types import Planned, Question
 from loadgen.workloads import ApproximateCounter, text_of
 from policies.types import ServiceLevel, SpeculationMode

@@ -11,8 +11,8 @@ from msgspec import to_builtins
 from backends.sim.worker import Deliveries
 from backends.types import Delta
 from gateway.cli.simulate.prompts import without_text
+from gateway.dispatch.placement import Placement
 from gateway.http.answer import speculation_reply
-from gateway.placement import Placement
 from loadgen.audit import Verdict
 from loadgen.types import Arrived, Planned, Record
 

@@ -27,7 +27,7 @@ from gateway.cli.simulate.prompts import job_of
 from gateway.cli.studies.capacity import LATEST_S, median_delay_s
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.search import grid_rate, highest_place, nearest_place
-from gateway.job import Job
+from gateway.dispatch.job import Job
 from loadgen.figures import tpot_s, ttft_s
 from loadgen.health import without_full_collections
 from loadgen.plan import Load, make_plan

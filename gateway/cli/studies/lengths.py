@@ -12,7 +12,7 @@ from itertools import islice
 from random import Random
 
 from gateway.cli.simulate.prompts import job_of
-from gateway.job import Job
+from gateway.dispatch.job import Job
 from loadgen.arrivals import parse_arrival
 from loadgen.traces import TraceRow
 from loadgen.types import Planned, Question, Slo

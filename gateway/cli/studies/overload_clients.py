@@ -13,13 +13,13 @@ from backends.base import WorkerConfig
 from backends.sim.backend import SimBackend
 from backends.sim.clock import run_virtual
 from backends.sim.simulated import World
-from gateway.admission import Bounds
 from gateway.assembly import WaitingRules
 from gateway.cli.simulate.cluster import started
 from gateway.cli.simulate.prompts import job_of
-from gateway.dispatch import Dispatcher
+from gateway.dispatch.admission import Bounds
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.job import Job
 from gateway.errors import TooMany
-from gateway.job import Job
 from loadgen.plan import Load, make_plan
 from loadgen.types import Planned
 from policies.types import ServiceLevel

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.decisions import KEPT, Decision
+from gateway.dispatch.decisions import KEPT, Decision
 from gateway.errors import InvalidRequest
 from gateway.http.context import NODE
 

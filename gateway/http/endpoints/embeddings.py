@@ -10,6 +10,7 @@ from typing import Final
 from aiohttp import web
 
 from backends.errors import BackendFailed, RequestRejected
+from gateway.dispatch.job import Job
 from gateway.errors import NoEmbeddings
 from gateway.http.accounts import ACCOUNT, in_name_of_account
 from gateway.http.context import new_id, read_body
@@ -18,7 +19,6 @@ from gateway.http.generation import parsed, send_json, watched
 from gateway.http.replies.embeddings import embeddings_reply
 from gateway.http.requests.embeddings import EmbeddingCall, embedding_call
 from gateway.http.requests.service import retries_of, service_of
-from gateway.job import Job
 from gateway.node import Node
 from gateway.telemetry.watch import RequestWatch
 

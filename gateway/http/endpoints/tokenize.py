@@ -19,7 +19,7 @@ from gateway.http.requests.decoding import decode
 from gateway.http.requests.messages import chat_prompt
 from gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from gateway.http.requests.tools import offered_tools
-from gateway.http.requests.validation import Served
+from gateway.served import Served
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)

@@ -13,7 +13,7 @@ from gateway import __version__
 from gateway.http.openapi.operations import OPERATIONS, Operation
 from gateway.http.openapi.schemas import components
 from gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER
-from gateway.http.requests.validation import Served
+from gateway.served import Served
 
 JSON: Final = "application/json"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.decisions import KEPT
+from gateway.dispatch.decisions import KEPT
 from gateway.http.endpoints.decisions import SHOWN, DecisionList
 from gateway.http.endpoints.live import MOST_INTERVAL_S
 from gateway.http.endpoints.page import file_names

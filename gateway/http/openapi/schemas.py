@@ -13,7 +13,7 @@ from gateway.http.requests.messages import ROLES
 from gateway.http.requests.responses import ITEM_TYPES, PART_TYPES, UNSUPPORTED
 from gateway.http.requests.schemas import UnsupportedFields
 from gateway.http.requests.tools import CHOICES
-from gateway.http.requests.validation import Served
+from gateway.served import Served
 
 REF: Final = "#/components/schemas/{name}"
 

@@ -8,12 +8,13 @@ from typing import Final
 import msgspec
 
 from backends.types import Capabilities, SamplingParams, Task
+from gateway.dispatch.job import Job
 from gateway.errors import ContextTooLong, InvalidRequest
 from gateway.http.requests.decoding import decode, reject_unsupported
 from gateway.http.requests.limits import Range, check_ranges
 from gateway.http.requests.schemas import EmbeddingBody
-from gateway.http.requests.validation import Served, prompts_of
-from gateway.job import Job
+from gateway.http.requests.validation import prompts_of
+from gateway.served import Served
 from policies.types import ServiceLevel, SpeculationMode
 
 MAX_INPUTS: Final = 2048

@@ -35,7 +35,8 @@ from gateway.http.requests.schemas import (
     Tool,
     ToolCallMessage,
 )
-from gateway.http.requests.validation import Call, Served, call_of_chat
+from gateway.http.requests.validation import Call, call_of_chat
+from gateway.served import Served
 from policies.types import ANYTIME, ServiceLevel
 
 

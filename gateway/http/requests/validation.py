@@ -14,7 +14,8 @@ import msgspec
 
 from backends.tokenizer import Tokenizer
 from backends.types import GrammarKind, GrammarSpec, SamplingParams
-from gateway.errors import InvalidRequest, ModelNotFound
+from gateway.dispatch.job import Job
+from gateway.errors import InvalidRequest
 from gateway.http.requests.decoding import decode, reject_unsupported
 from gateway.http.requests.limits import (
     BIAS,
@@ -36,7 +37,7 @@ from gateway.http.requests.schemas import (
     StreamOptions,
 )
 from gateway.http.requests.tools import OfferedTools, offered_tools
-from gateway.job import Job
+from gateway.served import Served
 from policies.repetition import repetition
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
@@ -52,36 +53,6 @@ GENERATED_SEED_BITS: Final = 53
 
 _chat_decoder: Final = msgspec.json.Decoder(ChatBody)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What validation must know of the model."""
-
-    name: str
-    tokenizer: Tokenizer
-    max_model_len: int
-
-    def check_token_id(self, token_id: int, param: str) -> None:
-        """Return if the model has such a token.
-
-        Raises:
-            InvalidRequest: it has not; `param` is named.
-        """
-        vocab = self.tokenizer.vocab_size
-        if not 0 <= token_id < vocab:
-            raise InvalidRequest(
-                f"{param}: token ids must be between 0 and {vocab - 1}, not {token_id}", param
-            )
-
-    def check_name(self, asked: str | None) -> None:
-        """Return if the client means this model; no name means it too.
-
-        Raises:
-            ModelNotFound: it means another one.
-        """
-        if asked is not None and asked != self.name:
-            raise ModelNotFound(asked, self.name)
 
 
 @dataclass(frozen=True, slots=True)

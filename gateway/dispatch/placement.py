@@ -9,10 +9,10 @@ from typing import Final
 
 from backends.errors import BackendFailed, RequestRejected
 from backends.types import GenerationRequest, SpeculationOutcome, Task
-from gateway.decisions import Decisions
+from gateway.dispatch.decisions import Decisions
+from gateway.dispatch.job import Job
 from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker
-from gateway.job import Job
 from policies.acceptance_history import AcceptanceHistory
 from policies.protocols import SpeculationPolicy
 from policies.types import (

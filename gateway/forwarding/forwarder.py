@@ -12,11 +12,11 @@ from typing import Final
 from backends.base import TokenUsage, UpstreamCall
 from backends.errors import BackendFailed, UpstreamFailed
 from gateway.accounts import Account
-from gateway.admission import AdmissionController, Ask, Entry
+from gateway.dispatch.admission import AdmissionController, Ask, Entry
+from gateway.dispatch.queue import CentralQueue, Waiting
 from gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from gateway.fleet import Fleet, FleetWorker
-from gateway.forwarded import ERRORS, NO_TOKENS, Forwarded, Refusal, begin, refused
-from gateway.queue import CentralQueue, Waiting
+from gateway.forwarding.answer import ERRORS, NO_TOKENS, Forwarded, Refusal, begin, refused
 from gateway.telemetry.tracing import NO_SPAN, Span
 from policies.room import Need, has_room
 from policies.types import ServiceLevel

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
+from gateway.dispatch.queue import CentralQueue, Waiting
 from gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
 from gateway.fleet import Fleet
-from gateway.queue import CentralQueue, Waiting
 from policies.admission.forecast import pool_of, work_s
 from policies.admission.types import AdmissionView, Admitted, QueueView, Refused
 from policies.ordering.ticket import Ticket
