@@ -27,6 +27,7 @@ class FleetWorker:
 
     Attributes:
         backend: what runs them; `generating` and `upstream` say which of the two it is.
+        forwards: whether requests go on as they came, to an upstream.
         reserved_tokens: tokens of prompt and output that these take at most.
     """
 
@@ -34,6 +35,7 @@ class FleetWorker:
         """Begin with nothing sent."""
         self.worker_id = worker_id
         self.backend = backend
+        self.forwards = hasattr(backend, "forward")
         self.reserved_tokens = 0
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
@@ -51,11 +53,6 @@ class FleetWorker:
             self._unstarted_prompt_tokens,
             min(self._promised.values(), default=None),
         )
-
-    @property
-    def forwards(self) -> bool:
-        """Whether requests go on as they came, to an upstream."""
-        return hasattr(self.backend, "forward")
 
     @property
     def generating(self) -> Backend:

@@ -8,7 +8,7 @@ Words after the language say what a block needs:
     ```bash docker     needs a Docker daemon: not run
     ```bash gpu        needs a CUDA device: not run
     ```bash hub        downloads a model: not run
-    ```bash load       measures: on a machine too busy for that it may call its run INVALID
+    ```bash load       measures: on a machine too busy for that its run may be INVALID, or be refused
 
 All blocks share one working directory, in the order of the page, so one may read what an earlier
 one wrote. The repository's files are visible there, and nothing is written into the repository.
@@ -31,7 +31,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-INVALID = 3  # the exit status of a load whose generator fell behind
+TOO_BUSY = {3, 4}  # exit statuses of a load whose generator, or whose server, could not keep up
 NOT_RUN = {"serve", "install", "docker", "gpu", "hub"}
 BLOCK_TIMEOUT_S = 180
 READY_TIMEOUT_S = 90
@@ -152,5 +152,5 @@ def test_an_example_of_the_readme_runs(
         timeout=BLOCK_TIMEOUT_S,
         check=False,
     )
-    fine = {0, INVALID} if "load" in block.tags else {0}
+    fine = {0, *TOO_BUSY} if "load" in block.tags else {0}
     assert result.returncode in fine, f"README.md:{block.line}\n{code}\n{result.stdout[-4000:]}"

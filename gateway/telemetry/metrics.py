@@ -27,7 +27,7 @@ Loads = Callable[[], Sequence[WorkerLoad | None]]
 """The load of every worker in order, None for a broken one; empty before they have started."""
 
 Labels = tuple[str, ...]
-"""Values of a figure's labels, the model's name first."""
+"""Values of a figure's own labels: the model's name comes to all of them on the page."""
 
 _GEN_AI: Final = {"model_name": "gen_ai_request_model", "operation": "gen_ai_operation_name"}
 _VLLM: Final = {"finish_reason": "finished_reason"}
@@ -95,18 +95,18 @@ class Metrics:
 
     def amount(self, figure: Figure, *labels: str) -> Amount:
         """Return a series to keep, where it is counted often."""
-        series, values = self._amounts[figure], (self._model(), *labels)
-        found = series.get(values)
+        series = self._amounts[figure]
+        found = series.get(labels)
         if found is None:
-            found = series.setdefault(self._bounded(figure, values), Amount())
+            found = series.setdefault(self._bounded(figure, labels), Amount())
         return found
 
     def spread(self, figure: Figure, *labels: str) -> Spread:
         """Return a series to keep, where it is observed often."""
-        series, values = self._spreads[figure], (self._model(), *labels)
-        found = series.get(values)
+        series = self._spreads[figure]
+        found = series.get(labels)
         if found is None:
-            found = series.setdefault(self._bounded(figure, values), Spread(figure.buckets))
+            found = series.setdefault(self._bounded(figure, labels), Spread(figure.buckets))
         return found
 
     def add(self, figure: Figure, amount: float = 1.0, *labels: str) -> None:
@@ -126,7 +126,7 @@ class Metrics:
 
         What is written is as of now; writing it may be done in a thread.
         """
-        page = _Page([(figure, self._rows(figure)) for figure in FIGURES])
+        page = _Page(self._model(), [(figure, self._rows(figure)) for figure in FIGURES])
         kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
         if "application/openmetrics-text" not in kinds:
             return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
@@ -135,8 +135,8 @@ class Metrics:
         return write, openmetrics.CONTENT_TYPE_LATEST
 
     def _bounded(self, figure: Figure, values: Labels) -> Labels:
-        names = ("model_name", *figure.labels)
-        return tuple(self._bounds.folded(n, v) for n, v in zip(names, values, strict=True))
+        named = zip(figure.labels, values, strict=True)
+        return tuple(self._bounds.folded(name, value) for name, value in named)
 
     def _rows(self, figure: Figure) -> Rows:
         """Return label values and value of each series, as of now."""
@@ -155,28 +155,29 @@ class Metrics:
             if load is not None:
                 amount = Amount()
                 amount.value = of_worker(load)
-                rows.append(((self._model(), str(index)), amount))
+                rows.append(((str(index),), amount))
         return rows
 
 
 class _Page:
     """Figures as they were, for an encoder, which may run in a thread."""
 
-    def __init__(self, taken: list[tuple[Figure, Rows]]) -> None:
+    def __init__(self, model: str, taken: list[tuple[Figure, Rows]]) -> None:
+        self._model = model
         self._taken = taken
 
     def collect(self) -> Iterator[Metric]:
         for figure, rows in self._taken:
             for name in (figure.name, *figure.aliases):
-                yield _family(figure, name, rows)
+                yield _family(figure, name, self._model, rows)
 
 
-def _family(figure: Figure, name: str, rows: Rows) -> Metric:
+def _family(figure: Figure, name: str, model: str, rows: Rows) -> Metric:
     unit = figure.unit if name.endswith("_" + figure.unit) else ""  # OpenMetrics wants it so
     family = Metric(name, figure.text, figure.kind.value, unit)
-    labels = ("model_name", *figure.labels)
     for values, value in rows:
-        told = _dialect(name, dict(zip(labels, values, strict=True)))
+        labels = {"model_name": model, **dict(zip(figure.labels, values, strict=True))}
+        told = _dialect(name, labels)
         if told is not None:
             family.samples += _samples(figure, name, told, value)
     return family

@@ -14,12 +14,16 @@ from rich.console import Console
 from loadgen.audit import Verdict
 from loadgen.report.table import render
 from loadgen.summary import invalid_reasons, summarize
-from loadgen.types import Run
+from loadgen.types import Record, Run
 from loadgen.verify import LosslessCheck
 
 NOT_INTACT: Final = 1
 NO_USE: Final = 2
 INVALID: Final = 3
+REFUSED: Final = 4
+
+REFUSALS: Final = frozenset({429, 503})
+"""Statuses by which a server says that it takes no more now: an answer, and no broken stream."""
 
 T = TypeVar("T")
 
@@ -27,11 +31,18 @@ T = TypeVar("T")
 def exit_status(ran: Run, check: LosslessCheck | None) -> int:
     """Return what a run's end says to a shell."""
     fine = {Verdict.OK.value, Verdict.INTERRUPTED.value}
-    if any(record.verdict not in fine for record in ran.records):
+    others = [record for record in ran.records if record.verdict not in fine]
+    if not all(_is_refused(record) for record in others):
         return NOT_INTACT
     if check is not None and not check.passed:
         return NOT_INTACT
-    return INVALID if invalid_reasons(ran) else 0
+    if invalid_reasons(ran):
+        return INVALID
+    return REFUSED if others else 0
+
+
+def _is_refused(record: Record) -> bool:
+    return record.verdict == Verdict.HTTP_STATUS.value and record.status in REFUSALS
 
 
 def tell(

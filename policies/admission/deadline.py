@@ -136,6 +136,8 @@ class Deadline:
         pace = _pace(foreseen, likely_s - LOW_WATER_SHARE * sure_s)
 
         def longer_s(expected_s: tuple[float, float]) -> float:
+            if not any(expected_s):
+                return 0.0
             better_s, own_s = (work_s / pace for work_s in expected_s)
             before_s = view.queue.ahead_s
             behind_s = drained_s(view, drain, error, before_s, (better_s, own_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 import subprocess
 import sys
 
@@ -155,6 +156,16 @@ def test_a_broken_stream_weighs_more_than_an_invalid_run() -> None:
     assert exit_status(broken, None) == 1
     stopped = a_run([r for r in broken.records if r.verdict == "ok"], interrupted=True)
     assert exit_status(stopped, None) == 3
+
+
+def test_a_refusal_is_no_broken_stream() -> None:
+    """A server that says 429 or 503 answered: 4, where nothing worse happened."""
+    ok = [record for record in a_run().records if record.verdict == "ok"]
+    refused = [replace(ok[0], verdict="http_status", status=status) for status in (429, 503)]
+    assert exit_status(a_run([*ok, *refused]), None) == 4
+    assert exit_status(a_run([*ok, *refused], health=BEHIND), None) == 3
+    failed = replace(ok[0], verdict="http_status", status=500)
+    assert exit_status(a_run([*ok, *refused, failed]), None) == 1
 
 
 @pytest.mark.parametrize(

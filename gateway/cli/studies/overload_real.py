@@ -85,11 +85,13 @@ class Crowd:
         self.attempts = Attempts()
 
     async def run(self, rate_rps: float) -> list[Client]:
-        """Return the clients of a minute at a rate, when all have ended."""
+        """Return the clients of a minute at a rate, when all have ended.
+
+        Each rate has prompts of its own: the server keeps those of the rates before in its cache.
+        """
         overload = self._overload
-        load = Load(
-            workload=overload.workload, rate_rps=rate_rps, duration_s=OVERLOAD_S, seed=overload.seed
-        )
+        seed = round(1e3 * rate_rps) + overload.seed
+        load = Load(workload=overload.workload, rate_rps=rate_rps, duration_s=OVERLOAD_S, seed=seed)
         plan = make_plan(load, max_model_len=overload.config.max_model_len)
         clients = [Client(planned, planned.at_s or 0.0) for planned in plan.requests]
         timeout = aiohttp.ClientTimeout(total=None)
@@ -243,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; for `draftgate bench overload --real`."""
     parser = study_parser("overload", __doc__)
     parser.add_argument("--real", action="store_true", help="in real time, over HTTP")
-    parser.add_argument("--rate", type=float, default=14.0, help="nominal requests a second")
+    parser.add_argument("--rate", type=float, default=24.0, help="nominal requests a second")
     parser.add_argument("--factors", default=REAL_FACTORS, help="of it, to find the peak")
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--seats", type=int, default=32)
