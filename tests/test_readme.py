@@ -8,7 +8,7 @@ Words after the language say what a block needs:
     ```bash docker     needs a Docker daemon: not run
     ```bash gpu        needs a CUDA device: not run
     ```bash hub        downloads a model: not run
-    ```bash load       measures: on a machine too busy for that its run may be INVALID, or be refused
+    ```bash load       measures: on too busy a machine its run may be INVALID, or be refused
 
 All blocks share one working directory, in the order of the page, so one may read what an earlier
 one wrote. The repository's files are visible there, and nothing is written into the repository.
