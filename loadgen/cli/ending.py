@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import typer
 from rich.console import Console
@@ -20,8 +18,6 @@ from loadgen.verify import LosslessCheck
 NOT_INTACT: Final = 1
 NO_USE: Final = 2
 INVALID: Final = 3
-
-T = TypeVar("T")
 
 
 def exit_status(ran: Run, check: LosslessCheck | None) -> int:
@@ -57,13 +53,3 @@ def refuse(what: str, error: Exception) -> typer.Exit:
     """Say why a command cannot be carried out; raise what this returns."""
     Console(stderr=True).print(f"{what}: {type(error).__name__}: {error}", markup=False)
     return typer.Exit(NO_USE)
-
-
-def in_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, on uvloop where it is installed: it takes less of the one core."""
-    runner: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
-    try:
-        import uvloop
-    except ImportError:
-        return runner(main)
-    return uvloop.run(main)

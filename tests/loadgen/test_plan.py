@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from loadgen.arrivals import parse_arrival
+from loadgen.driver import until
 from loadgen.plan import PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load, make_plan
-from loadgen.run import until
 from loadgen.traces import read_trace
 from loadgen.types import Slo
 
