@@ -19,7 +19,7 @@ from loadgen.corpus import Corpus, open_corpus
 from loadgen.driver import requests_of, run_plan
 from loadgen.events import EventWriter
 from loadgen.null_server import allow_many_connections
-from loadgen.plan import Load, Plan, make_plan
+from loadgen.plan import Load, Part, Plan, make_plan
 from loadgen.processes.parent import run_in_processes
 from loadgen.processes.wire import Job
 from loadgen.report.live import LiveView, Progress
@@ -71,11 +71,14 @@ async def run_load(
     corpus = open_corpus(load.text_file) if asks_corpus else None
     async with open_session(target.api_key) as session:
         server = await look_at(session, target.url, target.model, corpus)
-        limit = server.max_model_len
-        # Where processes make their own questions this plan is for its length alone.
-        elsewhere = target.processes > 1
+        # Where several processes make their own questions, this part is for the plan's length.
         plan = make_plan(
-            load, rows=rows, counter=server.counter, max_model_len=limit, lazily=elsewhere
+            load,
+            rows=rows,
+            counter=server.counter,
+            max_model_len=server.max_model_len,
+            lazily=target.processes > 1,
+            part=Part(0, target.processes),
         )
         settings = settings_of(load, target, server, corpus)
         with EventWriter(target.events, settings) if target.events else nullcontext() as events:

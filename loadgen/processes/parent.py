@@ -77,8 +77,9 @@ async def run_in_processes(
                 this.uncancel()
         await _stop(senders, following)
         for sender, task in zip(senders, following, strict=True):
+            death = await sender.death()
             if task.cancelled() or isinstance(task.exception(), GONE):
-                merger.lost(sender.part, await sender.death())
+                merger.lost(sender.part, death)
             else:
                 task.result()  # raises what a callback raised
     return merger.merged()
@@ -114,7 +115,7 @@ class Sender:
         self.writer.write_eof()
 
     async def death(self) -> str:
-        """Return how it ended, in words; one that did not end is killed."""
+        """Wait until it ended, and return how, in words."""
         try:
             async with asyncio.timeout(GRACE_S):
                 status = await self.process.wait()
