@@ -15,7 +15,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from loadgen.client import Patience
 from loadgen.events import End
-from loadgen.plan import Load, Part
+from loadgen.plan import WHOLE, Load, Part
 from loadgen.types import Record
 from loadgen.workloads import ApproximateCounter
 
@@ -36,7 +36,7 @@ class Job(Struct, frozen=True):
     patience: Patience = Patience()
     counter: ApproximateCounter = ApproximateCounter()
     max_model_len: int | None = None
-    part: Part = Part()
+    part: Part = WHOLE
 
 
 class Start(Struct):
