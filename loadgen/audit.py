@@ -116,6 +116,7 @@ class StreamAudit:
         detail: the fault in words.
         finish_reasons: by choice; None where none came.
         usage, metrics: what the server reported, if it did.
+        stream_id: the id that its chunks carried last; empty if none did.
     """
 
     choices: int = 1
@@ -127,8 +128,8 @@ class StreamAudit:
     finish_reasons: list[str | None] = field(init=False)
     usage: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
+    stream_id: str = ""
     _parts: list[list[str]] = field(init=False)
-    _id: str | None = None
     _tokens: int = 0  # as told last
     _text_chunks: int = 0
     _text_only: bool = True  # neither reasoning nor tool calls, whose parsers split tokens
@@ -198,13 +199,15 @@ class StreamAudit:
         return Content(characters, tokens) if characters else None
 
     def _check_id(self, chunk_id: str) -> None:
-        if chunk_id == self._id:
+        if chunk_id == self.stream_id:
             return
-        if self._id is not None:
-            self.fault(Verdict.CROSSED, f"a chunk of {chunk_id!r} in the stream of {self._id!r}")
+        if self.stream_id:
+            self.fault(
+                Verdict.CROSSED, f"a chunk of {chunk_id!r} in the stream of {self.stream_id!r}"
+            )
         elif chunk_id in self.ids:
             self.fault(Verdict.CROSSED, f"another stream of the run has the id {chunk_id!r}")
-        self._id = chunk_id
+        self.stream_id = chunk_id
         self.ids.add(chunk_id)
 
     def _choice(self, choice: _Choice) -> int:

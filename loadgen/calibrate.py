@@ -1,9 +1,9 @@
 """How much load can this generator hold honestly? Measured against the null server beside it.
 
-Two ceilings, of one core: the highest rate of requests with an answer of one token, and the largest
-number of open streams which bring a token every 20 ms. Held is a load whose run is valid by
-`loadgen.health.Budget` and whose streams are all intact. The search doubles until a load fails and
-then halves the interval (as MLPerf's LoadGen finds its peak).
+Two ceilings, of one process or of several, each of which needs a core: the highest rate of requests
+with an answer of one token, and the largest number of open streams which bring a token every 20 ms.
+Held is a load whose run is valid by `loadgen.health.Budget` and whose streams are all intact. The
+search doubles until a load fails and then halves the interval (as MLPerf's LoadGen finds its peak).
 
 The null server is another process and needs a core of its own. Its CPU share is told with each
 probe: where it is near 100 %, or the two share a core, the ceiling is a lower bound.
@@ -28,7 +28,10 @@ from loadgen.client import open_session
 from loadgen.driver import run_plan
 from loadgen.health import judge_health
 from loadgen.null_server import Pace, allow_many_connections
-from loadgen.types import ClientHealth, Planned, Question, Run
+from loadgen.plan import Load, make_plan
+from loadgen.processes.parent import run_in_processes
+from loadgen.processes.wire import Job
+from loadgen.types import ClientHealth, Run
 
 PACE: Final = Pace(ttft_s=0.050, itl_s=0.020)
 """50 tokens a second: faster than reading, and what a small model gives one user."""
@@ -53,7 +56,7 @@ class Probe:
         rate_rps: requests per second offered.
         open_streams: mean number that are open in the middle of the probe (Little: rate x length).
         chunks_per_s: chunks with text per second at that number.
-        health: the generator's.
+        health: the generator's; of several processes, the worst.
         ttft_excess_s: median and 99th percentile of the time to first token, beyond the null
             server's own: what this generator adds to every figure at that load.
         server_cpu_share: of the null server.
@@ -71,10 +74,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """The probes in the order in which they were made, failed ones too."""
+    """The probes in the order in which they were made, failed ones too; how many processes sent."""
 
     rates: tuple[Probe, ...]
     streams: tuple[Probe, ...]
+    processes: int = 1
 
     @property
     def rate(self) -> Probe | None:
@@ -88,11 +92,15 @@ class CalibrationResult:
 
 
 async def calibrate(
-    *, probe_s: float = 4.0, on_probe: Callable[[Probe], None] = lambda _: None
+    *,
+    processes: int = 1,
+    probe_s: float = 4.0,
+    on_probe: Callable[[Probe], None] = lambda _: None,
 ) -> CalibrationResult:
     """Find both ceilings; takes some twenty probes.
 
     Args:
+        processes: how many send.
         probe_s: how long each probe sends.
         on_probe: told of each probe.
 
@@ -105,7 +113,7 @@ async def calibrate(
 
         async def holds(probes: list[Probe], rate_rps: float, tokens: int) -> bool:
             async def attempt() -> bool:
-                probes.append(await probe(session, url, rate_rps, tokens, probe_s))
+                probes.append(await probe(session, url, rate_rps, tokens, probe_s, processes))
                 on_probe(probes[-1])
                 return not probes[-1].reasons
 
@@ -114,7 +122,7 @@ async def calibrate(
         length_s = _length_s(STREAM_TOKENS)
         await highest(lambda rate: holds(rates, rate, 1), 100)
         await highest(lambda n: holds(streams, n / length_s, STREAM_TOKENS), 100)
-    return CalibrationResult(tuple(rates), tuple(streams))
+    return CalibrationResult(tuple(rates), tuple(streams), processes)
 
 
 async def held_once(attempt: Callable[[], Awaitable[bool]]) -> bool:
@@ -145,15 +153,28 @@ async def highest(
 
 
 async def probe(
-    session: aiohttp.ClientSession, url: str, rate_rps: float, tokens: int, probe_s: float
+    session: aiohttp.ClientSession,
+    url: str,
+    rate_rps: float,
+    tokens: int,
+    probe_s: float,
+    processes: int = 1,
 ) -> Probe:
     """Offer one load, evenly spaced, for `probe_s` or two lengths of a stream if that is more."""
     length_s = _length_s(tokens)
     requests = max(1, round(rate_rps * max(probe_s, 2 * length_s)))
-    question = Question(_PROMPT, (), tokens, seed=0)
-    plan = [Planned(i, i / rate_rps, question) for i in range(requests)]
+    load = Load(
+        prompt=_PROMPT,
+        arrival="constant",
+        rate_rps=rate_rps,
+        requests=requests,
+        max_tokens=tokens,
+    )
     cpu_s = await _cpu_s(session, url)
-    run = await run_plan(session, url, "null", plan)
+    if processes > 1:
+        run = await run_in_processes(Job(load, url, "null"), processes)
+    else:
+        run = await run_plan(session, url, "null", make_plan(load).requests)
     server_cpu_s = await _cpu_s(session, url) - cpu_s
     assert run.health is not None
     excess = sorted(r.chunks[0].at_s - r.scheduled_s - PACE.ttft_s for r in run.records if r.chunks)
@@ -171,7 +192,9 @@ async def probe(
 def render(result: CalibrationResult) -> RenderableType:
     """Return the two ceilings as text within 80 columns, with what held them back."""
     streamed = f"{STREAM_TOKENS} tokens, {PACE.itl_s * 1e3:g} ms apart"
-    table = Table(title="Ceilings of this generator (one core)", title_justify="left", box=None)
+    sending = "one process" if result.processes == 1 else f"{result.processes} processes"
+    title = f"Ceilings of this generator ({sending})"
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("answers of")
     for name in ("1 token", streamed):
         table.add_column(name, justify="right")

@@ -141,6 +141,7 @@ class Exchange:
             audit.metrics,
             self._status,
             self._connect_s,
+            stream_id=audit.stream_id,
         )
 
     def connecting(self) -> None:

@@ -15,5 +15,13 @@ def start_clock() -> Clock:
 
     It reads the monotonic clock, not the event loop's: uvloop's stands still within an iteration.
     """
-    start_s = time.monotonic()
+    return clock_from(time.monotonic())
+
+
+def clock_from(start_s: float) -> Clock:
+    """Return a clock that starts at an instant of the monotonic clock; before it, it is negative.
+
+    All processes of a machine read the same monotonic clock (Linux: CLOCK_MONOTONIC, seconds since
+    boot; macOS alike), so their clocks from one instant agree.
+    """
     return lambda: time.monotonic() - start_s

@@ -11,6 +11,7 @@ import aiohttp
 from loadgen.client import Exchange, Patience
 from loadgen.clock import Clock, start_clock
 from loadgen.health import HealthMonitor, without_full_collections
+from loadgen.plan import Load, Plan
 from loadgen.types import Planned, Record, Run
 
 TIMER_S: Final = 0.001
@@ -114,6 +115,25 @@ async def send_on_schedule(
         send(planned, at_s)
         await sleep(0)
     return at_s
+
+
+def requests_of(plan: Plan, load: Load) -> Iterable[Planned]:
+    """Return a plan's requests; those of a closed loop end with the load's duration, if it has one.
+
+    An open loop's schedule is as long as that already.
+    """
+    if plan.concurrency is None or load.duration_s is None:
+        return plan.requests
+    return until(plan.requests, load.duration_s)
+
+
+def until(requests: Iterable[Planned], duration_s: float) -> Iterator[Planned]:
+    """Yield requests until so much time has passed since the first was taken."""
+    clock = start_clock()
+    for planned in requests:
+        if clock() >= duration_s:
+            return
+        yield planned
 
 
 async def _client(

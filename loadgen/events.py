@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -70,6 +70,7 @@ class RecordLine(Struct, omit_defaults=True):
     metrics: dict[str, Any] | None = None
     status: int | None = None
     connect_s: float = 0.0
+    stream_id: str = ""
 
 
 class End(Struct):
@@ -79,6 +80,13 @@ class End(Struct):
     scheduled_duration_s: float | None
     health: ClientHealth | None
     interrupted: bool
+    lost: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Return the end of a run."""
+        schedule_s = run.scheduled_duration_s
+        return cls(run.duration_s, schedule_s, run.health, run.interrupted, run.lost)
 
 
 class Line(Struct, omit_defaults=True):
@@ -118,8 +126,7 @@ class EventWriter:
 
     def end(self, run: Run) -> None:
         """Write what is known when the run is over."""
-        end = End(run.duration_s, run.scheduled_duration_s, run.health, run.interrupted)
-        self._write(Line(end=end))
+        self._write(Line(end=End.of(run)))
 
     def lossless(self, check: LosslessCheck) -> None:
         """Write what replaying showed."""
@@ -153,8 +160,10 @@ def read_events(path: Path) -> tuple[Run, LosslessCheck | None]:
             end = line.end
             run.duration_s, run.interrupted = end.duration_s, end.interrupted
             run.scheduled_duration_s, run.health = end.scheduled_duration_s, end.health
+            run.lost = end.lost
         if line.lossless is not UNSET:
             lossless = line.lossless
+    run.records.sort(key=lambda record: record.end_s)  # several processes' came in any order
     if run.health is None:
         run.duration_s = max((record.end_s for record in run.records), default=0.0)
         run.scheduled_duration_s = _last_instant(run.records)
@@ -214,6 +223,7 @@ def _line(record: Record) -> RecordLine:
         metrics=record.metrics,
         status=record.status,
         connect_s=record.connect_s,
+        stream_id=record.stream_id,
     )
 
 
@@ -250,4 +260,5 @@ def _record(line: RecordLine) -> Record:
         line.metrics,
         line.status,
         line.connect_s,
+        stream_id=line.stream_id,
     )

@@ -101,6 +101,23 @@ class HealthMonitor:
             self._stall_s = max(self._stall_s, self._clock() - before_s - TICK_S)
 
 
+def of_processes(processes: Sequence[ClientHealth | None]) -> ClientHealth | None:
+    """Return the health of a generator of several processes: it is as well as its worst one.
+
+    None of `processes` died; None is returned if all of them did.
+    """
+    known = [health for health in processes if health is not None]
+    if not known:
+        return None
+    return ClientHealth(
+        max_lag_s=max(health.max_lag_s for health in known),
+        p99_lag_s=max(health.p99_lag_s for health in known),
+        cpu_share=max(health.cpu_share for health in known),
+        loop_stall_s=max(health.loop_stall_s for health in known),
+        processes=tuple(processes),
+    )
+
+
 def lag_s(record: Record) -> float:
     """Return how far behind schedule a request was sent by the generator's own fault.
 
@@ -118,7 +135,9 @@ def judge_health(run: Run, budget: Budget | None = None) -> list[str]:
     health, limits = run.health, budget or Budget()
     if health is None:
         raise ValueError("a run without health cannot be judged")
-    reasons = ["the run was interrupted before its plan was done"] if run.interrupted else []
+    reasons = list(run.lost)
+    if run.interrupted:
+        reasons.append("the run was interrupted before its plan was done")
     milliseconds = (
         ("p99 of the lag behind schedule", health.p99_lag_s, limits.p99_lag_s),
         ("largest lag behind schedule", health.max_lag_s, limits.max_lag_s),

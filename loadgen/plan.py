@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -124,8 +124,28 @@ _POSITIVE: Final = ("rate_rps", "duration_s", "requests", "concurrency", "time_s
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one of several processes sends of a plan: of `of` equal parts the `index`-th, from 0.
+
+    Of an open loop these are the requests at every `of`-th place, of a closed one those of every
+    `of`-th client, if clients took requests by turns. So the parts of a plan are the plan, whatever
+    their number.
+    """
+
+    index: int = 0
+    of: int = 1
+
+    def takes(self, place: int) -> bool:
+        """Whether the request, or the client, at a place from 0 is of this part."""
+        return place % self.of == self.index
+
+
+WHOLE: Final = Part()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Requests, and how to send them.
+    """Requests, and how to send them. `schedule_s` and `total` are of all parts together.
 
     Attributes:
         requests: made beforehand, if not asked for lazily; without end, and made as they are needed
@@ -151,6 +171,7 @@ def make_plan(
     counter: TokenCounter | None = None,
     max_model_len: int | None = None,
     lazily: bool = False,
+    part: Part = WHOLE,
 ) -> Plan:
     """Return the requests of a load; the same for the same arguments.
 
@@ -158,26 +179,31 @@ def make_plan(
         rows: of the trace, if one is replayed.
         counter: measures prompts.
         max_model_len: what the server holds, if that is known.
-        lazily: make the questions of an open loop as they are taken: for simulations, whose clock
-            waits, and whose texts together may be more than memory holds.
+        lazily: make each question as it is taken: for simulations, whose clock waits, and whose
+            texts together may be more than memory holds.
+        part: of the plan, if several processes send it; only its questions are made.
 
     Raises:
         OSError: the text file cannot be read.
-        ValueError: there is no such workload, no text, or the trace is empty.
+        ValueError: there is no such workload, no text, or the trace is empty; or a closed loop has
+            fewer clients than parts.
     """
     if load.trace is not None and not rows:
         raise ValueError(f"{load.trace} has no requests")
     rows = _sped(rows, load)
     question = _questions(load, rows, counter or ApproximateCounter(), max_model_len)
-    if load.clients is not None:
+    if (clients := load.clients) is not None:
+        if clients < part.of:
+            raise ValueError(f"{clients} clients cannot be divided among {part.of} processes")
         total = load.longest
         if load.trace is not None:
             total = len(rows) if total is None else min(total, len(rows))
-        made = [Planned(i, None, question(i)) for i in range(AHEAD if total is None else total)]
-        later = (Planned(i, None, question(i)) for i in count(AHEAD)) if total is None else ()
-        return Plan(chain(made, later), load.clients, None, total)
+        places = count() if total is None else range(total)
+        asked = (Planned(i, None, question(i)) for i in places if part.takes(i % clients))
+        made = [] if lazily else list(islice(asked, AHEAD if total is None else total))
+        return Plan(chain(made, asked), sum(map(part.takes, range(clients))), None, total)
     instants, schedule_s = _schedule(load, rows)
-    scheduled = (Planned(i, at_s, question(i)) for i, at_s in enumerate(instants))
+    scheduled = (Planned(i, at_s, question(i)) for i, at_s in enumerate(instants) if part.takes(i))
     return Plan(scheduled if lazily else list(scheduled), None, schedule_s, len(instants))
 
 

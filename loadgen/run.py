@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,16 +15,17 @@ from msgspec import to_builtins
 from rich.console import Console
 
 from loadgen.client import Patience, open_session
-from loadgen.clock import start_clock
 from loadgen.corpus import Corpus, open_corpus
-from loadgen.driver import run_plan
+from loadgen.driver import requests_of, run_plan
 from loadgen.events import EventWriter
 from loadgen.null_server import allow_many_connections
-from loadgen.plan import Load, Plan, make_plan
+from loadgen.plan import Load, Part, Plan, make_plan
+from loadgen.processes.parent import run_in_processes
+from loadgen.processes.wire import Job
 from loadgen.report.live import LiveView, Progress
 from loadgen.server import Server, look_at
 from loadgen.traces import read_trace
-from loadgen.types import Planned, Record, Run
+from loadgen.types import Record, Run
 from loadgen.verify import LosslessCheck, verify_lossless
 
 
@@ -37,6 +37,8 @@ class Target:
         model: if empty, the first that the server lists.
         verify: how many answers to ask again without speculation.
         events: where to write the run's events.
+        processes: how many send. They change nothing of the plan, so they are not the load's: what
+            is sent is the same by one and by many.
     """
 
     url: str
@@ -45,6 +47,7 @@ class Target:
     timeout_s: float = 300.0
     verify: int = 0
     events: Path | None = None
+    processes: int = 1
 
     @property
     def patience(self) -> Patience:
@@ -68,8 +71,15 @@ async def run_load(
     corpus = open_corpus(load.text_file) if asks_corpus else None
     async with open_session(target.api_key) as session:
         server = await look_at(session, target.url, target.model, corpus)
-        limit = server.max_model_len
-        plan = make_plan(load, rows=rows, counter=server.counter, max_model_len=limit)
+        # Where several processes make their own questions, this part is for the plan's length.
+        plan = make_plan(
+            load,
+            rows=rows,
+            counter=server.counter,
+            max_model_len=server.max_model_len,
+            lazily=target.processes > 1,
+            part=Part(0, target.processes),
+        )
         settings = settings_of(load, target, server, corpus)
         with EventWriter(target.events, settings) if target.events else nullcontext() as events:
             run = await _send(session, target, server, plan, load, console, events)
@@ -101,9 +111,6 @@ async def _send(
     console: Console,
     events: EventWriter | None,
 ) -> Run:
-    requests = plan.requests
-    if plan.concurrency is not None and load.duration_s is not None:
-        requests = until(requests, load.duration_s)
     progress = Progress(plan.total, plan.schedule_s or load.duration_s)
 
     def over(record: Record) -> None:
@@ -112,28 +119,40 @@ async def _send(
             events.record(record)
 
     async with LiveView(console, progress):
-        run = await run_plan(
-            session,
-            target.url,
-            server.model,
-            requests,
-            concurrency=plan.concurrency,
-            patience=target.patience,
-            on_start=progress.start,
-            on_record=over,
-        )
+        if target.processes > 1:
+            run = await run_in_processes(
+                job_of(load, target, server),
+                target.processes,
+                on_start=progress.start,
+                on_record=over,
+            )
+        else:
+            run = await run_plan(
+                session,
+                target.url,
+                server.model,
+                requests_of(plan, load),
+                concurrency=plan.concurrency,
+                patience=target.patience,
+                on_start=lambda _: progress.start(),
+                on_record=over,
+            )
     if not run.interrupted:
         run.scheduled_duration_s = plan.schedule_s
     return run
 
 
-def until(requests: Iterable[Planned], duration_s: float) -> Iterator[Planned]:
-    """Yield requests until so much time has passed since the first was taken."""
-    clock = start_clock()
-    for planned in requests:
-        if clock() >= duration_s:
-            return
-        yield planned
+def job_of(load: Load, target: Target, server: Server) -> Job:
+    """Return what processes need to know in order to send a load."""
+    return Job(
+        load,
+        target.url,
+        server.model,
+        target.api_key,
+        target.patience,
+        server.counter,
+        server.max_model_len,
+    )
 
 
 def settings_of(
@@ -148,6 +167,7 @@ def settings_of(
         **{name: value for name, value in to_builtins(load, enc_hook=str).items() if value != {}},
         "timeout_s": target.timeout_s,
         "verify_lossless": target.verify,
+        "processes": target.processes,
         "max_model_len": server.max_model_len,
         "corpus": None if corpus is None else corpus.source,
         "prompt_lengths": None if corpus is None else server.counter.source,

@@ -65,7 +65,8 @@ def summarize(run: Run, lossless: LosslessCheck | None = None) -> dict[str, Any]
 def invalid_reasons(run: Run) -> list[str]:
     """Return why nothing can be concluded from a run; empty if it is valid."""
     if run.health is None:
-        return ["the record of the run ends early: how well the generator kept up is not known"]
+        unknown = "the record of the run ends early: how well the generator kept up is not known"
+        return [*run.lost, unknown]
     return judge_health(run)
 
 

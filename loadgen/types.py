@@ -124,6 +124,7 @@ class Record:
         usage, metrics: what the server reported, if it did.
         status: HTTP status, if there was an answer.
         connect_s: time spent on setting up a connection before sending; 0 if one stood.
+        stream_id: the id that the chunks carried last; empty if none did.
     """
 
     planned: Planned
@@ -139,6 +140,7 @@ class Record:
     metrics: dict[str, Any] | None = None
     status: int | None = None
     connect_s: float = 0.0
+    stream_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +151,15 @@ class ClientHealth:
         max_lag_s, p99_lag_s: sending behind schedule.
         cpu_share: CPU seconds of this process per second of the run.
         loop_stall_s: longest time the event loop did not answer.
+        processes: of a generator of several, each one's own; None of one that died. Each figure
+            above is then the worst of them.
     """
 
     max_lag_s: float
     p99_lag_s: float
     cpu_share: float
     loop_stall_s: float
+    processes: tuple[ClientHealth | None, ...] = ()
 
 
 @dataclass(slots=True)
@@ -167,6 +172,7 @@ class Run:
         duration_s: from the start to the end of the last request.
         scheduled_duration_s: length of the schedule; None in a closed loop.
         interrupted: whether it was stopped before its plan was done.
+        lost: of a generator of several processes, those that died, in words.
     """
 
     settings: dict[str, Any]
@@ -175,3 +181,4 @@ class Run:
     scheduled_duration_s: float | None = None
     health: ClientHealth | None = None
     interrupted: bool = False
+    lost: Sequence[str] = ()

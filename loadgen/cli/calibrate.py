@@ -10,13 +10,16 @@ from rich.console import Console
 
 from loadgen.calibrate import Probe, render
 from loadgen.calibrate import calibrate as find_ceilings
-from loadgen.cli.ending import in_loop, refuse
+from loadgen.cli.ending import refuse
+from loadgen.cli.flags import Processes
+from loadgen.loop import in_loop
 
 
 def calibrate(
+    processes: Processes = 1,
     probe_s: Annotated[float, typer.Option(help="Seconds of each of some twenty probes.")] = 4.0,
 ) -> None:
-    """Measure how much load one core of this machine holds honestly, against a null server."""
+    """Measure how much load this machine's generator holds honestly, against a null server."""
     errors, console = Console(stderr=True), Console()
 
     def told(probe: Probe) -> None:
@@ -24,7 +27,7 @@ def calibrate(
         errors.print(f"{probe.rate_rps:.0f}/s, {probe.open_streams:.0f} open: {verdict}")
 
     try:
-        result = in_loop(find_ceilings(probe_s=probe_s, on_probe=told))
+        result = in_loop(find_ceilings(processes=processes, probe_s=probe_s, on_probe=told))
     except (aiohttp.ClientError, OSError) as error:
         raise refuse("cannot calibrate", error) from None
     console.print(render(result))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import typer
 from rich.console import Console
@@ -24,8 +22,6 @@ REFUSED: Final = 4
 
 REFUSALS: Final = frozenset({429, 503})
 """Statuses by which a server says that it takes no more now: an answer, and no broken stream."""
-
-T = TypeVar("T")
 
 
 def exit_status(ran: Run, check: LosslessCheck | None) -> int:
@@ -68,13 +64,3 @@ def refuse(what: str, error: Exception) -> typer.Exit:
     """Say why a command cannot be carried out; raise what this returns."""
     Console(stderr=True).print(f"{what}: {type(error).__name__}: {error}", markup=False)
     return typer.Exit(NO_USE)
-
-
-def in_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, on uvloop where it is installed: it takes less of the one core."""
-    runner: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
-    try:
-        import uvloop
-    except ImportError:
-        return runner(main)
-    return uvloop.run(main)

@@ -20,6 +20,9 @@ R = TypeVar("R")
 
 Url = Annotated[str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+Processes = Annotated[
+    int, typer.Option(min=1, help="How many processes send, if one does not keep up.")
+]
 HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one page with plots here.")]
 
 
@@ -100,6 +103,7 @@ class Sending:
     time_scale: Annotated[
         float | None, typer.Option(help="How many times faster than recorded to replay a trace.")
     ] = None
+    processes: Processes = 1
 
     def load(self, questions: Questions) -> Load:
         """Return these questions, sent like that.

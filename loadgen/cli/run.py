@@ -9,9 +9,10 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import exit_status, in_loop, refuse, tell
+from loadgen.cli.ending import exit_status, refuse, tell
 from loadgen.cli.flags import HtmlOut, JsonOut, Questions, Sending, Server, Url
 from loadgen.events import read_events
+from loadgen.loop import in_loop
 from loadgen.run import run_load
 
 
@@ -35,7 +36,9 @@ def run(
     reached or the flags make no sense; 3 if the run is INVALID, because this generator did not
     keep up or was interrupted.
     """
-    target = server.target(url, verify=verify_lossless, events=events_out)
+    target = server.target(
+        url, verify=verify_lossless, events=events_out, processes=sending.processes
+    )
     try:
         load = sending.load(questions)
         ran, check = in_loop(run_load(load, target, Console(stderr=True)))

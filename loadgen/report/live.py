@@ -20,7 +20,7 @@ from loadgen.figures import tpot_s, ttft_s
 from loadgen.health import lag_s
 from loadgen.report.words import milliseconds, percent
 from loadgen.slo import met
-from loadgen.types import Planned, Record
+from loadgen.types import Record
 
 RENEWALS_PER_S: Final = 2.0
 """Drawing takes some milliseconds from the loop that is to be on time: seldom is enough."""
@@ -70,7 +70,7 @@ class Progress:
     tpot_s: Histogram = field(default_factory=Histogram)
     lag_s: Histogram = field(default_factory=Histogram)
 
-    def start(self, _: Planned) -> None:
+    def start(self) -> None:
         """Note a request that is being sent."""
         self.sent += 1
 

@@ -20,7 +20,7 @@ from loadgen.figures import (
 from loadgen.report.words import number, percent, share_of, value_of
 from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
 from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
-from loadgen.types import Run
+from loadgen.types import ClientHealth, Run
 from loadgen.verify import LosslessCheck
 
 
@@ -53,10 +53,14 @@ def _outcome(run: Run) -> RenderableType:
     table.add_row("as promised", share_of(counted))
     table.add_row("accepted tokens", f"{number(accepted_tokens_per_s(run), 1)} tokens/s")
     if run.health is not None:
-        lag_ms = run.health.p99_lag_s * 1e3
-        generator = f"lag p99 {lag_ms:.1f} ms, {run.health.cpu_share:.0%} of a core"
-        table.add_row("generator", generator)
+        table.add_row("generator", _kept_up(run.health))
+        for place, health in enumerate(run.health.processes, 1):
+            table.add_row(f"  process {place}", "died" if health is None else _kept_up(health))
     return table
+
+
+def _kept_up(health: ClientHealth) -> str:
+    return f"lag p99 {health.p99_lag_s * 1e3:.1f} ms, {health.cpu_share:.0%} of a core"
 
 
 def _classes(run: Run) -> RenderableType:

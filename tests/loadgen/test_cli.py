@@ -211,17 +211,17 @@ def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
     """Probes as they are made, held or not and why; then the ceilings."""
     held, beyond = a_probe(100), a_probe(200, "CPU of the generator")
 
-    async def ceilings(*, probe_s, on_probe):
-        assert probe_s == 0.5
+    async def ceilings(*, processes, probe_s, on_probe):
+        assert (processes, probe_s) == (2, 0.5)
         for probe in (held, beyond):
             on_probe(probe)
-        return CalibrationResult((held, beyond), (held,))
+        return CalibrationResult((held, beyond), (held,), processes)
 
     monkeypatch.setattr("loadgen.cli.calibrate.find_ceilings", ceilings)
-    result = command("calibrate", "--probe-s", 0.5)
+    result = command("calibrate", "--probe-s", 0.5, "--processes", 2)
     assert result.exit_code == 0
     assert "200/s, 400 open: not held: CPU of the generator" in result.output
-    assert "Ceilings of this generator" in result.output
+    assert "Ceilings of this generator (2 processes)" in result.output
 
 
 async def test_a_server_without_tokenize_gets_an_estimate() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from loadgen.arrivals import parse_arrival
-from loadgen.plan import PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load, make_plan
-from loadgen.run import until
+from loadgen.driver import until
+from loadgen.plan import PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load, Part, make_plan
 from loadgen.traces import read_trace
 from loadgen.types import Slo
 
@@ -51,6 +51,39 @@ def test_a_duration_ends_a_closed_loop() -> None:
     assert list(until(iter(range(5)), 0.0)) == []
     both = make_plan(Load(duration_s=60.0, requests=3))
     assert both.total == 3
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load(workload="chat", rate_rps=50.0, requests=40),
+        Load(workload="mixed", concurrency=5, requests=23),
+        Load(concurrency=3, requests=2),
+    ],
+)
+@pytest.mark.parametrize("of", [1, 2, 3])
+def test_the_parts_of_a_plan_are_the_plan(load: Load, of: int) -> None:
+    """Request by request and client by client, whatever their number; each in the plan's order,
+    and as long as the whole."""
+    whole = make_plan(load)
+    parts = [make_plan(load, part=Part(index, of)) for index in range(of)]
+    asked = [list(part.requests) for part in parts]
+    assert sorted((p for part in asked for p in part), key=lambda p: p.index) == list(
+        whole.requests
+    )
+    assert all(part == sorted(part, key=lambda p: p.index) for part in asked)
+    assert {(part.schedule_s, part.total) for part in parts} == {(whole.schedule_s, whole.total)}
+    if whole.concurrency is not None:
+        assert sum(part.concurrency for part in parts) == whole.concurrency
+    else:
+        assert max(map(len, asked)) - min(map(len, asked)) <= 1
+
+
+def test_a_part_of_an_endless_plan_has_no_end() -> None:
+    """A closed loop that only its duration ends: both parts go on, and never meet."""
+    parts = [make_plan(Load(duration_s=60.0), part=Part(index, 2)) for index in (0, 1)]
+    even, odd = ({p.index for p in islice(part.requests, 700)} for part in parts)
+    assert even | odd == set(range(1400))
 
 
 def test_a_rate_opens_the_loop() -> None:

@@ -1,0 +1,83 @@
+"""What a generator's processes tell each other: MessagePack over a socket, behind its length.
+
+parent ── Job, Start ──> sender      the end of the stream, whatever ended it, means: stop
+parent <──── Report ──── sender      the first says that the plan is made, the last has the end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from struct import Struct as Layout
+from typing import Final, TypeVar
+
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from loadgen.client import Patience
+from loadgen.events import End
+from loadgen.plan import WHOLE, Load, Part
+from loadgen.types import Record
+from loadgen.workloads import ApproximateCounter
+
+T = TypeVar("T")
+
+
+class Job(Struct, frozen=True):
+    """What a process needs in order to send its part of a load.
+
+    Attributes:
+        counter, max_model_len: what the server told: with them all parts are of the same plan.
+    """
+
+    load: Load
+    url: str
+    model: str
+    api_key: str = ""
+    patience: Patience = Patience()
+    counter: ApproximateCounter = ApproximateCounter()
+    max_model_len: int | None = None
+    part: Part = WHOLE
+
+
+class Start(Struct):
+    """When to begin: seconds of the monotonic clock, which all processes share."""
+
+    at_s: float
+
+
+class Report(Struct, omit_defaults=True):
+    """What happened since the last report.
+
+    Attributes:
+        started: how many requests were started.
+        records: of those that ended, with their texts.
+        end: when the part is over; nothing comes after it.
+    """
+
+    started: int = 0
+    records: list[Record] = []
+    end: End | None = None
+
+
+JOB: Final = Decoder(Job, dec_hook=lambda kind, value: kind(value))
+START: Final = Decoder(Start)
+REPORT: Final = Decoder(Report)
+
+_encoder: Final = Encoder(enc_hook=str)  # of paths
+_LENGTH: Final = Layout(">I")
+
+
+def frame(message: Job | Start | Report) -> bytes:
+    """Return a message as it is written."""
+    content = _encoder.encode(message)
+    return _LENGTH.pack(len(content)) + content
+
+
+async def receive(reader: asyncio.StreamReader, decoder: Decoder[T]) -> T:
+    """Return the next message.
+
+    Raises:
+        asyncio.IncompleteReadError, ConnectionError: the other side is gone.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return decoder.decode(await reader.readexactly(length))

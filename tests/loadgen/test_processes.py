@@ -1,0 +1,348 @@
+"""Several processes: one plan, one clock, one run; whoever dies or is stopped leaves the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+from rich.console import Console
+
+from loadgen.audit import Verdict
+from loadgen.events import End, read_events
+from loadgen.health import judge_health, of_processes
+from loadgen.plan import Load, Part
+from loadgen.processes import parent, sender
+from loadgen.processes.parent import Merger, run_in_processes
+from loadgen.processes.wire import JOB, REPORT, Job, Report, Start, frame, receive
+from loadgen.run import Target, run_load
+from loadgen.summary import invalid_reasons, summarize
+from loadgen.types import Run, Slo
+from loadgen.verify import choose, replay_of
+from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
+from tests.loadgen.test_cli import command, of_script
+from tests.loadgen.truth import WELL, a_run, record
+
+FOUR = Load(requests=4, concurrency=4, max_tokens=8)
+
+
+@pytest.fixture
+def spawned(monkeypatch) -> list[asyncio.subprocess.Process]:
+    """The processes that are started, in order."""
+    started, spawn = [], asyncio.create_subprocess_exec
+
+    async def spy(*arguments, **options):
+        started.append(await spawn(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(parent.asyncio, "create_subprocess_exec", spy)
+    return started
+
+
+def by_seed(monkeypatch, script_of) -> None:
+    """Let the server answer each seed by a script of its own."""
+    original = Mock._stream
+
+    async def stream(self, request, _, body):
+        return await original(self, request, script_of(body["seed"]), body)
+
+    monkeypatch.setattr(Mock, "_stream", stream)
+
+
+async def ran(url: str, load: Load, processes: int, **target) -> Run:
+    """Send a load as the command does."""
+    console = Console(file=io.StringIO())
+    run, _ = await run_load(load, Target(url, processes=processes, **target), console)
+    return run
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load(workload="mixed", requests=9, concurrency=3, max_tokens=4, seed=2),
+        Load(workload="code", requests=9, rate_rps=300.0, max_tokens=4, slo=Slo(5.0, 1.0)),
+    ],
+    ids=["closed", "open"],
+)
+async def test_many_processes_make_the_run_of_one(tmp_path, load: Load) -> None:
+    """The same plan, texts and verdicts as by a single process; the events tell the same."""
+    events, mock = tmp_path / "e.jsonl", Mock()
+    async with serving(mock) as url:
+        one = await ran(url, load, 1)
+        asked = sorted(body["seed"] for body in mock.bodies)
+        many = await ran(url, load, 3, events=events)
+    assert sorted(body["seed"] for body in mock.bodies[len(asked) :]) == asked
+
+    def told(run: Run):
+        ordered = sorted(run.records, key=lambda r: r.planned.index)
+        return [(r.planned, r.verdict, r.texts, r.finish_reasons, r.usage) for r in ordered]
+
+    assert told(many) == told(one)
+    assert many.scheduled_duration_s == one.scheduled_duration_s
+    ends = [r.end_s for r in many.records]
+    assert ends == sorted(ends)
+    assert many.duration_s >= ends[-1]
+    assert (many.interrupted, many.lost) == (False, ())
+    assert len(many.health.processes) == 3
+    assert many.settings | {"processes": 1, "started": ""} == one.settings | {"started": ""}
+    again, _ = read_events(events)
+    assert summarize(again) == summarize(many)
+
+
+async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
+    """On the parent's clock each request is sent after the common start and before the server
+    answers it, each chunk read after the server sent it: in every process."""
+    starts, mock = [], Mock()
+
+    def spy(message):
+        if isinstance(message, Start):
+            starts.append(message.at_s)
+        return frame(message)
+
+    monkeypatch.setattr(parent, "frame", spy)
+    async with serving(mock) as url:
+        run = await run_in_processes(Job(FOUR, url, "mock"), 2)
+    (start_s,) = set(starts)
+    for one in run.records:
+        first_s = mock.sent_s[one.planned.question.seed][0]
+        assert one.scheduled_s >= 0
+        assert start_s + one.sent_s < first_s < start_s + one.chunks[0].at_s
+
+
+async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
+    """The instant is named only when every process has made its questions."""
+    said, ready = [], parent.Sender.ready
+
+    async def spy_ready(self):
+        await ready(self)
+        said.append("ready")
+
+    def spy_frame(message):
+        said.append(type(message).__name__)
+        return frame(message)
+
+    monkeypatch.setattr(parent.Sender, "ready", spy_ready)
+    monkeypatch.setattr(parent, "frame", spy_frame)
+    async with serving(Mock()) as url:
+        await run_in_processes(Job(FOUR, url, "mock"), 2)
+    assert said == ["Job", "Job", "ready", "ready", "Start", "Start"]
+
+
+async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
+    """Two streams with one id are not both intact, though no process saw more than one of them."""
+    of_script(monkeypatch, fault="same_id")
+    async with serving(Mock()) as url:
+        run = await run_in_processes(Job(replace(FOUR, requests=2), url, "mock"), 2)
+    told = {r.verdict: r.detail for r in run.records}
+    assert set(told) == {"ok", "crossed"}
+    assert "'same'" in told["crossed"]
+
+
+def test_the_first_fault_stands() -> None:
+    """Merging adds a fault only where there was none, and none for streams without an id or of
+    one process, which its own audit compared."""
+    merger = Merger(2, lambda: None, lambda _: None)
+    ids = ["a", "a", "", "b"]
+    for index in (0, 1):
+        told = [replace(record(2 * i + index), stream_id=i_d) for i, i_d in enumerate(ids)]
+        told[3] = replace(told[3], verdict="cut")
+        merger.take(index, Report(4, told, End.of(a_run())))
+    verdicts = [r.verdict for r in sorted(merger.run.records, key=lambda r: r.planned.index)]
+    assert verdicts == ["ok", "crossed", "ok", "crossed", "ok", "ok", "cut", "cut"]
+
+
+async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -> None:
+    """Killed, it is named with what is missing; the others stop, their records stay, and no
+    process is left."""
+    of_script(monkeypatch, fault="silent")
+    started = []
+
+    def start() -> None:
+        started.append(1)
+        if len(started) == 4:
+            spawned[0].kill()
+
+    async with serving(Mock()) as url:
+        run = await run_in_processes(Job(FOUR, url, "mock"), 2, on_start=start)
+    (lost,) = run.lost
+    assert lost.startswith("process 1 of 2 of the generator died: by SIGKILL")
+    assert "2 open requests" in lost
+    assert {r.planned.index: r.verdict for r in run.records} == {1: "interrupted", 3: "interrupted"}
+    assert run.health.processes[0] is None
+    assert run.health.processes[1] is not None
+    assert lost in judge_health(run)
+    assert [process.returncode for process in spawned] == [-signal.SIGKILL, 0]
+
+
+async def test_all_may_die(monkeypatch, spawned) -> None:
+    """Then nothing is known of the generator, and the run says that and why."""
+    of_script(monkeypatch, fault="silent")
+
+    def start() -> None:
+        for process in spawned:
+            if process.returncode is None:
+                process.kill()
+
+    async with serving(Mock()) as url:
+        run = await run_in_processes(Job(FOUR, url, "mock"), 2, on_start=start)
+    assert (len(run.lost), run.health, run.interrupted) == (2, None, True)
+    assert invalid_reasons(run)[:2] == list(run.lost)
+
+
+async def test_an_interrupted_run_keeps_what_there_is(monkeypatch, spawned) -> None:
+    """Cancelled, all processes end by themselves: complete answers stay, open ones are recorded."""
+    by_seed(monkeypatch, lambda seed: Script() if seed < 2 else Script(fault="stall"))
+    done, enough = [], asyncio.Event()
+
+    def over(one) -> None:
+        done.append(one)
+        if len(done) == 2:
+            enough.set()
+
+    async with serving(Mock()) as url:
+        running = asyncio.create_task(run_in_processes(Job(FOUR, url, "mock"), 2, on_record=over))
+        async with asyncio.timeout(30):
+            await enough.wait()
+        running.cancel()
+        run = await running
+    verdicts = {r.planned.index: r.verdict for r in run.records}
+    assert verdicts == {0: "ok", 1: "ok", 2: "interrupted", 3: "interrupted"}
+    assert all(r.texts[0] for r in run.records if r.verdict == "ok")
+    assert sorted(done, key=id) == sorted(run.records, key=id)
+    assert run.interrupted
+    assert not run.lost
+    assert all(run.health.processes)
+    assert [process.returncode for process in spawned] == [0, 0]
+
+
+def test_ctrl_c_ends_the_command_with_its_report(tmp_path, monkeypatch) -> None:
+    """The terminal's signal reaches the whole group: the command still reports what was done, and
+    says that it is INVALID."""
+    events, asked = tmp_path / "e.jsonl", threading.Semaphore(0)
+    original = Mock._stream
+
+    async def stream(self, request, _, body):
+        asked.release()
+        return await original(self, request, Script(fault="stall"), body)
+
+    monkeypatch.setattr(Mock, "_stream", stream)
+    with serving_in_a_thread(Mock()) as url:
+        flags = ["--requests", "4", "--concurrency", "4", "--processes", "2"]
+        running = subprocess.Popen(
+            [sys.executable, "-m", "loadgen", url, *flags, "--events", events],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert all(asked.acquire(timeout=30) for _ in range(4))
+            os.killpg(running.pid, signal.SIGINT)
+            out, err = running.communicate(timeout=30)
+        finally:
+            running.kill()
+    assert running.returncode == 3, err
+    assert "INVALID" in out
+    assert "Traceback" not in err
+    run, _ = read_events(events)
+    assert [r.verdict for r in run.records] == ["interrupted"] * 4
+    assert run.interrupted
+
+
+async def test_no_process_outlives_its_parent(monkeypatch) -> None:
+    """When the parent's end of the socket is gone, in the middle of the run, the process ends."""
+    of_script(monkeypatch, fault="silent")
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    async with serving(Mock()) as url, asyncio.timeout(30):
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", sender.__name__, str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+            )
+        writer.write(frame(Job(FOUR, url, "mock")))
+        assert await receive(reader, REPORT) == Report()
+        writer.write(frame(Start(0.0)))
+        started = 0
+        while started < 4:
+            started += (await receive(reader, REPORT)).started
+        writer.transport.abort()
+        assert await process.wait() == 0
+
+
+async def test_a_process_that_cannot_start_is_an_error(tmp_path, capfd, spawned) -> None:
+    """A part whose plan cannot be made ends the command with the reason, and all processes."""
+    job = Job(Load(trace=tmp_path / "gone.csv"), "http://127.0.0.1:9", "mock")
+    with pytest.raises(OSError, match=r"process 1 of 2 .* did not start: exit status 1"):
+        await run_in_processes(job, 2)
+    assert "FileNotFoundError" in capfd.readouterr().err
+    assert all(process.returncode is not None for process in spawned)
+
+
+async def test_what_a_callback_raises_ends_the_run(spawned) -> None:
+    """A full disk under the events is the command's error, and leaves no process."""
+
+    def full(_) -> None:
+        raise OSError("no space")
+
+    async with serving(Mock()) as url:
+        with pytest.raises(OSError, match="no space"):
+            await run_in_processes(Job(FOUR, url, "mock"), 2, on_record=full)
+    assert all(process.returncode is not None for process in spawned)
+
+
+def test_a_lossy_speculation_is_found_after_many_processes(monkeypatch) -> None:
+    """The texts come back with the records: the parent replays a sample and compares."""
+    of_script(monkeypatch, lossy=True)
+    with serving_in_a_thread(Mock()) as url:
+        flags = ["--requests", 4, "--processes", 2, "--verify-lossless", 3]
+        result = command(url, *flags)
+    assert result.exit_code == 1
+    assert "3 answers compared (3 with drafts), 3 differ" in result.output
+    assert "process 2" in result.output
+
+
+def test_clients_must_be_as_many_as_processes() -> None:
+    """A process without a client would be none; the flags make no sense then."""
+    with serving_in_a_thread(Mock()) as url:
+        result = command(url, "--concurrency", 2, "--processes", 3)
+    assert result.exit_code == 2
+    assert "2 clients cannot be divided" in result.output
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [{"max_lag_s": 0.2}, {"p99_lag_s": 0.02}, {"loop_stall_s": 0.3}, {"cpu_share": 0.95}],
+)
+def test_one_process_that_did_not_keep_up_is_enough(behind: dict) -> None:
+    """The run is as healthy as its worst process, each within the budget of one core; of those that
+    died nothing is known."""
+    assert judge_health(Run({}, health=of_processes([WELL, WELL]))) == []
+    worst = of_processes([WELL, replace(WELL, **behind), None])
+    assert len(judge_health(Run({}, health=worst))) == 1
+    assert worst.processes[2] is None
+    assert of_processes([None]) is None
+
+
+def test_a_job_and_a_report_arrive_as_they_were_sent(tmp_path) -> None:
+    """Paths, seeds of 64 bits, extra fields, texts and ids are the same on the other side."""
+    load = Load(workload="code", text_file=tmp_path, seed=2**63, rate_rps=1.0, slo=Slo(0.5))
+    job = Job(load, "http://server", "m", "sk", max_model_len=7, part=Part(1, 3))
+    assert JOB.decode(frame(job)[4:]) == job
+    one = replace(record(told=[1, None, 2, 3]), texts=("é\n",), stream_id="s", metrics={"a": 1.5})
+    asked = replace(one.planned.question, extra=(("speculation", {"mode": "off"}),))
+    one = replace(one, planned=replace(one.planned, question=asked))
+    arrived = REPORT.decode(frame(Report(1, [one]))[4:])
+    assert arrived.records == [replace(one, chunks=list(one.chunks))]
+    assert choose(arrived.records, 1, 0) == arrived.records
+    assert replay_of(arrived.records[0]) == replay_of(one)
+    assert one.verdict == Verdict.OK
+    assert structs.asdict(arrived)["end"] is None
