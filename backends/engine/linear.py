@@ -41,22 +41,32 @@ should pay little for the padding; prefill reads a weight again for every so man
 data sheet, not measured."""
 
 
-STAIRS: Final = ((32, 1), (128, 8))
-"""Up to so many rows products have a multiple of so many, beyond of `WIDE_STAIR`: oneDNN compiles
-kernels for each number of rows and weight and keeps them for good, half a megabyte each. With 509
-numbers of rows five weights of the shipped model took 1.3 GB (Zen 4, torch 2.13, 2026-11-21); of
-these 53 are left. Decodes, of few rows, are padded by none; 33 rows most, by a fifth."""
+STAIRS: Final = ((16, 1), (32, 2), (64, 8), (128, 16))
+"""Up to so many rows products have a multiple of so many. For each number of rows and shape of
+weight torch keeps what it described to oneDNN, and oneDNN the kernels, 0.28 MB each, in two caches
+of 1,024 whose capacities only the environment sets, before torch is there (`LRU_CACHE_CAPACITY`,
+`ONEDNN_PRIMITIVE_CACHE_CAPACITY`). With 53 numbers of up to 512 rows a node grew for twenty
+minutes, until it had met them all. These 29 take 85 MB for the five shapes of the shipped model,
+and as much for its draft (AMD EPYC Zen 4, torch 2.13, 2026-11-21). Decodes, of few rows, are padded
+by none or one; 65 rows most, by a quarter."""
 
-WIDE_STAIR: Final = 32
+MOST_ROWS: Final = STAIRS[-1][0]
+"""More rows are multiplied by so many at a time, so that a step of any length needs no other
+kernels. Per row that takes what 512 at once do, within 2%, for weights of 256 x 1024 to 768 x 2304;
+by 64 it takes up to 5% more (one thread of a Zen 4, 2026-11-21)."""
 
 
 def padded_rows(rows: int) -> int:
     """Return the rows of a product for so many, padding included; none for none."""
-    if not rows:
-        return 0
-    stair = next((stair for most, stair in STAIRS if rows <= most), WIDE_STAIR)
-    stair = max(stair, ROW_TILE)
-    return max(LEAST_ROWS, -(-rows // stair) * stair)
+    whole, rest = divmod(rows, MOST_ROWS)
+    if not rest:
+        return rows
+    stair = max(next(stair for most, stair in STAIRS if rest <= most), ROW_TILE)
+    return whole * MOST_ROWS + max(LEAST_ROWS, -(-rest // stair) * stair)
+
+
+PRODUCT_ROWS: Final = tuple(sorted({padded_rows(rows) for rows in range(1, MOST_ROWS + 1)}))
+"""The rows that a product on a CPU may have, whatever the step."""
 
 
 # Private operators of torch: the public ones pack the weight anew in every call.
@@ -87,14 +97,16 @@ class Linear:
                 a tied embedding is held once (same bits in float32 and bfloat16; the product
                 takes 1.8 to 2.5 times as long for 4 rows, 1.3 to 1.5 for 32; Zen 4).
         """
+        self.out_features, self.in_features = weight.shape
         self._native = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self._weight = weight.contiguous()
         self._packed = self._native and pack
         if self._packed:
             self._weight = _pack(self._weight, PACKED_FOR)
         self._bias = bias
-        self._most_rows = EXACT_ROWS if exact and weight.dtype is torch.bfloat16 else None
-        self._tile_rows = GPU_EXACT_ROWS if exact and weight.device.type == "cuda" else None
+        on_gpu, rounds = weight.device.type == "cuda", weight.dtype is torch.bfloat16
+        self._most_rows = None if on_gpu else EXACT_ROWS if exact and rounds else MOST_ROWS
+        self._tile_rows = GPU_EXACT_ROWS if exact and on_gpu else None
 
     @property
     def dense(self) -> Tensor | None:
@@ -116,14 +128,12 @@ class Linear:
         return self._in_parts(self._multiply_wide, x)
 
     def _in_parts(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Multiply at most `_most_rows` rows at a time, and never fewer than `LEAST_ROWS`."""
+        """Multiply at most `_most_rows` rows at a time; the rest is a padded number, too."""
         if self._tile_rows is not None:
             return _in_tiles(multiply, x, self._tile_rows)
         if self._most_rows is None or len(x) <= self._most_rows:
             return multiply(x)
-        tiles = x.view(-1, ROW_TILE, x.shape[1])
-        parts = tiles.tensor_split(-(-len(x) // self._most_rows))
-        return torch.cat([multiply(part.flatten(0, 1)) for part in parts])
+        return torch.cat([multiply(part) for part in x.split(self._most_rows)])
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._native:

@@ -96,10 +96,10 @@ def load_engine(
     max_model_len = min(
         config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
     )
-    decoder, draft = Decoder(model, weights, max_model_len), None
+    decoder, draft = _compiled(Decoder(model, weights, max_model_len)), None
     if draft_directory is not None and config.proposer in {None, "draft_model"}:
         draft_weights = _draft_weights(draft_directory, tokenizer, dtype, device, _window(config))
-        draft = Decoder(*draft_weights, max_model_len)
+        draft = _compiled(Decoder(*draft_weights, max_model_len))
     num_blocks = _num_blocks(config, decoder, max_model_len, dtype)
     pool = KvPool(model, num_blocks, dtype, device)
     runner = runner_for(
@@ -200,6 +200,13 @@ def _num_blocks(
     # More memory than every sequence at full length is of no use.
     most = config.max_num_seqs * -(-max_model_len // BLOCK_TOKENS)
     return min(num_blocks_for(model, kv_bytes, dtype.itemsize), most)
+
+
+def _compiled(decoder: Decoder) -> Decoder:
+    """Return it when it has compiled what a CPU would compile in the midst of steps."""
+    if decoder.device.type == "cpu":
+        decoder.compile_products()
+    return decoder
 
 
 def _largest_step_bytes(

@@ -47,6 +47,11 @@ class LayerWeights:
     gate_up: Linear
     down: Linear
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """All of them, in the order in which they are applied."""
+        return self.qkv, self.output, self.gate_up, self.down
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

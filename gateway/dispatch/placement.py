@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from backends.errors import BackendFailed, RequestRejected
 from backends.types import GenerationRequest, SpeculationOutcome, Task
+from gateway.aside import aside
 from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.job import Job
 from gateway.errors import InvalidRequest
@@ -76,9 +76,9 @@ class Placer:
         if not workers:
             raise BackendFailed(self._fleet.failure or "there is no worker")
         if job.grammar is not None:
-            return await asyncio.to_thread(_all_sized, job, workers)
+            return await aside(_all_sized, job, workers)
         if len(job.prompts) > INLINE_PROMPTS or sum(map(len, job.prompts)) > INLINE_TOKENS:
-            return await asyncio.to_thread(_all_sized, job, workers[:1])
+            return await aside(_all_sized, job, workers[:1])
         return _all_sized(job, workers[:1])
 
     def place(

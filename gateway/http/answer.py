@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from msgspec import UNSET
 
 from backends.errors import BackendFailed
 from backends.types import Delta, SpeculationOutcome
+from gateway.aside import aside
 from gateway.dispatch.placement import Placement
 from gateway.dispatch.run import Run
 from gateway.http.replies.rendering import Rendering, WholeChoice
@@ -104,9 +103,7 @@ class Answer:
         if self.call.job.sampling.logprobs is None and not self.call.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
         # Spelling 500 tokens with 20 alternatives each takes some 20 ms, and the loop has 5.
-        return await asyncio.to_thread(
-            self.rendering.response, choices, self.usage(), self.metrics()
-        )
+        return await aside(self.rendering.response, choices, self.usage(), self.metrics())
 
 
 def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import Final
@@ -11,6 +10,7 @@ from aiohttp import web
 
 from backends.base import UpstreamCall
 from gateway.accounts import EVERYBODY, Account
+from gateway.aside import aside
 from gateway.errors import NotOffered
 from gateway.forwarding.answer import Forwarded
 from gateway.forwarding.forwarder import ForwardJob, forward_ask
@@ -132,7 +132,7 @@ async def _read(request: web.Request, node: Node, account: Account) -> tuple[Wis
     body = await read_body(request)
     if len(body) <= INLINE_BYTES:
         return _understood(body, node, account)
-    return await asyncio.to_thread(_understood, body, node, account)
+    return await aside(_understood, body, node, account)
 
 
 def _understood(body: bytes, node: Node, account: Account) -> tuple[Wishes, bytes]:

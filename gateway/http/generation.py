@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
+from gateway.aside import aside
 from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from gateway.http.accounts import ACCOUNT, in_name_of_account
 from gateway.http.answer import Answer
@@ -141,7 +142,7 @@ async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatc
 
 async def parsed(parse: Callable[[], T], body: bytes) -> T:
     """Return what parses a body, which takes a thread where it is long."""
-    return parse() if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(parse)
+    return parse() if len(body) <= INLINE_BODY_BYTES else await aside(parse)
 
 
 def _frame(call: Call, node: Node) -> Frame:

@@ -109,6 +109,18 @@ async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse
         if type(shown) is GatewayError:
             log(logging.ERROR, "internal error", error=error)
         return _error_response(shown)
+    finally:
+        _close_behind_broken(request)
+
+
+def _close_behind_broken(request: web.Request) -> None:
+    """Let the connection end with this answer if the body cannot be decoded.
+
+    Else aiohttp, which wants to read what is left of it, logs a traceback for each.
+    """
+    if request.content.exception() is not None:
+        request.content.feed_eof()
+        request.protocol.close()
 
 
 def _of_http(error: web.HTTPException, request: web.Request) -> GatewayError:

@@ -7,7 +7,6 @@ instead.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from typing import Final
@@ -16,6 +15,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from backends.types import Delta
+from gateway.aside import aside
 from gateway.dispatch.run import Run
 from gateway.errors import as_gateway_error
 from gateway.http.answer import Answer
@@ -127,7 +127,7 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
     if len(delta.logprobs) <= INLINE_LOGPROBS:
         chunk = answer.chunk(delta)
     else:
-        chunk = await asyncio.to_thread(answer.chunk, delta)
+        chunk = await aside(answer.chunk, delta)
     if chunk:
         await events.write(chunk)
 

@@ -15,10 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.engine import linear as linear_module
 from backends.engine.config import ModelConfig, read_model_config
 from backends.engine.inputs import AttentionSpan, attending
 from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
-from backends.engine.linear import EXACT_ROWS, LEAST_ROWS, ROW_TILE, Linear, padded_rows
+from backends.engine.linear import (
+    EXACT_ROWS,
+    LEAST_ROWS,
+    MOST_ROWS,
+    PRODUCT_ROWS,
+    ROW_TILE,
+    Linear,
+    padded_rows,
+)
 from backends.engine.model import Decoder
 from backends.engine.numerics import choose_device, choose_dtype, numerics_class
 from backends.engine.operators.base import Operators, RotaryTables
@@ -29,7 +38,7 @@ from backends.engine.runner import Runner
 from backends.engine.warmup import exactness, windows_are_exact
 from backends.engine.weights import load_weights
 from backends.shipped import SHIPPED_MODEL
-from tests.engine.feeding import Table, blocks_of, logits_in_steps
+from tests.engine.feeding import Table, blocks_of, logits_in_steps, runner_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [5, 16, 33, 40, 160, 512]
@@ -90,14 +99,14 @@ class Recording(Linear):
         return super()._multiply(x)
 
 
-def test_only_exact_bfloat16_products_are_cut() -> None:
-    """With `exact`, bfloat16 products have up to `EXACT_ROWS` rows; all others are whole."""
+def test_exact_bfloat16_products_are_cut_the_shortest() -> None:
+    """With `exact`, bfloat16 products have up to `EXACT_ROWS` rows, others up to `MOST_ROWS`."""
     for dtype, exact, most in (
         (torch.bfloat16, True, EXACT_ROWS),
-        (torch.bfloat16, False, 80),
-        (torch.float32, True, 80),
+        (torch.bfloat16, False, MOST_ROWS),
+        (torch.float32, True, MOST_ROWS),
     ):
-        for rows in (padded_rows(33), 80):
+        for rows in (padded_rows(33), 80, padded_rows(300)):
             x, weight = cancelling(rows, 256, 64, dtype)
             linear = Recording(weight, exact=exact)
             linear.rows = []
@@ -370,11 +379,38 @@ def test_the_numerics_class_names_all_that_bits_depend_on() -> None:
 
 
 def test_products_have_few_numbers_of_rows() -> None:
-    """oneDNN keeps kernels for each number of rows for good: up to 512 there are some fifty of
-    them, and none is padded by more than a quarter beyond the least."""
-    padded = {rows: padded_rows(rows) for rows in range(1, 513)}
-    assert len(set(padded.values())) <= 60
-    assert all(
-        rows <= more <= max(LEAST_ROWS, 1.25 * rows + ROW_TILE) for rows, more in padded.items()
-    )
+    """oneDNN keeps half a megabyte for each number of rows: steps of any length need few of them,
+    and none is padded by more than a quarter beyond the least."""
+    assert len(PRODUCT_ROWS) <= 30
+    for dtype in DTYPES:
+        linear = Recording(torch.zeros(8, 8, dtype=dtype), exact=True)
+        linear.rows = []
+        for rows in range(1, 3 * MOST_ROWS):
+            more = padded_rows(rows)
+            assert rows <= more <= max(LEAST_ROWS, 1.25 * rows + ROW_TILE)
+            assert linear(torch.zeros(more, 8, dtype=dtype)).shape == (more, 8)
+        assert set(linear.rows) <= set(PRODUCT_ROWS)
     assert padded_rows(0) == 0
+
+
+def test_no_step_needs_kernels_that_were_not_compiled_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After `compile_products` no step multiplies a shape of weight by a new number of rows, so
+    the kernels that are kept take no more memory however long the worker runs."""
+    met = set()
+    real = linear_module._product
+
+    def product(x: Tensor, weight: Tensor, *others: object) -> Tensor:
+        met.add((x.shape, weight.shape))
+        result: Tensor = real(x, weight, *others)
+        return result
+
+    monkeypatch.setattr(linear_module, "_product", product)
+    runner = runner_of(SHIPPED_MODEL)
+    runner._decoder.compile_products()
+    compiled = frozenset(met)
+    assert len(compiled) == 5 * len(PRODUCT_ROWS)
+    for tokens in (1, 2, 5, 17, 33, 70, 129, 300, 511):
+        logits_in_steps(runner, blocks_of(0, 512), [7] * tokens, [0, tokens])
+    assert met == compiled

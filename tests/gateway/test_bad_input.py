@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.gateway.harness import client, running
+from tests.gateway.harness import client, post_raw, running
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -234,6 +235,19 @@ async def test_a_body_that_cannot_be_decompressed_is_400(http: httpx.AsyncClient
     packed = gzip.compress(b'{"prompt": "a", "max_tokens": 1}')
     answer = await http.post(TEXT, content=packed, headers={"content-encoding": "gzip"})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("path", [TEXT, "/v1/nothing"])
+async def test_a_broken_body_is_no_error_of_the_node(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be decompressed is answered, read or not; then the connection ends, and the log
+    says nothing: who sends such bodies must not fill it."""
+    async with running() as where:
+        reader, writer = await post_raw(where, path, {}, "Content-Encoding: gzip\r\n")
+        assert (await reader.read(-1)).startswith(b"HTTP/1.1 40")
+        writer.close()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_bomb_is_413() -> None:

@@ -15,6 +15,8 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.app import Listening, start_workers
+from gateway.aside import aside
+from gateway.dispatch import placement
 from gateway.http import generation
 from gateway.http.routes import build_app
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
@@ -147,13 +149,13 @@ async def test_long_bodies_are_parsed_off_the_loop(
 ) -> None:
     """What would hold the event loop runs in a thread; what is short does not pay for one."""
     threads = []
-    real = asyncio.to_thread
 
     async def spy(work: Any, *arguments: Any) -> Any:
         threads.append(work)
-        return await real(work, *arguments)
+        return await aside(work, *arguments)
 
-    monkeypatch.setattr(generation.asyncio, "to_thread", spy)
+    monkeypatch.setattr(generation, "aside", spy)
+    monkeypatch.setattr(placement, "aside", spy)
     await http.post("/v1/completions", json=COMPLETION)
     assert threads == []
     body = {"prompt": "x = 1\n" * 4000, "max_tokens": 1}

@@ -1,7 +1,7 @@
 """A node under everything at once for twenty minutes: it neither grows, leaks, fails nor stays.
 
 `make test-long` runs it in full. `SOAK_S=180` shortens it; the bound on growth is then
-wider, as the first minutes fill what is bounded.
+wider, as the first minutes fill what is bounded. `SOAK_JSON=FILE` keeps what was measured.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from backends.engine.bench.record import provenance
 from tests.soak.traffic import KEYS, KEYS_FILE, MAX_BODY_BYTES, Crowd, Seen
 
 SOAK_S = float(os.environ.get("SOAK_S", "1200"))
@@ -32,10 +34,9 @@ SETTLED_SHARE = 0.25
 samples, histories, decisions, the allocator's arenas."""
 
 MOST_MB_PER_MINUTE = 0.5 * (1200 / SOAK_S) ** 2
-"""Growth of memory afterwards. At the dozen visits a second of this traffic it is what a leak of
-700 bytes a visit comes to: less than a task, request or stream that is not let go takes. Shortened
-runs are still among the minutes in which oneDNN's kernels and histories come to be: with two
-minutes it was 31 MB a minute, falling (2026-11-21)."""
+"""Growth of memory afterwards. At the twenty visits a second of this traffic it is what a leak of
+400 bytes a visit comes to: less than a task, request or stream that is not let go takes. Shortened
+runs are still among the minutes in which histories and the allocator's arenas come to be."""
 
 CLIENTS = 8
 SAMPLE_S = 2.0
@@ -120,6 +121,13 @@ def until_ready(node: Served) -> None:
     raise AssertionError("it does not start")
 
 
+def at_rest(node: Served) -> tuple[float, int]:
+    """Return tasks and open files of a node that nobody asks anything."""
+    tasks = node.figure("draftgate_event_loop_tasks")
+    time.sleep(SAMPLE_S)  # the connection of that question closes
+    return tasks, node.open_files
+
+
 async def soaked(node: Served, crowd: Crowd) -> list[tuple[float, float, float, float]]:
     """Send traffic; return time, memory, tasks and requests in flight, every few seconds."""
     samples = []
@@ -157,12 +165,30 @@ def told(
     )
 
 
+def recorded(
+    samples: list[tuple[float, float, float, float]], seen: Seen, slope: float, error: float
+) -> dict[str, Any]:
+    """Return what was measured, for a file."""
+    names = ("s", "rss_mb", "tasks", "in_flight")
+    rounded = [[round(figure, 1) for figure in sample] for sample in samples]
+    return {
+        "visits": seen.visits,
+        "statuses": dict(sorted(seen.statuses.items())),
+        "wrong": seen.wrong,
+        "growth_mb_per_minute": round(slope, 3),
+        "standard_error": round(error, 3),
+        "bound_mb_per_minute": round(MOST_MB_PER_MINUTE, 3),
+        "samples": {name: list(column) for name, *column in zip(names, *rounded, strict=True)},
+    }
+
+
 @pytest.mark.long
 def test_a_soaked_node_neither_grows_nor_leaks_nor_fails(tmp_path: Path) -> None:
     """Under mixed traffic memory stands still, no answer is a 5xx or ends twice, and afterwards no
     task, block, socket or request is left and the process exits cleanly."""
+    facts = provenance() | {"command": f'SOAK_S={SOAK_S:g} make test-long ARGS="tests/soak -s"'}
     with served(tmp_path) as node:
-        idle = node.figure("draftgate_event_loop_tasks"), node.open_files
+        idle_tasks, idle_files = at_rest(node)
         crowd = Crowd(node.port, seed=20261121)
         samples = asyncio.run(soaked(node, crowd))
         deadline_s = time.monotonic() + STOP_S
@@ -171,14 +197,17 @@ def test_a_soaked_node_neither_grows_nor_leaks_nor_fails(tmp_path: Path) -> None
         slope, error = growth(samples)
         sys.stdout.write(told(samples, crowd.seen, slope, error))
         if "SOAK_JSON" in os.environ:
-            Path(os.environ["SOAK_JSON"]).write_text(json.dumps(samples))
+            figures = recorded(samples, crowd.seen, slope, error)
+            Path(os.environ["SOAK_JSON"]).write_text(json.dumps(facts | figures, indent=1) + "\n")
         assert not crowd.seen.wrong
         assert not [status for status in crowd.seen.statuses if status >= 500]
         assert slope < MOST_MB_PER_MINUTE
         assert node.in_flight == 0
         for name in ("running_sequences", "waiting_sequences", "kv_cache_usage_ratio"):
             assert node.figure(f"draftgate_{name}") == 0.0, name
-        assert (node.figure("draftgate_event_loop_tasks"), node.open_files) <= idle
+        tasks, files = at_rest(node)
+        assert tasks <= idle_tasks
+        assert files <= idle_files
         node.process.send_signal(signal.SIGTERM)
         assert node.process.wait(STOP_S) == 0
         assert node.log.read_text() == ""

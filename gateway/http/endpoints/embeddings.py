@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from aiohttp import web
 
 from backends.errors import BackendFailed, RequestRejected
+from gateway.aside import aside
 from gateway.dispatch.job import Job
 from gateway.errors import NoEmbeddings
 from gateway.http.accounts import ACCOUNT, in_name_of_account
@@ -53,7 +53,7 @@ async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web
         prompt_tokens=watch.prompt_tokens,
     )
     short = sum(map(len, states)) <= INLINE_STATE_BYTES
-    return await send_json(request, reply() if short else await asyncio.to_thread(reply))
+    return await send_json(request, reply() if short else await aside(reply))
 
 
 async def _parsed(request: web.Request, node: Node, watch: RequestWatch) -> EmbeddingCall:

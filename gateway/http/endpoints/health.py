@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from gateway import __version__
+from gateway.aside import aside
 from gateway.fleet import FleetWorker
 from gateway.http.context import NODE, SLOW_READERS
 from gateway.http.replies.shapes import HealthReply, ReadyReply, VersionReply, WorkerHealth
@@ -69,7 +70,7 @@ async def metrics(request: web.Request) -> web.Response:
     node.metrics.set(figures.SLOW_READERS, len(request.app[SLOW_READERS]))
     node.metrics.set(figures.TASKS, len(asyncio.all_tasks()))
     write, content_type = node.metrics.page(request.headers.get("Accept", ""))
-    body = await asyncio.to_thread(write)  # thousands of lines take longer than the loop has
+    body = await aside(write)  # thousands of lines take longer than the loop has
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 

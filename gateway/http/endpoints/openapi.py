@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from aiohttp import web
 
+from gateway.aside import aside
 from gateway.errors import NotOffered, Unavailable
 from gateway.http.context import NODE
 from gateway.http.openapi.document import document
@@ -17,5 +16,5 @@ async def get_document(request: web.Request) -> web.Response:
         served = request.app[NODE].served
     except (Unavailable, NotOffered):  # it loads, or it is an upstream's
         served = None
-    body = await asyncio.to_thread(document, served)  # tens of milliseconds, once
+    body = await aside(document, served)  # tens of milliseconds, once
     return web.Response(body=body, content_type="application/json")

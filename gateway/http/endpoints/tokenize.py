@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
+from gateway.aside import aside
 from gateway.errors import InvalidRequest
 from gateway.http.context import NODE, read_body
 from gateway.http.forwarding import pass_on_if_there
@@ -45,7 +45,7 @@ async def _answer(
     if len(body) <= INLINE_BODY_BYTES:
         reply = _reply(work, body, served)
     else:
-        reply = await asyncio.to_thread(_reply, work, body, served)
+        reply = await aside(_reply, work, body, served)
     return web.Response(body=reply, content_type="application/json")
 
 
