@@ -18,6 +18,12 @@ from typing import Final
 HASH_BYTES: Final = 16
 """Two of 2**40 different blocks collide with a chance below 2**-48."""
 
+LOOKED_UP_BLOCKS: Final = 1024
+"""Blocks of a chain that are looked up before it is seen whether all are known."""
+
+USED: Final = object()
+"""In place of an unused block's entry."""
+
 ARRAY_BLOCKS: Final = 1024
 """Blocks whose tokens are made bytes at once: by itself that takes a block as long as its hash, and
 all of a long prompt would keep other threads from running meanwhile."""
@@ -52,7 +58,7 @@ class PrefixCache:
         """Start empty."""
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._unused: dict[int, None] = {}  # in order of last use, the oldest first
+        self._unused: dict[int, object] = {}  # in order of last use, the oldest first
         self._last_found: tuple[bytes, list[int]] = b"", []  # the last hash of a chain, its blocks
 
     @property
@@ -78,7 +84,7 @@ class PrefixCache:
             found = []
         self._last_found = hashes[-1], found
         while len(found) < len(hashes):
-            more = hashes[len(found) : len(found) + ARRAY_BLOCKS]
+            more = hashes[len(found) : len(found) + LOOKED_UP_BLOCKS]
             blocks = list(map(self._block_of.get, more))
             missing = blocks.index(None) if None in blocks else len(blocks)
             found.extend(blocks[:missing])  # type: ignore[arg-type]
@@ -98,18 +104,18 @@ class PrefixCache:
 
     def use(self, blocks: Sequence[int]) -> list[int]:
         """Note that somebody uses cached blocks; return those that others use already."""
-        shared = [block for block in blocks if block not in self._unused]
-        deque(map(self._unused.pop, blocks, repeat(None)), maxlen=0)
-        return shared
+        taken = list(map(self._unused.pop, blocks, repeat(USED)))
+        if USED not in taken:
+            return []
+        return [block for block, was in zip(blocks, taken, strict=True) if was is USED]
 
     def retire(self, blocks: Sequence[int]) -> list[int]:
         """Keep those blocks that are cached: nobody uses them any more. Return the others."""
         known = self._hash_of
         others = [block for block in blocks if block not in known]
-        if not others:
-            self._unused.update(dict.fromkeys(blocks))
-        elif len(others) < len(blocks):
-            self._unused.update((block, None) for block in blocks if block in known)
+        if others:
+            blocks = [block for block in blocks if block in known]
+        self._unused.update(zip(blocks, repeat(None)))
         return others
 
     def evict(self, blocks: int) -> list[int]:
