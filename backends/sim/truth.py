@@ -2,8 +2,8 @@
 
 The tokens of a sequence are a stretch of one long cycle of random tokens; where it begins is a hash
 of the prompt's latest tokens, seed and choice. Drafts, batch, preemption and worker have no part in
-it, so simulated text is as independent of every decision as real text. Looking a token up costs next
-to nothing, as millions are in a large simulation.
+it, so simulated text is as independent of every decision as real text. Looking a token up costs
+next to nothing, as millions are in a large simulation.
 """
 
 from __future__ import annotations
