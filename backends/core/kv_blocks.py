@@ -37,7 +37,7 @@ class KvBlocks:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = FreeRuns(num_blocks)
-        self._cache = PrefixCache()
+        self._cache = PrefixCache(num_blocks)
         self._sharers: Counter[int] = Counter()  # users of a block beside the first one
         self._lent: set[int] = set()
         self._call_in: Callable[[int], None] | None = None

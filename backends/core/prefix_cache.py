@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice, repeat
 from typing import Final
@@ -54,10 +53,11 @@ class PrefixCache:
     which the simulator shares, has 5 ms.
     """
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, num_blocks: int) -> None:
+        """Start empty, for a memory of so many blocks."""
         self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
+        # By block: neighbours are asked for together, and in a dictionary they lie far apart.
+        self._hash_of: list[bytes | None] = [None] * num_blocks
         self._unused: dict[int, object] = {}  # in order of last use, the oldest first
         self._last_found: tuple[bytes, list[int]] = b"", []  # the last hash of a chain, its blocks
 
@@ -98,7 +98,7 @@ class PrefixCache:
 
     def insert(self, digest: bytes, block: int) -> None:
         """Make a block, which somebody uses, known by its hash; no-op if another one is."""
-        if digest not in self._block_of and block not in self._hash_of:
+        if digest not in self._block_of and self._hash_of[block] is None:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
@@ -111,18 +111,20 @@ class PrefixCache:
 
     def retire(self, blocks: Sequence[int]) -> list[int]:
         """Keep those blocks that are cached: nobody uses them any more. Return the others."""
-        known = self._hash_of
-        others = [block for block in blocks if block not in known]
+        hash_of = self._hash_of
+        others = [block for block in blocks if hash_of[block] is None]
         if others:
-            blocks = [block for block in blocks if block in known]
+            blocks = [block for block in blocks if hash_of[block] is not None]
         self._unused.update(zip(blocks, repeat(None)))
         return others
 
     def evict(self, blocks: int) -> list[int]:
         """Forget so many of the unused blocks, those used longest ago, and return them."""
         evicted = list(islice(self._unused, blocks))
-        deque(map(self._unused.pop, evicted), maxlen=0)
-        deque(map(self._block_of.pop, map(self._hash_of.pop, evicted)), maxlen=0)
+        for block in evicted:
+            del self._unused[block]
+            del self._block_of[self._hash_of[block]]  # type: ignore[arg-type]
+            self._hash_of[block] = None
         self._last_found = b"", []
         return evicted
 
