@@ -21,9 +21,11 @@ class Hold(NamedTuple):
 
     Attributes:
         late_s: all of it, by the clock: what a client waits.
-        own_s: the loop's thread computed: its callbacks, garbage collections apart.
+        own_s: the loop's thread computed: its callbacks, garbage collections apart. On a busy
+            machine these are several: what piled up while it had no core.
         collecting_s: the garbage collector ran, in whichever thread: all others wait for it.
         lock_s: at least so long it waited for the interpreter lock, or for a page of memory.
+            Who has the lock may have no core, too.
         descheduled_s: it could have run, but had no core: others' doing (Linux tells; else 0).
     """
 
