@@ -147,6 +147,8 @@ class GenerationRequest:
         service: how soon its tokens are wanted, and how much they matter.
         traced: whether its deltas tell what each step did.
         task: whether to continue the prompt or to embed it; an embedding has one choice.
+        block_hashes: of the prompt's full KV blocks, from the first on (`core.prefix_cache`), as
+            far as they are known; a worker computes those that it lacks.
     """
 
     request_id: str
@@ -160,6 +162,7 @@ class GenerationRequest:
     service: ServiceLevel = ANYTIME
     traced: bool = False
     task: Task = Task.GENERATE
+    block_hashes: tuple[bytes, ...] = ()
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
         """Return the request with a plan; `replace` would take twice as long."""
@@ -175,6 +178,7 @@ class GenerationRequest:
             self.service,
             self.traced,
             self.task,
+            self.block_hashes,
         )
 
     @property

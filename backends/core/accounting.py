@@ -54,6 +54,7 @@ class Accounting:
         if work.sequence.first_token_s is None:
             work.sequence.chunks.append((now_s, len(work.token_ids)))
         self._confirm_blocks(work.sequence)
+        self._queues.goes_on_computing(work.sequence)
 
     def confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
         """Append what was emitted to the sequence, and settle its blocks; return what it keeps."""

@@ -6,6 +6,9 @@ neighbour. When no neighbouring block is free, a run simply continues elsewhere;
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Many
+
 
 class FreeRuns:
     """The free ones of `num_blocks` blocks, as gaps between those that are taken."""
@@ -36,17 +39,11 @@ class FreeRuns:
         """Return whether a block is free and the one before it is not."""
         return block in self._gaps
 
-    def give_back(self, block: int) -> None:
-        """Make a taken block free."""
-        start, end = block, block + 1
-        if start in self._gap_ends:
-            start = self._gap_ends[start]
-            self._remove_gap(start)
-        if end in self._gaps:
-            gap_start, end = end, end + self._gaps[end]
-            self._remove_gap(gap_start)
-        self._add_gap(start, end - start)
-        self._num_free += 1
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Make taken blocks free; neighbours together, so many take little longer than one."""
+        for start, end in _runs(sorted(blocks)):
+            self._num_free += end - start
+            self._free_run(start, end)
 
     def blocks(self) -> list[int]:
         """Return the free blocks, checking that gaps are merged and counted.
@@ -74,6 +71,16 @@ class FreeRuns:
         self._num_free -= taken
         return range(start, start + taken)
 
+    def _free_run(self, start: int, end: int) -> None:
+        """Make a gap of a run, with the gaps beside it."""
+        if start in self._gap_ends:
+            start = self._gap_ends[start]
+            self._remove_gap(start)
+        if end in self._gaps:
+            gap_start, end = end, end + self._gaps[end]
+            self._remove_gap(gap_start)
+        self._add_gap(start, end - start)
+
     def _newcomer_start(self, wanted: int) -> int:
         """Return where a new run starts: the middle of the largest gap's slack."""
         gap_start = max(self._gaps, key=self._gaps.__getitem__)
@@ -95,3 +102,15 @@ class FreeRuns:
     def _remove_gap(self, start: int) -> None:
         length = self._gaps.pop(start)
         del self._gap_ends[start + length]
+
+
+def _runs(blocks: Many[int]) -> Iterator[tuple[int, int]]:
+    """Yield of each run of ascending blocks the first one, and the one behind its last."""
+    start = end = blocks[0] if blocks else 0
+    for block in blocks:
+        if block != end:
+            yield start, end
+            start = block
+        end = block + 1
+    if blocks:
+        yield start, end

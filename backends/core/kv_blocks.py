@@ -37,8 +37,8 @@ class KvBlocks:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = FreeRuns(num_blocks)
-        self._cache = PrefixCache()
-        self._users: Counter[int] = Counter()  # by block
+        self._cache = PrefixCache(num_blocks)
+        self._sharers: Counter[int] = Counter()  # users of a block beside the first one
         self._lent: set[int] = set()
         self._call_in: Callable[[int], None] | None = None
 
@@ -58,7 +58,7 @@ class KvBlocks:
     def needed(self, hashes: Sequence[bytes], tokens: int) -> int:
         """Return by how much `admit` would lower `num_free`."""
         found = self._cache.find(hashes)
-        return self.blocks_for(tokens) - sum(not self._cache.is_unused(block) for block in found)
+        return self.blocks_for(tokens) - len(found) + self._cache.count_unused(found)
 
     def admit(self, table: array[int], hashes: Sequence[bytes], tokens: int) -> int:
         """Make an empty table hold `tokens` tokens, sharing what is cached of their prefix.
@@ -77,9 +77,7 @@ class KvBlocks:
         if needed > self.num_free:
             raise OutOfBlocks(f"{needed} blocks wanted, {self.num_free} free")
         found = self._cache.find(hashes)
-        for block in found:
-            self._cache.use(block)
-            self._users[block] += 1
+        self._sharers.update(self._cache.use(found))
         table.extend(found)
         self.extend(table, tokens)
         return len(found)
@@ -98,9 +96,7 @@ class KvBlocks:
         if self._call_in is not None and missing > self._at_hand:
             self._call_in(missing - self._at_hand)
         self._evict_until(missing)
-        taken = self._free.take(table[-1] + 1 if table else None, missing)
-        self._users.update(taken)
-        table.extend(taken)
+        table.extend(self._free.take(table[-1] + 1 if table else None, missing))
 
     def trim(self, table: array[int], tokens: int) -> None:
         """Give back the blocks behind those that `tokens` tokens need."""
@@ -108,13 +104,9 @@ class KvBlocks:
         if len(table) <= keep:
             return
         # From the end: of a prefix that is evicted block by block, the beginning lasts longest.
-        for block in reversed(table[keep:]):
-            self._users[block] -= 1
-            if not self._users[block]:
-                del self._users[block]
-                if not self._cache.retire(block):
-                    self._free.give_back(block)
+        left = table[keep:][::-1]
         del table[keep:]
+        self._free.give_back(self._cache.retire(self._unshared(left)))
 
     def release(self, table: array[int]) -> None:
         """Give back all blocks of the table and empty it."""
@@ -151,7 +143,7 @@ class KvBlocks:
     def take_back(self, block: int) -> None:
         """Make a lent block free."""
         self._lent.remove(block)
-        self._free.give_back(block)
+        self._free.give_back((block,))
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -161,8 +153,23 @@ class KvBlocks:
         return len(self._free) + self._cache.num_unused
 
     def _evict_until(self, free: int) -> None:
-        while len(self._free) < free:
-            self._free.give_back(self._cache.evict())
+        missing = free - len(self._free)
+        if missing > 0:
+            self._free.give_back(self._cache.evict(missing))
+
+    def _unshared(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Take a user off each of these blocks; return those that have none left."""
+        sharers = self._sharers
+        if not sharers:
+            return blocks
+        unshared = [block for block in blocks if block not in sharers]
+        if len(unshared) < len(blocks):
+            for block in blocks:
+                if block in sharers:
+                    sharers[block] -= 1
+                    if not sharers[block]:
+                        del sharers[block]
+        return unshared
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Check that every block is free, cached, lent, or in as many of `tables` as it has users.
@@ -171,6 +178,7 @@ class KvBlocks:
             AssertionError: a block is lost, in two states, or wrongly counted.
         """
         users = Counter(block for table in tables for block in table)
-        assert users == self._users, "a block is lost or doubled: users are miscounted"
+        sharers = Counter({block: count - 1 for block, count in users.items() if count > 1})
+        assert sharers == self._sharers, "a block is lost or doubled: users are miscounted"
         states = [*self._free.blocks(), *self._cache.unused, *self._lent, *users]
         assert sorted(states) == list(range(self.num_blocks)), "a block is lost or doubled"

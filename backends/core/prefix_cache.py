@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice, repeat
 from typing import Final
 
 HASH_BYTES: Final = 16
 """Two of 2**40 different blocks collide with a chance below 2**-48."""
+
+LOOKED_UP_BLOCKS: Final = 1024
+"""Blocks of a chain that are looked up before it is seen whether all are known."""
+
+USED: Final = object()
+"""In place of an unused block's entry."""
 
 ARRAY_BLOCKS: Final = 1024
 """Blocks whose tokens are made bytes at once: by itself that takes a block as long as its hash, and
@@ -40,13 +47,19 @@ def _digest(data: bytes) -> bytes:
 
 
 class PrefixCache:
-    """Which block holds which prefix, and which of these blocks nobody uses."""
+    """Which block holds which prefix, and which of these blocks nobody uses.
 
-    def __init__(self) -> None:
-        """Start empty."""
+    Works on many blocks at once: a prompt of a megabyte has 30,000, and a turn of the event loop,
+    which the simulator shares, has 5 ms.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Start empty, for a memory of so many blocks."""
         self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
-        self._unused: dict[int, None] = {}  # in order of last use, the oldest first
+        # By block: neighbours are asked for together, and in a dictionary they lie far apart.
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._unused: dict[int, object] = {}  # in order of last use, the oldest first
+        self._last_found: tuple[bytes, list[int]] = b"", []  # the last hash of a chain, its blocks
 
     @property
     def num_unused(self) -> int:
@@ -59,60 +72,84 @@ class PrefixCache:
         return tuple(self._unused)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix; used and unused ones."""
-        found = []
-        for digest in hashes:
-            block = self._block_of.get(digest)
-            if block is None:
+        """Return the blocks of the longest cached prefix; used and unused ones.
+
+        The chain that was asked for last is looked up from where it ended: who waits to be admitted
+        is asked for several times in each step.
+        """
+        if not hashes:
+            return []
+        chain, found = self._last_found
+        if chain != hashes[-1]:
+            found = []
+        self._last_found = hashes[-1], found
+        while len(found) < len(hashes):
+            more = hashes[len(found) : len(found) + LOOKED_UP_BLOCKS]
+            blocks = list(map(self._block_of.get, more))
+            missing = blocks.index(None) if None in blocks else len(blocks)
+            found.extend(blocks[:missing])  # type: ignore[arg-type]
+            if missing < len(blocks):
                 break
-            found.append(block)
         return found
 
-    def is_unused(self, block: int) -> bool:
-        """Return whether the block is cached and nobody uses it."""
-        return block in self._unused
+    def count_unused(self, blocks: Iterable[int]) -> int:
+        """Return how many of these blocks are cached and used by nobody."""
+        return sum(map(self._unused.__contains__, blocks))
 
     def insert(self, digest: bytes, block: int) -> None:
         """Make a block, which somebody uses, known by its hash; no-op if another one is."""
-        if digest not in self._block_of and block not in self._hash_of:
+        if digest not in self._block_of and self._hash_of[block] is None:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
-    def use(self, block: int) -> None:
-        """Note that somebody uses the block again."""
-        self._unused.pop(block, None)
+    def use(self, blocks: Sequence[int]) -> list[int]:
+        """Note that somebody uses cached blocks; return those that others use already."""
+        taken = list(map(self._unused.pop, blocks, repeat(USED)))
+        if USED not in taken:
+            return []
+        return [block for block, was in zip(blocks, taken, strict=True) if was is USED]
 
-    def retire(self, block: int) -> bool:
-        """Keep the block if it is cached: nobody uses it any more. Return whether it is."""
-        if block not in self._hash_of:
-            return False
-        self._unused[block] = None
-        return True
+    def retire(self, blocks: Sequence[int]) -> list[int]:
+        """Keep those blocks that are cached: nobody uses them any more. Return the others."""
+        hash_of = self._hash_of
+        others = [block for block in blocks if hash_of[block] is None]
+        if others:
+            blocks = [block for block in blocks if hash_of[block] is not None]
+        self._unused.update(zip(blocks, repeat(None)))
+        return others
 
-    def evict(self) -> int:
-        """Forget the least recently used of the unused blocks and return it."""
-        block = next(iter(self._unused))
-        del self._unused[block]
-        del self._block_of[self._hash_of.pop(block)]
-        return block
+    def evict(self, blocks: int) -> list[int]:
+        """Forget so many of the unused blocks, those used longest ago, and return them."""
+        evicted = list(islice(self._unused, blocks))
+        for block in evicted:
+            del self._unused[block]
+            del self._block_of[self._hash_of[block]]  # type: ignore[arg-type]
+            self._hash_of[block] = None
+        self._last_found = b"", []
+        return evicted
 
 
 class PendingPrefixes:
-    """Prefixes that running sequences are computing: who shares one had better wait for it."""
+    """What running sequences are computing: who shares a prefix with one had better wait for it.
+
+    Of each only the first block that is not cached yet: it is what a sharer lacks first, too.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
         self._owner: dict[bytes, int] = {}
-        self._hashes: dict[int, list[bytes]] = {}
+        self._hash_of: dict[int, bytes] = {}
 
-    def add(self, key: int, hashes: Sequence[bytes]) -> None:
-        """Note that the sequence of that key computes these blocks, but for those another does."""
-        own = [digest for digest in hashes if self._owner.setdefault(digest, key) == key]
-        self._hashes[key] = own
+    def advance(self, key: int, digest: bytes) -> None:
+        """Note which block the sequence of that key computes next, if no other one does."""
+        self.drop(key)
+        if self._owner.setdefault(digest, key) == key:
+            self._hash_of[key] = digest
 
     def drop(self, key: int) -> None:
         """Forget a sequence: it has computed its prompt, or gave up. Idempotent."""
-        for digest in self._hashes.pop(key, ()):
+        digest = self._hash_of.pop(key, None)
+        if digest is not None:
             del self._owner[digest]
 
     def __contains__(self, digest: bytes) -> bool:

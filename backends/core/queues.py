@@ -47,6 +47,8 @@ class Queues:
         """Queue a new sequence."""
         self.waiting.append(sequence)
         self._owe(sequence, sequence.pending_tokens)
+        # Looked up now, and found at once when the next step asks: halves what one turn has to do.
+        self.blocks.num_cached(sequence.sharable_hashes(self.blocks.block_size))
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that ends, and free its blocks at once."""
@@ -109,7 +111,7 @@ class Queues:
         sequence.num_computed = shared * self.blocks.block_size
         if sequence.last_step < 0:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
-        self._pending.add(sequence.key, hashes[shared:])
+        self.goes_on_computing(sequence)
         self._owe(sequence, sequence.pending_tokens)
         return True
 
@@ -141,6 +143,14 @@ class Queues:
                     return False
             else:
                 return True
+
+    def goes_on_computing(self, sequence: Sequence) -> None:
+        """Note which block of a running prefill others may wait for: the first not known yet."""
+        size, block = self.blocks.block_size, sequence.known_blocks
+        if block < (len(sequence.token_ids) - 1) // size:  # each computes the last token itself
+            self._pending.advance(sequence.key, sequence.hash_blocks(size)[block])
+        else:
+            self._pending.drop(sequence.key)
 
     def prompt_is_computed(self, sequence: Sequence) -> None:
         """Note that nobody need wait for the sequence's prefix any more. Idempotent."""

@@ -130,7 +130,7 @@ class Sequence:
     def of(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
         """Return the waiting sequence for one of `request.choices`."""
         tokens = [*request.prompt_ids, *choice.output_ids]
-        return cls(key, request, choice.choice, tokens)
+        return cls(key, request, choice.choice, tokens, block_hashes=list(request.block_hashes))
 
     @property
     def prompt_tokens(self) -> int:

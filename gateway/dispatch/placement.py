@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from backends.core.prefix_cache import extend_chain
 from backends.errors import BackendFailed, RequestRejected
 from backends.types import GenerationRequest, SpeculationOutcome, Task
 from gateway.aside import aside
@@ -33,7 +34,7 @@ NOTHING_TO_DRAFT: Final = SpeculationPlan(
 INLINE_PROMPTS: Final = 64
 INLINE_TOKENS: Final = 16 << 10
 """More prompts, and longer ones, are checked in a thread: so many take some 0.5 and 0.4 ms (one
-core, Zen 4, 2026-11-21)."""
+core, Zen 4, 2026-11-21). There the blocks of longer ones are hashed, too: 1.8 us each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Placer:
         """Return a request for each prompt of a job, sized and checked, without a plan.
 
         Where that takes long it is done in a thread: a grammar is compiled by then, and long
-        prompts are looked through.
+        prompts are looked through and hashed.
 
         Raises:
             InvalidRequest: the client asked for a proposer the workers do not have, or for more
@@ -132,7 +133,18 @@ def _all_sized(job: Job, workers: Sequence[FleetWorker]) -> tuple[GenerationRequ
     """Return every prompt's request; all of these workers know its grammar then."""
     for worker in workers[1:]:
         _sized(job, 0, worker)
-    return tuple(_sized(job, index, workers[0]) for index in range(len(job.prompts)))
+    first = workers[0]
+    return tuple(_hashed(_sized(job, index, first), first) for index in range(len(job.prompts)))
+
+
+def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationRequest:
+    """Return a request with the hashes of its blocks if those of its prompt take long."""
+    if len(request.prompt_ids) <= INLINE_TOKENS:
+        return request
+    hashes: list[bytes] = []
+    block_tokens = worker.backend.load().kv_block_tokens
+    extend_chain(hashes, request.tenant, request.prompt_ids, block_tokens)
+    return replace(request, block_hashes=tuple(hashes))
 
 
 def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:

@@ -76,17 +76,35 @@ def test_a_block_in_use_is_not_evicted() -> None:
     assert blocks.num_cached(hashes) == 2
 
 
-def test_a_pending_prefix_belongs_to_who_computes_it_first() -> None:
-    """Prefixes are pending until their first computer is done, whoever else wants them."""
+def test_a_pending_block_belongs_to_who_computes_it_first() -> None:
+    """A block is pending until its first computer goes on or gives up, whoever else wants it."""
     pending = PendingPrefixes()
-    pending.add(1, [b"a", b"b"])
-    pending.add(2, [b"b", b"c"])
+    pending.advance(1, b"a")
+    pending.advance(2, b"a")
     pending.drop(2)
-    assert b"b" in pending
-    assert b"c" not in pending
-    pending.drop(1)
-    pending.drop(1)
+    assert b"a" in pending
+    pending.advance(1, b"b")
     assert b"a" not in pending
+    assert b"b" in pending
+    pending.drop(1)
+    pending.drop(1)
+    assert b"b" not in pending
+
+
+def test_a_chain_is_found_as_it_is_now() -> None:
+    """Asked again, a chain has what was confirmed in the meantime, and not what was evicted."""
+    blocks = KvBlocks(4, 4)
+    hashes = chain(range(16))
+    table: list[int] = []
+    blocks.admit(table, hashes, 16)
+    for known in range(5):
+        assert blocks.num_cached(hashes) == known
+        assert blocks.num_cached(hashes[:2]) == min(known, 2)
+        blocks.confirm(table, hashes, range(min(known + 1, 4)))
+    blocks.release(table)
+    for left in (3, 2):
+        blocks.extend([], 4)
+        assert blocks.num_cached(hashes) == left
 
 
 # --- recorded traffic --------------------------------------------------------------------------

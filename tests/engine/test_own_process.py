@@ -6,8 +6,10 @@ import asyncio
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from backends.base import WorkerConfig
+from backends.engine import process
 from backends.engine.backend import EngineBackend
 from backends.errors import BackendFailed, CheckpointError
 from backends.testing import check_backend, collect, make_request
-from backends.types import GrammarKind, GrammarSpec
-from policies.types import ServiceLevel
+from backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
+from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
 
 CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_process=True)
 
@@ -85,6 +88,32 @@ async def test_a_process_that_dies_ends_every_stream_with_an_error() -> None:
             backend.generate(make_request(backend))
     finally:
         await backend.stop()
+
+
+class Deaf:
+    """A process that holds its end of the socket, and reads nothing."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end.dup()
+
+    def wait(self, _timeout_s: float | None = None) -> int:
+        self._end.close()
+        return 0
+
+
+def test_whoever_submits_waits_for_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt larger than the socket's buffer is handed on at once: the event loop does it."""
+    monkeypatch.setattr(process, "_spawn", Deaf)
+    host = process.EngineProcess(CONFIG, EngineBackend(CONFIG))
+    host.start()
+    plan = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a test")
+    wanted = GenerationRequest("a", tuple(range(300_000)), SamplingParams(1, 0), plan)
+    submitting = threading.Thread(target=host.submit, args=(wanted,), daemon=True)
+    submitting.start()
+    submitting.join(60)
+    assert not submitting.is_alive()
+    host.stop()
+    host.join()
 
 
 async def test_a_missing_checkpoint_fails_the_start(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import math
 import subprocess
@@ -19,6 +21,7 @@ from gateway.cli.studies.edge.mock import application
 from gateway.cli.studies.edge.processes import cpu_s
 from gateway.cli.studies.edge.rounds import WORKER, Row, questions
 from gateway.cli.studies.edge.targets import INSTANT, Kind
+from gateway.cli.studies.edge.watch import Hold, parted, watched
 from gateway.cli.studies.edge.worker import Alone, Work
 from tests.gateway.harness import client, events, running
 
@@ -171,3 +174,24 @@ def test_goals_are_met_or_missed_or_not_measured() -> None:
     assert met["cpu_chunk_us without the simulated worker's < 15"] is True
     assert met["litellm's CPU per request over draftgate sim's >= 20"] is True
     assert met["litellm's CPU per request over draftgate proxy's >= 20"] is None
+
+
+def test_a_hold_is_told_by_its_causes() -> None:
+    """Computing, collections, the interpreter's lock and other processes add up to no more."""
+    here = parted(10.0, cpu_s=4.0, descheduled_s=2.0, gc_s=1.0, gc_here_s=1.0)
+    assert here == Hold(10.0, own_s=3.0, collecting_s=1.0, lock_s=4.0, descheduled_s=2.0)
+    elsewhere = parted(10.0, cpu_s=1.0, descheduled_s=0.0, gc_s=6.0, gc_here_s=0.0)
+    assert elsewhere == Hold(10.0, own_s=1.0, collecting_s=6.0, lock_s=3.0)
+    # What was computed while it was not late is no part of a hold.
+    assert parted(2.0, cpu_s=5.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold(2.0, 2.0)
+    assert parted(-1.0, cpu_s=1.0, descheduled_s=0.0, gc_s=0.0, gc_here_s=0.0) == Hold()
+
+
+async def test_collections_in_any_thread_are_noticed() -> None:
+    """The collector stops all threads, so the loop's watch counts it wherever it ran."""
+    for collect in (gc.collect, lambda: asyncio.to_thread(gc.collect)):
+        async with watched() as watch:
+            while watch.longest.collecting_s == 0.0:
+                if asyncio.iscoroutine(ran := collect()):
+                    await ran
+                await asyncio.sleep(0)

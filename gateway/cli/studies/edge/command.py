@@ -29,6 +29,7 @@ from rich.table import Table
 
 from gateway.cli.environment import collect_environment
 from gateway.cli.studies.edge.figures import Goal, goals, summary
+from gateway.cli.studies.edge.hold import PARTS as HOLD_PARTS
 from gateway.cli.studies.edge.hold import longest_holds
 from gateway.cli.studies.edge.rounds import WORKER, Row, opened, questions, rounds
 from gateway.cli.studies.edge.targets import in_process, proxies, rivals
@@ -71,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "hold" in args.parts:
         results["hold"] = longest_holds(args.rounds)
         for row in results["hold"]:
-            longest, own = row["longest_ms"], row["longest_own_ms"]
-            print(f"{row['beside']:40} longest hold {longest:.1f} ms, of its own {own:.1f} ms")
+            parts = (f"{part.removesuffix('_ms')} {max(row[part]):.1f}" for part in HOLD_PARTS)
+            print(f"{row['beside']:32} longest in ms: {', '.join(parts)}")
     if args.json is not None:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 

@@ -3,7 +3,8 @@
     python -m gateway.cli.studies.edge.hold ROUNDS
 
 serves a simulated worker in this process, watches its event loop, lets `crowd` send each kind of
-request a few times beside 16 streams, and prints the longest hold of each as JSON.
+request a few times beside 16 streams, and prints as JSON the longest hold of each, and the longest
+of each part of one: what the loop computed, and what it waited for.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ import logging
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from typing import Any, Final
@@ -24,14 +22,12 @@ from typing import Any, Final
 import uvloop
 
 from backends.shipped import SHIPPED_MODEL
-from gateway.app import build_node, listening, start_workers
+from gateway.app import build_node, listening, settle_interpreter, start_workers
 from gateway.cli.studies.edge.crowd import KINDS
 from gateway.cli.studies.edge.targets import paced_profile
+from gateway.cli.studies.edge.watch import Hold, watched
 from gateway.config import ServeConfig
 from gateway.telemetry.logs import configure
-
-WATCH_S: Final = 0.001
-"""How often the loop is looked at: uvloop's timers know milliseconds, so a hold is told to that."""
 
 CONTEXT: Final = 1 << 20
 """Tokens: a megabyte of text fits and is not refused."""
@@ -42,37 +38,8 @@ STEP_TOKENS: Final = 8192
 KV_BYTES: Final = 64 << 30
 """Of the simulated device, which has no memory: that many tokens of several requests."""
 
-
-class LoopWatch:
-    """Notes how much later than asked for the loop comes back.
-
-    Attributes:
-        longest_s: by the clock, which on a busy machine tells of others' work, too.
-        longest_own_s: at most what this process computed meanwhile: its own doing.
-    """
-
-    def __init__(self) -> None:
-        """Begin with nothing seen."""
-        self.longest_s = self.longest_own_s = 0.0
-
-    async def watch(self) -> None:
-        """Look until cancelled."""
-        while True:
-            began_s, cpu_s = time.perf_counter(), time.process_time()
-            await asyncio.sleep(WATCH_S)
-            late_s = time.perf_counter() - began_s - WATCH_S
-            self.longest_s = max(self.longest_s, late_s)
-            self.longest_own_s = max(self.longest_own_s, min(late_s, time.process_time() - cpu_s))
-
-
-@asynccontextmanager
-async def _watched() -> AsyncIterator[LoopWatch]:
-    watch = LoopWatch()
-    task = asyncio.create_task(watch.watch())
-    try:
-        yield watch
-    finally:
-        task.cancel()
+PARTS: Final = tuple(f"{name.removesuffix('_s')}_ms" for name in Hold._fields)
+"""What is told of a hold: all of it, and its parts."""
 
 
 def longest_holds(rounds: int) -> list[dict[str, Any]]:
@@ -84,10 +51,10 @@ def longest_holds(rounds: int) -> list[dict[str, Any]]:
 
 
 async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each kind, holds in milliseconds by round."""
-    found = {kind: {"beside": kind, "hold_ms": [], "own_ms": [], "statuses": []} for kind in KINDS}
+    """Return a row for each kind, holds and their parts (`Hold`) in milliseconds by round."""
+    rows = {kind: {"beside": kind, "statuses": []} | {part: [] for part in PARTS} for kind in KINDS}
     config = ServeConfig(
-        model=str(_long_model(folder)),
+        model=str(long_model(folder)),
         port=0,
         backend="sim",
         profile=str(paced_profile(folder)),
@@ -100,21 +67,19 @@ async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
     node = build_node(config)
     async with listening(node) as where:
         await start_workers(node)
+        settle_interpreter()
         for _ in range(rounds):
-            for kind, row in found.items():
-                async with _watched() as watch:
-                    statuses = await _crowd(where.url, kind)
-                row["hold_ms"].append(round(watch.longest_s * 1e3, 2))  # type: ignore[attr-defined]
-                row["own_ms"].append(round(watch.longest_own_s * 1e3, 2))  # type: ignore[attr-defined]
+            for kind, row in rows.items():
+                longest, statuses = await _longest_beside(where.url, kind)
                 row["statuses"].append(statuses)  # type: ignore[attr-defined]
+                for part, seconds in zip(PARTS, longest, strict=True):
+                    row[part].append(round(seconds * 1e3, 2))  # type: ignore[attr-defined]
         await node.fleet.stop()
-    return [
-        {**row, "longest_ms": max(row["hold_ms"]), "longest_own_ms": max(row["own_ms"])}
-        for row in found.values()
-    ]
+    return list(rows.values())
 
 
-async def _crowd(url: str, kind: str) -> Any:
+async def _longest_beside(url: str, kind: str) -> tuple[Hold, Any]:
+    """Let a crowd send a kind of request; return the longest holds meanwhile, and the statuses."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -123,11 +88,13 @@ async def _crowd(url: str, kind: str) -> Any:
         kind,
         stdout=subprocess.PIPE,
     )
-    out, _ = await process.communicate()
-    return json.loads(out)
+    # Making the process was the study's doing; it takes a while to begin.
+    async with watched() as watch:
+        out, _ = await process.communicate()
+    return watch.longest, json.loads(out)
 
 
-def _long_model(folder: Path) -> Path:
+def long_model(folder: Path) -> Path:
     """Return the shipped tokenizer with a context that a megabyte fits."""
     model = folder / "model"
     copytree(SHIPPED_MODEL, model, ignore=ignore_patterns("*.safetensors", "draft"))

@@ -1,0 +1,89 @@
+"""Turns of the event loop, which the simulator shares with the streams, are short at any prompt.
+
+What is counted is calls of functions, in Python and C: a number that no machine changes, and that
+grows with all that is done block by block or token by token.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from backends.base import WorkerConfig
+from backends.core.prefix_cache import extend_chain
+from backends.sim.clock import LoopClock
+from backends.sim.parts import BLOCK_TOKENS, Parts, serving_parts
+from backends.sim.profile import load_profile
+from backends.types import GenerationRequest, SamplingParams
+from policies.types import SpeculationMode, SpeculationPlan
+
+STEP_TOKENS = 1024
+LIVE = 4
+PLAN = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a test")
+BLOCK_BYTES = BLOCK_TOKENS * load_profile("cpu-demo").kv_token_bytes
+
+
+def calls_of(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What work returns, and how many functions it calls."""
+    count = 0
+
+    def see(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        result = work()
+    finally:
+        sys.setprofile(before)
+    return result, count
+
+
+def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationRequest:
+    """A request with its hashes, as the gateway hands on long ones."""
+    hashes: list[bytes] = []
+    extend_chain(hashes, "", prompt, BLOCK_TOKENS)
+    params = SamplingParams(tokens, 0, ignore_eos=True)
+    return GenerationRequest(name, prompt, params, PLAN, block_hashes=tuple(hashes))
+
+
+def most_calls(parts: Parts, long: GenerationRequest) -> int:
+    """The most calls in a turn of a worker from a request's submission to its end."""
+    worker, (_, most) = parts.worker, calls_of(lambda: parts.worker.submit(long, 0.0))
+
+    def turn() -> bool:
+        plan = worker.plan(0.0)
+        assert plan is not None
+        result = parts.executor.execute(plan)
+        deltas = worker.complete(plan, result, 0.0)
+        return any(name == long.request_id and delta.finish_reason for name, delta in deltas)
+
+    ended = False
+    while not ended:
+        ended, calls = calls_of(turn)
+        most = max(most, calls)
+    return most
+
+
+def calls_beside_streams(prompt_tokens: int) -> list[int]:
+    """The most calls in a turn while a prompt is new, known, and pushes another one out."""
+    config = WorkerConfig(
+        speculation="off",
+        max_model_len=1 << 20,
+        max_step_tokens=STEP_TOKENS,
+        kv_bytes=BLOCK_BYTES * (prompt_tokens // BLOCK_TOKENS + 64),
+    )
+    parts = serving_parts(config, LoopClock())
+    for index in range(LIVE):
+        parts.worker.submit(request(f"live-{index}", (index, 1, 2), 1000), 0.0)
+    first = tuple(n % 1000 for n in range(prompt_tokens))
+    prompts = {"new": first, "known": first, "other": tuple(reversed(first))}
+    return [most_calls(parts, request(name, ids, 2)) for name, ids in prompts.items()]
+
+
+def test_no_turn_takes_longer_for_a_longer_prompt() -> None:
+    """Admitting, computing and ending 32,000 tokens takes no turn more than 8,000 take it."""
+    short, long = calls_beside_streams(8 << 10), calls_beside_streams(32 << 10)
+    assert max(long) <= 1.1 * max(short)
