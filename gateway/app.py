@@ -38,7 +38,7 @@ loop may be held (the edge study, interleaved, busy machine; Zen 4, 2026-11-21).
 SWITCH_S: Final = 0.001
 """How long a thread may go on in Python while another waits for the interpreter. With Python's 5 ms
 the loop waits so long in each turn beside a prompt that is parsed. With 48 streams open a step of
-the engine costs 18.9 ms of CPU instead of 18.5 (medians of 5 turns; busy Zen 4, 2026-11-21)."""
+the engine costs 18.9 ms of CPU instead of 18.5 (medians of 4 or 5 runs; busy Zen 4, 2026-11-21)."""
 
 CLOSE_S: Final = 2.0
 """How long connections may take to send what is in their buffers once the workers have stopped."""
