@@ -27,6 +27,7 @@ from loadgen.server import Server, look_at
 from loadgen.traces import read_trace
 from loadgen.types import Planned, Record, Run
 from loadgen.verify import LosslessCheck, verify_lossless
+from loadgen.workloads import Rag, Retriever, indexed_passages
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,10 @@ async def run_load(
     async with open_session(target.api_key) as session:
         server = await look_at(session, target.url, target.model, corpus)
         limit = server.max_model_len
-        plan = make_plan(load, rows=rows, counter=server.counter, max_model_len=limit)
+        retriever = await _retriever(session, target, server, load, console)
+        plan = make_plan(
+            load, rows=rows, counter=server.counter, max_model_len=limit, retriever=retriever
+        )
         settings = settings_of(load, target, server, corpus)
         with EventWriter(target.events, settings) if target.events else nullcontext() as events:
             run = await _send(session, target, server, plan, load, console, events)
@@ -90,6 +94,24 @@ async def run_load(
             if events is not None:
                 events.lossless(check)
     return run, check
+
+
+async def _retriever(
+    session: aiohttp.ClientSession, target: Target, server: Server, load: Load, console: Console
+) -> Retriever | None:
+    """Return what finds passages, if the load asks for any: an index by the server's embeddings.
+
+    Raises:
+        ValueError: the server gives none.
+    """
+    if load.workload != Rag.name:
+        return None
+    # numpy is for this workload alone.
+    from loadgen.retrieval import open_index
+
+    passages = indexed_passages(server.counter, load.text_file)
+    with console.status(f"embedding {len(passages)} passages"):
+        return await open_index(session, target.url, server.model, passages, target.patience)
 
 
 async def _send(
