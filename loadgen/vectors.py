@@ -66,7 +66,7 @@ class VectorAudit:
             else:
                 in_order = sorted(reply.data, key=lambda told: told.index)
                 self.vectors = _checked([_packed(told.embedding) for told in in_order])
-        except (DecodeError, UnicodeDecodeError, ValueError, struct.error) as error:
+        except (DecodeError, UnicodeDecodeError, ValueError, OverflowError) as error:
             self.fault(Verdict.MALFORMED, str(error))
         else:
             self._count(reply.usage)
