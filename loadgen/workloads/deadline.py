@@ -1,13 +1,14 @@
 """What each of several requests may take, so that together they meet one deadline. Pure.
 
-Work is counted in output tokens: a prompt of `p` tokens and an answer of `n` are
+Work is counted in output tokens: a prompt of `p` tokens and an answer of `n`, behind whoever has
+the server's next steps, are
 
-    w = p / PROMPT_TOKENS_PER_OUTPUT + n
+    w = WAITING + p / PROMPT_TOKENS_PER_OUTPUT + n
 
 A request that is sent when `R` seconds are left of the deadline shares them with those after it in
 proportion to their work. Its unit of work may take `u = R / (w + later w)`, so it announces
 
-    TTFT = u (p / PROMPT_TOKENS_PER_OUTPUT + 1)        TPOT = u
+    TTFT = u (WAITING + p / PROMPT_TOKENS_PER_OUTPUT + 1)        TPOT = u
 
 and TTFT + (n - 1) TPOT = u w = R - R later w / (w + later w): the rest less what those after it
 are expected to need. What one request saves or wastes, all after it share.
@@ -26,6 +27,12 @@ PROMPT_TOKENS_PER_OUTPUT: Final = 20.0
 a TPOT of 9.3 ms (shipped model, one core of an AMD EPYC Zen 4, 2026-11-21). GPUs do 100 and more;
 by the smaller number the first text gets more of the time, which queueing needs."""
 
+WAITING: Final = 64.0
+"""Output tokens that every request may wait, short or long: the prompt of one other answer, 1,280
+tokens. Without it embeddings announced 130 ms of a deadline of 10 s, and a server that refuses what
+cannot be in time refused them behind any such prompt (four of sixteen; shipped model, a busy AMD
+EPYC Zen 4 at 0.2 questions/s, 2026-11-21)."""
+
 LEAST_S: Final = 1e-3
 """What is announced when no time is left: a header is a positive number. The question is late
 already, and a server that sheds what cannot be in time may refuse it."""
@@ -39,9 +46,14 @@ class Work:
     output_tokens: int = 1
 
     @property
+    def before_first(self) -> float:
+        """What comes before the first output, in output tokens."""
+        return WAITING + self.prompt_tokens / PROMPT_TOKENS_PER_OUTPUT
+
+    @property
     def units(self) -> float:
         """It all in output tokens."""
-        return self.prompt_tokens / PROMPT_TOKENS_PER_OUTPUT + self.output_tokens
+        return self.before_first + self.output_tokens
 
 
 def announced(promise: Slo, elapsed_s: float, work: Work, later: Iterable[Work] = ()) -> Slo:
@@ -61,7 +73,7 @@ def announced(promise: Slo, elapsed_s: float, work: Work, later: Iterable[Work] 
     if promise.latency_s is not None:
         units = work.units + sum(one.units for one in after)
         unit_s = max(promise.latency_s - elapsed_s, LEAST_S) / units
-        ttft_s = unit_s * (work.prompt_tokens / PROMPT_TOKENS_PER_OUTPUT + 1)
+        ttft_s = unit_s * (work.before_first + 1)
         tpot_s = unit_s if work.output_tokens > 1 else None
     if not after:
         if promise.ttft_s is not None:

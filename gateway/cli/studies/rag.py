@@ -162,8 +162,8 @@ def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, fl
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start both servers, ask, print a line for each round, write what was asked for."""
     parser = study_parser("rag", __doc__)
-    parser.add_argument("--rate", type=float, default=0.1, help="questions a second")
-    parser.add_argument("--requests", type=int, default=30, help="questions of a round")
+    parser.add_argument("--rate", type=float, default=0.2, help="questions a second")
+    parser.add_argument("--requests", type=int, default=40, help="questions of a round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--deadline-ms", type=float, default=10_000.0)
     parser.add_argument("--seed", type=int, default=0)
