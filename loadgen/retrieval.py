@@ -1,7 +1,4 @@
-"""An index of passages: their embeddings by the server itself, searched exactly.
-
-Imported only where a load retrieves: the other workloads do without numpy.
-"""
+"""An index of passages: their embeddings by the server itself, searched exactly."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from loadgen.events import EventWriter
 from loadgen.null_server import allow_many_connections
 from loadgen.plan import Load, Plan, make_plan
 from loadgen.report.live import LiveView, Progress
+from loadgen.retrieval import open_index
 from loadgen.server import Server, look_at
 from loadgen.traces import read_trace
 from loadgen.types import Planned, Record, Run
@@ -106,9 +107,6 @@ async def _retriever(
     """
     if load.workload != Rag.name:
         return None
-    # numpy is for this workload alone.
-    from loadgen.retrieval import open_index
-
     passages = indexed_passages(server.counter, load.text_file)
     with console.status(f"embedding {len(passages)} passages"):
         return await open_index(session, target.url, server.model, passages, target.patience)

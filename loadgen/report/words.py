@@ -50,7 +50,7 @@ def share_of(counted: Attainment) -> str:
 
 def promise(slo: Slo) -> str:
     """Return an SLO."""
-    limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
+    limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("latency", slo.latency_s))
     told = [f"{name} <= {limit * 1e3:g} ms" for name, limit in limits if limit is not None]
     return ", ".join(told) or "nothing promised"
 
