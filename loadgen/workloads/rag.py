@@ -124,9 +124,11 @@ class Rag:
         return self._setting.counter.count(text)
 
     def _subject(self, passage: str, rng: Random) -> str:
-        """Return some words of a passage, to ask about."""
+        """Return some words of a passage, to ask about; its first where it ends in blanks."""
         start = passage.rfind(" ", 0, rng.randrange(len(passage))) + 1
-        return " ".join(cut(passage[start:], BEGUN_TOKENS, self._setting.counter).split())
+        texts = (passage[start:], passage.lstrip())
+        words = (" ".join(cut(text, BEGUN_TOKENS, self._setting.counter).split()) for text in texts)
+        return next(filter(None, words), "")
 
     def _question(self, index: int, answer: int, content: str, slo: Slo) -> Question:
         return Question(

@@ -199,6 +199,16 @@ def test_the_collection_is_the_same_for_every_load(tmp_path) -> None:
     assert passages == indexed_passages(COUNTER, path)
 
 
+def test_a_question_always_names_something(tmp_path) -> None:
+    """Also about passages that are mostly blanks: no server embeds an empty text."""
+    path = tmp_path / "sparse.txt"
+    path.write_text(f"one word{' ' * 900}\n" * 500)
+    index = Index(indexed_passages(COUNTER, path), [packed(1.0)] * INDEXED)
+    load = Load(workload="rag", rate_rps=1.0, requests=200, text_file=path)
+    for planned in make_plan(load, counter=COUNTER, retriever=index).requests:
+        assert planned.flow.subject.strip()
+
+
 # --- whole questions ------------------------------------------------------------------------------
 
 
