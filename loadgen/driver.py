@@ -13,7 +13,7 @@ from loadgen.client import Exchange, Patience
 from loadgen.clock import Clock, start_clock
 from loadgen.flows import whole
 from loadgen.health import HealthMonitor, without_full_collections
-from loadgen.types import Planned, Record, Run
+from loadgen.types import SINGLE, Planned, Record, Run
 
 TIMER_S: Final = 0.001
 """Resolution of the event loops' timers (epoll's and libuv's milliseconds): shorter sleeps would
@@ -69,7 +69,8 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
         try:
             due_s = scheduled_s
             while asked := planned.flow.next(planned.question, hops, clock() - scheduled_s):
-                current = Exchange(replace(planned, question=asked), clock, due_s, waits, ids)
+                request = replace(planned, question=asked, flow=SINGLE)
+                current = Exchange(request, clock, due_s, waits, ids)
                 try:
                     await current.run(session, url, model)
                 finally:

@@ -15,7 +15,7 @@ from loadgen.health import lag_s
 from loadgen.hops import hops, hops_as_dict
 from loadgen.slo import attainment, met, met_latency
 from loadgen.summary import summarize
-from loadgen.types import Planned, Slo
+from loadgen.types import SINGLE, Planned, Slo
 from tests.loadgen.mock import Mock, Script, question, serving, text_of
 from tests.loadgen.truth import a_run, record
 
@@ -57,6 +57,7 @@ async def test_each_request_is_made_of_the_answer_before_it() -> None:
     text = "".join(text_of(0, 8))
     assert [body["prompt"] for body in mock.bodies] == ["asked", text, text]
     (one,) = run.records
+    assert all(r.planned.flow is SINGLE for r in (one, *one.hops))
     assert over == [one]
     assert len(starts) == 1
     assert (one.verdict, one.texts) == ("ok", (text,))

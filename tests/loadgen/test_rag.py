@@ -222,7 +222,7 @@ def text_file(tmp_path_factory):
 
 
 async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int = 4, **fields):
-    """The run of some questions; those after the index is built."""
+    """The run of some questions and their flows; the mock knows what came after the index."""
     load = Load(workload="rag", concurrency=1, requests=count, text_file=text_file, **fields)
     passages = indexed_passages(COUNTER, text_file)
     async with serving(mock) as url, open_session() as session:
@@ -236,7 +236,7 @@ async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int =
             for p in make_plan(load, counter=COUNTER, retriever=index).requests
         ]
         run = await run_plan(session, url, "mock", plan, concurrency=1)
-    return run, index
+    return run, [p.flow for p in plan]
 
 
 async def test_a_question_is_planned_looked_up_and_answered(text_file) -> None:
@@ -268,9 +268,8 @@ async def test_a_passage_that_is_not_found_is_told(text_file, monkeypatch) -> No
     """Where vectors say nothing, retrieval gives the most popular passages, and the report says for
     how many questions the right one was among them."""
     monkeypatch.setattr(mock_server, "vector_of", lambda _: [1.0])
-    run, _ = await asked(text_file, Mock(), count=12)
-    about = [record.planned.flow.about for record in run.records]
-    right = sum(place < PASSAGES for place in about)
+    run, flows = await asked(text_file, Mock(), count=12)
+    right = sum(flow.about < PASSAGES for flow in flows)
     (found,) = [hop.facts["passage_found"] for hop in hops(run.records) if hop.name == "answer"]
     assert found == (right, 12)
     assert 0 < right < 12

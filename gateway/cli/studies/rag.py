@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = study_parser("rag", __doc__)
     parser.add_argument("--rate", type=float, default=0.2, help="questions a second")
     parser.add_argument("--requests", type=int, default=40, help="questions of a round")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deadline-ms", type=float, default=10_000.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
