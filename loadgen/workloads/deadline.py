@@ -23,9 +23,9 @@ from typing import Final
 from loadgen.types import Slo
 
 PROMPT_TOKENS_PER_OUTPUT: Final = 20.0
-"""Prompt tokens that take as long as one output token: 19 by a TTFT of 0.93 s over 1,900 tokens and
-a TPOT of 9.3 ms (shipped model, one core of an AMD EPYC Zen 4, 2026-11-21). GPUs do 100 and more;
-by the smaller number the first text gets more of the time, which queueing needs."""
+"""Prompt tokens that take as long as one output token: 18 to 35 in six questions (TTFT 0.7 to 1.0 s
+over 1,300 tokens, TPOT 14 to 19 ms; shipped model, one busy core of an AMD EPYC Zen 4, 2026-11-21).
+GPUs do 100 and more; by a smaller number the first text gets more of the time."""
 
 WAITING: Final = 64.0
 """Output tokens that every request may wait, short or long: the prompt of one other answer, 1,280

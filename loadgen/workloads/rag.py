@@ -30,7 +30,7 @@ POPULARITY: Final = 0.8
 0.64 to 0.83 (Breslau et al., INFOCOM 1999)."""
 
 INDEXED: Final = 256
-"""Of them the most popular, which are embedded where there is a server: 65,000 tokens, 10 to 30 s
+"""Of them the most popular, which are embedded where there is a server: 65,000 tokens, 7 to 30 s
 on one core of an AMD EPYC Zen 4 with the shipped model (2026-11-21)."""
 
 INDEXED_SEED: Final = 0
