@@ -1,9 +1,9 @@
-"""A strict streaming client of the OpenAI API."""
+"""A strict client of the OpenAI API: streams of text, and vectors."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from loadgen.audit import StreamAudit, Verdict
 from loadgen.clock import Clock
 from loadgen.sse import SseParser
 from loadgen.types import Arrived, Planned, Question, Record
+from loadgen.vectors import VectorAudit
 
 KEEPALIVE_S: Final = 4.0
 """Idle connections are kept this long: less than servers keep theirs (uvicorn: 5 s), for a request
@@ -81,7 +82,11 @@ class Exchange:
         self, planned: Planned, clock: Clock, scheduled_s: float, patience: Patience, ids: set[str]
     ) -> None:
         question = planned.question
-        self.audit = StreamAudit(question.n, question.max_tokens, ids=ids)
+        self.audit: StreamAudit | VectorAudit = (
+            VectorAudit(len(question.inputs))
+            if question.inputs
+            else StreamAudit(question.n, question.max_tokens, ids=ids)
+        )
         self._planned = planned
         self._clock = clock
         self._patience = patience
@@ -95,13 +100,12 @@ class Exchange:
         self._end_s: float | None = None
 
     async def run(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
-        """Ask, read the stream to its end, and judge it. Never raises for what a server does.
+        """Ask, read the answer to its end, and judge it. Never raises for what a server does.
 
         Raises:
             asyncio.CancelledError: the task was cancelled; the verdict is `INTERRUPTED`.
         """
         question = self._planned.question
-        path = "/v1/completions" if question.prompt is not None else "/v1/chat/completions"
         body = encode(question.body(model))
         loop = asyncio.get_running_loop()
         latest = loop.time() + self._patience.total_s
@@ -109,7 +113,10 @@ class Exchange:
             async with (
                 asyncio.timeout_at(latest) as limit,
                 session.post(
-                    url + path, data=body, headers=_headers(question), trace_request_ctx=self
+                    url + question.path,
+                    data=body,
+                    headers=_headers(question),
+                    trace_request_ctx=self,
                 ) as response,
             ):
                 await self._read(response, limit, latest)
@@ -127,7 +134,7 @@ class Exchange:
     def record(self) -> Record:
         """Return what became of it."""
         audit = self.audit
-        return Record(
+        record = Record(
             self._planned,
             self._scheduled_s,
             self._started_s if self._sent_s is None else self._sent_s,
@@ -135,12 +142,17 @@ class Exchange:
             audit.verdict.value,
             audit.detail,
             tuple(self._chunks),
-            audit.texts,
-            tuple(audit.finish_reasons),
-            audit.usage,
-            audit.metrics,
-            self._status,
-            self._connect_s,
+            usage=audit.usage,
+            status=self._status,
+            connect_s=self._connect_s,
+        )
+        if isinstance(audit, VectorAudit):
+            return replace(record, vectors=audit.vectors)
+        return replace(
+            record,
+            texts=audit.texts,
+            finish_reasons=tuple(audit.finish_reasons),
+            metrics=audit.metrics,
             stream_id=audit.stream_id,
         )
 
@@ -165,17 +177,24 @@ class Exchange:
         if response.status != 200:
             detail = f"{response.status}: {(await response.text(errors='replace'))[:200]}"
             self.audit.fault(Verdict.HTTP_STATUS, detail)
+        elif isinstance(self.audit, VectorAudit):
+            self.audit.add(await response.read())
+            self._chunks.append(Arrived(self._clock(), None, 0))
         elif response.content_type != "text/event-stream":
             detail = f"not text/event-stream but {response.content_type}"
             self.audit.fault(Verdict.NO_STREAM, detail)
         else:
-            await self._read_events(response, limit, latest)
+            await self._read_events(response, self.audit, limit, latest)
 
     async def _read_events(
-        self, response: aiohttp.ClientResponse, limit: asyncio.Timeout, latest: float
+        self,
+        response: aiohttp.ClientResponse,
+        audit: StreamAudit,
+        limit: asyncio.Timeout,
+        latest: float,
     ) -> None:
         """Read a stream: every event's content, with the instant at which its bytes were read."""
-        parser, audit, chunks = SseParser(), self.audit, self._chunks
+        parser, chunks = SseParser(), self._chunks
         now, patience_s = asyncio.get_running_loop().time, self._patience.stall_s
         try:
             async for data in response.content.iter_any():

@@ -116,12 +116,13 @@ def decisions(records: Iterable[Record]) -> Decisions | None:
 
 def decisions_of(record: Record) -> Iterator[Decision]:
     """Yield the decisions for a record's prompts, in their order; nothing where none are told."""
-    metrics = record.metrics or {}
-    prompts = metrics.get("prompts")
-    for told in prompts if isinstance(prompts, list) else [metrics]:
-        report = told.get("speculative_decoding") if isinstance(told, dict) else None
-        if isinstance(report, dict):
-            yield _decision(report, told.get("worker_id"))
+    for request in record.requests:
+        metrics = request.metrics or {}
+        prompts = metrics.get("prompts")
+        for told in prompts if isinstance(prompts, list) else [metrics]:
+            report = told.get("speculative_decoding") if isinstance(told, dict) else None
+            if isinstance(report, dict):
+                yield _decision(report, told.get("worker_id"))
 
 
 def _decision(report: dict[str, Any], worker_id: Any) -> Decision:

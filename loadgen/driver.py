@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import aiohttp
 
 from loadgen.client import Exchange, Patience
 from loadgen.clock import Clock, start_clock
+from loadgen.flows import whole
 from loadgen.health import HealthMonitor, without_full_collections
 from loadgen.plan import Load, Plan
-from loadgen.types import Planned, Record, Run
+from loadgen.types import SINGLE, Planned, Record, Run
 
 TIMER_S: Final = 0.001
 """Resolution of the event loops' timers (epoll's and libuv's milliseconds): shorter sleeps would
@@ -34,7 +36,7 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
     on_record: Callable[[Record], None] = lambda _: None,
     start_clock: Callable[[], Clock] = start_clock,
 ) -> Run:
-    """Send all requests of the plan, wait for their answers, and return the run.
+    """Send all questions of the plan, wait for their answers, and return the run.
 
     Without `concurrency` the loop is open: each request starts at its instant `at_s`, however many
     are still open, since waiting for answers would hide what a user who comes then would suffer
@@ -51,8 +53,8 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
         session: from `open_session`.
         url: the server's, without a path.
         patience: how long to wait for an answer.
-        on_start: told of each request as it starts.
-        on_record: told of each request when it is over.
+        on_start: told of each question as it starts.
+        on_record: told of each question when it is over, with all its requests.
 
     Raises:
         ExceptionGroup: of a ValueError: a request has an instant in a closed loop, or none in an
@@ -61,26 +63,36 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
     clock = start_clock()
     run, ids, waits = Run({}), set[str](), patience or Patience()
 
-    async def exchange(planned: Planned, scheduled_s: float) -> None:
-        current = Exchange(planned, clock, scheduled_s, waits, ids)
+    async def answer(planned: Planned, scheduled_s: float) -> None:
+        """Send the requests of a question, each when the one before it is over."""
+        hops = list[Record]()
         on_start(planned)
         try:
-            await current.run(session, url, model)
+            due_s = scheduled_s
+            while asked := planned.flow.next(planned.question, hops, clock() - scheduled_s):
+                request = replace(planned, question=asked, flow=SINGLE)
+                current = Exchange(request, clock, due_s, waits, ids)
+                try:
+                    await current.run(session, url, model)
+                finally:
+                    hops.append(current.record())
+                due_s = hops[-1].end_s
         finally:
-            run.records.append(current.record())
-            on_record(run.records[-1])
+            if hops:
+                run.records.append(whole(planned, hops))
+                on_record(run.records[-1])
 
     with without_full_collections(), HealthMonitor(clock) as monitor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if concurrency is None:
                     run.scheduled_duration_s = await send_on_schedule(
-                        plan, lambda p, at_s: tasks.create_task(exchange(p, at_s)), clock
+                        plan, lambda p, at_s: tasks.create_task(answer(p, at_s)), clock
                     )
                 else:
                     requests = iter(plan)
                     for _ in range(concurrency):
-                        tasks.create_task(_client(requests, exchange, clock))
+                        tasks.create_task(_client(requests, answer, clock))
         except asyncio.CancelledError:
             run.interrupted = True
             if concurrency is None and run.scheduled_duration_s is None:
@@ -138,11 +150,11 @@ def until(requests: Iterable[Planned], duration_s: float) -> Iterator[Planned]:
 
 async def _client(
     requests: Iterator[Planned],
-    exchange: Callable[[Planned, float], Awaitable[None]],
+    answer: Callable[[Planned, float], Awaitable[None]],
     clock: Clock,
 ) -> None:
     """One client of a closed loop; all of them take their requests from the same plan."""
     for planned in requests:
         if planned.at_s is not None:
             raise ValueError(f"request {planned.index} of a closed loop has an instant")
-        await exchange(planned, clock())
+        await answer(planned, clock())

@@ -44,6 +44,7 @@ class RecordLine(Struct, omit_defaults=True):
         chunks: of each its instant, its tokens if told, its characters.
         asked_sha256: of the body's prompt or messages, as JSON.
         answers_sha256: of each choice's text.
+        hops: of a question that took several requests, each of them.
     """
 
     index: int
@@ -71,6 +72,9 @@ class RecordLine(Struct, omit_defaults=True):
     status: int | None = None
     connect_s: float = 0.0
     stream_id: str = ""
+    hop: str = ""
+    facts: dict[str, bool] = {}
+    hops: list[RecordLine] = []
 
 
 class End(Struct):
@@ -196,7 +200,7 @@ def _last_instant(records: Iterable[Record]) -> float | None:
 
 def _line(record: Record) -> RecordLine:
     question = record.planned.question
-    asked = question.prompt if question.prompt is not None else question.messages
+    asked = question.prompt if question.prompt is not None else question.messages or question.inputs
     text = encode(asked)
     return RecordLine(
         index=record.planned.index,
@@ -224,13 +228,16 @@ def _line(record: Record) -> RecordLine:
         status=record.status,
         connect_s=record.connect_s,
         stream_id=record.stream_id,
+        hop=question.hop,
+        facts=dict(question.facts),
+        hops=[_line(hop) for hop in record.hops],
     )
 
 
 def _texts(question: Question) -> list[str]:
     if question.prompt is not None:
         return [question.prompt]
-    return [message.content for message in question.messages]
+    return [message.content for message in question.messages] or list(question.inputs)
 
 
 def _record(line: RecordLine) -> Record:
@@ -245,6 +252,8 @@ def _record(line: RecordLine) -> Record:
         slo=line.slo,
         n=line.n,
         extra=tuple(line.extra.items()),
+        hop=line.hop,
+        facts=tuple(line.facts.items()),
     )
     return Record(
         Planned(line.index, line.at_s, question),
@@ -261,4 +270,5 @@ def _record(line: RecordLine) -> Record:
         line.status,
         line.connect_s,
         stream_id=line.stream_id,
+        hops=tuple(map(_record, line.hops)),
     )

@@ -85,7 +85,7 @@ class HealthMonitor:
 
     def health(self, records: Sequence[Record]) -> ClientHealth:
         """Return how well the generator kept up so far, given the records of what it sent."""
-        lags = sorted(map(lag_s, records)) or [0.0]
+        lags = sorted(lag_s(r) for record in records for r in record.requests) or [0.0]
         elapsed_s = max(self._clock() - self._started_s, 1e-9)
         return ClientHealth(
             max_lag_s=lags[-1],

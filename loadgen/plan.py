@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count, islice
 from math import inf
 from pathlib import Path
@@ -15,6 +16,8 @@ from loadgen.types import Planned, Question, Slo
 from loadgen.workloads import (
     ApproximateCounter,
     Endpoint,
+    Rag,
+    Retriever,
     TokenCounter,
     make_workload,
     replay,
@@ -170,6 +173,7 @@ def make_plan(
     rows: Sequence[TraceRow] = (),
     counter: TokenCounter | None = None,
     max_model_len: int | None = None,
+    retriever: Retriever | None = None,
     lazily: bool = False,
     part: Part = WHOLE,
 ) -> Plan:
@@ -179,6 +183,7 @@ def make_plan(
         rows: of the trace, if one is replayed.
         counter: measures prompts.
         max_model_len: what the server holds, if that is known.
+        retriever: finds passages for `rag`; without it each question has them at hand.
         lazily: make each question as it is taken: for simulations, whose clock waits, and whose
             texts together may be more than memory holds.
         part: of the plan, if several processes send it; only its questions are made.
@@ -191,7 +196,7 @@ def make_plan(
     if load.trace is not None and not rows:
         raise ValueError(f"{load.trace} has no requests")
     rows = _sped(rows, load)
-    question = _questions(load, rows, counter or ApproximateCounter(), max_model_len)
+    planned = _planner(load, rows, counter or ApproximateCounter(), max_model_len, retriever)
     if (clients := load.clients) is not None:
         if clients < part.of:
             raise ValueError(f"{clients} clients cannot be divided among {part.of} processes")
@@ -199,11 +204,11 @@ def make_plan(
         if load.trace is not None:
             total = len(rows) if total is None else min(total, len(rows))
         places = count() if total is None else range(total)
-        asked = (Planned(i, None, question(i)) for i in places if part.takes(i % clients))
+        asked = (planned(i, None) for i in places if part.takes(i % clients))
         made = [] if lazily else list(islice(asked, AHEAD if total is None else total))
         return Plan(chain(made, asked), sum(map(part.takes, range(clients))), None, total)
     instants, schedule_s = _schedule(load, rows)
-    scheduled = (Planned(i, at_s, question(i)) for i, at_s in enumerate(instants) if part.takes(i))
+    scheduled = (planned(i, at_s) for i, at_s in enumerate(instants) if part.takes(i))
     return Plan(scheduled if lazily else list(scheduled), None, schedule_s, len(instants))
 
 
@@ -232,12 +237,16 @@ def _sped(rows: Sequence[TraceRow], load: Load) -> Sequence[TraceRow]:
     return scaled(rows, load.time_scale or 1.0)
 
 
-def _questions(
-    load: Load, rows: Sequence[TraceRow], counter: TokenCounter, max_model_len: int | None
-) -> Callable[[int], Question]:
-    """Return what to ask, by its place in the plan."""
+def _planner(
+    load: Load,
+    rows: Sequence[TraceRow],
+    counter: TokenCounter,
+    max_model_len: int | None,
+    retriever: Retriever | None,
+) -> Callable[[int, float | None], Planned]:
+    """Return what to ask, by its place in the plan and its instant."""
     if load.workload is None and load.trace is None:
-        asked = _prompts(load)
+        asked = _plain(_prompts(load))
     else:
         given: Any = {
             "seed": load.seed,
@@ -252,15 +261,23 @@ def _questions(
             if load.workload is None
             else make_workload(load.workload, **given)
         )
-        asked = made.question
+        if retriever is not None and isinstance(made, Rag):
+            asked = partial(made.planned, retriever=retriever)
+        else:
+            asked = _plain(made.question)
     extra = load.extra()
 
-    def question(index: int) -> Question:
-        plain = asked(index)
-        wanted = plain if load.endpoint is None else through(plain, load.endpoint)
-        return replace(wanted, extra=(*wanted.extra, *extra))
+    def planned(index: int, at_s: float | None) -> Planned:
+        plain = asked(index, at_s)
+        question = plain.question
+        wanted = question if load.endpoint is None else through(question, load.endpoint)
+        return replace(plain, question=replace(wanted, extra=(*wanted.extra, *extra)))
 
-    return question
+    return planned
+
+
+def _plain(question: Callable[[int], Question]) -> Callable[[int, float | None], Planned]:
+    return lambda index, at_s: Planned(index, at_s, question(index))
 
 
 def _prompts(load: Load) -> Callable[[int], Question]:

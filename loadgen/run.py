@@ -23,6 +23,7 @@ from loadgen.plan import Load, Part, Plan, make_plan
 from loadgen.processes.parent import run_in_processes
 from loadgen.processes.wire import Job
 from loadgen.report.live import LiveView, Progress
+from loadgen.retrieval import retriever_of
 from loadgen.server import Server, look_at
 from loadgen.traces import read_trace
 from loadgen.types import Record, Run
@@ -71,18 +72,24 @@ async def run_load(
     corpus = open_corpus(load.text_file) if asks_corpus else None
     async with open_session(target.api_key) as session:
         server = await look_at(session, target.url, target.model, corpus)
+        job = job_of(load, target, server)
+        retriever = None
+        if target.processes == 1:
+            with console.status("looking for passages"):
+                retriever = await retriever_of(session, job)
         # Where several processes make their own questions, this part is for the plan's length.
         plan = make_plan(
             load,
             rows=rows,
             counter=server.counter,
             max_model_len=server.max_model_len,
+            retriever=retriever,
             lazily=target.processes > 1,
             part=Part(0, target.processes),
         )
         settings = settings_of(load, target, server, corpus)
         with EventWriter(target.events, settings) if target.events else nullcontext() as events:
-            run = await _send(session, target, server, plan, load, console, events)
+            run = await _send(session, target, job, plan, console, events)
             run.settings = settings
             if events is not None:
                 events.end(run)
@@ -105,13 +112,12 @@ async def run_load(
 async def _send(
     session: aiohttp.ClientSession,
     target: Target,
-    server: Server,
+    job: Job,
     plan: Plan,
-    load: Load,
     console: Console,
     events: EventWriter | None,
 ) -> Run:
-    progress = Progress(plan.total, plan.schedule_s or load.duration_s)
+    progress = Progress(plan.total, plan.schedule_s or job.load.duration_s)
 
     def over(record: Record) -> None:
         progress.record(record)
@@ -121,7 +127,7 @@ async def _send(
     async with LiveView(console, progress):
         if target.processes > 1:
             run = await run_in_processes(
-                job_of(load, target, server),
+                job,
                 target.processes,
                 on_start=progress.start,
                 on_record=over,
@@ -129,9 +135,9 @@ async def _send(
         else:
             run = await run_plan(
                 session,
-                target.url,
-                server.model,
-                requests_of(plan, load),
+                job.url,
+                job.model,
+                requests_of(plan, job.load),
                 concurrency=plan.concurrency,
                 patience=target.patience,
                 on_start=lambda _: progress.start(),

@@ -8,7 +8,7 @@ from math import sqrt
 from typing import Final, NamedTuple
 
 from loadgen.audit import Verdict
-from loadgen.figures import tpot_s, ttft_s
+from loadgen.figures import latency_s, tpot_s, ttft_s
 from loadgen.types import Record
 
 Z_95: Final = 1.959963984540054
@@ -30,8 +30,9 @@ class Attainment:
         class_name: the class; empty for all of them together.
         requests: all that were scheduled, failed ones too.
         intact: those whose stream was intact.
-        met: those that were intact and met both limits.
-        ttft_met, tpot_met: intact ones that met this limit; one that was not set is met.
+        met: those that were intact and met all limits.
+        ttft_met, tpot_met, latency_met: intact ones that met this limit; one that was not set is
+            met.
     """
 
     class_name: str
@@ -40,6 +41,7 @@ class Attainment:
     met: int
     ttft_met: int
     tpot_met: int
+    latency_met: int
 
     @property
     def share(self) -> float | None:
@@ -53,8 +55,13 @@ class Attainment:
 
 
 def met(record: Record) -> bool:
-    """Whether the stream was intact and both limits of the request's SLO were met."""
-    return record.verdict == Verdict.OK and met_ttft(record) and met_tpot(record)
+    """Whether the stream was intact and all limits of the request's SLO were met."""
+    return (
+        record.verdict == Verdict.OK
+        and met_ttft(record)
+        and met_tpot(record)
+        and met_latency(record)
+    )
 
 
 def met_ttft(record: Record) -> bool:
@@ -69,6 +76,12 @@ def met_tpot(record: Record) -> bool:
     return limit_s is None or value_s is None or value_s <= limit_s
 
 
+def met_latency(record: Record) -> bool:
+    """Whether the answer was complete by its deadline, from the scheduled instant."""
+    limit_s = record.planned.question.slo.latency_s
+    return limit_s is None or latency_s(record) <= limit_s
+
+
 def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
     """Count the requests of a class, or all of them, that were served as promised."""
     chosen = [r for r in records if class_name in {"", r.planned.question.class_name}]
@@ -80,6 +93,7 @@ def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
         met=sum(map(met, chosen)),
         ttft_met=sum(map(met_ttft, intact)),
         tpot_met=sum(map(met_tpot, intact)),
+        latency_met=sum(map(met_latency, intact)),
     )
 
 

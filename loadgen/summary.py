@@ -18,14 +18,15 @@ from loadgen.figures import (
     values_of,
 )
 from loadgen.health import judge_health
+from loadgen.hops import HOP_FORMULAS, hops, hops_as_dict
 from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
 from loadgen.types import Record, Run
 from loadgen.verify import LosslessCheck
 
 FORMULAS = {
-    "goodput_rps": "intact requests that met TTFT and TPOT limits / seconds of the schedule (of the"
-    " run in a closed loop); failed and late ones are scheduled, too",
-    "attainment": "intact requests that met both limits / all scheduled; 95 % Wilson interval",
+    "goodput_rps": "intact requests that met all limits (TTFT, TPOT, deadline) / seconds of the"
+    " schedule (of the run in a closed loop); failed and late ones are scheduled, too",
+    "attainment": "intact requests that met all limits / all scheduled; 95 % Wilson interval",
     "accepted_tokens_per_s": "tokens of intact answers by the server's usage / seconds of the run",
     "percentiles": PERCENTILE_FORMULA,
 }
@@ -51,8 +52,11 @@ def summarize(run: Run, lossless: LosslessCheck | None = None) -> dict[str, Any]
             "attainment_interval": list(overall.interval),
             "classes": {a.class_name: _class(a, run) for a in attainment_by_class(run.records)},
             "figures": {figure.key: _distribution(run.records, figure.key) for figure in FIGURES},
-            "formulas": FORMULAS | {figure.key: figure.formula for figure in FIGURES},
+            "formulas": FORMULAS
+            | {figure.key: figure.formula for figure in FIGURES}
+            | {f"hops: {name}": formula for name, formula in HOP_FORMULAS.items()},
             "decisions": None if (told := decisions(run.records)) is None else told.as_dict(),
+            "hops": hops_as_dict(hops(run.records)),
             "lossless": None if lossless is None else _lossless(lossless),
             "health": None if run.health is None else asdict(run.health),
             "duration_s": run.duration_s,
@@ -94,6 +98,7 @@ def _class(counted: Attainment, run: Run) -> dict[str, Any]:
         "intact": counted.intact,
         "met_ttft": counted.ttft_met,
         "met_tpot": counted.tpot_met,
+        "met_latency": counted.latency_met,
         "errors": errors(records),
         **{key: _distribution(records, key) for key in ("ttft_s", "tpot_s", "latency_s")},
     }

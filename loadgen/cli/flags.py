@@ -45,6 +45,10 @@ class Questions:
     ] = None
     slo_ttft_ms: Annotated[float | None, typer.Option(help="Promised time to first text.")] = None
     slo_tpot_ms: Annotated[float | None, typer.Option(help="Promised time per token.")] = None
+    deadline_ms: Annotated[
+        float | None,
+        typer.Option(help="Promised time to the end of the answer; rag's hops share it."),
+    ] = None
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help=f"Of an answer; else the workload's ({PROMPT_MAX_TOKENS})."),
@@ -72,7 +76,7 @@ class Questions:
             temperature=self.temperature,
             speculation=self.speculation,
             endpoint=None if self.chat is None else "chat" if self.chat else "completions",
-            slo=Slo.of_ms(self.slo_ttft_ms, self.slo_tpot_ms),
+            slo=Slo.of_ms(self.slo_ttft_ms, self.slo_tpot_ms, self.deadline_ms),
             seed=self.seed,
             text_file=self.text_file,
             **sent,

@@ -13,6 +13,8 @@ import sys
 from contextlib import suppress
 from typing import Final
 
+import aiohttp
+
 from loadgen.client import open_session
 from loadgen.clock import Clock, clock_from
 from loadgen.driver import TIMER_S, requests_of, run_plan
@@ -20,6 +22,7 @@ from loadgen.events import End
 from loadgen.loop import in_loop
 from loadgen.plan import Plan, make_plan
 from loadgen.processes.wire import JOB, START, Job, Report, frame, receive
+from loadgen.retrieval import retriever_of
 from loadgen.traces import read_trace
 from loadgen.types import Planned, Record, Run
 
@@ -66,52 +69,62 @@ async def send(channel: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         job = await receive(reader, JOB)
-        plan = plan_of(job)
         outbox = Outbox(writer)
-        outbox.flush()
-        clock = clock_from((await receive(reader, START)).at_s)
-        run = await _send(job, plan, clock, outbox, reader)
+        async with open_session(job.api_key) as session:
+            plan = await plan_of(session, job)
+            outbox.flush()
+            clock = clock_from((await receive(reader, START)).at_s)
+            run = await _send(session, job, plan, clock, outbox, reader)
         outbox.flush(End.of(run))
         writer.close()
         await writer.wait_closed()
 
 
-def plan_of(job: Job) -> Plan:
-    """Return the part of the plan that a process is to send, its questions made."""
+async def plan_of(session: aiohttp.ClientSession, job: Job) -> Plan:
+    """Return the part of the plan that a process is to send, its questions made.
+
+    Raises:
+        ValueError: the workload needs embeddings, and the server gives none.
+    """
     load = job.load
     return make_plan(
         load,
         rows=() if load.trace is None else read_trace(load.trace),
         counter=job.counter,
         max_model_len=job.max_model_len,
+        retriever=await retriever_of(session, job),
         part=job.part,
     )
 
 
 async def _send(
-    job: Job, plan: Plan, clock: Clock, outbox: Outbox, reader: asyncio.StreamReader
+    session: aiohttp.ClientSession,
+    job: Job,
+    plan: Plan,
+    clock: Clock,
+    outbox: Outbox,
+    reader: asyncio.StreamReader,
 ) -> Run:
     """Send from the clock's start on, until all is answered or the parent says no more."""
     await asyncio.sleep(max(0.0, TIMER_S - clock()))  # no timer is more than that early
-    async with open_session(job.api_key) as session:
-        running = asyncio.create_task(
-            run_plan(
-                session,
-                job.url,
-                job.model,
-                requests_of(plan, job.load),
-                concurrency=plan.concurrency,
-                patience=job.patience,
-                on_start=outbox.start,
-                on_record=outbox.record,
-                start_clock=lambda: clock,
-            )
+    running = asyncio.create_task(
+        run_plan(
+            session,
+            job.url,
+            job.model,
+            requests_of(plan, job.load),
+            concurrency=plan.concurrency,
+            patience=job.patience,
+            on_start=outbox.start,
+            on_record=outbox.record,
+            start_clock=lambda: clock,
         )
-        stopped = asyncio.create_task(reader.read())
-        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-        running.cancel()
-        stopped.cancel()
-        return await running
+    )
+    stopped = asyncio.create_task(reader.read())
+    await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    stopped.cancel()
+    return await running
 
 
 if __name__ == "__main__":

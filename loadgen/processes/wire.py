@@ -16,7 +16,7 @@ from msgspec.msgpack import Decoder, Encoder
 from loadgen.client import Patience
 from loadgen.events import End
 from loadgen.plan import WHOLE, Load, Part
-from loadgen.types import Record
+from loadgen.types import SINGLE, Record
 from loadgen.workloads import ApproximateCounter
 
 T = TypeVar("T")
@@ -61,9 +61,9 @@ class Report(Struct, omit_defaults=True):
 
 JOB: Final = Decoder(Job, dec_hook=lambda kind, value: kind(value))
 START: Final = Decoder(Start)
-REPORT: Final = Decoder(Report)
+REPORT: Final = Decoder(Report, dec_hook=lambda _kind, _value: SINGLE)  # records keep no flow
 
-_encoder: Final = Encoder(enc_hook=str)  # of paths
+_encoder: Final = Encoder(enc_hook=str)  # of paths, and of flows, which nobody reads
 _LENGTH: Final = Layout(">I")
 
 

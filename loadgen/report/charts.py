@@ -264,7 +264,8 @@ def _chosen(decision: Decision) -> str:
 
 def _limit(record: Record, key: str) -> float | None:
     slo = record.planned.question.slo
-    return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}.get(key)
+    limits = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "latency_s": slo.latency_s}
+    return limits.get(key)
 
 
 def _is_wide(values: Sequence[float]) -> bool:

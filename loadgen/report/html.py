@@ -20,8 +20,18 @@ from loadgen.figures import (
     errors,
     values_of,
 )
+from loadgen.hops import HOP_FORMULAS, Hop, hops
 from loadgen.report.charts import Chart, charts
-from loadgen.report.words import number, percent, share_of, value_of
+from loadgen.report.words import (
+    HOP_COLUMNS,
+    HOP_FIGURE_COLUMNS,
+    hop_figure_rows,
+    hop_row,
+    number,
+    percent,
+    share_of,
+    value_of,
+)
 from loadgen.slo import attainment, attainment_by_class, goodput_rps
 from loadgen.summary import FORMULAS, accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.types import Run
@@ -63,6 +73,8 @@ def _body(title: str, run: Run, lossless: LosslessCheck | None) -> Iterator[str]
         yield f'<div class="charts">{"".join(map(figure_part, drawn))}</div>'
     yield "<h2>Figures</h2>" + figures_part(run)
     yield "<h2>Classes</h2>" + classes_part(run)
+    if taken := hops(run.records):
+        yield "<h2>Hops of a question</h2>" + hops_part(taken)
     if errors(run.records):
         yield "<h2>Failed</h2>" + _errors(run)
     if (told_of := decisions(run.records)) is not None:
@@ -124,12 +136,20 @@ def classes_part(run: Run) -> str:
     seconds = schedule_s(run)
     rows = []
     for c in [attainment(run.records), *attainment_by_class(run.records)]:
-        counts = map(str, (c.requests, c.intact, c.ttft_met, c.tpot_met, c.met))
+        counts = map(str, (c.requests, c.intact, c.ttft_met, c.tpot_met, c.latency_met, c.met))
         goodput = number(goodput_rps(c.met, seconds))
         rows.append([c.class_name or "all", *counts, share_of(c), goodput])
-    head = ["class", "requests", "intact", "TTFT met", "TPOT met", "both met"]
+    head = ["class", "requests", "intact", "TTFT met", "TPOT met", "in time", "all met"]
     notes = f"As promised: {FORMULAS['attainment']}. Goodput: {FORMULAS['goodput_rps']}."
     return table_part([*head, "as promised", "goodput/s"], rows, notes)
+
+
+def hops_part(taken: Sequence[Hop]) -> str:
+    """Return the tables of the requests that questions took."""
+    notes = ". ".join(f"{name}: {formula}" for name, formula in HOP_FORMULAS.items())
+    counts = table_part(HOP_COLUMNS, map(hop_row, taken), words=(len(HOP_COLUMNS) - 1,))
+    rows = [row for hop in taken for row in hop_figure_rows(hop)]
+    return counts + table_part(HOP_FIGURE_COLUMNS, rows, f"{notes}.", words=(1,))
 
 
 def _errors(run: Run) -> str:

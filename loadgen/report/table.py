@@ -17,7 +17,17 @@ from loadgen.figures import (
     errors,
     values_of,
 )
-from loadgen.report.words import number, percent, share_of, value_of
+from loadgen.hops import hops
+from loadgen.report.words import (
+    HOP_COLUMNS,
+    HOP_FIGURE_COLUMNS,
+    hop_figure_rows,
+    hop_row,
+    number,
+    percent,
+    share_of,
+    value_of,
+)
 from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
 from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.types import ClientHealth, Run
@@ -30,7 +40,7 @@ def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:
     if reasons := invalid_reasons(run):
         text = "\n".join(["Believe none of these figures:", *reasons])
         parts.append(Panel(Text(text), title="INVALID", style="bold red"))
-    parts += [_outcome(run), _classes(run), _figures(run), *_errors(run)]
+    parts += [_outcome(run), _classes(run), *_hops(run), _figures(run), *_errors(run)]
     if (told := decisions(run.records)) is not None:
         parts.append(_decisions(told))
     if lossless is not None:
@@ -64,7 +74,7 @@ def _kept_up(health: ClientHealth) -> str:
 
 
 def _classes(run: Run) -> RenderableType:
-    columns = ("class", "requests", "intact", "TTFT met", "TPOT met")
+    columns = ("class", "requests", "intact", "TTFT met", "TPOT met", "in time")
     table = _plain(*columns, "as promised [95 %]", "goodput/s")
     for counted in attainment_by_class(run.records):
         table.add_row(*_class_row(counted, schedule_s(run)))
@@ -73,9 +83,22 @@ def _classes(run: Run) -> RenderableType:
 
 def _class_row(counted: Attainment, seconds: float) -> Iterator[str]:
     yield counted.class_name
-    yield from map(str, (counted.requests, counted.intact, counted.ttft_met, counted.tpot_met))
+    met = (counted.ttft_met, counted.tpot_met, counted.latency_met)
+    yield from map(str, (counted.requests, counted.intact, *met))
     yield share_of(counted)
     yield number(goodput_rps(counted.met, seconds))
+
+
+def _hops(run: Run) -> Iterator[RenderableType]:
+    taken = hops(run.records)
+    if not taken:
+        return
+    counts, figures = _plain(*HOP_COLUMNS), _plain(*HOP_FIGURE_COLUMNS)
+    for hop in taken:
+        counts.add_row(*hop_row(hop))
+        for row in hop_figure_rows(hop):
+            figures.add_row(*row)
+    yield from (counts, figures)
 
 
 def _figures(run: Run) -> RenderableType:

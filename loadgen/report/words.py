@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from loadgen.figures import Figure
+from collections.abc import Iterator
+from typing import Final
+
+from loadgen.figures import PERCENTILES, Figure
+from loadgen.hops import Hop
 from loadgen.slo import Attainment
 from loadgen.types import Slo
 
 NOTHING = "-"
+
+HOP_COLUMNS: Final = ("hop", "requests", "intact", "as announced", "known of it")
+HOP_FIGURE_COLUMNS: Final = ("hop", "figure", "mean", *(f"p{p}" for p in PERCENTILES))
 
 
 def milliseconds(seconds: float | None) -> str:
@@ -43,6 +50,25 @@ def share_of(counted: Attainment) -> str:
 
 def promise(slo: Slo) -> str:
     """Return an SLO."""
-    limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s))
+    limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("latency", slo.latency_s))
     told = [f"{name} <= {limit * 1e3:g} ms" for name, limit in limits if limit is not None]
     return ", ".join(told) or "nothing promised"
+
+
+def hop_row(hop: Hop) -> list[str]:
+    """Return how many requests of a hop went well, by `HOP_COLUMNS`."""
+    facts = (f"{fact}: {held} of {told}" for fact, (held, told) in hop.facts.items())
+    counts = (hop.requests, hop.intact, hop.announced_met)
+    return [hop.name, *map(str, counts), ", ".join(facts).replace("_", " ")]
+
+
+def hop_figure_rows(hop: Hop) -> Iterator[list[str]]:
+    """Yield the figures of a hop, by `HOP_FIGURE_COLUMNS`."""
+    figures = (
+        ("TTFT", hop.ttft_s, milliseconds),
+        ("latency", hop.latency_s, milliseconds),
+        ("of the deadline", hop.share, percent),
+    )
+    for name, found, in_words in figures:
+        if found is not None:
+            yield [hop.name, name, *map(in_words, (found.mean, *found.percentiles))]

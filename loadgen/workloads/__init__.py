@@ -12,8 +12,9 @@ from loadgen.types import Slo
 from loadgen.workloads.base import Endpoint, Setting, Workload, text_of, through
 from loadgen.workloads.chat import Chat
 from loadgen.workloads.code import Code
-from loadgen.workloads.documents import LongDocument, Rag
+from loadgen.workloads.documents import LongDocument
 from loadgen.workloads.mixed import Mixed
+from loadgen.workloads.rag import Rag, Retriever, collection
 from loadgen.workloads.shared_prefix import SharedPrefix
 from loadgen.workloads.tokens import ApproximateCounter, TokenCounter, fit_counter
 from loadgen.workloads.trace import Replay, Row
@@ -22,11 +23,14 @@ __all__ = [
     "WORKLOADS",
     "ApproximateCounter",
     "Endpoint",
+    "Rag",
     "Replay",
+    "Retriever",
     "Row",
     "TokenCounter",
     "Workload",
     "fit_counter",
+    "indexed_passages",
     "make_workload",
     "replay",
     "text_of",
@@ -69,6 +73,16 @@ def make_workload(
     counter = counter or ApproximateCounter()
     corpus = open_corpus(text_file)
     return WORKLOADS[name](Setting(seed, counter, corpus, max_tokens, max_model_len, slo))
+
+
+def indexed_passages(counter: TokenCounter, text_file: Path | None = None) -> list[str]:
+    """Return the passages that `rag` retrieves, to make an index of.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there is no text.
+    """
+    return collection(Setting(0, counter, open_corpus(text_file), None, None, Slo()))
 
 
 def replay(

@@ -1,12 +1,11 @@
-"""long_document and rag: answers that stand in what was sent, where n-gram drafts can find them."""
+"""long_document: answers that stand in what was sent, where n-gram drafts can find them."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Final
 
-from loadgen.types import Message, Question
-from loadgen.workloads.base import Lengths, Setting, zipf
+from loadgen.types import Question
+from loadgen.workloads.base import Lengths, Setting
 from loadgen.workloads.tokens import cut
 
 DOCUMENT: Final = Lengths(median=6909, sigma=1.2, least=894, most=16_384)
@@ -64,68 +63,3 @@ class LongDocument:
         drawn = rng.randrange(len(document) - quoted + 1)
         start = max(document.rfind("\n", 0, drawn), document.rfind(" ", 0, drawn)) + 1
         return document, start, quoted, answer
-
-
-PASSAGES: Final = 5
-PASSAGE_TOKENS: Final = 256
-"""Five passages retrieved, as in Lewis et al. (NeurIPS 2020); theirs have 100 words, today's
-retrievers give some 200 to 1,000 tokens."""
-
-COLLECTION: Final = 4096
-POPULARITY: Final = 0.8
-"""Passages that can be retrieved, and the Zipf exponent of how often each is: web documents have
-0.64 to 0.83 (Breslau et al., INFOCOM 1999)."""
-
-INSTRUCTION: Final = (
-    "Answer the question from the passages below. Quote the sentence that your answer rests on, and"
-    " name its passage. If the passages do not tell, say so.\n\n"
-)
-
-ASKED: Final = "Question: what is said about"
-
-RAG_ANSWER: Final = Lengths(median=129, sigma=0.86, least=16, most=601)
-"""As in chat."""
-
-
-class Rag:
-    """Retrieved passages, best first, and a question about one of them, in one user message.
-
-    Requests share the instruction, and a first passage as often as it is popular.
-    """
-
-    name = "rag"
-
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
-        self._popularity = zipf(COLLECTION, POPULARITY)
-        self._passage = lru_cache(maxsize=COLLECTION)(self._written)
-
-    def question(self, index: int) -> Question:
-        setting = self._setting
-        rng = setting.rng(self.name, index)
-        answer = setting.answer_tokens(RAG_ANSWER.draw(rng))
-        chosen: dict[int, None] = {}
-        while len(chosen) < PASSAGES:
-            chosen[self._popularity.draw(rng)] = None
-        asking = setting.counter.count(INSTRUCTION + ASKED) + BEGUN_TOKENS
-        room = setting.prompt_tokens(PASSAGES * PASSAGE_TOKENS, answer, beside=asking)
-        each = max(room // PASSAGES, 1)
-        passages = [cut(self._passage(one), each, setting.counter) for one in chosen]
-        about = passages[rng.randrange(PASSAGES)]
-        start = about.rfind(" ", 0, rng.randrange(len(about))) + 1
-        subject = " ".join(cut(about[start:], BEGUN_TOKENS, setting.counter).split())
-        listed = "".join(f"[{n}] {text}\n\n" for n, text in enumerate(passages, 1))
-        content = f'{INSTRUCTION}{listed}{ASKED} "{subject}"?'
-        return Question(
-            prompt=None,
-            messages=(Message("user", content),),
-            max_tokens=answer,
-            seed=setting.seed + index,
-            class_name=self.name,
-            slo=setting.slo,
-        )
-
-    def _written(self, passage: int) -> str:
-        setting = self._setting
-        rng = setting.rng(self.name, "passage", passage)
-        return setting.text(setting.corpus.prose, rng, PASSAGE_TOKENS)

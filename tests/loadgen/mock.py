@@ -6,11 +6,16 @@ A request chooses its script by the field `mock` of its body, so one server play
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import math
+import re
+import struct
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
+from zlib import crc32
 
 from aiohttp import web
 
@@ -30,6 +35,7 @@ class Script:
         continuous: whether each chunk counts the tokens so far.
         fault: a key of `EVENT_FAULTS` or `TRANSPORT_FAULTS`.
         lossy: whether speculation changes the text: a broken verification.
+        plan: what is said where a form is asked for, in place of the words.
     """
 
     tokens: int = 8
@@ -40,6 +46,7 @@ class Script:
     continuous: bool = False
     fault: str = ""
     lossy: bool = False
+    plan: str = ""
 
     @property
     def chunks(self) -> int:
@@ -68,6 +75,9 @@ def events_of(script: Script, body: dict, answer_id: str) -> list[str]:
     """The events of an answer, faults of its content included."""
     seed, drafting = body["seed"], body.get("speculation", {}).get("mode") != "off"
     words = text_of(seed, script.tokens)
+    if script.plan and "response_format" in body:
+        each = -(-len(script.plan) // script.tokens)
+        words = [script.plan[i * each : (i + 1) * each] for i in range(script.tokens)]
     if script.lossy and drafting:
         words[-1] += "?"
     head = {"id": answer_id, "object": "chunk", "created": 0, "model": "mock"}
@@ -150,13 +160,26 @@ EVENT_FAULTS = {
 }
 """What may be wrong with events: from the lines of an intact completion to those sent instead."""
 
+
+def vector_of(text: str) -> list[float]:
+    """The true vector of a text: how often words of each of 1,024 kinds stand in it."""
+    counts = [0.0] * 1024
+    for word in re.findall(r"\w+", text.lower()):
+        counts[crc32(word.encode()) % 1024] += 1.0
+    return counts
+
+
 TRANSPORT_FAULTS = ("status", "no_stream", "hang_up", "reset", "cut", "silent", "stall", "same_id")
 
 
 class Mock:
-    """The server. `sent_s` has, by seed, the monotonic instants just before each event is sent."""
+    """The server. `sent_s` has, by seed, the monotonic instants just before each event is sent.
 
-    def __init__(self) -> None:
+    `embeds` says how many requests for vectors are answered before the rest are refused.
+    """
+
+    def __init__(self, embeds: float = math.inf) -> None:
+        self.embeds = embeds
         self.bodies: list[dict] = []
         self.headers: list[dict] = []
         self.sent_s: dict[int, list[float]] = {}
@@ -166,12 +189,31 @@ class Mock:
         app = web.Application()
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
+        app.router.add_post("/v1/embeddings", self._embed)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "mock", "max_model_len": 8192}]})
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        """Base64 where it is asked for, in another order than that of the inputs."""
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if self.embeds <= 0:
+            return web.json_response({"error": {"message": "no embeddings"}}, status=404)
+        self.embeds -= 1
+        data = []
+        for index, text in enumerate(body["input"]):
+            vector = vector_of(text)
+            packed = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+            wanted = packed if body.get("encoding_format") == "base64" else vector
+            data.append({"index": index, "embedding": wanted})
+        tokens = len(body["input"])
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return web.json_response({"data": data[::-1], "usage": usage})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """Four characters are a token."""

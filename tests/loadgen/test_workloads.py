@@ -29,8 +29,9 @@ from loadgen.workloads import (
 )
 from loadgen.workloads.base import Lengths, zipf
 from loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
-from loadgen.workloads.documents import INSTRUCTION, PASSAGES, LongDocument
+from loadgen.workloads.documents import LongDocument
 from loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
+from loadgen.workloads.rag import INSTRUCTION, PASSAGES
 from loadgen.workloads.shared_prefix import POPULARITY, PREFIX_TOKENS, PREFIXES
 from loadgen.workloads.tokens import cut
 

@@ -48,17 +48,20 @@ class Server:
 
 
 @contextmanager
-def served(flags: Sequence[str], folder: Path, core: int | None = None) -> Iterator[Server]:
-    """Run `draftgate serve` with the simulator on a free port.
+def served(
+    flags: Sequence[str], folder: Path, core: int | None = None, *, backend: str = "sim"
+) -> Iterator[Server]:
+    """Run `draftgate serve` on a free port, with the simulator if nothing else is said.
 
     Args:
-        folder: where its log goes.
+        folder: where its log goes, named by the port.
 
     Raises:
         RuntimeError: it does not start; the message has the log.
     """
-    port, log = free_port(), folder / "server.log"
-    command = [*_SERVE, "--backend", "sim", "--port", str(port), "--log-level", "error", *flags]
+    port = free_port()
+    log = folder / f"server-{port}.log"
+    command = [*_SERVE, "--backend", backend, "--port", str(port), "--log-level", "error", *flags]
     process = start(command, core, log, {})
     try:
         try:

@@ -1,0 +1,172 @@
+"""Questions that take several requests: sent one after the other, counted as one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from loadgen.client import open_session
+from loadgen.driver import run_plan
+from loadgen.events import EventWriter, read_events
+from loadgen.figures import latency_s, ttft_s
+from loadgen.health import lag_s
+from loadgen.hops import hops, hops_as_dict
+from loadgen.slo import attainment, met, met_latency
+from loadgen.summary import summarize
+from loadgen.types import SINGLE, Planned, Slo
+from tests.loadgen.mock import Mock, Script, question, serving, text_of
+from tests.loadgen.truth import a_run, record
+
+
+class Echo:
+    """A flow of scripts: each request continues the text of the one before it."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts = scripts
+
+    def next(self, asked, answered, elapsed_s):
+        place = len(answered)
+        if place == len(self.scripts):
+            return None
+        said = answered[-1].texts[0] if answered and answered[-1].texts else asked.prompt
+        slo = Slo(ttft_s=60.0 + place)
+        facts = (("even", place % 2 == 0),)
+        return question(
+            self.scripts[place], asked.seed, prompt=said, slo=slo, hop=f"hop{place}", facts=facts
+        )
+
+
+async def run_of(mock: Mock, *flows: Echo, slo: Slo = Slo(latency_s=60.0), **more):  # noqa: B008
+    plan = [
+        Planned(i, None, question(seed=i, prompt="asked", slo=slo), flow)
+        for i, flow in enumerate(flows)
+    ]
+    async with serving(mock) as url, open_session() as session:
+        return await run_plan(session, url, "mock", plan, concurrency=1, **more)
+
+
+async def test_each_request_is_made_of_the_answer_before_it() -> None:
+    """They come in order, with the texts before them; the question is one record, with the last
+    answer and its user's promise, and is told once when it starts and once when it is over."""
+    mock, starts, over = Mock(), [], []
+    run = await run_of(
+        mock, Echo(Script(), Script(), Script()), on_start=starts.append, on_record=over.append
+    )
+    text = "".join(text_of(0, 8))
+    assert [body["prompt"] for body in mock.bodies] == ["asked", text, text]
+    (one,) = run.records
+    assert all(r.planned.flow is SINGLE for r in (one, *one.hops))
+    assert over == [one]
+    assert len(starts) == 1
+    assert (one.verdict, one.texts) == ("ok", (text,))
+    assert one.planned.question.slo == Slo(latency_s=60.0)
+    assert [hop.planned.question.hop for hop in one.hops] == ["hop0", "hop1", "hop2"]
+    assert [h["x-slo-ttft-ms"] for h in mock.headers] == ["60000", "61000", "62000"]
+
+
+async def test_the_user_waits_from_the_instant_of_asking() -> None:
+    """Each request counts from the end of the one before it, the question from its schedule: the
+    latencies of its requests are its own, and none of them is the generator's lag."""
+    run = await run_of(Mock(), Echo(Script(gap_s=0.01), Script(gap_s=0.01)))
+    (one,) = run.records
+    first, last = one.hops
+    assert one.scheduled_s == first.scheduled_s
+    assert last.scheduled_s == first.end_s
+    assert latency_s(one) == pytest.approx(latency_s(first) + latency_s(last))
+    assert ttft_s(one) == pytest.approx(latency_s(first) + ttft_s(last))
+    assert run.health.max_lag_s == max(map(lag_s, one.hops))
+
+
+async def test_one_failed_request_fails_the_question() -> None:
+    """The flow goes on and an answer comes; the question is not as promised and names the hop."""
+    run = await run_of(Mock(), Echo(Script(fault="status"), Script()), Echo(Script()))
+    failed, fine = run.records
+    assert failed.verdict == "http_status"
+    assert failed.detail.startswith("hop0: 429")
+    assert failed.hops[1].verdict == "ok"
+    assert fine.verdict == "ok"
+    counted = attainment(run.records)
+    assert (counted.requests, counted.intact, counted.met) == (2, 1, 1)
+
+
+async def test_an_interrupted_flow_keeps_what_there_is() -> None:
+    """Stopped in its second request, a question is interrupted, and the first is kept intact."""
+    mock = Mock()
+    running = asyncio.create_task(run_of(mock, Echo(Script(), Script(fault="stall"))))
+    async with asyncio.timeout(10):
+        while len(mock.bodies) < 2:  # noqa: ASYNC110 (the mock's own count)
+            await asyncio.sleep(0)
+    running.cancel()
+    run = await running
+    (one,) = run.records
+    assert [hop.verdict for hop in one.hops] == ["ok", "interrupted"]
+    assert one.verdict == "interrupted"
+
+
+async def test_a_plain_question_is_its_only_request() -> None:
+    """Nothing is wrapped: it has no hops, and is among its own requests."""
+    async with serving(Mock()) as url, open_session() as session:
+        plan = [Planned(0, None, question())]
+        run = await run_plan(session, url, "mock", plan, concurrency=1)
+    (one,) = run.records
+    assert one.hops == ()
+    assert one.requests == (one,)
+    assert hops(run.records) == []
+
+
+async def test_events_tell_of_every_request(tmp_path) -> None:
+    """Read back, a run of flows has the same summary, hops and their facts among it."""
+    run = await run_of(Mock(), Echo(Script(), Script(tokens=4)))
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path, run.settings) as events:
+        for one in run.records:
+            events.record(one)
+        events.end(run)
+    again, _ = read_events(path)
+    assert summarize(again) == summarize(run)
+    assert summarize(again)["details"]["hops"]["hop0"]["facts"] == {"even": [1, 1]}
+
+
+def of_hops(*kinds, deadline_s: float | None = None):
+    """The record of a question whose requests are those."""
+    requests = tuple(
+        replace(one, planned=replace(one.planned, question=replace(one.planned.question, **fields)))
+        for one, fields in kinds
+    )
+    slo = Slo(latency_s=deadline_s)
+    asked = replace(requests[-1].planned.question, slo=slo, hop="")
+    last = replace(requests[-1], scheduled_s=requests[0].scheduled_s, hops=requests)
+    return replace(last, planned=replace(last.planned, question=asked))
+
+
+def test_hops_have_figures_and_shares_of_the_deadline() -> None:
+    """TTFT and latency from their own instants, shares of the deadline, facts and announced limits
+    by name; without a deadline shares of the question's own latency."""
+    # 0.5 s to the first text, no more gaps, 20 ms to the end: 0.52 s from 1.0 and from 1.52.
+    tight = {"slo": Slo(ttft_s=0.4)}
+    first = record(at_s=1.0, gaps_s=()), {"hop": "plan", "facts": (("parsed", True),)}
+    second = record(at_s=1.52, gaps_s=()), {"hop": "answer", **tight}
+    plan, answer = hops([of_hops(first, second, deadline_s=5.2)])
+    assert plan.latency_s.mean == pytest.approx(0.52)
+    assert plan.ttft_s.mean == pytest.approx(0.5)
+    assert plan.share.mean == pytest.approx(0.1)
+    assert plan.facts == {"parsed": (1, 1)}
+    assert (plan.announced_met, answer.announced_met) == (1, 0)
+    assert (answer.requests, answer.intact, answer.errors) == (1, 1, {})
+    own, _ = hops([of_hops(first, second)])
+    assert own.share.mean == pytest.approx(0.5)
+    assert set(hops_as_dict([own])) == {"plan"}
+
+
+def test_a_deadline_is_a_limit_like_the_others() -> None:
+    """An answer that ends after its deadline is not as promised, however soon it began."""
+    # Its stream ends 0.92 s after the schedule.
+    late, fine = (record(slo=Slo(ttft_s=1.0, latency_s=s)) for s in (0.91, 0.93))
+    assert not met_latency(late)
+    assert not met(late)
+    assert met(fine)
+    run = a_run([late, fine])
+    (told,) = summarize(run)["details"]["classes"].values()
+    assert (told["met_latency"], told["met_ttft"], told["attainment"]) == (1, 2, 0.5)

@@ -1,0 +1,376 @@
+"""rag: the split of a deadline, plans, the index, and whole questions against known truth."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from loadgen.client import Patience, open_session
+from loadgen.driver import run_plan
+from loadgen.hops import hops
+from loadgen.plan import Load, make_plan
+from loadgen.retrieval import Index, open_index
+from loadgen.types import Slo
+from loadgen.workloads import ApproximateCounter, indexed_passages
+from loadgen.workloads.deadline import (
+    LEAST_S,
+    PROMPT_TOKENS_PER_OUTPUT,
+    WAITING,
+    Work,
+    announced,
+)
+from loadgen.workloads.planner import MOST_QUERIES, QUERY_CHARACTERS, SCHEMA, queries_of
+from loadgen.workloads.rag import (
+    BEGUN_TOKENS,
+    DEADLINE_S,
+    INDEXED,
+    INSTRUCTION,
+    PASSAGE_TOKENS,
+    PASSAGES,
+)
+from tests.loadgen import mock as mock_server
+from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread, vector_of
+from tests.loadgen.test_cli import command
+
+COUNTER = ApproximateCounter(4.0)
+PLANNED = Script(plan=json.dumps({"queries": ["alpha beta", "gamma"]}))
+
+# --- the deadline ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_what_is_announced_leaves_later_requests_their_share(seed: int) -> None:
+    """TTFT + (n - 1) TPOT is the rest times this request's work over all work that is left."""
+    rng = Random(seed)
+    work, *later = (Work(rng.randrange(1, 4000), rng.randrange(2, 600)) for _ in range(3))
+    deadline_s, elapsed_s = rng.uniform(5, 20), rng.uniform(0, 4)
+    slo = announced(Slo(latency_s=deadline_s), elapsed_s, work, later)
+    units = [
+        WAITING + w.prompt_tokens / PROMPT_TOKENS_PER_OUTPUT + w.output_tokens
+        for w in (work, *later)
+    ]
+    budget_s = (deadline_s - elapsed_s) * units[0] / sum(units)
+    assert slo.ttft_s + (work.output_tokens - 1) * slo.tpot_s == pytest.approx(budget_s)
+    assert slo.latency_s is None
+
+
+def test_requests_that_take_just_what_they_announce_end_at_the_deadline() -> None:
+    """And each unit of work may then take as long as the first one's."""
+    works, at_s, paces = [Work(60, 32), Work(40), Work(1400, 129)], 0.0, []
+    for place, work in enumerate(works):
+        slo = announced(Slo(latency_s=10.0), at_s, work, works[place + 1 :])
+        at_s += slo.ttft_s + (work.output_tokens - 1) * (slo.tpot_s or 0.0)
+        paces += [] if slo.tpot_s is None else [slo.tpot_s]
+    assert at_s == pytest.approx(10.0)
+    assert paces == pytest.approx([paces[0]] * 2)
+
+
+def test_time_saved_is_the_later_requests_gain() -> None:
+    """The sooner a request is sent, the more it and those after it may take."""
+    limits = [announced(Slo(latency_s=10.0), s, Work(100, 50)).tpot_s for s in (1.0, 2.0, 9.0)]
+    assert limits == sorted(limits, reverse=True)
+
+
+@pytest.mark.parametrize("elapsed_s", [9.9999, 10.0, 50.0])
+def test_a_late_request_announces_the_least(elapsed_s: float) -> None:
+    """Beyond the deadline limits stay positive, as the headers must be."""
+    slo = announced(Slo(latency_s=10.0), elapsed_s, Work(20, 9), ())
+    units = WAITING + 1 + 9
+    assert slo.tpot_s == pytest.approx(LEAST_S / units)
+    assert slo.ttft_s == pytest.approx((WAITING + 2) * LEAST_S / units)
+
+
+def test_vectors_have_no_tokens_to_be_paced() -> None:
+    """Embeddings announce a TTFT alone, their whole budget."""
+    slo = announced(Slo(latency_s=3.0), 0.0, Work(40), [Work(40)])
+    assert slo == Slo(ttft_s=pytest.approx(1.5))
+
+
+def test_the_last_request_keeps_what_its_reader_was_promised() -> None:
+    """The user's own TTFT (from asking) and TPOT hold for the last one where they are tighter, and
+    for no other; without a deadline they are all there is."""
+    work, promise = Work(20, 9), Slo(ttft_s=1.5, tpot_s=0.01, latency_s=10.0)
+    assert announced(promise, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
+    assert announced(promise, 9.9, work).tpot_s < 0.01
+    units = WAITING + 1 + 9
+    assert announced(promise, 1.0, work, [work]).tpot_s == pytest.approx(9 / (2 * units))
+    plain = replace(promise, latency_s=None)
+    assert announced(plain, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
+    assert announced(plain, 1.0, work, [work]) == announced(Slo(), 1.0, work) == Slo()
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "queries"),
+    [
+        ('{"queries": ["a b", "c"]}', ("a b", "c")),
+        ('{"queries": [" a ", "", "  "]}', ("a",)),
+        ('{"queries": ["a"], "more": 1}', ("a",)),
+        ('{"queries": ["a", "b", "c"]}', ("a", "b")),
+        (json.dumps({"queries": ["x" * 99]}), ("x" * QUERY_CHARACTERS,)),
+        ('{"queries": ["a b", "c', ()),
+        ('{"queries": []}', ()),
+        ('{"queries": [1]}', ()),
+        ('{"queries": "a"}', ()),
+        ('["a"]', ()),
+        ("The plan is to search.", ()),
+        ("", ()),
+    ],
+)
+def test_queries_are_read_from_plans_alone(text: str, queries) -> None:
+    """What is no plan, or a cut one, gives none; never more or longer ones than were asked for."""
+    assert queries_of(text) == queries
+    assert len(queries) <= MOST_QUERIES
+
+
+# --- the index ------------------------------------------------------------------------------------
+
+
+def packed(*numbers: float) -> bytes:
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def test_the_index_finds_the_nearest_by_cosine() -> None:
+    """As a plain reckoning over all pairs does; over several vectors by the best of them."""
+    rng = Random(3)
+    rows = [[rng.gauss(0, 1) for _ in range(8)] for _ in range(40)]
+    index = Index([f"passage {n}" for n in range(40)], [packed(*row) for row in rows])
+
+    def cosine(a, b) -> float:
+        return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+
+    for _ in range(20):
+        queries = [[rng.gauss(0, 5) for _ in range(8)] for _ in range(2)]
+        best = {n: max(cosine(row, query) for query in queries) for n, row in enumerate(rows)}
+        wanted = sorted(best, key=lambda n: -best[n])[:5]
+        assert index.nearest([packed(*query) for query in queries], 5) == wanted
+
+
+def test_of_equal_passages_the_more_popular_comes_first() -> None:
+    """Ties, and a vector of zeros, leave the collection's own order."""
+    index = Index(["a", "b", "c"], [packed(1, 0), packed(0, 1), packed(0, 3)])
+    assert index.nearest([packed(0, 2)], 3) == [1, 2, 0]
+    assert index.nearest([packed(0, 0)], 2) == [0, 1]
+
+
+def test_words_find_what_vectors_would_not() -> None:
+    """Who shares the rarest words comes first; a word of every passage counts nothing."""
+    texts = ["the cat sat", "the dog ran", "the dog slept"]
+    index = Index(texts, [packed(1.0)] * 3)
+    assert index.by_words("The CAT?", 1) == [0]
+    assert index.by_words("the dog slept", 3) == [2, 1, 0]
+    assert index.by_words("the unheard", 3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("passages", [[], ["a"], ["a", "b", "c"]])
+def test_an_index_needs_a_vector_for_each_passage(passages) -> None:
+    """Any other number is refused."""
+    with pytest.raises(ValueError, match="vectors"):
+        Index(passages, [packed(1.0)] * 2)
+
+
+async def test_an_index_is_built_once() -> None:
+    """Asked for again, with the same passages at the same server, it embeds nothing."""
+    mock, passages = Mock(), [f"passage {n}" for n in range(40)]
+    async with serving(mock) as url, open_session() as session:
+        index = await open_index(session, url, "mock", passages, Patience())
+        requests = len(mock.bodies)
+        assert await open_index(session, url, "mock", passages, Patience()) is index
+        assert len(mock.bodies) == requests
+        other = await open_index(session, url, "mock", passages[1:], Patience())
+    assert index.nearest([packed(*vector_of("passage 33"))], 1) == [33]
+    assert len(other.passages) == 39
+
+
+def test_the_collection_is_the_same_for_every_load(tmp_path) -> None:
+    """So many passages, of their length, from the text that is given, and again the same."""
+    path = tmp_path / "mine.txt"
+    path.write_text("".join(f"{n} mine\n" for n in range(9999)))
+    passages = indexed_passages(COUNTER, path)
+    assert len(passages) == INDEXED
+    assert {COUNTER.count(passage) for passage in passages} == {PASSAGE_TOKENS}
+    assert passages == indexed_passages(COUNTER, path)
+
+
+def test_a_question_always_names_something(tmp_path) -> None:
+    """Also about passages that are mostly blanks: no server embeds an empty text."""
+    path = tmp_path / "sparse.txt"
+    path.write_text(f"one word{' ' * 900}\n" * 500)
+    index = Index(indexed_passages(COUNTER, path), [packed(1.0)] * INDEXED)
+    load = Load(workload="rag", rate_rps=1.0, requests=200, text_file=path)
+    for planned in make_plan(load, counter=COUNTER, retriever=index).requests:
+        assert planned.flow.subject.strip()
+
+
+# --- whole questions ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    """Words of which few stand in two places, so that their counts find a passage."""
+    rng, path = Random(0), tmp_path_factory.mktemp("text") / "words.txt"
+    words = ["".join(rng.choices("abcdefghijklmnop", k=6)) for _ in range(100_000)]
+    path.write_text("".join(f"{word}\n" for word in words))
+    return path
+
+
+async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int = 4, **fields):
+    """The run of some questions and their flows; the mock knows what came after the index."""
+    load = Load(workload="rag", concurrency=1, requests=count, text_file=text_file, **fields)
+    passages = indexed_passages(COUNTER, text_file)
+    async with serving(mock) as url, open_session() as session:
+        index = await open_index(session, url, "mock", passages, Patience())
+        mock.bodies.clear()
+        mock.headers.clear()
+        plan = [
+            replace(
+                p, question=replace(p.question, extra=(("mock", vars(script)), *p.question.extra))
+            )
+            for p in make_plan(load, counter=COUNTER, retriever=index).requests
+        ]
+        run = await run_plan(session, url, "mock", plan, concurrency=1)
+    return run, [p.flow for p in plan]
+
+
+async def test_a_question_is_planned_looked_up_and_answered(text_file) -> None:
+    """A plan by schema, vectors of the words asked about and of its queries, then an answer over
+    five passages, the right one first where the vectors tell; all known of it is reported."""
+    mock = Mock()
+    run, _ = await asked(text_file, mock)
+    assert [r.verdict for r in run.records] == ["ok"] * 4
+    plan, retrieval, answer = mock.bodies[:3]
+    assert plan["response_format"]["json_schema"]["schema"] == SCHEMA
+    subject, *queries = retrieval["input"]
+    assert queries == ["alpha beta", "gamma"]
+    assert len(subject) <= 4 * BEGUN_TOKENS
+    content = answer["messages"][0]["content"]
+    assert content.startswith(INSTRUCTION)
+    assert f"[{PASSAGES}] " in content
+    assert content.endswith(f'Question: what is said about "{subject}"?')
+    assert "response_format" not in answer
+    assert {"plan", "retrieve", "answer"} == {hop.name for hop in hops(run.records)}
+    facts = {name: told for hop in hops(run.records) for name, told in hop.facts.items()}
+    assert facts == dict.fromkeys(("plan_parsed", "passage_found", "by_vectors"), (4, 4))
+    for place in range(0, 12, 3):
+        subject = mock.bodies[place + 1]["input"][0]
+        shown = mock.bodies[place + 2]["messages"][0]["content"].removesuffix(f'"{subject}"?')
+        assert subject in " ".join(shown.split())
+
+
+async def test_a_passage_that_is_not_found_is_told(text_file, monkeypatch) -> None:
+    """Where vectors say nothing, retrieval gives the most popular passages, and the report says for
+    how many questions the right one was among them."""
+    monkeypatch.setattr(mock_server, "vector_of", lambda _: [1.0])
+    run, flows = await asked(text_file, Mock(), count=12)
+    right = sum(flow.about < PASSAGES for flow in flows)
+    (found,) = [hop.facts["passage_found"] for hop in hops(run.records) if hop.name == "answer"]
+    assert found == (right, 12)
+    assert 0 < right < 12
+
+
+async def test_every_request_announces_the_rest_of_one_deadline(text_file) -> None:
+    """The limits of each header, worked out again from what was sent and when, hold; the question
+    itself is held against the whole deadline, ten seconds where none is set."""
+    mock = Mock()
+    run, _ = await asked(text_file, mock, count=2)
+    for record in run.records:
+        assert record.planned.question.slo == Slo(latency_s=DEADLINE_S)
+        plan, retrieval, answer = (hop.planned.question for hop in record.hops)
+        elapsed_s = record.hops[2].scheduled_s - record.scheduled_s
+        work = Work(COUNTER.count(answer.messages[0].content), answer.max_tokens)
+        least = announced(Slo(latency_s=DEADLINE_S), elapsed_s, work)
+        assert answer.slo.tpot_s == pytest.approx(least.tpot_s, rel=0.02)
+        assert 0 < plan.slo.ttft_s < DEADLINE_S / 3 > retrieval.slo.ttft_s > 0
+        assert retrieval.slo.tpot_s is None
+    headers = mock.headers[2]
+    assert float(headers["x-slo-tpot-ms"]) == pytest.approx(
+        run.records[0].hops[2].planned.question.slo.tpot_s * 1e3, rel=1e-4
+    )
+    assert "x-slo-tpot-ms" not in mock.headers[1]
+
+
+@pytest.mark.parametrize("script", [Script(), Script(plan='{"queries": ["cut'), Script(tokens=1)])
+async def test_without_a_plan_the_words_asked_about_are_searched(text_file, script) -> None:
+    """Text that is no plan fails nothing; it is counted, and retrieval and answer follow."""
+    mock = Mock()
+    run, _ = await asked(text_file, mock, script)
+    assert [r.verdict for r in run.records] == ["ok"] * 4
+    assert [len(body["input"]) for body in mock.bodies[1::3]] == [1] * 4
+    facts = {name: told for hop in hops(run.records) for name, told in hop.facts.items()}
+    assert facts["plan_parsed"] == (0, 4)
+    assert facts["passage_found"][0] == 4
+
+
+async def test_without_vectors_passages_are_found_by_words(text_file) -> None:
+    """A request for vectors that fails fails its question, but the user gets an answer, over the
+    passages that share its words."""
+    batches = -(-INDEXED // 32)
+    run, _ = await asked(text_file, Mock(embeds=batches + 1), count=3)
+    assert [r.verdict for r in run.records] == ["ok", "http_status", "http_status"]
+    assert run.records[1].detail.startswith("retrieve: 404")
+    answers = [dict(r.hops[2].planned.question.facts) for r in run.records]
+    assert [told["by_vectors"] for told in answers] == [True, False, False]
+    assert all(told["passage_found"] for told in answers[1:])
+    assert [r.hops[2].verdict for r in run.records] == ["ok"] * 3
+
+
+async def test_flags_reach_every_request_that_writes(text_file) -> None:
+    """Speculation, temperature and the endpoint hold for plan and answer; vectors take none."""
+    mock = Mock()
+    await asked(
+        text_file, mock, count=1, speculation="off", temperature=0.0, endpoint="completions"
+    )
+    plan, retrieval, answer = mock.bodies
+    for body in (plan, answer):
+        assert body["speculation"] == {"mode": "off"}
+        assert body["temperature"] == 0.0
+        assert body["prompt"].endswith("Assistant:")
+    assert set(retrieval) == {"model", "input", "encoding_format"}
+
+
+async def test_a_plan_can_be_sent_again(text_file) -> None:
+    """The same seed asks the same: plan, vectors and answer; another seed asks something else."""
+    first, again, other = Mock(), Mock(), Mock()
+    await asked(text_file, first, count=2)
+    await asked(text_file, again, count=2)
+    await asked(text_file, other, count=2, seed=9)
+    assert first.bodies == again.bodies
+    assert first.bodies != other.bodies
+
+
+def test_the_command_reports_hops_and_deadline(text_file, tmp_path) -> None:
+    """`--deadline-ms` is the promise of each question; table, summary and page have the hops, and
+    the events give them again."""
+    out, html, events = (tmp_path / name for name in ("s.json", "p.html", "e.jsonl"))
+    with serving_in_a_thread(Mock()) as url:
+        flags = ["--workload", "rag", "--text-file", text_file, "--requests", 3]
+        flags += ["--deadline-ms", 60_000, "--max-tokens", 8]
+        result = command(url, *flags, "--json", out, "--html", html, "--events", events)
+    summary = json.loads(out.read_text())
+    assert result.exit_code == (0 if summary["valid"] else 3), result.output
+    assert (summary["requests"], summary["attainment"]) == (3, 1.0)
+    assert summary["details"]["settings"]["slo"]["latency_s"] == 60.0
+    told = summary["details"]["hops"]
+    assert list(told) == ["plan", "retrieve", "answer"]
+    assert told["answer"]["facts"]["by_vectors"] == [3, 3]
+    assert sum(hop["share"]["mean"] for hop in told.values()) < 1.0
+    assert "of the deadline" in result.output
+    assert "Hops of a question" in html.read_text()
+    again = tmp_path / "again.json"
+    command("report", events, "--json", again)
+    assert again.read_text() == out.read_text()
+
+
+def test_a_server_without_embeddings_is_refused(text_file) -> None:
+    """Exit status 2 and the reason, before anything is asked."""
+    with serving_in_a_thread(Mock(embeds=0)) as url:
+        result = command(url, "--workload", "rag", "--text-file", text_file, "--requests", 1)
+    assert result.exit_code == 2
+    assert "embeddings of passages: http_status: 404" in " ".join(result.output.split())
