@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class Question:
         }
 
 
+@runtime_checkable
 class Flow(Protocol):
     """How a question is answered: by one request after the other, made of the answers so far.
 
