@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -17,6 +17,7 @@ from loadgen.figures import (
     errors,
     values_of,
 )
+from loadgen.report.runs import HEAD, Report, points, row
 from loadgen.report.words import number, percent, share_of, value_of
 from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
 from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
@@ -36,6 +37,14 @@ def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:
     if lossless is not None:
         parts.append(lossless_in_words(lossless))
     return Group(*(line for part in parts for line in (part, "")))
+
+
+def side_by_side(reports: Sequence[Report]) -> RenderableType:
+    """Return a table of several runs, a line for each name and rate."""
+    table = _plain(*HEAD)
+    for point in points(reports):
+        table.add_row(*row(point), style="" if point.valid else "red")
+    return table
 
 
 def _plain(*columns: str, title: str | None = None) -> Table:

@@ -17,11 +17,14 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 
 from loadgen.figures import FIGURES
-from loadgen.report.charts import charts, open_requests, thinned
-from loadgen.report.html import page
+from loadgen.report.charts import thinned
 from loadgen.report.live import Histogram, LiveView, Progress
 from loadgen.report.live import render as render_live
-from loadgen.report.table import render
+from loadgen.report.page import charts as charts_of
+from loadgen.report.page import page as page_of
+from loadgen.report.runs import Report, name_of
+from loadgen.report.table import render, side_by_side
+from loadgen.report.time_charts import open_requests
 from loadgen.report.words import milliseconds
 from loadgen.types import ClientHealth
 from loadgen.verify import Difference, LosslessCheck
@@ -37,6 +40,16 @@ def in_words(renderable, width: int = 160) -> str:
     console = Console(width=width, file=io.StringIO())
     console.print(renderable)
     return console.file.getvalue()
+
+
+def page(run, lossless=None) -> str:
+    """The page of one run."""
+    return page_of([Report("server", run, lossless)])
+
+
+def charts(run):
+    """The plots of one run."""
+    return charts_of([Report("server", run)])
 
 
 def own_part(text: str) -> str:
@@ -98,9 +111,9 @@ def test_plots_are_plotlys() -> None:
         "Requests",
         "Load",
         "TTFT over time",
+        "Decisions over time",
         "Most draft tokens",
         "Accepted draft tokens",
-        "Decisions over time",
     ]
     for chart in drawn:
         go.Figure({"data": chart.data, "layout": chart.layout})
