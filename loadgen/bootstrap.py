@@ -9,6 +9,7 @@ around a mean b and wrap around at the end. The mean length is chosen from the v
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil, exp, log, log10, sqrt
 from statistics import NormalDist
 from typing import Final
@@ -30,28 +31,56 @@ SIGNIFICANT: Final = 2.0
 def block_length(values: Floats) -> float:
     """Return the mean block length (in requests, at least 1) for the mean of such a series.
 
-    `b = (G^2/g^2)^(1/3) n^(1/3)` with `g = sum of w(k/M) R(k)`, `G = sum of w(k/M) |k| R(k)` over
-    `|k| <= M`: R are the autocovariances, w the flat-top window (1 up to 1/2, then falling to 0 at
-    1), M twice the lag from which on correlations are noise. At most `min(3 sqrt(n), n/3)`.
+    `b = (G^2/g^2)^(1/3) n^(1/3)`, g and G as in `Memory`; at most `min(3 sqrt(n), n/3)`.
     """
+    count, memory = len(values), memory_of(values)
+    if memory.variance <= 0.0:
+        return 1.0
+    limit = max(1.0, min(3.0 * sqrt(count), count / 3))
+    if memory.spectrum <= 0.0:
+        return limit
+    length: float = ((memory.slope / memory.spectrum) ** 2 * count) ** (1 / 3)
+    return min(limit, max(1.0, length))
+
+
+def inflation(values: Floats) -> float:
+    """Return how many times larger a mean's variance is than of independent values; at least 1."""
+    memory = memory_of(values)
+    return max(1.0, memory.spectrum / memory.variance) if memory.variance > 0.0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How much neighbours in a series have in common.
+
+    R are the autocovariances, w is the flat-top window (1 up to 1/2, then falling to 0 at 1), and M
+    twice the lag from which on correlations are noise.
+
+    Attributes:
+        variance: R(0).
+        spectrum: `g = sum of w(k/M) R(k)` over `|k| <= M`; g/n is the variance of the mean.
+        slope: `G = sum of w(k/M) |k| R(k)`.
+    """
+
+    variance: float
+    spectrum: float
+    slope: float
+
+
+def memory_of(values: Floats) -> Memory:
+    """Measure a series."""
     count = len(values)
     centred = values - values.mean() if count else values
     variance = float(centred @ centred) / count if count else 0.0
-    if variance <= 0.0:
-        return 1.0
+    if count < 2 or variance <= 0.0:
+        return Memory(0.0, 0.0, 0.0)
     most = min(count - 1, ceil(sqrt(count)) + _run_of_noise(count))
     lags = range(1, most + 1)
     covariances = np.array([float(centred[k:] @ centred[:-k]) / count for k in lags])
-    window = 2 * _memory(covariances / variance, count)
+    window = 2 * _last_loud(covariances / variance, count)
     kept = np.arange(1, min(window, most) + 1)
     weighted = np.minimum(1.0, 2.0 * (1.0 - kept / window)) * covariances[: len(kept)]
-    spectrum = variance + 2.0 * float(weighted.sum())
-    slope = 2.0 * float(kept @ weighted)
-    limit = max(1.0, min(3.0 * sqrt(count), count / 3))
-    if spectrum <= 0.0:
-        return limit
-    length: float = (slope * slope / spectrum**2 * count) ** (1 / 3)
-    return min(limit, max(1.0, length))
+    return Memory(variance, variance + 2.0 * float(weighted.sum()), 2.0 * float(kept @ weighted))
 
 
 def resampled_counts(
@@ -89,7 +118,7 @@ def _run_of_noise(count: int) -> int:
     return max(5, ceil(sqrt(log10(max(count, 10)))))
 
 
-def _memory(correlations: Floats, count: int) -> int:
+def _last_loud(correlations: Floats, count: int) -> int:
     """Return the last lag before so many correlations in a row that are noise; at least 1."""
     loud = np.abs(correlations) >= SIGNIFICANT * sqrt(log10(max(count, 10)) / count)
     run = _run_of_noise(count)

@@ -38,15 +38,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """All runs of one name at one rate, pooled.
+    """The valid runs of one name at one rate, pooled; if none is valid, all of them.
 
     Attributes:
         rate_rps: offered requests per second; None if no run tells.
+        left_out: INVALID runs beside valid ones.
     """
 
     name: str
     rate_rps: float | None
     runs: tuple[Run, ...]
+    left_out: int = 0
 
     @property
     def records(self) -> list[Record]:
@@ -55,8 +57,15 @@ class Point:
 
     @property
     def valid(self) -> bool:
-        """Whether all runs are."""
+        """Whether its runs are."""
         return not any(map(invalid_reasons, self.runs))
+
+    @property
+    def label(self) -> str:
+        """Its name, and what is not to be believed."""
+        if not self.valid:
+            return f"{self.name} (INVALID)"
+        return f"{self.name} ({self.left_out} INVALID left out)" if self.left_out else self.name
 
     @property
     def goodput_rps(self) -> float | None:
@@ -97,16 +106,21 @@ def points(reports: Sequence[Report]) -> list[Point]:
         by_rate = grouped.setdefault(report.name, {})
         by_rate.setdefault(rate_of(report.run), []).append(report.run)
     return [
-        Point(name, rate, tuple(by_rate[rate]))
+        _point(name, rate, by_rate[rate])
         for name, by_rate in grouped.items()
         for rate in sorted(by_rate, key=lambda rate: -1.0 if rate is None else rate)
     ]
 
 
+def _point(name: str, rate_rps: float | None, runs: Sequence[Run]) -> Point:
+    valid = [run for run in runs if not invalid_reasons(run)]
+    return Point(name, rate_rps, tuple(valid or runs), len(runs) - len(valid or runs))
+
+
 def row(point: Point) -> Iterator[str]:
     """Yield the words of a line under `HEAD`."""
     counted = attainment(point.records)
-    yield point.name if point.valid else f"{point.name} (INVALID)"
+    yield point.label
     yield number(point.rate_rps)
     yield str(counted.requests)
     yield str(sum(errors(point.records).values()))

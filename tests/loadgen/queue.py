@@ -46,7 +46,7 @@ def queue_run(
     ]
     length_s = float(instants[-1])
     rate = {"rate_rps": 2 * load, "seed": seed}
-    return Run(rate, records, max(ends), length_s, health=WELL)
+    return Run(rate, records, float(max(ends)), length_s, health=WELL)
 
 
 def _record(index: int, at_s: float, end_s: float, taken_s: float, slo: Slo) -> Record:

@@ -270,3 +270,81 @@ def test_a_browser_draws_every_plot(tmp_path) -> None:
     command = [chromium, *options, f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert own_part(drawn.stdout).count('class="plot-container') == len(charts(run))
+
+
+def at_rate(rate: float, name: str = "auto", **fields) -> Report:
+    """A run at a rate."""
+    run = a_run(**fields)
+    run.settings["rate_rps"] = rate
+    return Report(name, run)
+
+
+SEVERAL = [at_rate(1.0), at_rate(2.0), at_rate(1.0, "off"), at_rate(2.0, "off", health=BEHIND)]
+
+
+def test_several_runs_are_curves_over_the_rate() -> None:
+    """A curve for each name, a point for each rate, in schemas that plotly accepts; histograms
+    have shares, side by side."""
+    drawn = charts_of(SEVERAL)
+    assert [chart.title for chart in drawn] == [
+        "Attainment against rate",
+        "Goodput against rate",
+        "TTFT against rate",
+        "TPOT against rate",
+        "latency against rate",
+        "chunk gap against rate",
+        "Most draft tokens",
+        "Accepted draft tokens",
+    ]
+    for chart in drawn:
+        go.Figure({"data": chart.data, "layout": chart.layout})
+        json.dumps(chart.data, allow_nan=False)
+    attained = drawn[0].data
+    assert [(trace["name"], trace["x"]) for trace in attained] == [
+        ("auto", [1.0, 2.0]),
+        ("off", [1.0, 2.0]),
+    ]
+    assert attained[0]["y"] == pytest.approx([0.5, 0.5])
+    assert attained[0]["error_y"]["array"] == pytest.approx([0.35, 0.35], abs=1e-3)
+    assert {len(chart.data) for chart in drawn[-2:]} == {2}
+    assert sum(drawn[-1].data[0]["y"]) == pytest.approx(1.0)
+
+
+def test_runs_at_one_rate_are_distributions() -> None:
+    """Where there is nothing to see over the rate, each name has a curve of its own."""
+    titles = [chart.title for chart in charts_of([at_rate(1.0), at_rate(1.0, "off")])]
+    assert titles[:4] == ["TTFT", "TPOT", "latency", "chunk gap"]
+
+
+def test_the_page_of_several_runs_has_each_of_them() -> None:
+    """A table with a line for each, which names what is INVALID, and each run's own figures
+    folded; as self-contained as the page of one."""
+    own = own_part(page_of(SEVERAL))
+    assert own.count("<details>") == 4
+    assert "off (INVALID)" in own
+    assert "4 runs of load: auto, off" in own
+    assert not re.search(r"(src|href|action)\s*=|@import|url\(|fetch\(|<link|<iframe", own)
+    table = in_words(side_by_side(SEVERAL), 200)
+    assert "off (INVALID)" in table
+    assert table.count("50.0% [15.0%, 85.0%]") == 4
+
+
+@pytest.mark.parametrize(
+    ("file", "rate", "name"),
+    [
+        ("auto-1.5.jsonl", 1.5, "auto"),
+        ("fixed-4-2-1.jsonl.gz", 2.0, "fixed-4"),
+        ("before.jsonl", 2.0, "before"),
+        ("llama-3.jsonl", 2.0, "llama-3"),
+    ],
+)
+def test_a_run_is_named_by_its_file(tmp_path, file: str, rate: float, name: str) -> None:
+    """Without rate and round where the file's name ends with them."""
+    assert name_of(tmp_path / file, at_rate(rate).run) == name
+
+
+def test_what_cannot_be_seen_can_be_heard() -> None:
+    """Each plot has a name for screen readers; tables that scroll can be reached by keyboard."""
+    own = own_part(page_of(SEVERAL))
+    assert own.count('role="img" aria-label="') == own.count('class="plot"') == 8
+    assert own.count('class="scroll"') == own.count('class="scroll" tabindex="0" role="region"')

@@ -49,7 +49,7 @@ class Server:
 
 @contextmanager
 def served(flags: Sequence[str], folder: Path, core: int | None = None) -> Iterator[Server]:
-    """Run `draftgate serve` with the simulator on a free port.
+    """Run `draftgate serve` on a free port, with the simulator unless the flags say otherwise.
 
     Args:
         folder: where its log goes.
