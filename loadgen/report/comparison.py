@@ -44,8 +44,7 @@ def _row(change: Change) -> Iterator[str]:
     ends = change.interval
     known = all(map(isfinite, ends)) and change.a
     yield f"[{ends[0] / abs(change.a):+.1%}, {ends[1] / abs(change.a):+.1%}]" if known else "-"
-    limit = "" if change.limit is None else f"(allowed: {change.limit.in_words})"
-    yield f"{change.verdict} {limit}".strip()
+    yield change.verdict
 
 
 def _value(key: str, value: float) -> str:
@@ -61,5 +60,8 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     yield f"{pairs}, resampled in blocks; {judged} figures judged together (Holm)."
     for name, (ours, theirs) in comparison.settings.items():
         yield f"{name}: {ours} in A, {theirs} in B"
+    limits = [change.limit.in_words for change in comparison.changes if change.limit is not None]
+    if limits:
+        yield f"Allowed to get so much worse: {', '.join(limits)}."
     worse = sum(change.verdict == "worse" for change in comparison.changes)
     yield f"{worse} worse: a regression." if worse else "No regression to be seen."

@@ -22,7 +22,7 @@ from loadgen.report.html import (
     table_part,
 )
 from loadgen.report.rate_charts import rate_charts
-from loadgen.report.runs import HEAD, Report, points, row
+from loadgen.report.runs import HEAD, TIMES_IN_MS, Report, points, row
 from loadgen.report.time_charts import time_charts
 from loadgen.report.words import number, percent, value_of
 from loadgen.slo import attainment, goodput_rps
@@ -75,8 +75,7 @@ def _body(title: str, reports: Sequence[Report]) -> Iterator[str]:
         yield from _beginning(alone.run)
     else:
         rows = [list(row(point)) for point in points(reports)]
-        notes = "Times are of intact answers from their scheduled instants; runs of one name and"
-        notes += " rate are pooled, of accepted tokens/s the mean."
+        notes = f"{TIMES_IN_MS} Runs of one name and rate are pooled; accepted tokens/s: the mean."
         yield table_part(HEAD, rows, notes, kind="dense")
     if drawn := charts(reports):
         yield "<h2>Plots</h2>"

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Final
 
 from loadgen.figures import FIGURE, PERCENTILES, distribution, errors, values_of
-from loadgen.report.words import milliseconds, number, share_of
+from loadgen.report.words import milliseconds, number, percent
 from loadgen.slo import attainment, goodput_rps
 from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.types import Record, Run
 from loadgen.verify import LosslessCheck
 
 HEAD: Final = (
-    *("run", "rate/s", "requests", "failed", "as promised [95 %]", "goodput/s", "tokens/s"),
+    *("run", "rate/s", "requests", "failed", "as promised", "[95 %]", "goodput/s", "tokens/s"),
     *("TTFT p50", "p99", "TPOT p50", "p99", "latency p50", "p99"),
 )
+NARROW: Final = (0, 1, 3, 4, 6, 8, 9, 10, 11)
+"""Places of what a terminal of 80 columns holds."""
+
+TIMES_IN_MS: Final = "Times in ms, of intact answers from their scheduled instants."
 IN_ROWS: Final = ("ttft_s", "tpot_s", "latency_s")
 
 
@@ -124,9 +128,10 @@ def row(point: Point) -> Iterator[str]:
     yield number(point.rate_rps)
     yield str(counted.requests)
     yield str(sum(errors(point.records).values()))
-    yield share_of(counted)
+    yield percent(counted.share)
+    yield f"[{counted.interval.low:.1%}, {counted.interval.high:.1%}]"
     yield number(point.goodput_rps)
     yield number(point.accepted_tokens_per_s, 1)
     for key in IN_ROWS:
         known = point.percentiles(key)
-        yield from (milliseconds(known.get(p)) for p in (50, 99))
+        yield from (milliseconds(known.get(p)).removesuffix(" ms") for p in (50, 99))

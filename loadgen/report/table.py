@@ -17,7 +17,7 @@ from loadgen.figures import (
     errors,
     values_of,
 )
-from loadgen.report.runs import HEAD, Report, points, row
+from loadgen.report.runs import HEAD, NARROW, TIMES_IN_MS, Report, points, row
 from loadgen.report.words import number, percent, share_of, value_of
 from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
 from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
@@ -41,10 +41,12 @@ def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:
 
 def side_by_side(reports: Sequence[Report]) -> RenderableType:
     """Return a table of several runs, a line for each name and rate."""
-    table = _plain(*HEAD)
+    table = _plain(*(HEAD[place] for place in NARROW))
     for point in points(reports):
-        table.add_row(*row(point), style="" if point.valid else "red")
-    return table
+        cells = list(row(point))
+        shown = (cells[place] for place in NARROW)
+        table.add_row(*shown, style="" if point.valid else "red")
+    return Group(table, "", TIMES_IN_MS)
 
 
 def _plain(*columns: str, title: str | None = None) -> Table:

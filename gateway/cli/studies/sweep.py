@@ -3,10 +3,10 @@
     draftgate bench sweep --json OUT --html OUT --events FOLDER
 
 A server for each policy, one torch thread each, all of them on one core and the generator on
-another; only one is under load at a time, and an idle one costs nothing. First `off` is asked by a
-closed loop for what it can do; then every policy is asked at shares of that rate (`--shares`), in
-shuffled rounds: the load generator's sweep (`draftgate load sweep`). What is asked is held-out code,
-which the shipped model was not trained on.
+another; only one is under load at a time, and an idle one costs nothing. First a closed loop finds
+out how much `off` can do; then every policy is asked at shares of that rate (`--shares`), in
+shuffled rounds: the load generator's sweep (`draftgate load sweep`). The questions are held-out
+code, which the shipped model was not trained on.
 """
 
 from __future__ import annotations
