@@ -12,6 +12,9 @@ from html import escape
 from loadgen.decisions import decisions
 from loadgen.figures import FIGURE, PERCENTILES, distribution, errors, values_of
 from loadgen.report.charts import Chart, Series, by_class, decision_charts, distribution_chart
+from loadgen.report.goodput import HEAD as GOODPUTS
+from loadgen.report.goodput import NOTES as GOODPUT_NOTES
+from loadgen.report.goodput import goodput_rows
 from loadgen.report.html import (
     classes_part,
     decisions_part,
@@ -74,9 +77,12 @@ def _body(title: str, reports: Sequence[Report]) -> Iterator[str]:
     if alone is not None:
         yield from _beginning(alone.run)
     else:
-        rows = [list(row(point)) for point in points(reports)]
+        known = points(reports)
+        rows = [list(row(point)) for point in known]
         notes = f"{TIMES_IN_MS} Runs of one name and rate are pooled; accepted tokens/s: the mean."
         yield table_part(HEAD, rows, notes, kind="dense")
+        if goodputs := list(goodput_rows(known)):
+            yield "<h2>Goodput</h2>" + table_part(GOODPUTS, goodputs, GOODPUT_NOTES)
     if drawn := charts(reports):
         yield "<h2>Plots</h2>"
         yield f'<div class="charts">{"".join(map(figure_part, drawn))}</div>'

@@ -17,6 +17,9 @@ from loadgen.figures import (
     errors,
     values_of,
 )
+from loadgen.report.goodput import HEAD as GOODPUTS
+from loadgen.report.goodput import NOTES as GOODPUT_NOTES
+from loadgen.report.goodput import goodput_rows
 from loadgen.report.runs import HEAD, NARROW, TIMES_IN_MS, Report, points, row
 from loadgen.report.words import number, percent, share_of, value_of
 from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
@@ -40,13 +43,20 @@ def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:
 
 
 def side_by_side(reports: Sequence[Report]) -> RenderableType:
-    """Return a table of several runs, a line for each name and rate."""
+    """Return a table of several runs, a line for each name and rate, and of their goodputs."""
     table = _plain(*(HEAD[place] for place in NARROW))
-    for point in points(reports):
+    known = points(reports)
+    for point in known:
         cells = list(row(point))
         shown = (cells[place] for place in NARROW)
         table.add_row(*shown, style="" if point.valid else "red")
-    return Group(table, "", TIMES_IN_MS)
+    parts: list[RenderableType] = [table, "", TIMES_IN_MS]
+    if rows := list(goodput_rows(known)):
+        goodputs = _plain(*GOODPUTS)
+        for cells in rows:
+            goodputs.add_row(*cells)
+        parts += ["", goodputs, "", GOODPUT_NOTES]
+    return Group(*parts)
 
 
 def _plain(*columns: str, title: str | None = None) -> Table:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -28,8 +29,8 @@ class Reading:
 
     Attributes:
         rate_rps: interpolated; None if all measured rates hold, or none does.
-        low_rps: the highest rate which, with all below, surely holds; None if none does.
-        high_rps: the lowest rate that surely does not, nor any above; None if there is none.
+        low_rps: the highest rate that surely holds, below all that surely do not; None if none.
+        high_rps: the lowest rate that surely does not hold, above all that surely do; None if none.
         holds_rps: the highest measured rate that holds, sure or not.
     """
 
@@ -64,14 +65,14 @@ def read_off(name: str, points: Sequence[Point], share: float) -> Reading:
     fitted = falling([c.share or 0.0 for c in counted], weights)
     sure = [surely(point) for point in points]
     holding = sum(value >= share for value in fitted)
-    safe = next((i for i, s in enumerate(sure) if s.low < share), len(sure))
-    lost = next((i for i in reversed(range(len(sure))) if sure[i].high >= share), -1) + 1
+    held = [rate for rate, s in zip(rates, sure, strict=True) if s.low >= share]
+    lost = [rate for rate, s in zip(rates, sure, strict=True) if s.high < share]
     return Reading(
         name,
         share,
         _between(rates, fitted, holding, share),
-        rates[safe - 1] if safe else None,
-        rates[lost] if lost < len(rates) else None,
+        max((rate for rate in held if rate < min(lost, default=inf)), default=None),
+        min((rate for rate in lost if rate > max(held, default=0.0)), default=None),
         rates[holding - 1] if holding else None,
     )
 

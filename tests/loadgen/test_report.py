@@ -261,15 +261,16 @@ def test_times_have_three_digits(seconds: float | None, words: str) -> None:
 
 
 @pytest.mark.browser
-def test_a_browser_draws_every_plot(tmp_path) -> None:
+@pytest.mark.parametrize("rates", [[1.0], [1.0, 2.0]])
+def test_a_browser_draws_every_plot(tmp_path, rates: list[float]) -> None:
     """Chromium, with no network of its own, draws as many plots as there are charts."""
-    run, path = a_run(), tmp_path / "page.html"
-    path.write_text(page(run))
+    reports, path = [at_rate(rate) for rate in rates], tmp_path / "page.html"
+    path.write_text(page_of(reports))
     chromium = find_chromium()
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     command = [chromium, *options, f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert own_part(drawn.stdout).count('class="plot-container') == len(charts(run))
+    assert own_part(drawn.stdout).count('class="plot-container') == len(charts_of(reports))
 
 
 def at_rate(rate: float, name: str = "auto", **fields) -> Report:
@@ -322,6 +323,7 @@ def test_the_page_of_several_runs_has_each_of_them() -> None:
     own = own_part(page_of(SEVERAL))
     assert own.count("<details>") == 4
     assert "off (INVALID)" in own
+    assert "below all rates" in own
     assert "4 runs of load: auto, off" in own
     assert not re.search(r"(src|href|action)\s*=|@import|url\(|fetch\(|<link|<iframe", own)
     table = in_words(side_by_side(SEVERAL), 200)

@@ -100,6 +100,16 @@ def test_goodput_is_interpolated_between_what_holds_and_what_does_not() -> None:
     assert found.high_rps == 3.0
 
 
+def test_a_slow_rate_with_few_requests_leaves_a_faster_one_its_say() -> None:
+    """20 of 20 at 1/s are sure of little, but 200 of 200 at 2/s are, and so of 1/s; a rate that
+    surely fails below one that surely holds is believed to be neither end."""
+    cells = cells_of((1.0, 20, 20), (2.0, 200, 200), (3.0, 0, 50))
+    found = read_off("auto", cells, 0.95)
+    assert (found.low_rps, found.high_rps) == (2.0, 3.0)
+    odd = read_off("auto", cells_of((1.0, 0, 200), (2.0, 200, 200)), 0.95)
+    assert (odd.low_rps, odd.high_rps) == (None, None)
+
+
 def test_no_more_is_claimed_than_the_cells_tell() -> None:
     """Where all rates hold there is no number, nor where none does; few requests are sure of
     nothing."""
