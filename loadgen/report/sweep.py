@@ -19,7 +19,7 @@ def finish(sweep: Sweep, done: Done, html_out: Path | None) -> dict[str, Any]:
     in_order = sorted(done, key=lambda one: (one[1].name, one[0].rate_rps, one[0].round))
     reports = [report for _, report in in_order]
     Console().print(side_by_side(reports))
-    if html_out is not None:
+    if html_out is not None and reports:
         # plotly's bundle of 5 MB is read for this alone.
         from loadgen.report.page import page
 

@@ -61,9 +61,10 @@ async def test_rates_that_are_given_are_kept(text) -> None:
     assert {cell.rate_rps for cell in swept.cells} == {10.0, 20.0}
 
 
-def test_by_default_it_sends_for_twenty_minutes() -> None:
-    """Two rounds of ten minutes; four policies at five rates share each of them."""
+def test_by_default_it_sends_for_less_than_twenty_minutes() -> None:
+    """In two rounds, which four policies at five rates share; what drains comes on top."""
     args = study._parser().parse_args([])
     cells = len(args.policies.split(",")) * len(args.shares)
     seconds = load_of(args, cells).duration_s * cells * args.rounds
-    assert (cells, seconds) == (20, pytest.approx(1200.0))
+    assert cells == 20
+    assert 1000.0 < seconds < 1200.0
