@@ -39,7 +39,7 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
 ) -> None:
     """Run every rate against every server and mode (`--speculation off,ngram:4`), in turns.
 
-    Within a round the order is shuffled, and all are asked the same at the same instants. Ctrl-C
+    Within a round the order is shuffled; at one rate all are asked the same at one time. Ctrl-C
     keeps what is done. Exit status as of a run, the worst of all cells'.
     """
     from loadgen.report.sweep import finish

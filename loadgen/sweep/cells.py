@@ -42,12 +42,16 @@ class Cell:
         return f"{name}-{self.rate_rps:g}-{self.round}"
 
     def load(self, base: Load) -> Load:
-        """Return its load: in one round all are asked the same, in each round something else."""
+        """Return its load.
+
+        All contenders are asked the same at one rate in one round; else something else, so that
+        none finds a prompt in its cache that it saw in a cell before.
+        """
         return replace(
             base,
             rate_rps=self.rate_rps,
             speculation=self.contender.speculation,
-            seed=base.seed + self.round - 1,
+            seed=Random(f"{base.seed} {self.round} {self.rate_rps:g}").getrandbits(31),
         )
 
 

@@ -53,14 +53,17 @@ def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
     assert cells == in_order(whom, [1.0, 2.0, 3.0], 3, seed=5)
 
 
-def test_in_a_round_all_are_asked_the_same() -> None:
-    """One seed for all cells of a round, another one in the next; the mode is the contender's."""
+def test_contenders_are_asked_the_same_and_nothing_twice() -> None:
+    """One seed for all contenders at one rate in one round, and another one in each other cell:
+    what a server was asked before would be in its cache. The mode is the contender's."""
     whom = contenders(["http://x"], ["off", "ngram:4"])
-    cells = in_order(whom, [1.0], 2, seed=0)
-    loads = [(c.round, c.load(Load(rate_rps=9.0, seed=7))) for c in cells]
-    assert {(number, load.seed) for number, load in loads} == {(1, 7), (2, 8)}
-    assert Counter(load.speculation for _, load in loads) == {"off": 2, "ngram:4": 2}
-    assert {load.rate_rps for _, load in loads} == {1.0}
+    cells = in_order(whom, [1.0, 2.0], 2, seed=0)
+    loads = [(c, c.load(Load(rate_rps=9.0, seed=7))) for c in cells]
+    seeds = {(cell.round, cell.rate_rps, load.seed) for cell, load in loads}
+    assert len(seeds) == len({seed for _, _, seed in seeds}) == 4
+    assert Counter(load.speculation for _, load in loads) == {"off": 4, "ngram:4": 4}
+    assert all(load.rate_rps == cell.rate_rps for cell, load in loads)
+    assert cells[0].load(Load(rate_rps=9.0, seed=8)).seed not in {seed for _, _, seed in seeds}
 
 
 def test_contenders_have_names() -> None:
