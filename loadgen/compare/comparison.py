@@ -189,46 +189,61 @@ def _changes(
 ) -> Iterator[Change]:
     """Yield the changes of a figure's statistics."""
     points = [point for point in a.points if point in b.points]
-    columns = [[m.points.index(point) for point in points] for m in (a, b)]
-    influences = [m.influences()[own] for m, own in zip((a, b), columns, strict=True)]
-    series = [influences[1] - influences[0]] * 2 if paired else influences
-    counts = [own.shape[1] for own in series]
-    blocks = [max((block_length(row) for row in own), default=1.0) for own in series]
-    seeds = (seed, seed) if paired else (seed, seed + 1)
-    values = [m.of(np.ones((1, n), np.int64))[0] for m, n in zip((a, b), counts, strict=True)]
-    drawn = [
-        _replicates(m, n, block, own)
-        for m, n, block, own in zip((a, b), counts, blocks, seeds, strict=True)
-    ]
-    freedom = min(n / block for n, block in zip(counts, blocks, strict=True)) - 1
+    if not points:
+        return
+    ours, theirs = (m.influences()[[m.points.index(p) for p in points]] for m in (a, b))
+    at_once = max(1, min(REPLICATES, CELLS // max(a.terms, b.terms, ours.shape[1])))
+    if paired:  # one seed, one block length and one batch size: the same requests of both
+        first, second = (_resampled(m, points, theirs - ours, seed, at_once) for m in (a, b))
+    else:
+        first = _resampled(a, points, ours, seed, at_once)
+        second = _resampled(b, points, theirs, seed + 1, at_once)
     for place, point in enumerate(points):
-        first, second = columns[0][place], columns[1][place]
-        yield _change(
-            (key, point, max(blocks)),
-            (float(values[0][first]), float(values[1][second])),
-            (drawn[0][:, first], drawn[1][:, second]),
-            limits.get(point),
-            freedom,
-        )
+        yield _change((key, point), place, first, second, limits.get(point))
+
+
+@dataclass(frozen=True, slots=True)
+class _Resampled:
+    """P statistics of a run, `values`, and of R resamples of it, `drawn` [R, P]."""
+
+    values: Floats
+    drawn: Floats
+    block: float
+    freedom: float
+
+
+def _resampled(
+    measure: Measure, points: Sequence[str], influences: Floats, seed: int, at_once: int
+) -> _Resampled:
+    """Resample a run by blocks that suit such influences `[P, N]`, so many resamples at a time."""
+    count = influences.shape[1]
+    block = max(map(block_length, influences))
+    columns = [measure.points.index(point) for point in points]
+    rng = np.random.default_rng(seed)
+    sizes = [min(at_once, REPLICATES - begin) for begin in range(0, REPLICATES, at_once)]
+    drawn = [measure.of(resampled_counts(count, block, rng, size)) for size in sizes]
+    values = measure.of(np.ones((1, count), np.int64))[0]
+    return _Resampled(values[columns], np.concatenate(drawn)[:, columns], block, count / block - 1)
 
 
 def _change(
-    named: tuple[str, str, float],
-    values: tuple[float, float],
-    drawn: tuple[Floats, Floats],
+    named: tuple[str, str],
+    place: int,
+    first: _Resampled,
+    second: _Resampled,
     limit: Limit | None,
-    freedom: float,
 ) -> Change:
-    key, point, block = named
+    key, point = named
     sign = -1.0 if key in HIGHER_IS_BETTER else 1.0
-    relative = limit.relative if limit is not None else 0.0
-    absolute = limit.absolute if limit is not None else 0.0
+    allowed = limit or Limit(key, point)
 
     def beyond(a: Floats, b: Floats) -> Floats:
         """How much worse B is than it may be."""
-        return sign * (b - a) - relative * np.abs(a) - absolute
+        return sign * (b - a) - allowed.relative * np.abs(a) - allowed.absolute
 
-    a, b = values
+    drawn = first.drawn[:, place], second.drawn[:, place]
+    a, b = float(first.values[place]), float(second.values[place])
+    freedom = min(first.freedom, second.freedom)
     spread = _deviation(drawn[1] - drawn[0])
     excess = float(beyond(np.array(a), np.array(b)))
     half = student_quantile(1 - ERROR, freedom) * spread
@@ -240,17 +255,9 @@ def _change(
         (b - a - half, b - a + half),
         p_worse=p_value(_over(excess, _deviation(beyond(*drawn))), freedom),
         p_better=p_value(_over(-sign * (b - a), spread), freedom),
-        block=block,
+        block=max(first.block, second.block),
         limit=limit,
     )
-
-
-def _replicates(measure: Measure, count: int, block: float, seed: int) -> Floats:
-    """Return the statistics of all resamples, some at a time."""
-    at_once = max(1, min(REPLICATES, CELLS // max(measure.terms, count)))
-    rng = np.random.default_rng(seed)
-    sizes = [min(at_once, REPLICATES - begin) for begin in range(0, REPLICATES, at_once)]
-    return np.concatenate([measure.of(resampled_counts(count, block, rng, size)) for size in sizes])
 
 
 def _deviation(values: Floats) -> float:

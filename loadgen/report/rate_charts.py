@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from loadgen.figures import FIGURE
-from loadgen.report.charts import FROM_ZERO, SYMBOLS, Chart, colour
+from loadgen.report.charts import FROM_ZERO, GREY, SYMBOLS, Chart, colour
 from loadgen.report.runs import Point
 from loadgen.slo import attainment
 
@@ -14,6 +14,7 @@ RATE: Final = {"title": {"text": "offered requests/s"}, **FROM_ZERO}
 TIMES: Final = ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s")
 DASHES: Final = {50: "solid", 99: "dot"}
 LEVELS: Final = (0.90, 0.95, 0.99)
+LEVEL: Final = {"width": 1, "dash": "dot", "color": GREY}
 
 
 def rate_charts(points: Sequence[Point]) -> list[Chart]:
@@ -39,9 +40,8 @@ def _attainment(curves: Curves) -> Chart:
         trace = _curve(points, shares, name, place)
         data.append(trace | {"error_y": bars | {"thickness": 1, "width": 3}})
     lines = [
-        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": share, "y1": share, "line": style}
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": share, "y1": share, "line": LEVEL}
         for share in LEVELS
-        if (style := {"width": 1, "dash": "dot", "color": "#888888"})
     ]
     axis = {"title": {"text": "as promised"}, "tickformat": ".0%", "range": [0, 1.03]}
     caption = (

@@ -120,6 +120,20 @@ def test_pairs_are_surer_than_strangers() -> None:
     assert widths[0] < widths[1] * 2 / 3
 
 
+def test_pairs_stay_pairs_however_many_values_a_run_has(monkeypatch) -> None:
+    """Every other chunk of B is missing: its gaps are twice A's, the difference is as sure as A
+    itself, whether resamples are drawn at once or, as for long runs, some at a time."""
+    before = queue_run(60)
+    merged = [replace(r, chunks=r.chunks[::2]) for r in before.records]
+    after, widths = replace(before, records=merged), []
+    for cells in (4_000_000, 6000):
+        monkeypatch.setattr("loadgen.compare.comparison.CELLS", cells)
+        changes = {(c.key, c.point): c for c in compare(before, after).changes}
+        low, high = changes["chunk_gap_s", "p50"].interval
+        widths.append(high - low)
+    assert widths[1] == pytest.approx(widths[0], rel=0.3)
+
+
 def test_an_improvement_is_no_regression() -> None:
     """A faster server is better, and nothing is worse."""
     comparison = compare(queue_run(300), queue_run(300, noise=1, slower=0.85))
