@@ -56,7 +56,7 @@ def generate(
     add_help_option=False,
 )
 def load(context: typer.Context) -> None:
-    """Send load to a server and check every stream (also: calibrate, report)."""
+    """Send load to a server and check every stream (also: sweep, compare, report, calibrate)."""
     from loadgen.cli import app as loadgen
 
     loadgen(context.args, prog_name="draftgate load")
@@ -80,6 +80,7 @@ BENCHES = {
     "edge": "gateway.cli.studies.edge.command",
     "readers": "gateway.cli.studies.readers",
     "rag": "gateway.cli.studies.rag",
+    "sweep": "gateway.cli.studies.sweep",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,12 +11,14 @@ import typer
 from rich.console import Console
 
 from loadgen.audit import Verdict
-from loadgen.report.table import render
+from loadgen.report.runs import Report
+from loadgen.report.table import render, side_by_side
 from loadgen.summary import invalid_reasons, summarize
 from loadgen.types import Record, Run
 from loadgen.verify import LosslessCheck
 
 NOT_INTACT: Final = 1
+REGRESSION: Final = 1
 NO_USE: Final = 2
 INVALID: Final = 3
 REFUSED: Final = 4
@@ -41,18 +44,22 @@ def _is_refused(record: Record) -> bool:
     return record.verdict == Verdict.HTTP_STATUS.value and record.status in REFUSALS
 
 
-def tell(
-    ran: Run, check: LosslessCheck | None, json_out: Path | None, html_out: Path | None
-) -> None:
-    """Print the tables of a run, and write its figures and its page where they are wanted."""
-    Console().print(render(ran, check))
+def tell(reports: Sequence[Report], json_out: Path | None, html_out: Path | None) -> None:
+    """Print the tables of runs, and write their figures and their page where they are wanted."""
+    alone = reports[0] if len(reports) == 1 else None
+    Console().print(side_by_side(reports) if alone is None else render(alone.run, alone.lossless))
     if json_out is not None:
-        write_json(json_out, summarize(ran, check))
+        summaries = [summarize(report.run, report.lossless) for report in reports]
+        named = zip(reports, summaries, strict=True)
+        runs = [{"name": report.name, "summary": summary} for report, summary in named]
+        write_json(
+            json_out, {"format": "reports/1", "runs": runs} if alone is None else summaries[0]
+        )
     if html_out is not None:
         # plotly's bundle of 5 MB is read for this alone.
-        from loadgen.report.html import page
+        from loadgen.report.page import page
 
-        html_out.write_text(page(ran, check), encoding="utf-8")
+        html_out.write_text(page(reports), encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -13,6 +13,7 @@ from loadgen.cli.ending import exit_status, refuse, tell
 from loadgen.cli.flags import HtmlOut, JsonOut, Questions, Sending, Server, Url
 from loadgen.events import read_events
 from loadgen.loop import in_loop
+from loadgen.report.runs import Report, name_of
 from loadgen.run import run_load
 
 
@@ -42,21 +43,34 @@ def run(
     try:
         load = sending.load(questions)
         ran, check = in_loop(run_load(load, target, Console(stderr=True)))
-        tell(ran, check, json_out, html_out)
+        tell([Report(url, ran, check)], json_out, html_out)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise refuse(f"cannot load {url}", error) from None
     raise typer.Exit(exit_status(ran, check))
 
 
 def report(
-    events: Annotated[Path, typer.Argument(help="What `--events` wrote.")],
+    events: Annotated[
+        list[str], typer.Argument(help="What `--events` wrote; several are shown side by side.")
+    ],
     json_out: JsonOut = None,
     html_out: HtmlOut = None,
 ) -> None:
-    """Report on the events of a run, as after it; the exit status, too."""
+    """Report on the events of a run, as after it; the exit status, too.
+
+    Of several runs, those named alike are points of one curve over the rate. A run's name is its
+    file's without rate and round (`auto` for `auto-1.5-2.jsonl`), or say it: NAME=FILE.
+    """
     try:
-        ran, check = read_events(events)
-        tell(ran, check, json_out, html_out)
+        reports = [_read(named) for named in events]
+        tell(reports, json_out, html_out)
     except (OSError, ValueError) as error:
         raise refuse("cannot report", error) from None
-    raise typer.Exit(exit_status(ran, check))
+    raise typer.Exit(max(exit_status(one.run, one.lossless) for one in reports))
+
+
+def _read(named: str) -> Report:
+    name, said, file = named.rpartition("=")
+    path = Path(named if Path(named).exists() else file)
+    ran, check = read_events(path)
+    return Report(name if said and path == Path(file) else name_of(path, ran), ran, check)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -18,6 +18,10 @@ from loadgen.figures import (
     values_of,
 )
 from loadgen.hops import hops
+from loadgen.report.goodput import HEAD as GOODPUTS
+from loadgen.report.goodput import NOTES as GOODPUT_NOTES
+from loadgen.report.goodput import goodput_rows
+from loadgen.report.runs import HEAD, NARROW, TIMES_IN_MS, Report, points, row
 from loadgen.report.words import (
     HOP_COLUMNS,
     HOP_FIGURE_COLUMNS,
@@ -46,6 +50,23 @@ def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:
     if lossless is not None:
         parts.append(lossless_in_words(lossless))
     return Group(*(line for part in parts for line in (part, "")))
+
+
+def side_by_side(reports: Sequence[Report]) -> RenderableType:
+    """Return a table of several runs, a line for each name and rate, and of their goodputs."""
+    table = _plain(*(HEAD[place] for place in NARROW))
+    known = points(reports)
+    for point in known:
+        cells = list(row(point))
+        shown = (cells[place] for place in NARROW)
+        table.add_row(*shown, style="" if point.valid else "red")
+    parts: list[RenderableType] = [table, "", TIMES_IN_MS]
+    if rows := list(goodput_rows(known)):
+        goodputs = _plain(*GOODPUTS)
+        for cells in rows:
+            goodputs.add_row(*cells)
+        parts += ["", goodputs, "", GOODPUT_NOTES]
+    return Group(*parts)
 
 
 def _plain(*columns: str, title: str | None = None) -> Table:
@@ -96,8 +117,8 @@ def _hops(run: Run) -> Iterator[RenderableType]:
     counts, figures = _plain(*HOP_COLUMNS), _plain(*HOP_FIGURE_COLUMNS)
     for hop in taken:
         counts.add_row(*hop_row(hop))
-        for row in hop_figure_rows(hop):
-            figures.add_row(*row)
+        for figure_row in hop_figure_rows(hop):
+            figures.add_row(*figure_row)
     yield from (counts, figures)
 
 

@@ -17,11 +17,14 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 
 from loadgen.figures import FIGURES
-from loadgen.report.charts import charts, open_requests, thinned
-from loadgen.report.html import page
+from loadgen.report.charts import thinned
 from loadgen.report.live import Histogram, LiveView, Progress
 from loadgen.report.live import render as render_live
-from loadgen.report.table import render
+from loadgen.report.page import charts as charts_of
+from loadgen.report.page import page as page_of
+from loadgen.report.runs import Report, name_of
+from loadgen.report.table import render, side_by_side
+from loadgen.report.time_charts import open_requests
 from loadgen.report.words import milliseconds
 from loadgen.types import ClientHealth
 from loadgen.verify import Difference, LosslessCheck
@@ -37,6 +40,16 @@ def in_words(renderable, width: int = 160) -> str:
     console = Console(width=width, file=io.StringIO())
     console.print(renderable)
     return console.file.getvalue()
+
+
+def page(run, lossless=None) -> str:
+    """The page of one run."""
+    return page_of([Report("server", run, lossless)])
+
+
+def charts(run):
+    """The plots of one run."""
+    return charts_of([Report("server", run)])
 
 
 def own_part(text: str) -> str:
@@ -98,9 +111,9 @@ def test_plots_are_plotlys() -> None:
         "Requests",
         "Load",
         "TTFT over time",
+        "Decisions over time",
         "Most draft tokens",
         "Accepted draft tokens",
-        "Decisions over time",
     ]
     for chart in drawn:
         go.Figure({"data": chart.data, "layout": chart.layout})
@@ -248,12 +261,94 @@ def test_times_have_three_digits(seconds: float | None, words: str) -> None:
 
 
 @pytest.mark.browser
-def test_a_browser_draws_every_plot(tmp_path) -> None:
+@pytest.mark.parametrize("rates", [[1.0], [1.0, 2.0]])
+def test_a_browser_draws_every_plot(tmp_path, rates: list[float]) -> None:
     """Chromium, with no network of its own, draws as many plots as there are charts."""
-    run, path = a_run(), tmp_path / "page.html"
-    path.write_text(page(run))
+    reports, path = [at_rate(rate) for rate in rates], tmp_path / "page.html"
+    path.write_text(page_of(reports))
     chromium = find_chromium()
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     command = [chromium, *options, f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert own_part(drawn.stdout).count('class="plot-container') == len(charts(run))
+    assert own_part(drawn.stdout).count('class="plot-container') == len(charts_of(reports))
+
+
+def at_rate(rate: float, name: str = "auto", **fields) -> Report:
+    """A run at a rate."""
+    run = a_run(**fields)
+    run.settings["rate_rps"] = rate
+    return Report(name, run)
+
+
+SEVERAL = [at_rate(1.0), at_rate(2.0), at_rate(1.0, "off"), at_rate(2.0, "off", health=BEHIND)]
+
+
+def test_several_runs_are_curves_over_the_rate() -> None:
+    """A curve for each name, a point for each rate, in schemas that plotly accepts; histograms
+    have shares, side by side."""
+    drawn = charts_of(SEVERAL)
+    assert [chart.title for chart in drawn] == [
+        "Attainment against rate",
+        "Goodput against rate",
+        "TTFT against rate",
+        "TPOT against rate",
+        "latency against rate",
+        "chunk gap against rate",
+        "Most draft tokens",
+        "Accepted draft tokens",
+    ]
+    for chart in drawn:
+        go.Figure({"data": chart.data, "layout": chart.layout})
+        json.dumps(chart.data, allow_nan=False)
+    attained = drawn[0].data
+    assert [(trace["name"], trace["x"]) for trace in attained] == [
+        ("auto", [1.0, 2.0]),
+        ("off", [1.0, 2.0]),
+    ]
+    assert attained[0]["y"] == pytest.approx([0.5, 0.5])
+    assert attained[0]["error_y"]["array"] == pytest.approx([0.35, 0.35], abs=1e-3)
+    assert {len(chart.data) for chart in drawn[-2:]} == {2}
+    assert sum(drawn[-1].data[0]["y"]) == pytest.approx(1.0)
+
+
+def test_runs_at_one_rate_are_distributions() -> None:
+    """Where there is nothing to see over the rate, each name has a curve of its own."""
+    titles = [chart.title for chart in charts_of([at_rate(1.0), at_rate(1.0, "off")])]
+    assert titles[:4] == ["TTFT", "TPOT", "latency", "chunk gap"]
+
+
+def test_the_page_of_several_runs_has_each_of_them() -> None:
+    """A table with a line for each, which names what is INVALID, and each run's own figures
+    folded; as self-contained as the page of one."""
+    own = own_part(page_of(SEVERAL))
+    assert own.count("<details>") == 4
+    assert "off (INVALID)" in own
+    assert "below all rates" in own
+    assert "4 runs of load: auto, off" in own
+    assert not re.search(r"(src|href|action)\s*=|@import|url\(|fetch\(|<link|<iframe", own)
+    table = in_words(side_by_side(SEVERAL), 200)
+    assert "off (INVALID)" in table
+    assert table.count("50.0%") == 4
+    assert max(map(len, in_words(side_by_side(SEVERAL), 80).splitlines())) <= 80
+    assert own.count("[15.0%, 85.0%]") == 8  # in the table, and with each run's classes
+
+
+@pytest.mark.parametrize(
+    ("file", "rate", "name"),
+    [
+        ("auto-1.5.jsonl", 1.5, "auto"),
+        ("fixed-4-2-1.jsonl.gz", 2.0, "fixed-4"),
+        ("before.jsonl", 2.0, "before"),
+        ("llama-3.jsonl", 2.0, "llama-3"),
+    ],
+)
+def test_a_run_is_named_by_its_file(tmp_path, file: str, rate: float, name: str) -> None:
+    """Without rate and round where the file's name ends with them."""
+    assert name_of(tmp_path / file, at_rate(rate).run) == name
+
+
+def test_what_cannot_be_seen_can_be_heard() -> None:
+    """Each plot has a name for screen readers; tables that scroll can be reached by keyboard."""
+    own = own_part(page_of(SEVERAL))
+    assert own.count('role="img" aria-label="') == own.count('class="plot"') == 8
+    assert own.count('class="scroll"') == own.count('class="scroll" tabindex="0" role="region"')

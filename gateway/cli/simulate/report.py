@@ -15,7 +15,7 @@ from gateway.cli.simulate.intervals import differences, estimate, known
 from gateway.cli.simulate.results import mean_summary, settings_of
 from loadgen.decisions import decisions
 from loadgen.figures import FIGURE
-from loadgen.report.charts import Chart, distribution_chart, load_chart
+from loadgen.report.charts import Chart, Series, distribution_chart
 from loadgen.report.html import (
     classes_part,
     decisions_part,
@@ -25,8 +25,9 @@ from loadgen.report.html import (
     flattened,
     table_part,
 )
+from loadgen.report.time_charts import load_chart
 from loadgen.report.words import number, percent
-from loadgen.types import Record, Run
+from loadgen.types import Run
 
 HEAD: Final = (
     "policy",
@@ -115,27 +116,15 @@ def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
 
 def _charts(results: Results) -> Iterator[Chart]:
     """Yield distributions with a curve for each policy, then each policy's load."""
-    together = _together(results)
-    policies = {outcome.policy for outcome in results.outcomes}
+    runs = [(o.policy, o.run) for o in results.outcomes if o.run is not None and o.run.records]
+    series = [Series(policy, run.records) for policy, run in runs]
     for key in ("latency_s", "ttft_s", "tpot_s", "chunk_gap_s"):
-        chart = distribution_chart(together, FIGURE[key])
-        curves = [curve for curve in chart.data if curve["name"] in policies]
-        if curves:
-            yield replace(chart, data=curves)
-    for outcome in results.outcomes:
-        if outcome.run is not None and outcome.run.records:
-            chart = load_chart(outcome.run)
-            yield replace(chart, title=f"{chart.title}, {outcome.policy}")
-
-
-def _together(results: Results) -> Run:
-    """Return all policies' records as one run whose classes are the policies."""
-    records: list[Record] = []
-    for outcome in results.outcomes:
-        for record in outcome.run.records if outcome.run is not None else ():
-            question = replace(record.planned.question, class_name=outcome.policy)
-            records.append(replace(record, planned=replace(record.planned, question=question)))
-    return Run({}, records)
+        chart = distribution_chart(FIGURE[key], series)
+        if chart.data:
+            yield chart
+    for policy, run in runs:
+        chart = load_chart(run)
+        yield replace(chart, title=f"{chart.title}, {policy}")
 
 
 def _own(run: Run) -> str:

@@ -1,0 +1,60 @@
+"""Runs of a server that is a queue, in virtual time: seeded, and with no noise but their own."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+
+WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
+PROMISED = Slo(ttft_s=2.0, tpot_s=0.06)
+CHUNKS = 6
+TOKENS = 2 * CHUNKS
+
+
+def queue_run(
+    requests: int = 300,
+    load: float = 0.6,
+    slower: float = 1.0,
+    seed: int = 0,
+    noise: int = 0,
+    slo: Slo = PROMISED,
+) -> Run:
+    """One run of a server that answers one request after the other, 1/2 s each on average.
+
+    Args:
+        load: offered requests times 1/2 s: 1 is saturation.
+        slower: factor of all service times.
+        seed: of instants and of questions, which take between half and twice as long.
+        noise: seed of what the server itself adds, 20 % up or down for each request.
+    """
+    asked, own = np.random.default_rng((1, seed)), np.random.default_rng((2, seed, noise))
+    instants = np.cumsum(asked.exponential(0.5 / load, requests))
+    service_s = 0.25 * (1 + 2 * asked.random(requests)) * slower * own.uniform(0.8, 1.2, requests)
+    ends = list(
+        accumulate(
+            zip(instants, service_s, strict=True),
+            lambda end_s, one: max(end_s, one[0]) + one[1],
+            initial=0.0,
+        )
+    )[1:]
+    records = [
+        _record(index, float(at_s), float(end_s), float(taken_s), slo)
+        for index, (at_s, end_s, taken_s) in enumerate(zip(instants, ends, service_s, strict=True))
+    ]
+    length_s = float(instants[-1])
+    rate = {"rate_rps": 2 * load, "seed": seed}
+    return Run(rate, records, float(max(ends)), length_s, health=WELL)
+
+
+def _record(index: int, at_s: float, end_s: float, taken_s: float, slo: Slo) -> Record:
+    """Text comes evenly over the service, the last of it at the end."""
+    begin_s, gap_s = end_s - taken_s, taken_s / CHUNKS
+    chunks = tuple(Arrived(begin_s + gap_s * (k + 1), 2, 4) for k in range(CHUNKS))
+    question = Question("x", (), TOKENS, index, "code", slo=slo)
+    usage = {"prompt_tokens": 3, "completion_tokens": TOKENS, "total_tokens": 3 + TOKENS}
+    return Record(
+        Planned(index, at_s, question), at_s, at_s, end_s, "ok", chunks=chunks, usage=usage
+    )

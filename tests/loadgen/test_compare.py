@@ -1,0 +1,221 @@
+"""Two runs against each other: no difference is invented, and a real one is found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from loadgen import cli
+from loadgen.compare.comparison import compare, holm, judge
+from loadgen.compare.limits import parse_limit
+from loadgen.compare.measures import Percentiles, measures
+from loadgen.events import EventWriter
+from loadgen.figures import FIGURE, distribution, values_of
+from loadgen.summary import summarize
+from loadgen.types import Run, Slo
+from tests.loadgen.queue import queue_run
+from tests.loadgen.test_report import BEHIND
+
+
+def written(path: Path, run: Run) -> Path:
+    """A run's events, in a file."""
+    with EventWriter(path, run.settings) as events:
+        for one in run.records:
+            events.record(one)
+        events.end(run)
+    return path
+
+
+def compared(*arguments: object):
+    """What the command line says of two files."""
+    return CliRunner().invoke(cli.app, ["compare", *map(str, arguments)])
+
+
+def test_measures_are_the_figures_of_the_reports() -> None:
+    """With every request counted once, each measure is what the summary says."""
+    run = queue_run(120)
+    summary, found = summarize(run), measures(run)
+    once = np.ones((1, 120), np.int64)
+    for key in ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s"):
+        told = distribution(values_of(FIGURE[key], run.records)).as_dict()
+        values = dict(zip(found[key].points, found[key].of(once)[0], strict=True))
+        assert values == pytest.approx({point: told[point] for point in values})
+    for key in ("attainment", "goodput_rps", "accepted_tokens_per_s"):
+        assert found[key].of(once)[0, 0] == pytest.approx(summary[key])
+    mean = summary["details"]["figures"]["fluidity"]["mean"]
+    assert found["fluidity"].of(once)[0, 0] == pytest.approx(mean)
+
+
+def test_a_count_is_a_repetition() -> None:
+    """The percentiles of counted requests are those of their values, each as often as counted."""
+    rng = np.random.default_rng(4)
+    values, owners = np.sort(rng.random(40)), rng.integers(0, 10, 40)
+    measure = Percentiles(values, owners, 10, ("p50", "p90"))
+    counts = rng.integers(0, 4, (20, 10))
+    for found, own in zip(measure.of(counts), counts, strict=True):
+        repeated = np.repeat(values, own[owners])
+        assert found == pytest.approx(np.quantile(repeated, [0.5, 0.9]))
+    assert np.isnan(measure.of(np.zeros((1, 10), np.int64))).all()
+
+
+def test_percentiles_on_single_requests_are_not_compared() -> None:
+    """p99 needs requests beyond it: 5 of 500 are enough, 1 of 100 is not."""
+    assert measures(queue_run(100))["ttft_s"].points == ("p50", "p90")
+    assert "p99" in measures(queue_run(600))["ttft_s"].points
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_runs_that_are_alike_are_seldom_called_different(paired: bool) -> None:
+    """Of a queue at 60 % load against itself at most 2 of 12 seeded pairs regress (2.5 % is meant;
+    the long test below counts 100)."""
+    assert regressions(12, paired=paired) <= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("paired", [True, False])
+def test_of_a_hundred_pairs_few_are_called_different(paired: bool) -> None:
+    """A/A over 100 seeds: at most 7 regressions, where 2.5 are meant. Two runs of a queue that
+    are not paired are as short as such runs are: 200 requests in blocks."""
+    assert regressions(100, paired=paired) <= 7
+
+
+def regressions(seeds: int, *, paired: bool, slower: float = 1.0) -> int:
+    """How many of so many pairs of runs regress; of each 200 requests."""
+    found = 0
+    for seed in range(seeds):
+        other = seed if paired else 1000 + seed
+        before = queue_run(200, seed=seed)
+        after = queue_run(200, seed=other, noise=1, slower=slower)
+        comparison = compare(before, after)
+        assert comparison.paired is paired
+        found += comparison.regressed
+    return found
+
+
+def test_a_slower_server_is_found() -> None:
+    """Answers that take 10 % longer are a regression in all of 8 paired runs, and the interval of
+    the time per token has the truth in it."""
+    assert regressions(8, paired=True, slower=1.1) == 8
+    before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
+    change = next(
+        c for c in compare(before, after).changes if (c.key, c.point) == ("tpot_s", "p50")
+    )
+    assert change.verdict == "worse"
+    low, high = change.interval
+    assert low < 0.1 * change.a < high
+
+
+def test_pairs_are_surer_than_strangers() -> None:
+    """The same questions at the same instants: the interval is less than two thirds as wide."""
+    before = queue_run(300)
+    widths = []
+    for seed in (0, 1):
+        change = compare(before, queue_run(300, seed=seed, noise=1)).changes[0]
+        widths.append(change.interval[1] - change.interval[0])
+    assert widths[0] < widths[1] * 2 / 3
+
+
+def test_pairs_stay_pairs_however_many_values_a_run_has(monkeypatch) -> None:
+    """Every other chunk of B is missing: its gaps are twice A's, the difference is as sure as A
+    itself, whether resamples are drawn at once or, as for long runs, some at a time."""
+    before = queue_run(60)
+    merged = [replace(r, chunks=r.chunks[::2]) for r in before.records]
+    after, widths = replace(before, records=merged), []
+    for cells in (4_000_000, 6000):
+        monkeypatch.setattr("loadgen.compare.comparison.CELLS", cells)
+        changes = {(c.key, c.point): c for c in compare(before, after).changes}
+        low, high = changes["chunk_gap_s", "p50"].interval
+        widths.append(high - low)
+    assert widths[1] == pytest.approx(widths[0], rel=0.3)
+
+
+def test_an_improvement_is_no_regression() -> None:
+    """A faster server is better, and nothing is worse."""
+    comparison = compare(queue_run(300), queue_run(300, noise=1, slower=0.85))
+    assert {c.verdict for c in comparison.changes} >= {"better"}
+    assert not comparison.regressed
+
+
+def test_a_limit_allows_so_much() -> None:
+    """10 % slower is worse than 2 %, not than 20 %; only what is limited is judged."""
+    before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
+    for most, regressed in (("2%", True), ("20%", False), ("0.01", False)):
+        comparison = compare(before, after, [parse_limit(f"tpot_s:p50:{most}")])
+        assert comparison.regressed is regressed
+        assert sum(change.judged for change in comparison.changes) == 1
+
+
+def test_the_same_comparison_gives_the_same_figures() -> None:
+    """Resamples are seeded."""
+    runs = queue_run(60), queue_run(60, noise=1)
+    assert compare(*runs) == compare(*runs)
+
+
+def test_holms_correction_is_holms() -> None:
+    """The i-th smallest of m times m - i + 1, never falling, at most 1; the order is kept."""
+    assert holm([0.04, 0.01, 0.5]) == pytest.approx([0.08, 0.03, 0.5])
+    assert holm([0.02, 0.02]) == pytest.approx([0.04, 0.04])
+    assert holm([]) == []
+
+
+def test_what_is_not_judged_has_no_verdict() -> None:
+    """However sure, a figure without a say says nothing."""
+    change = compare(queue_run(60), queue_run(60, slower=2.0)).changes[0]
+    (unjudged,) = judge([replace(change, judged=False, p_worse=0.0)])
+    assert unjudged.verdict == ""
+
+
+@pytest.mark.parametrize(
+    "words", ["ttft:5%", "ttft_s", "ttft_s:5%", "ttft_s:p75:5%", "ttft_s:p90:x", "attainment:-1"]
+)
+def test_a_limit_nobody_could_mean_is_refused(words: str) -> None:
+    """No such figure, no such statistic, none named where there are several, no number."""
+    with pytest.raises(ValueError, match="threshold"):
+        parse_limit(words)
+
+
+def test_limits_are_read_as_shares_or_in_the_figures_unit() -> None:
+    """With a percent sign of A's value, without it in the figure's unit."""
+    assert parse_limit("ttft_s:p90:5%").relative == pytest.approx(0.05)
+    assert parse_limit("attainment:0.02").absolute == pytest.approx(0.02)
+    assert parse_limit("fluidity:0.02").point == "mean"
+
+
+def test_the_exit_status_is_for_ci(tmp_path) -> None:
+    """0 alike, 1 worse, 2 not comparable, 3 INVALID; the JSON tells the same."""
+    before, out = written(tmp_path / "a.jsonl", queue_run(100)), tmp_path / "c.json"
+    others = {
+        "alike": queue_run(100, noise=1),
+        "worse": queue_run(100, noise=1, slower=1.5),
+        "few": queue_run(10),
+        "promised": queue_run(100, slo=Slo(ttft_s=1.0)),
+        "invalid": replace(queue_run(100, noise=1), health=BEHIND),
+    }
+    found = {}
+    for name, run in others.items():
+        other = written(tmp_path / f"{name}.jsonl", run)
+        found[name] = compared(before, other, "--json", out).exit_code
+        if name == "worse":
+            told = json.loads(out.read_text())
+            assert told["format"] == "compare/1"
+            assert told["regressed"]
+            assert told["paired"]
+            assert any(change["verdict"] == "worse" for change in told["changes"])
+    assert found == {"alike": 0, "worse": 1, "few": 2, "promised": 2, "invalid": 3}
+    assert compared(before, tmp_path / "nowhere").exit_code == 2
+    assert compared(before, before, "--threshold", "ttft_s:p99:5%").exit_code == 2
+
+
+def test_the_table_says_what_changed_and_what_differed(tmp_path) -> None:
+    """Both values, the change with its interval, and the settings in which the runs differ."""
+    before = written(tmp_path / "a.jsonl", queue_run(100))
+    after = written(tmp_path / "b.jsonl", queue_run(100, load=0.9, noise=1))
+    text = compared(before, after).output
+    for shown in ("TTFT p50", "as promised", "95 % interval", "rate_rps: 1.2 in A, 1.8 in B"):
+        assert shown in text
+    assert "100 and 100 requests" in text

@@ -1,0 +1,203 @@
+"""Rates and contenders in turns, and the goodput that can be read off."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from loadgen import cli
+from loadgen.plan import Load
+from loadgen.report.runs import Report, points
+from loadgen.run import Target
+from loadgen.slo import wilson
+from loadgen.sweep import run as sweep_run
+from loadgen.sweep.cells import contenders, in_order, numbers
+from loadgen.sweep.goodput import falling, read_off, readings, surely
+from loadgen.sweep.run import Sweep, run_sweep
+from loadgen.types import Slo
+from tests.loadgen.mock import Mock, serving_in_a_thread
+from tests.loadgen.queue import queue_run
+from tests.loadgen.test_report import BEHIND
+from tests.loadgen.truth import a_run, record
+
+SLO = Slo(ttft_s=0.6)
+
+
+def point(met: int, of: int, rate: float = 1.0, name: str = "auto"):
+    """A cell of which so many requests were met, late ones last."""
+    records = [record(i, float(i), 0.5 if i < met else 0.7, slo=SLO) for i in range(of)]
+    run = a_run(records)
+    run.settings["rate_rps"] = rate
+    return Report(name, run)
+
+
+def cells_of(*shares: tuple[float, int, int]):
+    """Points at rates, with so many met of so many."""
+    return points([point(met, of, rate) for rate, met, of in shares])
+
+
+def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
+    """All contenders at all rates once a round; no two rounds alike; the same for one seed."""
+    whom = contenders(["a=http://x:1", "b=http://x:2"])
+    cells = in_order(whom, [1.0, 2.0, 3.0], 3, seed=5)
+    for number in (1, 2, 3):
+        own = [(c.contender.name, c.rate_rps) for c in cells if c.round == number]
+        assert sorted(own) == sorted((n, r) for n in "ab" for r in (1.0, 2.0, 3.0))
+    orders = [tuple(c.stem[:-2] for c in cells if c.round == number) for number in (1, 2, 3)]
+    assert len(set(orders)) == 3
+    assert cells == in_order(whom, [1.0, 2.0, 3.0], 3, seed=5)
+
+
+def test_contenders_are_asked_the_same_and_nothing_twice() -> None:
+    """One seed for all contenders at one rate in one round, and another one in each other cell:
+    what a server was asked before would be in its cache. The mode is the contender's."""
+    whom = contenders(["http://x"], ["off", "ngram:4"])
+    cells = in_order(whom, [1.0, 2.0], 2, seed=0)
+    loads = [(c, c.load(Load(rate_rps=9.0, seed=7))) for c in cells]
+    seeds = {(cell.round, cell.rate_rps, load.seed) for cell, load in loads}
+    assert len(seeds) == len({seed for _, _, seed in seeds}) == 4
+    assert Counter(load.speculation for _, load in loads) == {"off": 4, "ngram:4": 4}
+    assert all(load.rate_rps == cell.rate_rps for cell, load in loads)
+    assert cells[0].load(Load(rate_rps=9.0, seed=8)).seed not in {seed for _, _, seed in seeds}
+
+
+def test_contenders_have_names() -> None:
+    """Their own, their mode's where it tells them apart; two of one name are refused."""
+    assert [c.name for c in contenders(["http://x/?a=b"])] == ["server"]
+    assert [c.name for c in contenders(["http://x"], ["off", "auto"])] == ["off", "auto"]
+    both = contenders(["a=http://x", "b=http://y/"], ["off", "auto"])
+    assert [c.name for c in both] == ["a-off", "a-auto", "b-off", "b-auto"]
+    assert both[2].url == "http://y"
+    with pytest.raises(ValueError, match="one name"):
+        contenders(["a=http://x", "a=http://y"])
+
+
+@pytest.mark.parametrize("text", ["", "0,1", "1,x", "-1", "inf", "nan"])
+def test_rates_are_positive_numbers(text: str) -> None:
+    """Whatever else is refused; order and repetition do not matter."""
+    assert numbers("2,1,2") == [1.0, 2.0]
+    with pytest.raises(ValueError, match="positive"):
+        numbers(text)
+
+
+def test_shares_are_made_to_fall() -> None:
+    """Neighbours that rise are pooled by weight, as by hand; what falls is left alone."""
+    assert falling([1.0, 0.8, 0.9, 0.2], [10, 10, 30, 10]) == pytest.approx(
+        [1.0, 0.875, 0.875, 0.2]
+    )
+    assert falling([0.9, 0.5, 0.1], [1, 1, 1]) == [0.9, 0.5, 0.1]
+    assert falling([0.0, 1.0], [0, 0]) == [1.0, 1.0]
+
+
+def test_goodput_is_interpolated_between_what_holds_and_what_does_not() -> None:
+    """All of 100 at 1/s, 90 at 2/s: 95 % half way; 1/s is sure (96 % at least), 3/s surely not."""
+    cells = cells_of((1.0, 100, 100), (2.0, 90, 100), (3.0, 10, 100))
+    found = read_off("auto", cells, 0.95)
+    assert (found.rate_rps, found.holds_rps) == (pytest.approx(1.5), 1.0)
+    assert found.low_rps == 1.0
+    assert found.high_rps == 3.0
+
+
+def test_a_slow_rate_with_few_requests_leaves_a_faster_one_its_say() -> None:
+    """20 of 20 at 1/s are sure of little, but 200 of 200 at 2/s are, and so of 1/s; a rate that
+    surely fails below one that surely holds is believed to be neither end."""
+    cells = cells_of((1.0, 20, 20), (2.0, 200, 200), (3.0, 0, 50))
+    found = read_off("auto", cells, 0.95)
+    assert (found.low_rps, found.high_rps) == (2.0, 3.0)
+    odd = read_off("auto", cells_of((1.0, 0, 200), (2.0, 200, 200)), 0.95)
+    assert (odd.low_rps, odd.high_rps) == (None, None)
+
+
+def test_no_more_is_claimed_than_the_cells_tell() -> None:
+    """Where all rates hold there is no number, nor where none does; few requests are sure of
+    nothing."""
+    held = read_off("auto", cells_of((1.0, 20, 20), (2.0, 20, 20)), 0.95)
+    assert (held.rate_rps, held.low_rps, held.high_rps, held.holds_rps) == (None, None, None, 2.0)
+    lost = read_off("auto", cells_of((1.0, 10, 100), (2.0, 0, 100)), 0.95)
+    assert (lost.rate_rps, lost.low_rps, lost.high_rps, lost.holds_rps) == (None, None, 1.0, None)
+
+
+def test_requests_that_wait_for_each_other_are_fewer() -> None:
+    """In a busy queue late ones come in rows: the interval is wider than of independent ones."""
+    run = queue_run(400, load=0.8, seed=3)
+    (cell,) = points([Report("x", run)])
+    kept = sum(r.chunks[0].at_s - r.scheduled_s <= 2.0 for r in run.records)
+    plain, found = wilson(kept, 400), surely(cell)
+    assert found.high - found.low > 1.5 * (plain.high - plain.low)
+
+
+def test_invalid_runs_have_no_say() -> None:
+    """A round whose generator fell behind is left out of its cell; a cell of such rounds alone is
+    marked, and not read."""
+    good, bad = point(100, 100), point(0, 100)
+    bad.run.health = BEHIND
+    (cell,) = points([good, bad])
+    assert len(cell.records) == 100
+    assert cell.label == "auto (1 INVALID left out)"
+    (alone,) = points([bad])
+    assert alone.label == "auto (INVALID)"
+    assert readings([alone]) == []
+
+
+def swept(url: str, *flags: object):
+    """The command line before a server."""
+    rates = ["--rates", "40,80", "--duration", "0.25", "--max-tokens", "4", "--warm-up", "2"]
+    return CliRunner().invoke(cli.app, ["sweep", url, *rates, *map(str, flags)])
+
+
+def test_a_sweep_runs_every_cell_and_tells_of_each(tmp_path, monkeypatch) -> None:
+    """`sweep/1` has a summary for each cell, a page and a table come with it; called again it runs
+    nothing that is there."""
+    monkeypatch.setattr("loadgen.summary.judge_health", lambda run: [])  # a busy machine is fine
+    out, page, folder = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "events"
+    mock = Mock()
+    files = ["--json", out, "--html", page, "--events", folder]
+    with serving_in_a_thread(mock) as url:
+        result = swept(url, "--speculation", "off,ngram:2", "--rounds", 2, *files)
+        assert result.exit_code == 0, result.output
+        sent = len(mock.bodies)
+        again = swept(url, "--speculation", "off,ngram:2", "--rounds", 2, *files)
+        assert (again.exit_code, len(mock.bodies)) == (0, sent)
+        other = swept(url, "--speculation", "off,ngram:2", "--rounds", 2, "--seed", 9, *files)
+        assert other.exit_code == 0
+        assert len(mock.bodies) > sent
+    told = json.loads(out.read_text())
+    assert told["format"] == "sweep/1"
+    assert told["cells_planned"] == len(told["cells"]) == 8
+    names = Counter((cell["name"], cell["rate_rps"]) for cell in told["cells"])
+    assert names == {(n, r): 2 for n in ("off", "ngram:2") for r in (40.0, 80.0)}
+    assert all(cell["summary"]["requests"] for cell in told["cells"])
+    assert {(r["name"], r["share"]) for r in told["goodput"]} == {
+        (n, s) for n in ("off", "ngram:2") for s in (0.9, 0.95, 0.99)
+    }
+    assert "at least 80.00" in result.output
+    assert "<title>8 runs of load" in page.read_text()
+    assert len(list(folder.iterdir())) == 8
+
+
+async def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch) -> None:
+    """The cell that was under way is dropped, those before it stay."""
+    ran = []
+
+    async def a_cell(load, target, console):
+        ran.append(load)
+        return a_run(interrupted=len(ran) == 3), None
+
+    monkeypatch.setattr(sweep_run, "run_load", a_cell)
+    cells = tuple(in_order(contenders(["http://x"]), [1.0, 2.0, 3.0, 4.0], 1, 0))
+    done = await run_sweep(
+        Sweep(cells, Load(rate_rps=1.0), Target("")), Console(file=io.StringIO())
+    )
+    assert [cell for cell, _ in done] == list(cells[:2])
+    assert len(ran) == 3
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    """Exit status 2 for rates that are none, and for a server that is not there."""
+    assert CliRunner().invoke(cli.app, ["sweep", "http://x", "--rates", "0"]).exit_code == 2
+    assert swept("http://127.0.0.1:9").exit_code == 2
