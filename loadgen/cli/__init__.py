@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from loadgen.cli import calibrate, run
+from loadgen.cli import calibrate, run, search
 from loadgen.cli.flags import with_groups
 
 
@@ -32,5 +32,5 @@ app = typer.Typer(
     help="Send load to a server: give its URL. `run --help` lists the flags.",
 )
 
-for command in (run.run, run.report, calibrate.calibrate):
+for command in (run.run, run.report, calibrate.calibrate, search.search):
     app.command()(with_groups(command))
