@@ -47,11 +47,14 @@ LEAST_ASIDE: Final = 0.03
 MOST_ASIDE: Final = 0.2
 """Nearer it says little of the slope; further off, little of the root."""
 
+DESCENTS: Final = 3
+"""Halvings of the starting rate after which a generator that never kept up is given up."""
+
 HICCUPS: Final = 1
 """Times that a rate is tried again at which the generator did not keep up."""
 
 LEAST_SIDE: Final = 500
-"""Requests on each side of the root without which a search does not end, unless all or none were met
+"""Requests on each side of the root without which a search does not end, unless all or none met it
 there (a sharp edge): a few bursts are not the server."""
 
 
@@ -142,7 +145,8 @@ class Search:
             return Stop.REQUESTS
         told, known = self._told, self._known
         if known is None:
-            return Stop.GENERATOR if self._tried and self._ceiling_rps < inf else None
+            hopeless = self._ceiling_rps <= self._aim.start_rps / STEP**DESCENTS
+            return Stop.GENERATOR if hopeless else None
         lowest, highest = (f(m.probe.rate_rps for m in told) for f in (min, max))
         if self._precise:
             return Stop.PRECISE

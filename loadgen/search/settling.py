@@ -2,7 +2,7 @@
 
 A queue under load forgets its beginning within its relaxation time, about `2 s / (1 - load)^2` for
 a service time `s` (reflected Brownian motion; Abate and Whitt, Transient behavior of regulated
-Brownian motion, Advances in Applied Probability 19, 1987). At the rate at which waits of `limit` are
+Brownian motion, Advances in Applied Probability 19, 1987). At the rate where waits of `limit` are
 seldom, `1 - load` is about `1.5 s / limit` (the wait's tail is exp(-2 (1 - load) limit / s)), which
 makes it about `rate * limit^2`. But who asks only for a precision needs no more than to tell a load
 that much above 1 from one below: then a queue grows past the limit within `limit / precision`.

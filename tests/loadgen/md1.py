@@ -53,7 +53,7 @@ def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
 
 
 def run(aim: Aim, answers: Callable[[Probe], tuple], search: Search | None = None) -> Search:
-    """Search a virtual server: of each probe, instants of requests, and whether each was in time."""
+    """Search a virtual server: of each probe, instants of requests, and which were in time."""
     search = search or Search(aim)
     while (probe := search.propose()) is not None:
         watch, sent = Watch(probe, aim), 0

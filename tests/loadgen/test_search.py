@@ -160,7 +160,7 @@ def test_a_busier_queue_gets_more_time_to_settle() -> None:
 )
 def test_an_aim_that_cannot_be_met_is_refused(wrong: dict) -> None:
     """Shares and precisions of nothing or all, and a start above the maximum."""
-    with pytest.raises(ValueError, match="share|precision|confidence|starts"):
+    with pytest.raises(ValueError, match=r"share|precision|confidence|starts"):
         Aim(10.0, 0.1, **wrong)
 
 
