@@ -7,7 +7,7 @@ import json
 import pytest
 
 from loadgen.search import runner
-from tests.loadgen.mock import Mock, Script, serving_in_a_thread
+from tests.loadgen.mock import Mock, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
 
 
