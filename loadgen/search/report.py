@@ -71,7 +71,7 @@ def render(report: Report) -> RenderableType:
     aim, found = report.aim, report.found
     rate = interval_in_words(found) if found.rate_rps is None else f"{found.rate_rps:.3g}/s"
     told = Table(box=None, show_header=False, pad_edge=False)
-    told.add_row("as promised", f"{aim.share:.0%} of requests, up to {rate}")
+    told.add_row("highest rate", f"{rate}, at which {aim.share:.0%} are as promised")
     told.add_row(f"{aim.confidence:.0%} interval", interval_in_words(found))
     told.add_row("ended", found.stop.value)
     effort = f"{found.requests} in {len(report.probes)} probes"
