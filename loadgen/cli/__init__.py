@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import typer
 from typer.core import TyperGroup
 
-from loadgen.cli import calibrate, compare, run, sweep
+from loadgen.cli import calibrate, compare, run, search, sweep
 from loadgen.cli.flags import with_groups
 
 
@@ -32,5 +32,14 @@ app = typer.Typer(
     help="Send load to a server: give its URL. `run --help` lists the flags.",
 )
 
-for command in (run.run, run.report, compare.compare, sweep.sweep, calibrate.calibrate):
+COMMANDS: Final = (
+    run.run,
+    run.report,
+    compare.compare,
+    sweep.sweep,
+    search.search,
+    calibrate.calibrate,
+)
+
+for command in COMMANDS:
     app.command()(with_groups(command))

@@ -14,12 +14,13 @@ from typer.testing import CliRunner
 from backends.base import WorkerConfig
 from gateway.cli import app
 from gateway.cli.simulate.experiment import Setup, run_experiment
-from gateway.cli.simulate.intervals import batch_means, estimate, student_quantile
+from gateway.cli.simulate.intervals import batch_means, estimate
 from gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
 from gateway.cli.simulate.report import page
 from gateway.cli.simulate.results import as_json
 from loadgen.figures import FIGURE, ttft_s, values_of
 from loadgen.plan import Load
+from loadgen.quantiles import student_quantile
 from loadgen.types import Slo
 from loadgen.workloads import WORKLOADS, make_workload
 

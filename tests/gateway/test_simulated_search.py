@@ -1,0 +1,27 @@
+"""The load generator's search, of workers and dispatcher as they are, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadgen.search.types import Aim, Probe
+from tests.gateway.test_simulated_queues import SERVICE_S, ServiceWorld, poisson
+from tests.gateway.test_simulated_queues import run as simulated
+from tests.loadgen.md1 import capacity
+from tests.loadgen.md1 import run as search
+
+LIMIT_S = 5 * SERVICE_S
+
+
+@pytest.mark.long
+def test_a_simulated_worker_has_the_capacity_that_theory_says() -> None:
+    """The search's interval, at most 5 % to either side, holds the rate of M/D/1."""
+
+    def answers(probe: Probe):
+        at_s = poisson(probe.longest, probe.rate_rps, probe.seed)
+        records = simulated(at_s, 1, "least-loaded", ServiceWorld())
+        return at_s, [record.end_s - record.scheduled_s <= LIMIT_S for record in records]
+
+    found = search(Aim(30.0, LIMIT_S), answers).found()
+    assert found.low_rps <= capacity(0.95, SERVICE_S, LIMIT_S) <= found.high_rps
+    assert found.relative_half_width <= 0.05

@@ -1,0 +1,75 @@
+"""A server whose capacity is known: one request at a time, each for as long (M/D/1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal, localcontext
+
+import numpy as np
+
+from loadgen.search.search import Search
+from loadgen.search.types import Aim, Measured, Probe
+from loadgen.search.watch import Watch
+
+
+def attainment(rate_rps: float, service_s: float, limit_s: float) -> float:
+    """The share of answers within a limit, in equilibrium.
+
+    `(1 - r) sum_k (r (k - t))^k / k! exp(-r (k - t))` over k up to t, the longest wait in services
+    (Crommelin, Telephone power plants, 1934). Its terms alternate: 60 digits bear that.
+    """
+    with localcontext() as context:
+        context.prec = 60
+        load = Decimal(rate_rps) * Decimal(service_s)
+        if load >= 1:
+            return 0.0
+        longest = (Decimal(limit_s) - Decimal(service_s)) / Decimal(service_s)
+        total, factorial = Decimal(0), Decimal(1)
+        for k in range(int(longest) + 1):
+            factorial *= max(k, 1)
+            waited = load * (k - longest)
+            total += (waited**k if k else 1) / factorial * (-waited).exp()
+        return float((1 - load) * total)
+
+
+def capacity(share: float, service_s: float, limit_s: float) -> float:
+    """The rate at which just that share is within the limit, by bisection."""
+    low, high = 0.0, 1.0 / service_s
+    for _ in range(50):
+        middle = (low + high) / 2
+        if attainment(middle, service_s, limit_s) >= share:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
+    """Instants of Poisson arrivals, and how long each waits, by Lindley's recursion."""
+    random = np.random.default_rng(seed)
+    at_s = np.cumsum(random.exponential(1.0 / rate_rps, requests))
+    backlog = np.concatenate([[0.0], np.cumsum(service_s - np.diff(at_s))])
+    return at_s, backlog - np.minimum.accumulate(backlog)
+
+
+def run(aim: Aim, answers: Callable[[Probe], tuple], search: Search | None = None) -> Search:
+    """Search a virtual server: of each probe, instants of requests, and which were in time."""
+    search = search or Search(aim)
+    while (probe := search.propose()) is not None:
+        watch, sent = Watch(probe, aim), 0
+        for at_s, met in zip(*answers(probe), strict=True):
+            sent += 1
+            if watch.add(float(at_s), met=bool(met)):
+                break
+        search.observe(Measured(probe, watch.met, sent, watch.verdict))
+    return search
+
+
+def md1(service_s: float, limit_s: float) -> Callable[[Probe], tuple]:
+    """Such a server."""
+
+    def answers(probe: Probe) -> tuple:
+        at_s, waited = waits(probe.rate_rps, service_s, probe.longest, probe.seed)
+        return at_s, waited + service_s <= limit_s
+
+    return answers

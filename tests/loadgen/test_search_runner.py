@@ -1,0 +1,64 @@
+"""A search of a real server, through sockets, from its warm-up to its report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from loadgen.search import runner
+from tests.loadgen.mock import Mock, serving_in_a_thread
+from tests.loadgen.test_cli import command, of_script
+
+
+def search(url: str, path, *flags: object):
+    """A search that needs no time to settle, as nothing is promised of the first text."""
+    given = ("--rate", 200, "--max-rate", 400, "--slo-tpot-ms", 60_000, "--max-tokens", 8)
+    return command("search", url, *given, "--json", path, *flags)
+
+
+def test_a_rate_that_holds_is_told_with_its_probes(tmp_path, monkeypatch) -> None:
+    """A server that meets everything: at least the highest rate; cut probes are whole runs."""
+    monkeypatch.setattr(runner, "judge_health", lambda _run: [])  # a busy machine is no matter here
+    of_script(monkeypatch)
+    with serving_in_a_thread(Mock()) as url:
+        result = search(url, tmp_path / "found.json")
+    assert result.exit_code == 1, result.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["format"], found["stop"], found["rate_rps"]) == ("search/1", "max_rate", None)
+    assert [probe["rate_rps"] for probe in found["probes"]] == [200.0, 400.0]
+    low, high = found["interval"]
+    assert (350.0 < low <= 410.0, high) == (True, None)
+    for probe in found["probes"]:
+        assert (probe["verdict"], probe["met"]) == ("holds", probe["counted"])
+        assert probe["summary"]["errors"] == {}
+        reasons = probe["summary"]["details"]["invalid_reasons"]
+        assert not any("interrupted" in reason for reason in reasons)
+    assert "the highest rate allowed holds" in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--slo-tpot-ms", 0.0), "nothing is promised"),
+        (("--share", 1.5), "share is between"),
+        (("--rate", 500), "starts above 0"),
+        (("--trace", "some.jsonl"), "no trace"),
+    ],
+)
+def test_what_cannot_be_searched_is_explained(tmp_path, monkeypatch, flags, said: str) -> None:
+    """With exit status 2, before any probe."""
+    of_script(monkeypatch)
+    with serving_in_a_thread(Mock()) as url:
+        result = search(url, tmp_path / "found.json", *flags)
+    assert (result.exit_code, said in " ".join(result.output.split())) == (2, True), result.output
+    assert not (tmp_path / "found.json").exists()
+
+
+def test_a_server_that_answers_nothing_intact_is_not_searched(tmp_path, monkeypatch) -> None:
+    """The warm-up says what is wrong."""
+    of_script(monkeypatch, fault="cut")
+    with serving_in_a_thread(Mock()) as url:
+        result = search(url, tmp_path / "found.json")
+    assert result.exit_code == 2
+    assert "before the search" in result.output
