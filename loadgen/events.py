@@ -70,6 +70,7 @@ class RecordLine(Struct, omit_defaults=True):
     metrics: dict[str, Any] | None = None
     status: int | None = None
     connect_s: float = 0.0
+    empty_s: list[float] = []
 
 
 class End(Struct):
@@ -214,6 +215,7 @@ def _line(record: Record) -> RecordLine:
         metrics=record.metrics,
         status=record.status,
         connect_s=record.connect_s,
+        empty_s=list(record.empty_s),
     )
 
 
@@ -250,4 +252,5 @@ def _record(line: RecordLine) -> Record:
         line.metrics,
         line.status,
         line.connect_s,
+        tuple(line.empty_s),
     )

@@ -124,6 +124,8 @@ class Record:
         usage, metrics: what the server reported, if it did.
         status: HTTP status, if there was an answer.
         connect_s: time spent on setting up a connection before sending; 0 if one stood.
+        empty_s: when chunks came whose text was empty. No figure of ours counts them; other tools'
+            do (`loadgen.dialects`).
     """
 
     planned: Planned
@@ -139,6 +141,7 @@ class Record:
     metrics: dict[str, Any] | None = None
     status: int | None = None
     connect_s: float = 0.0
+    empty_s: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ BENCHES = {
     "tracing": "gateway.cli.studies.tracing",
     "edge": "gateway.cli.studies.edge.command",
     "readers": "gateway.cli.studies.readers",
+    "judges": "gateway.cli.studies.judges.command",
 }
 
 

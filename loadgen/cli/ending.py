@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 
 from loadgen.audit import Verdict
+from loadgen.cli.flags import Reports
+from loadgen.report.dialect import render_as
 from loadgen.report.table import render
 from loadgen.summary import invalid_reasons, summarize
 from loadgen.types import Run
@@ -34,18 +36,18 @@ def exit_status(ran: Run, check: LosslessCheck | None) -> int:
     return INVALID if invalid_reasons(ran) else 0
 
 
-def tell(
-    ran: Run, check: LosslessCheck | None, json_out: Path | None, html_out: Path | None
-) -> None:
+def tell(ran: Run, check: LosslessCheck | None, reports: Reports) -> None:
     """Print the tables of a run, and write its figures and its page where they are wanted."""
     Console().print(render(ran, check))
-    if json_out is not None:
-        write_json(json_out, summarize(ran, check))
-    if html_out is not None:
+    if reports.dialect is not None:
+        Console().print(render_as(ran, reports.dialect))
+    if reports.json_out is not None:
+        write_json(reports.json_out, summarize(ran, check))
+    if reports.html_out is not None:
         # plotly's bundle of 5 MB is read for this alone.
         from loadgen.report.html import page
 
-        html_out.write_text(page(ran, check), encoding="utf-8")
+        reports.html_out.write_text(page(ran, check), encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:

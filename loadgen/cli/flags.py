@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from loadgen.dialects import DIALECTS
 from loadgen.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
 from loadgen.run import Target
 from loadgen.types import Slo
@@ -21,6 +22,32 @@ R = TypeVar("R")
 Url = Annotated[str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one page with plots here.")]
+
+
+def _known_dialect(name: str | None) -> str | None:
+    if name is not None and name not in DIALECTS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(DIALECTS)}")
+    return name
+
+
+As = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        callback=_known_dialect,
+        metavar="|".join(DIALECTS),
+        help="Print the same run's figures as this tool defines them, too.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reports:
+    """Where a run's figures go beside the terminal, and in whose words they are said."""
+
+    json_out: JsonOut = None
+    html_out: HtmlOut = None
+    dialect: As = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

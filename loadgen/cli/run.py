@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from loadgen.cli.ending import exit_status, in_loop, refuse, tell
-from loadgen.cli.flags import HtmlOut, JsonOut, Questions, Sending, Server, Url
+from loadgen.cli.flags import Questions, Reports, Sending, Server, Url
 from loadgen.events import read_events
 from loadgen.run import run_load
 
@@ -20,11 +20,10 @@ def run(
     questions: Questions,
     sending: Sending,
     server: Server,
+    reports: Reports,
     verify_lossless: Annotated[
         int, typer.Option(min=0, help="Ask so many again without speculation, and compare.")
     ] = 0,
-    json_out: JsonOut = None,
-    html_out: HtmlOut = None,
     events_out: Annotated[
         Path | None, typer.Option("--events", help="Write the run's events (JSON lines) here.")
     ] = None,
@@ -39,7 +38,7 @@ def run(
     try:
         load = sending.load(questions)
         ran, check = in_loop(run_load(load, target, Console(stderr=True)))
-        tell(ran, check, json_out, html_out)
+        tell(ran, check, reports)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise refuse(f"cannot load {url}", error) from None
     raise typer.Exit(exit_status(ran, check))
@@ -47,13 +46,12 @@ def run(
 
 def report(
     events: Annotated[Path, typer.Argument(help="What `--events` wrote.")],
-    json_out: JsonOut = None,
-    html_out: HtmlOut = None,
+    reports: Reports,
 ) -> None:
     """Report on the events of a run, as after it; the exit status, too."""
     try:
         ran, check = read_events(events)
-        tell(ran, check, json_out, html_out)
+        tell(ran, check, reports)
     except (OSError, ValueError) as error:
         raise refuse("cannot report", error) from None
     raise typer.Exit(exit_status(ran, check))
