@@ -39,13 +39,13 @@ GOAL: Final = 0.02
 """By how much the two may differ (issue 9)."""
 
 PAIRS: Final = {
-    "ttft": ("ttft_mean_ms", "ttft_mean_ms"),
-    "tpot": ("itl_mean_ms", "tpot_mean_ms"),
-    "latency": ("latency_mean_ms", "latency_mean_ms"),
+    "ttft": ("ttft_p50_ms", "ttft_p50_ms"),
+    "tpot": ("itl_p50_ms", "tpot_p50_ms"),
+    "latency": ("latency_p50_ms", "latency_p50_ms"),
     "requests": ("requests_rps", "requests_rps"),
     "tokens": ("tokens_per_s", "tokens_per_s"),
 }
-"""What is compared: aiperf's name and ours. What aiperf calls ITL is what we call TPOT."""
+"""What is compared, medians and rates: aiperf's name and ours. Its ITL is our TPOT."""
 
 PROMPT: Final = "import asyncio\n\nclass Server:\n    def __init__(self, host, port):\n"
 TOKENS: Final = 64
@@ -139,7 +139,8 @@ def _server(name: str, folder: Path, cores: Sequence[int]) -> Iterator[str]:
     """Serve on the first core; the clients have the last."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command, path, body = (*MOCK_COMMAND, "plain"), "/v1/chat/completions", ONE_CHAT
+    command: Sequence[str] = (*MOCK_COMMAND, "plain")
+    path, body = "/v1/chat/completions", ONE_CHAT
     if name != "mock":
         command = (*_SERVE, "--device", "cpu", "--threads", "1", "--log-level", "error")
         path, body = "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1}).encode()

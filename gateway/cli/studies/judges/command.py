@@ -59,33 +59,33 @@ def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
         "case": name,
         "tool": tool.name,
         "seconds": time.monotonic() - began_s,
+        "load_after": os.getloadavg()[0],
         "said": tool.read(folder),
         "truth": truth(answers[1:], CASES[name].requests),
     }
 
 
-def measure_cases(chosen: Sequence[str], asked: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return what each tool says of each case; a tool that fails is told of."""
+def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return what each tool says of a case, ours first; a tool that fails is told of."""
     rows = []
-    for name in chosen:
-        dialects: dict[str, Any] = {}
-        for tool in asked:
-            with tempfile.TemporaryDirectory() as scratch:
-                folder = Path(scratch)
-                try:
-                    row = measure_case(name, tool, folder)
-                except (subprocess.SubprocessError, OSError, KeyError) as error:
-                    words = (folder / "said.log").read_text(errors="replace")[-2000:]
-                    print(f"{name}: {tool.name} failed: {error!r}\n{words}", flush=True)
-                    rows.append({"case": name, "tool": tool.name, "failed": repr(error)})
-                    continue
-                if tool.name == OURS:
-                    dialects = said_as(folder / "events.jsonl")
-            if tool.name in dialects:
-                row["as"] = dialects[tool.name]
-                row["as_differs"] = differences(row["said"], row["as"])
-            rows.append(row)
-            print(name, tool.name, json.dumps(row["said"]), flush=True)
+    dialects: dict[str, Any] = {}
+    for tool in asked:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            try:
+                row = measure_case(name, tool, folder)
+            except (subprocess.SubprocessError, OSError, KeyError) as error:
+                words = (folder / "said.log").read_text(errors="replace")[-2000:]
+                print(f"{name}: {tool.name} failed: {error!r}\n{words}", flush=True)
+                rows.append({"case": name, "tool": tool.name, "failed": repr(error)})
+                continue
+            if tool.name == OURS:
+                dialects = said_as(folder / "events.jsonl")
+        if tool.name in dialects:
+            row["as"] = dialects[tool.name]
+            row["as_differs"] = differences(row["said"], row["as"])
+        rows.append(row)
+        print(name, tool.name, json.dumps(row["said"]), flush=True)
     return rows
 
 
@@ -105,7 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tools": PACKAGES,
     }
     if "cases" in args.parts:
-        results["cases"] = measure_cases(args.cases, tools(args.rivals))
+        results["cases"] = []
+        for name in args.cases:
+            results["cases"] += measure_all(name, tools(args.rivals))
+            write_results(args, results, "Judges", ())
         print(table(results["cases"]))
     if "agreement" in args.parts and args.rivals is not None:
         results["agreement"] = agreement(args.rivals, args.rounds)

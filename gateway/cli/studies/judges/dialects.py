@@ -63,6 +63,7 @@ def said_as(events: Path) -> dict[str, Figures]:
                 figures[key] = counts[name]
             elif (values := spreads[name]) is not None:
                 figures[f"{key}_mean_ms"] = values[said.columns[0]]
+                figures[f"{key}_p50_ms"] = values.get("p50", values.get("median"))
                 figures[f"{key}_p99_ms"] = values["p99"]
         found[dialect] = figures
     return found

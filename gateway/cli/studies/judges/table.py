@@ -10,9 +10,9 @@ from gateway.cli.studies.judges.cases import CASES
 from gateway.cli.studies.judges.tools import Figures
 
 COLUMNS: Final = (
-    ("TTFT", "ttft_mean_ms"),
-    ("TPOT", "tpot_mean_ms"),
-    ("ITL", "itl_mean_ms"),
+    ("TTFT", "ttft_p50_ms"),
+    ("TPOT", "tpot_p50_ms"),
+    ("ITL", "itl_p50_ms"),
     ("latency p99", "latency_p99_ms"),
     ("from schedule p99", "scheduled_p99_ms"),
     ("goodput/s", "goodput_rps"),

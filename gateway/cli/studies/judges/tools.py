@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +52,11 @@ class Tool:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
+def _spread(name: str, of: Callable[[str], float | None]) -> Figures:
+    """Return mean, median and 99th percentile of a figure, in milliseconds."""
+    return {f"{name}_{column}_ms": of(column) for column in ("mean", "p50", "p99")}
+
+
 def ours(case: Case, url: str, folder: Path) -> list[str]:
     """Return our command; nothing limits its open requests."""
     prompt = " ".join(["return"] * PROMPT_TOKENS)
@@ -75,15 +81,12 @@ def read_ours(folder: Path) -> Figures:
     return {
         "ok": ok,
         "failed": failed,
-        "ttft_mean_ms": of("ttft_sent_s", "mean"),
-        "ttft_p99_ms": of("ttft_sent_s", "p99"),
-        "tpot_mean_ms": of("tpot_s", "mean"),
-        "itl_mean_ms": of("itl_s", "mean"),
-        "itl_p99_ms": of("itl_s", "p99"),
-        "gap_p99_ms": of("chunk_gap_s", "p99"),
-        "latency_mean_ms": of("latency_sent_s", "mean"),
-        "latency_p99_ms": of("latency_sent_s", "p99"),
-        "scheduled_p99_ms": of("latency_s", "p99"),
+        **_spread("ttft", partial(of, "ttft_sent_s")),
+        **_spread("tpot", partial(of, "tpot_s")),
+        **_spread("itl", partial(of, "itl_s")),
+        **_spread("gap", partial(of, "chunk_gap_s")),
+        **_spread("latency", partial(of, "latency_sent_s")),
+        **_spread("scheduled", partial(of, "latency_s")),
         "requests_rps": ok / said["details"]["duration_s"],
         "tokens_per_s": said["accepted_tokens_per_s"],
         "goodput_rps": said["goodput_rps"],
@@ -110,13 +113,10 @@ def _vllm(environments: Path) -> Tool:
         return {
             "ok": said["completed"],
             "failed": said["failed"],
-            "ttft_mean_ms": said["mean_ttft_ms"],
-            "ttft_p99_ms": said["p99_ttft_ms"],
-            "tpot_mean_ms": said["mean_tpot_ms"],
-            "itl_mean_ms": said["mean_itl_ms"],
-            "itl_p99_ms": said["p99_itl_ms"],
-            "latency_mean_ms": said["mean_e2el_ms"],
-            "latency_p99_ms": said["p99_e2el_ms"],
+            **_spread("ttft", lambda column: said[f"{column}_ttft_ms"]),
+            **_spread("tpot", lambda column: said[f"{column}_tpot_ms"]),
+            **_spread("itl", lambda column: said[f"{column}_itl_ms"]),
+            **_spread("latency", lambda column: said[f"{column}_e2el_ms"]),
             "requests_rps": said["request_throughput"],
             "tokens_per_s": said["output_throughput"],
             "goodput_rps": said["request_goodput"],
@@ -145,7 +145,7 @@ def _guidellm(environments: Path) -> Tool:
         metrics = said["benchmarks"][0]["metrics"]
         totals = metrics["request_totals"]
 
-        def of(key: str, column: str, scale: float = 1.0) -> float | None:
+        def of(scale: float, key: str, column: str) -> float | None:
             found = (metrics[key] or {}).get("successful")
             if found is None or not totals["successful"]:
                 return None
@@ -155,17 +155,14 @@ def _guidellm(environments: Path) -> Tool:
         return {
             "ok": totals["successful"],
             "failed": totals["errored"] + totals["incomplete"],
-            "ttft_mean_ms": of("time_to_first_token_ms", "mean"),
-            "ttft_p99_ms": of("time_to_first_token_ms", "p99"),
-            "tpot_mean_ms": of("time_per_output_token_ms", "mean"),
-            "itl_mean_ms": of("inter_token_latency_ms", "mean"),
-            "itl_p99_ms": of("inter_token_latency_ms", "p99"),
-            "latency_mean_ms": of("request_latency", "mean", 1e3),
-            "latency_p99_ms": of("request_latency", "p99", 1e3),
-            "scheduled_p99_ms": of("request_scheduled_latency", "p99", 1e3),
-            "requests_rps": of("requests_per_second", "mean"),
-            "tokens_per_s": of("output_tokens_per_second", "mean"),
-            "goodput_rps": of("request_goodput", "mean"),
+            **_spread("ttft", partial(of, 1.0, "time_to_first_token_ms")),
+            **_spread("tpot", partial(of, 1.0, "time_per_output_token_ms")),
+            **_spread("itl", partial(of, 1.0, "inter_token_latency_ms")),
+            **_spread("latency", partial(of, 1e3, "request_latency")),
+            **_spread("scheduled", partial(of, 1e3, "request_scheduled_latency")),
+            "requests_rps": of(1.0, "requests_per_second", "mean"),
+            "tokens_per_s": of(1.0, "output_tokens_per_second", "mean"),
+            "goodput_rps": of(1.0, "request_goodput", "mean"),
         }
 
     one = {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
@@ -202,21 +199,18 @@ def read_aiperf(folder: Path) -> Figures:
     path = folder / "profile_export_aiperf.json"
     said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
 
-    def of(key: str, column: str = "avg") -> float | None:
+    def of(key: str, column: str = "mean") -> float | None:
         found = said.get(key)
-        return None if found is None else found.get(column)
+        return None if found is None else found.get("avg" if column == "mean" else column)
 
     return {
         "ok": of("request_count") or 0,
         "failed": of("error_request_count") or 0,
-        "ttft_mean_ms": of("time_to_first_token"),
-        "ttft_p99_ms": of("time_to_first_token", "p99"),
-        "itl_mean_ms": of("inter_token_latency"),
-        "itl_p99_ms": of("inter_token_latency", "p99"),
-        "gap_p99_ms": of("inter_chunk_latency", "p99"),
-        "latency_mean_ms": of("request_latency"),
-        "latency_p99_ms": of("request_latency", "p99"),
-        "scheduled_p99_ms": of("effective_latency", "p99"),
+        **_spread("ttft", partial(of, "time_to_first_token")),
+        **_spread("itl", partial(of, "inter_token_latency")),
+        **_spread("gap", partial(of, "inter_chunk_latency")),
+        **_spread("latency", partial(of, "request_latency")),
+        **_spread("scheduled", partial(of, "effective_latency")),
         "requests_rps": of("request_throughput"),
         "tokens_per_s": of("output_token_throughput"),
         "goodput_rps": of("goodput"),
@@ -256,18 +250,15 @@ def _read_inference_perf(folder: Path) -> Figures:
 
     def of(key: str, column: str) -> float | None:
         found = latency.get(key)
-        return None if found is None else found[column] * 1e3
+        return None if found is None else found["median" if column == "p50" else column] * 1e3
 
     return {
         "ok": good["count"],
         "failed": failed["count"],
-        "ttft_mean_ms": of("time_to_first_token", "mean"),
-        "ttft_p99_ms": of("time_to_first_token", "p99"),
-        "tpot_mean_ms": of("time_per_output_token", "mean"),
-        "itl_mean_ms": of("inter_token_latency", "mean"),
-        "itl_p99_ms": of("inter_token_latency", "p99"),
-        "latency_mean_ms": of("request_latency", "mean"),
-        "latency_p99_ms": of("request_latency", "p99"),
+        **_spread("ttft", partial(of, "time_to_first_token")),
+        **_spread("tpot", partial(of, "time_per_output_token")),
+        **_spread("itl", partial(of, "inter_token_latency")),
+        **_spread("latency", partial(of, "request_latency")),
         "requests_rps": throughput["requests_per_sec"],
         "tokens_per_s": throughput["output_tokens_per_sec"],
         "goodput_rps": good.get("goodput_metrics", {}).get("request_goodput"),

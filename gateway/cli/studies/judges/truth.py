@@ -14,7 +14,7 @@ from loadgen.figures import percentile
 def truth(answers: Sequence[Answered], requests: int) -> Figures:
     """Return the truth of a tool's run, of its last so many requests: some send one to try.
 
-    `scheduled_p99_ms` counts from when a user would have come: the first arrival and constant gaps
+    `scheduled` counts from when a user would have come: the first arrival and constant gaps
     behind it, whenever the tool sent. All sent requests count in it, and in goodput, whose limits
     are those of an answer that is complete.
     """
@@ -35,7 +35,7 @@ def truth(answers: Sequence[Answered], requests: int) -> Figures:
         **_spread("ttft", [answer.first_s - answer.arrived_s for answer in told]),
         **_spread("tpot", [_tpot_s(answer) for answer in told]),
         **_spread("latency", [answer.end_s - answer.arrived_s for answer in told]),
-        "scheduled_p99_ms": percentile(sorted(waited_s), 0.99) * 1e3,
+        **_spread("scheduled", waited_s),
         "requests_rps": len(intact) / seconds,
         "tokens_per_s": sum(answer.tokens for answer in intact) / seconds,
         "goodput_rps": met / seconds,
@@ -51,5 +51,6 @@ def _spread(name: str, seconds: Sequence[float]) -> Figures:
     ascending = sorted(seconds)
     return {
         f"{name}_mean_ms": sum(ascending) / len(ascending) * 1e3,
+        f"{name}_p50_ms": percentile(ascending, 0.5) * 1e3,
         f"{name}_p99_ms": percentile(ascending, 0.99) * 1e3,
     }
