@@ -34,7 +34,7 @@ COLUMNS: Final[Mapping[str, float | None]] = {
 }
 
 _REMARKS: Final = (
-    "without a usage guidellm counts each chunk with text as one token",
+    "without a usage a request is credited with all the tokens it asked for, however few came",
     "a request without a second token is left out of attainment and goodput",
 )
 
@@ -139,13 +139,14 @@ def _success(record: Record) -> _Success | None:
     if broken or not record.chunks:
         return None
     first_s, last_s = record.chunks[0].at_s, record.chunks[-1].at_s
-    tokens = completion_tokens(record) or len(record.chunks)
+    told, asked = completion_tokens(record), record.planned.question.max_tokens
+    tokens = asked if told is None else told
     return _Success(
         record.planned.question.slo,
         first_s - record.sent_s,
         record.end_s - record.sent_s,
         record.end_s - record.scheduled_s,
-        (last_s - record.sent_s) / tokens,
+        (last_s - record.sent_s) / max(1, tokens),
         (last_s - first_s) / (tokens - 1) if tokens > 1 else None,
         tokens,
     )

@@ -118,11 +118,12 @@ def test_who_calls_what_a_success(name: str, good: str, bad: str) -> None:
 
 
 def test_without_a_usage_each_counts_in_its_way() -> None:
-    """Chunks stand for tokens, but to aiperf there are none, and so no ITL and no goodput."""
+    """vLLM: chunks are tokens; guidellm: all that were asked for came; aiperf: none, nor an ITL."""
     cut = replace(PLAIN, usage=None, verdict=Verdict.NO_FINISH_REASON)
     assert count_of(said("vllm", cut), "Total generated tokens") == 4
     assert mean_of(said("vllm", cut), "TPOT") == pytest.approx(400 / 3)
-    assert count_of(said("guidellm", cut), "Output tokens") == 4
+    assert count_of(said("guidellm", cut), "Output tokens") == 64
+    assert mean_of(said("guidellm", cut), "ITL") == pytest.approx(400 / 63)
     assert count_of(said("aiperf", cut), "Total Output Tokens") == 0
     assert values_of(said("aiperf", cut), "Inter Token Latency") is None
     slow = Slo(tpot_s=1.0)

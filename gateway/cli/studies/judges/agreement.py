@@ -142,7 +142,8 @@ def _server(name: str, folder: Path, cores: Sequence[int]) -> Iterator[str]:
     command: Sequence[str] = (*MOCK_COMMAND, "plain")
     path, body = "/v1/chat/completions", ONE_CHAT
     if name != "mock":
-        command = (*_SERVE, "--device", "cpu", "--threads", "1", "--log-level", "error")
+        quiet = ("--speculation", "off", "--log-level", "error")
+        command = (*_SERVE, "--device", "cpu", "--threads", "1", *quiet)
         path, body = "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     process: subprocess.Popen[bytes] = start(
         (*command, "--port", str(port)), cores[0], folder / "server.log", {}
