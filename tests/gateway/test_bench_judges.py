@@ -106,5 +106,5 @@ def test_the_table_has_the_truth_first_and_no_failed_tool() -> None:
         {"case": "plain", "tool": "two", "failed": "it did"},
     ]
     lines = table(rows).splitlines()
-    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| *truth*", "| one"]
+    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| *truth (one)*", "| one"]
     assert "1 of 1" in lines[-1]

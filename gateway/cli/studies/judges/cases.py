@@ -25,7 +25,7 @@ class Case:
         hollow: whether an empty delta, without a role, comes at once behind the role's.
         broken_after: tokens after which the stream breaks; None if it is intact.
         error: whether an error event is what breaks it, else it just ends.
-        stall_s: how long the server stands still, `STALL_AT_S` after the first request.
+        stall_s: how long the server stands still, once request `STALL_AT` has come.
         most_open: the most requests that tools are told to have open; None does not limit them.
         requests: how many each tool sends.
     """
@@ -43,7 +43,8 @@ class Case:
     requests: int = 40
 
 
-STALL_AT_S: Final = 2.0
+STALL_AT: Final = 20
+"""The request with whose arrival the server stands still, counted from 0."""
 
 CASES: Final = {
     "plain": Case("one token per chunk"),

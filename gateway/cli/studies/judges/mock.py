@@ -18,7 +18,7 @@ from typing import Any, Final
 import uvloop
 from aiohttp import web
 
-from gateway.cli.studies.judges.cases import CASES, STALL_AT_S, Case
+from gateway.cli.studies.judges.cases import CASES, STALL_AT, Case
 
 MODEL: Final = "mock"
 WORD: Final = " return"
@@ -113,10 +113,10 @@ class Mock:
 
     async def _wait_until(self, due_s: float) -> None:
         """Wait for an instant, and to the end of the stall if that is in it."""
-        began_s = self._answers[0].arrived_s + STALL_AT_S
-        if began_s <= due_s < began_s + self._case.stall_s:
-            due_s = began_s + self._case.stall_s
         await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        if self._case.stall_s and len(self._answers) > STALL_AT:
+            ends_s = self._answers[STALL_AT].arrived_s + self._case.stall_s
+            await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
 
 
 def _delta(text: str | None) -> dict[str, object]:
