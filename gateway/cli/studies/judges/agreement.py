@@ -101,14 +101,10 @@ def _compared(
 ) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch, _server(server, Path(scratch), cores) as url:
+        _asked(pair[0], url, cores[-1])  # who comes first meets a server that is still cold
         for number in range(rounds):
-            said: dict[str, Figures] = {}
-            for tool in pair if number % 2 else reversed(pair):
-                with tempfile.TemporaryDirectory() as results, on_core(cores[-1]):
-                    folder = Path(results)
-                    case = replace(CASES["plain"], requests=REQUESTS)
-                    ask(tool, tool.command(case, url, folder), folder)
-                    said[tool.name] = tool.read(folder)
+            order = pair if number % 2 else pair[::-1]
+            said = {tool.name: _asked(tool, url, cores[-1]) for tool in order}
             rows.append(said)
             print(server, json.dumps(differ(said["aiperf"], said[OURS])), flush=True)
     found = [differ(said["aiperf"], said[OURS]) for said in rows]
@@ -121,6 +117,14 @@ def _compared(
         "met": all(abs(value) <= GOAL for value in differs.values()),
         "rounds": rows,
     }
+
+
+def _asked(tool: Tool, url: str, core: int) -> Figures:
+    with tempfile.TemporaryDirectory() as results, on_core(core):
+        folder = Path(results)
+        case = replace(CASES["plain"], requests=REQUESTS)
+        ask(tool, tool.command(case, url, folder), folder)
+        return tool.read(folder)
 
 
 def differ(theirs: Figures, ours: Figures) -> dict[str, float]:
