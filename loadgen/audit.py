@@ -63,7 +63,7 @@ class Verdict(StrEnum):
 
 
 class Content(NamedTuple):
-    """What a chunk brought: characters of text, and tokens where the stream counts them."""
+    """What a chunk brought: characters of text, which may be 0, and tokens where it tells them."""
 
     characters: int
     tokens: int | None
@@ -79,6 +79,7 @@ class _ToolCall(Struct):
 
 
 class _Delta(Struct):
+    role: Any = None
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -196,7 +197,9 @@ class StreamAudit:
         tokens = None
         if chunk.usage is not None:
             tokens = self._count(chunk.usage, alone=not choices)
-        return Content(characters, tokens) if characters else None
+        if characters or (choices and _has_empty_text(choices[0])):
+            return Content(characters, tokens)
+        return None
 
     def _check_id(self, chunk_id: str) -> None:
         if chunk_id == self.stream_id:
@@ -270,6 +273,12 @@ class StreamAudit:
             allowed = f"{self.max_tokens} for each of {self.choices}"
             self.fault(Verdict.TOO_LONG, f"{tokens} tokens, allowed were {allowed}")
         return brought
+
+
+def _has_empty_text(choice: _Choice) -> bool:
+    """Whether a choice without characters has a text: a special token has, a role has not."""
+    delta = choice.delta
+    return delta is None or (delta.content == "" and delta.role is None)
 
 
 def _excerpt(data: bytes) -> str:

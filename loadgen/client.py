@@ -97,6 +97,7 @@ class Exchange:
         self._sent_s: float | None = None
         self._status: int | None = None
         self._chunks: list[Arrived] = []
+        self._empty_s: list[float] = []
         self._end_s: float | None = None
 
     async def run(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
@@ -154,6 +155,7 @@ class Exchange:
             finish_reasons=tuple(audit.finish_reasons),
             metrics=audit.metrics,
             stream_id=audit.stream_id,
+            empty_s=tuple(self._empty_s),
         )
 
     def connecting(self) -> None:
@@ -201,8 +203,10 @@ class Exchange:
                 now_s, before = self._clock(), len(chunks)
                 for event in parser.feed(data):
                     brought = audit.add(event.data, event.event)
-                    if brought is not None:
+                    if brought is not None and brought.characters:
                         chunks.append(Arrived(now_s, brought.tokens, brought.characters))
+                    elif brought is not None:
+                        self._empty_s.append(now_s)
                 if len(chunks) > before:
                     limit.reschedule(min(latest, now() + patience_s))
         except (aiohttp.ClientError, ConnectionError) as error:

@@ -75,6 +75,7 @@ class RecordLine(Struct, omit_defaults=True):
     hop: str = ""
     facts: dict[str, bool] = {}
     hops: list[RecordLine] = []
+    empty_s: list[float] = []
 
 
 class End(Struct):
@@ -231,6 +232,7 @@ def _line(record: Record) -> RecordLine:
         hop=question.hop,
         facts=dict(question.facts),
         hops=[_line(hop) for hop in record.hops],
+        empty_s=list(record.empty_s),
     )
 
 
@@ -271,4 +273,5 @@ def _record(line: RecordLine) -> Record:
         line.connect_s,
         stream_id=line.stream_id,
         hops=tuple(map(_record, line.hops)),
+        empty_s=tuple(line.empty_s),
     )

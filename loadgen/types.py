@@ -184,6 +184,8 @@ class Record:
         connect_s: time spent on setting up a connection before sending; 0 if one stood.
         stream_id: the id that the chunks carried last; empty if none did.
         vectors: embeddings, as little-endian float32, one for each input; not kept in `hops`.
+        empty_s: when chunks came whose text was empty. No figure of ours counts them; other tools'
+            do (`loadgen.dialects`).
     """
 
     planned: Planned
@@ -202,6 +204,7 @@ class Record:
     stream_id: str = ""
     vectors: tuple[bytes, ...] = ()
     hops: tuple[Record, ...] = ()
+    empty_s: Sequence[float] = ()
 
     @property
     def requests(self) -> tuple[Record, ...]:

@@ -81,6 +81,7 @@ BENCHES = {
     "readers": "gateway.cli.studies.readers",
     "rag": "gateway.cli.studies.rag",
     "sweep": "gateway.cli.studies.sweep",
+    "judges": "gateway.cli.studies.judges.command",
 }
 
 

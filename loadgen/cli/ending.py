@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from loadgen.audit import Verdict
+from loadgen.cli.flags import Output
+from loadgen.report.dialect import render_as
 from loadgen.report.runs import Report
 from loadgen.report.table import render, side_by_side
 from loadgen.summary import invalid_reasons, summarize
@@ -44,22 +46,28 @@ def _is_refused(record: Record) -> bool:
     return record.verdict == Verdict.HTTP_STATUS.value and record.status in REFUSALS
 
 
-def tell(reports: Sequence[Report], json_out: Path | None, html_out: Path | None) -> None:
+def tell(reports: Sequence[Report], output: Output) -> None:
     """Print the tables of runs, and write their figures and their page where they are wanted."""
+    console = Console()
     alone = reports[0] if len(reports) == 1 else None
-    Console().print(side_by_side(reports) if alone is None else render(alone.run, alone.lossless))
-    if json_out is not None:
+    console.print(side_by_side(reports) if alone is None else render(alone.run, alone.lossless))
+    if output.dialect is not None:
+        for report in reports:
+            console.print("" if alone else f"\n{report.name}", markup=False)
+            console.print(render_as(report.run, output.dialect))
+    if output.json_out is not None:
         summaries = [summarize(report.run, report.lossless) for report in reports]
         named = zip(reports, summaries, strict=True)
         runs = [{"name": report.name, "summary": summary} for report, summary in named]
         write_json(
-            json_out, {"format": "reports/1", "runs": runs} if alone is None else summaries[0]
+            output.json_out,
+            {"format": "reports/1", "runs": runs} if alone is None else summaries[0],
         )
-    if html_out is not None:
+    if output.html_out is not None:
         # plotly's bundle of 5 MB is read for this alone.
         from loadgen.report.page import page
 
-        html_out.write_text(page(reports), encoding="utf-8")
+        output.html_out.write_text(page(reports), encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:

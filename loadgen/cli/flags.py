@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from loadgen.dialects import DIALECTS
 from loadgen.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
 from loadgen.run import Target
 from loadgen.types import Slo
@@ -24,6 +25,32 @@ Processes = Annotated[
     int, typer.Option(min=1, help="How many processes send, if one does not keep up.")
 ]
 HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one page with plots here.")]
+
+
+def _known_dialect(name: str | None) -> str | None:
+    if name is not None and name not in DIALECTS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(DIALECTS)}")
+    return name
+
+
+As = Annotated[
+    str | None,
+    typer.Option(
+        "--as",
+        callback=_known_dialect,
+        metavar="|".join(DIALECTS),
+        help="Print the same run's figures as this tool defines them, too.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where runs' figures go beside the terminal, and in whose words they are said."""
+
+    json_out: JsonOut = None
+    html_out: HtmlOut = None
+    dialect: As = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

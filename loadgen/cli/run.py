@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from loadgen.cli.ending import exit_status, refuse, tell
-from loadgen.cli.flags import HtmlOut, JsonOut, Questions, Sending, Server, Url
+from loadgen.cli.flags import Output, Questions, Sending, Server, Url
 from loadgen.events import read_events
 from loadgen.loop import in_loop
 from loadgen.report.runs import Report, name_of
@@ -22,11 +22,10 @@ def run(
     questions: Questions,
     sending: Sending,
     server: Server,
+    output: Output,
     verify_lossless: Annotated[
         int, typer.Option(min=0, help="Ask so many again without speculation, and compare.")
     ] = 0,
-    json_out: JsonOut = None,
-    html_out: HtmlOut = None,
     events_out: Annotated[
         Path | None, typer.Option("--events", help="Write the run's events (JSON lines) here.")
     ] = None,
@@ -43,7 +42,7 @@ def run(
     try:
         load = sending.load(questions)
         ran, check = in_loop(run_load(load, target, Console(stderr=True)))
-        tell([Report(url, ran, check)], json_out, html_out)
+        tell([Report(url, ran, check)], output)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise refuse(f"cannot load {url}", error) from None
     raise typer.Exit(exit_status(ran, check))
@@ -53,8 +52,7 @@ def report(
     events: Annotated[
         list[str], typer.Argument(help="What `--events` wrote; several are shown side by side.")
     ],
-    json_out: JsonOut = None,
-    html_out: HtmlOut = None,
+    output: Output,
 ) -> None:
     """Report on the events of a run, as after it; the exit status, too.
 
@@ -63,7 +61,7 @@ def report(
     """
     try:
         reports = [_read(named) for named in events]
-        tell(reports, json_out, html_out)
+        tell(reports, output)
     except (OSError, ValueError) as error:
         raise refuse("cannot report", error) from None
     raise typer.Exit(max(exit_status(one.run, one.lossless) for one in reports))

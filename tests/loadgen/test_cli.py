@@ -224,6 +224,22 @@ def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
     assert "Ceilings of this generator (2 processes)" in result.output
 
 
+def test_a_run_is_told_in_the_words_of_another_tool(tmp_path) -> None:
+    """`--as` adds that tool's figures of the same run, after it and from its events; no other."""
+    events = tmp_path / "e.jsonl"
+    with serving_in_a_thread(Mock()) as url:
+        flags = ["--requests", 4, "--concurrency", 2, "--as", "vllm", "--events", events]
+        result = command(url, *flags)
+    assert "vllm bench serve" in result.output
+    assert "Successful requests" in result.output
+    result = command("report", events, "--as", "aiperf")
+    assert "4 of 4" in result.output
+    assert "Inter Token Latency" in result.output
+    result = command("report", events, "--as", "locust")
+    assert result.exit_code == 2
+    assert "none of vllm, guidellm, aiperf" in " ".join(result.output.split())
+
+
 async def test_a_server_without_tokenize_gets_an_estimate() -> None:
     """Then prompt lengths say that they are estimates, and the context's length is unknown."""
     async with serving(Mock()) as url, open_session() as session:

@@ -63,6 +63,16 @@ async def test_a_late_start_makes_no_other_late() -> None:
     assert late == pytest.approx([0.0, 0.15, 0.05, 0.0, 0.0])
 
 
+async def test_chunks_without_text_are_noted_and_count_in_nothing() -> None:
+    """An empty chunk at once is neither the first text nor a chunk; when it came is known."""
+    plan = [planned(0, 0.0, Script(tokens=2, gap_s=0.05, role=True))]
+    async with serving(Mock()) as url, open_session() as session:
+        run = await run_plan(session, url, "mock", plan)
+    (one,) = run.records
+    assert (one.verdict, len(one.chunks), len(one.empty_s)) == ("ok", 2, 1)
+    assert one.empty_s[0] < one.chunks[0].at_s
+
+
 async def test_an_open_loop_waits_for_no_answer() -> None:
     """Requests start on schedule while all before them are still open: no coordinated omission."""
     started, over, all_started = [], [], asyncio.Event()

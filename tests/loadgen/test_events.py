@@ -52,7 +52,8 @@ def test_everything_but_the_texts_comes_back(tmp_path) -> None:
         2,
         (("speculation", {"mode": "off"}), ("temperature", 0.5)),
     )
-    one = record(told=[1, None, 2, 3], detail="a\nb", connect_s=0.003, metrics={"seed": 1})
+    one = record(told=[1, None, 2, 3], detail="a\nb", connect_s=0.003, empty_s=(1.2,))
+    one = replace(one, metrics={"seed": 1})
     one = replace(one, planned=Planned(7, 1.0, question))
     again, _ = read_events(written(tmp_path / "e.jsonl", a_run([one])))
     without = replace(question, prompt="", messages=())

@@ -191,6 +191,21 @@ def test_content_reasoning_and_tool_calls_are_text(delta: dict) -> None:
     assert audit.texts == ("hi",)
 
 
+@pytest.mark.parametrize(
+    ("choice", "known"),
+    [
+        ({"text": ""}, True),
+        ({"delta": {"content": ""}}, True),
+        ({"delta": {"role": "assistant", "content": ""}}, False),
+        ({"delta": {}, "finish_reason": "stop"}, False),
+    ],
+)
+def test_an_empty_text_is_told_from_no_text(choice: dict, known: bool) -> None:
+    """A special token's empty text is reported, without characters; a role alone is not."""
+    brought = StreamAudit().add(json.dumps({"choices": [{"index": 0, **choice}]}).encode())
+    assert brought == ((0, None) if known else None)
+
+
 def test_errors_hide_in_events_and_reasons() -> None:
     """An event of type error, and a finish reason by which a server gave up, are errors."""
     audit = StreamAudit()

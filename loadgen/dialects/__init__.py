@@ -1,0 +1,22 @@
+"""What other load generators would say of the same run: their figures, names and definitions.
+
+A file each, pure: from a run's records to an `Account`. Definitions were read in the sources of the
+versions named, and held to what these tools print about a server of known truth
+(`gateway/cli/studies/judges`, docs/loadgen.md). They are the tools' own, right or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from loadgen.dialects import aiperf, guidellm, vllm
+from loadgen.dialects.base import Account
+from loadgen.types import Run
+
+DIALECTS: Final[Mapping[str, Callable[[Run], Account]]] = {
+    "vllm": vllm.account,
+    "guidellm": guidellm.account,
+    "aiperf": aiperf.account,
+}
+"""By the names that `--as` takes."""

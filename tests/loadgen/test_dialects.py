@@ -1,0 +1,172 @@
+"""What other tools would say of a run: each definition on records worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from loadgen.audit import Verdict
+from loadgen.dialects import DIALECTS
+from loadgen.dialects.base import Account, weighted_percentile
+from loadgen.types import Run, Slo
+from tests.loadgen.truth import a_run, failed, record
+
+PLAIN = record(0, 0.0, first_s=0.51, gaps_s=(0.1, 0.1, 0.2), tokens=5, connect_s=0.004)
+"""Sent at 0.01, after 4 ms of connecting; text at 0.51, 0.61, 0.71, 0.91; over at 0.93."""
+
+ONE_TOKEN = record(1, 1.0, first_s=0.31, gaps_s=(), tokens=1)
+"""Sent at 1.01, text at 1.31, over at 1.33."""
+
+
+def said(name: str, *records, **fields) -> Account:
+    """What a tool says of a run of these records."""
+    return DIALECTS[name](a_run(list(records), **fields))
+
+
+def count_of(account: Account, name: str) -> float | None:
+    """A single figure."""
+    return next(one.value for one in account.counts if one.name == name)
+
+
+def values_of(account: Account, name: str) -> dict[str, float] | None:
+    """A distribution, in milliseconds."""
+    found = next(one.values for one in account.spreads if one.name == name)
+    return None if found is None else dict(found)
+
+
+def mean_of(account: Account, name: str) -> float:
+    """The mean of a distribution, in milliseconds."""
+    values = values_of(account, name)
+    assert values is not None
+    return values[account.columns[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "expected_ms"),
+    [
+        ("vllm", "TTFT", 504),  # from the call, 4 ms before the first byte went out
+        ("vllm", "E2EL", 904),  # to the last chunk
+        ("vllm", "TPOT", (904 - 504) / 4),
+        ("vllm", "ITL", 400 / 3),
+        ("guidellm", "TTFT", 500),  # from the head's writing
+        ("guidellm", "Request latency", 920),  # to the end of the stream
+        ("guidellm", "Scheduled latency", 930),
+        ("guidellm", "TPOT", 900 / 5),  # with the time to the first token in it
+        ("guidellm", "ITL", 400 / 4),
+        ("aiperf", "Time to First Token", 504),
+        ("aiperf", "Request Latency", 904),
+        ("aiperf", "Effective Latency", 930),
+        ("aiperf", "Inter Token Latency", 400 / 4),
+        ("aiperf", "Inter Chunk Latency", 400 / 3),
+    ],
+)
+def test_a_figure_is_what_its_tool_computes(name: str, figure: str, expected_ms: float) -> None:
+    """Each tool's figure of one known answer is the one its formula gives."""
+    assert mean_of(said(name, PLAIN), figure) == pytest.approx(expected_ms)
+
+
+def test_an_empty_chunk_is_a_first_token_to_vllm_alone() -> None:
+    """A chunk whose text is empty makes vLLM's TTFT as short as the server likes, nobody else's."""
+    hollow = replace(PLAIN, empty_s=(0.02,))
+    assert mean_of(said("vllm", hollow), "TTFT") == pytest.approx(14)
+    assert mean_of(said("vllm", hollow), "TPOT") == pytest.approx((904 - 14) / 4)
+    assert values_of(said("vllm", hollow), "ITL")["p99"] > 480
+    for name, figure in (("guidellm", "TTFT"), ("aiperf", "Time to First Token")):
+        assert mean_of(said(name, hollow), figure) == mean_of(said(name, PLAIN), figure)
+
+
+def test_guidellm_weighs_requests_by_their_tokens() -> None:
+    """Its TPOT over two answers is the time of all over the tokens of all, not a mean of means."""
+    tpot_ms = (900 + 300) / (5 + 1)
+    assert mean_of(said("guidellm", PLAIN, ONE_TOKEN), "TPOT") == pytest.approx(tpot_ms)
+    assert mean_of(said("guidellm", PLAIN, ONE_TOKEN), "ITL") == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.01, 1.0), (0.25, 1.0), (0.26, 2.0), (0.5, 2.0), (0.99, 4.0)]
+)
+def test_guidellms_percentiles_are_values_that_occurred(share: float, expected: float) -> None:
+    """The first value at which the share of the weight is reached, without interpolation."""
+    assert weighted_percentile([(1.0, 1.0), (2.0, 1.0), (4.0, 2.0)], share) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("vllm", "Successful requests", "Failed requests"),
+        ("guidellm", "Requests successful", "Requests errored"),
+        ("aiperf", "Request Count", "Error Request Count"),
+    ],
+)
+def test_who_calls_what_a_success(name: str, good: str, bad: str) -> None:
+    """A stream that just ends is everybody's success, one with an error event not guidellm's."""
+
+    def counts(verdict: Verdict) -> tuple[float | None, float | None]:
+        account = said(name, failed(0, verdict))
+        return count_of(account, good), count_of(account, bad)
+
+    assert counts(Verdict.NO_FINISH_REASON) == (1, 0)
+    assert counts(Verdict.DUPLICATED) == (1, 0)
+    assert counts(Verdict.ERROR_EVENT) == ((0, 1) if name == "guidellm" else (1, 0))
+    assert counts(Verdict.CUT) == (0, 1)
+    aborted = failed(0, Verdict.ERROR_EVENT, finish_reasons=("abort",))
+    assert count_of(said(name, aborted), good) == 1
+    silent = record(0, verdict=Verdict.NO_FINISH_REASON, chunks=())
+    assert count_of(said(name, silent), good) == 0
+
+
+def test_without_a_usage_each_counts_in_its_way() -> None:
+    """vLLM: chunks are tokens; guidellm: all that were asked for came; aiperf: none, nor an ITL."""
+    cut = replace(PLAIN, usage=None, verdict=Verdict.NO_FINISH_REASON)
+    assert count_of(said("vllm", cut), "Total generated tokens") == 4
+    assert mean_of(said("vllm", cut), "TPOT") == pytest.approx(400 / 3)
+    assert count_of(said("guidellm", cut), "Output tokens") == 64
+    assert mean_of(said("guidellm", cut), "ITL") == pytest.approx(400 / 63)
+    assert count_of(said("aiperf", cut), "Total Output Tokens") == 0
+    assert values_of(said("aiperf", cut), "Inter Token Latency") is None
+    slow = Slo(tpot_s=1.0)
+    promised = replace(cut.planned, question=replace(cut.planned.question, slo=slow))
+    assert count_of(said("aiperf", replace(cut, planned=promised)), "Goodput (/s)") == 0
+
+
+def test_one_token_meets_vllms_limit_and_no_other() -> None:
+    """With a limit on TPOT, an answer of one token is good, left out, or bad."""
+    strict = Slo(ttft_s=1.0, tpot_s=1e-9)
+    question = replace(ONE_TOKEN.planned.question, slo=strict)
+    one = replace(ONE_TOKEN, planned=replace(ONE_TOKEN.planned, question=question))
+    seconds = {"duration_s": 2.0}
+    assert count_of(said("vllm", one, **seconds), "Request goodput (req/s)") == 0.5
+    assert count_of(said("guidellm", one, **seconds), "SLO attainment") is None
+    assert count_of(said("aiperf", one, **seconds), "Goodput (/s)") == 0
+
+
+def test_errors_lower_guidellms_attainment() -> None:
+    """An errored request counts as one that missed its limits; one that was cut short does not."""
+    account = said("guidellm", PLAIN, failed(1), failed(2, Verdict.INTERRUPTED))
+    assert count_of(account, "SLO attainment") == pytest.approx(1 / 2)
+    assert count_of(account, "Requests incomplete") == 1
+
+
+def test_each_tool_takes_its_own_time_for_rates() -> None:
+    """vLLM divides by the whole run, guidellm from first byte to last end, aiperf to last text."""
+    records, seconds = (PLAIN, ONE_TOKEN), {"duration_s": 4.0}
+    expected = {"vllm": 2 / 4.0, "guidellm": 2 / (1.33 - 0.01), "aiperf": 2 / (1.31 - 0.006)}
+    names = {
+        "vllm": "Request throughput (req/s)",
+        "guidellm": "Requests per second",
+        "aiperf": "Request Throughput (/s)",
+    }
+    for name, value in expected.items():
+        assert count_of(said(name, *records, **seconds), names[name]) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_run_without_answers_has_an_account(name: str) -> None:
+    """Nothing but failures, or nothing at all, is told without figures and without an error."""
+    for run in (a_run([failed(0)]), Run({})):
+        account = DIALECTS[name](run)
+        assert all(one.values is None for one in account.spreads)
+        known = [one.value for one in account.counts if one.value is not None]
+        assert all(math.isfinite(value) for value in known)
