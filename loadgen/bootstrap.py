@@ -10,8 +10,7 @@ around a mean b and wrap around at the end. The mean length is chosen from the v
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, exp, log, log10, sqrt
-from statistics import NormalDist
+from math import ceil, log10, sqrt
 from typing import Final
 
 import numpy as np
@@ -95,22 +94,6 @@ def resampled_counts(
     drawn = (starts + places - last) % count
     flat = drawn + count * np.arange(replicates)[:, None]
     return np.bincount(flat.ravel(), minlength=replicates * count).reshape(replicates, count)
-
-
-def p_value(t: float, freedom: float) -> float:
-    """Return the chance that Student's t exceeds so much, to 2 % from 3 degrees of freedom on.
-
-    By Wallace's normal deviate (Annals of Mathematical Statistics 30, 1959):
-    `z = (8v + 1)/(8v + 3) sqrt(v ln(1 + t^2/v))`.
-    """
-    z = (8 * freedom + 1) / (8 * freedom + 3) * sqrt(freedom * log(1 + t * t / freedom))
-    return NormalDist().cdf(-z if t > 0 else z)
-
-
-def student_quantile(share: float, freedom: float) -> float:
-    """Return the t that is exceeded with chance `1 - share`, where `p_value` is inverted."""
-    z = NormalDist().inv_cdf(share) * (8 * freedom + 3) / (8 * freedom + 1)
-    return sqrt(freedom * (exp(z * z / freedom) - 1)) * (1 if z >= 0 else -1)
 
 
 def _run_of_noise(count: int) -> int:

@@ -204,7 +204,7 @@ class Record:
     stream_id: str = ""
     vectors: tuple[bytes, ...] = ()
     hops: tuple[Record, ...] = ()
-    empty_s: Sequence[float] = ()
+    empty_s: tuple[float, ...] = ()
 
     @property
     def requests(self) -> tuple[Record, ...]:

@@ -25,12 +25,11 @@ from loadgen.bootstrap import (
     REPLICATES,
     Floats,
     block_length,
-    p_value,
     resampled_counts,
-    student_quantile,
 )
 from loadgen.compare.limits import Limit
 from loadgen.compare.measures import HIGHER_IS_BETTER, Measure, measures
+from loadgen.quantiles import student_quantile, student_tail
 from loadgen.summary import invalid_reasons
 from loadgen.types import Run, Slo
 
@@ -246,15 +245,15 @@ def _change(
     freedom = min(first.freedom, second.freedom)
     spread = _deviation(drawn[1] - drawn[0])
     excess = float(beyond(np.array(a), np.array(b)))
-    half = student_quantile(1 - ERROR, freedom) * spread
+    half = student_quantile(freedom, 1 - ERROR) * spread
     return Change(
         key,
         point,
         a,
         b,
         (b - a - half, b - a + half),
-        p_worse=p_value(_over(excess, _deviation(beyond(*drawn))), freedom),
-        p_better=p_value(_over(-sign * (b - a), spread), freedom),
+        p_worse=student_tail(freedom, _over(excess, _deviation(beyond(*drawn)))),
+        p_better=student_tail(freedom, _over(-sign * (b - a), spread)),
         block=max(first.block, second.block),
         limit=limit,
     )

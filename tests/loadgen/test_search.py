@@ -7,7 +7,6 @@ from math import inf, isinf
 import numpy as np
 import pytest
 
-from loadgen.quantiles import student_quantile
 from loadgen.search.batches import dispersion
 from loadgen.search.search import Search
 from loadgen.search.settling import settling_s
@@ -162,8 +161,3 @@ def test_an_aim_that_cannot_be_met_is_refused(wrong: dict) -> None:
     """Shares and precisions of nothing or all, and a start above the maximum."""
     with pytest.raises(ValueError, match=r"share|precision|confidence|starts"):
         Aim(10.0, 0.1, **wrong)
-
-
-def test_quantiles_of_student_are_those_of_the_tables() -> None:
-    """To 1 % at other confidences, too."""
-    assert student_quantile(10, 0.95) == pytest.approx(1.812, rel=0.01)
