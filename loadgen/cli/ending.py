@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +40,11 @@ def exit_status(ran: Run, check: LosslessCheck | None) -> int:
     if invalid_reasons(ran):
         return INVALID
     return REFUSED if others else 0
+
+
+def worst(statuses: Iterable[int]) -> int:
+    """Return what the ends of several runs say to a shell: that of the worst of them."""
+    return max(statuses, key=(0, REFUSED, INVALID, NOT_INTACT).index, default=0)
 
 
 def _is_refused(record: Record) -> bool:

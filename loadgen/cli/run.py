@@ -9,7 +9,7 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import exit_status, refuse, tell
+from loadgen.cli.ending import exit_status, refuse, tell, worst
 from loadgen.cli.flags import Output, Questions, Sending, Server, Url
 from loadgen.events import read_events
 from loadgen.loop import in_loop
@@ -34,7 +34,7 @@ def run(
 
     Exit status: 0; 1 if a stream was not intact or a replay differed; 2 if the server cannot be
     reached or the flags make no sense; 3 if the run is INVALID, because this generator did not
-    keep up or was interrupted.
+    keep up or was interrupted; 4 if the server refused some (429, 503), and nothing worse.
     """
     target = server.target(
         url, verify=verify_lossless, events=events_out, processes=sending.processes
@@ -64,7 +64,7 @@ def report(
         tell(reports, output)
     except (OSError, ValueError) as error:
         raise refuse("cannot report", error) from None
-    raise typer.Exit(max(exit_status(one.run, one.lossless) for one in reports))
+    raise typer.Exit(worst(exit_status(one.run, one.lossless) for one in reports))
 
 
 def _read(named: str) -> Report:

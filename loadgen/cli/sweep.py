@@ -10,7 +10,7 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import INVALID, exit_status, refuse, write_json
+from loadgen.cli.ending import INVALID, exit_status, refuse, worst, write_json
 from loadgen.cli.flags import HtmlOut, JsonOut, Questions, Server
 from loadgen.loop import in_loop
 from loadgen.sweep.cells import contenders, in_order, numbers
@@ -63,4 +63,5 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise refuse("cannot sweep", error) from None
     unfinished = INVALID if len(done) < len(cells) else 0
-    raise typer.Exit(max(unfinished, *(exit_status(report.run, None) for _, report in done)))
+    ended = [exit_status(report.run, None) for _, report in done]
+    raise typer.Exit(worst([unfinished, *ended]))

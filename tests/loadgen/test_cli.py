@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import gateway.cli
 from loadgen import cli
 from loadgen.calibrate import CalibrationResult
-from loadgen.cli.ending import exit_status
+from loadgen.cli.ending import exit_status, worst
 from loadgen.client import open_session
 from loadgen.corpus import open_corpus
 from loadgen.events import EventWriter, read_events
@@ -166,6 +166,7 @@ def test_a_refusal_is_no_broken_stream() -> None:
     assert exit_status(a_run([*ok, *refused], health=BEHIND), None) == 3
     failed = replace(ok[0], verdict="http_status", status=500)
     assert exit_status(a_run([*ok, *refused, failed]), None) == 1
+    assert [worst(statuses) for statuses in ([], [0, 4], [4, 3], [4, 1, 3])] == [0, 4, 3, 1]
 
 
 @pytest.mark.parametrize(
