@@ -49,10 +49,12 @@ LONG = {
     "POST /v1/chat/completions": Count(2400, 800),
     "POST /v1/completions": Count(4000, 1200),
     "POST /v1/responses": Count(2400, 800),
+    "POST /v1/embeddings": Count(800, 300),
     "POST /tokenize": Count(2000, 600),
     "POST /detokenize": Count(2500, 600),
     "GET /decisions": Count(900, 400),
     "GET /v1/models/{model}": Count(600, 200),
+    "GET /web/{name}": Count(200, 100),
 }
 LONG_WITHOUT_INPUT = Count(200, 0)
 """Of operations that take a header alone."""
@@ -191,6 +193,12 @@ def test_some_hundred_cases_are_answered_as_the_document_says(url: str) -> None:
     assert tally.cases >= 200
     assert tally.successes >= 0.3 * tally.cases
     assert max(tally.statuses) < 500
+
+
+def test_no_operation_is_forgotten_at_length() -> None:
+    """Whatever takes input has its number of sound and of broken cases."""
+    taking = {f"{one.method} {one.path}" for one in OPERATIONS if _has_input(one)}
+    assert taking <= LONG.keys() | ENDLESS
 
 
 @pytest.mark.long
