@@ -28,6 +28,7 @@ from loadgen.server import Server, look_at
 from loadgen.traces import read_trace
 from loadgen.types import Record, Run
 from loadgen.verify import LosslessCheck, verify_lossless
+from loadgen.workloads import Rag
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ async def run_load(
         server = await look_at(session, target.url, target.model, corpus)
         job = job_of(load, target, server)
         retriever = None
-        if target.processes == 1:
-            with console.status("looking for passages"):
+        if target.processes == 1 and load.workload == Rag.name:
+            with console.status("embedding passages"):
                 retriever = await retriever_of(session, job)
         # Where several processes make their own questions, this part is for the plan's length.
         plan = make_plan(

@@ -8,7 +8,6 @@ from typing import Final
 from loadgen.figures import PERCENTILES, Figure
 from loadgen.hops import Hop
 from loadgen.slo import Attainment
-from loadgen.types import Slo
 
 NOTHING = "-"
 
@@ -46,13 +45,6 @@ def share_of(counted: Attainment) -> str:
         return NOTHING
     low, high = counted.interval
     return f"{counted.share:.1%} [{low:.1%}, {high:.1%}]"
-
-
-def promise(slo: Slo) -> str:
-    """Return an SLO."""
-    limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("latency", slo.latency_s))
-    told = [f"{name} <= {limit * 1e3:g} ms" for name, limit in limits if limit is not None]
-    return ", ".join(told) or "nothing promised"
 
 
 def hop_row(hop: Hop) -> list[str]:

@@ -29,7 +29,7 @@ import uvloop
 
 from backends.base import WorkerConfig
 from gateway.cli.environment import collect_environment
-from gateway.cli.studies.edge.processes import on_core
+from gateway.cli.studies.edge.processes import on_core, two_cores
 from gateway.cli.studies.overload import TIMES
 from gateway.cli.studies.overload_clients import OVERLOAD_S, PATIENCE, Client, Overload
 from gateway.cli.studies.overload_figures import figures
@@ -268,8 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *("--profile", args.profile, "--max-num-seqs", str(args.seats)),
         *("--max-model-len", str(config.max_model_len), "--admission", args.admission),
     ]
-    cores = sorted(os.sched_getaffinity(0))
-    ours, theirs = (cores[-1], cores[0]) if len(cores) > 1 else (None, None)
+    theirs, ours = two_cores()
     results: dict[str, Any] = {
         "format": "overload-real/1",
         **provenance("overload", arguments),

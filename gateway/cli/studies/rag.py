@@ -25,7 +25,7 @@ import uvloop
 from rich.console import Console
 
 from gateway.cli.environment import collect_environment
-from gateway.cli.studies.edge.processes import on_core
+from gateway.cli.studies.edge.processes import on_core, two_cores
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.served import Server, served
 from loadgen.audit import Verdict
@@ -172,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--deadline-ms", type=float, default=10_000.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
-    cores = sorted(os.sched_getaffinity(0))
-    ours, theirs = (cores[-1], cores[0]) if len(cores) > 1 else (None, None)
+    theirs, ours = two_cores()
     results = {
         "format": "rag/1",
         **provenance("rag", arguments),

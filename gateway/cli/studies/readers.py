@@ -30,7 +30,7 @@ from typing import Any, Final
 import uvloop
 
 from gateway.cli.environment import collect_environment
-from gateway.cli.studies.edge.processes import on_core
+from gateway.cli.studies.edge.processes import on_core, two_cores
 from gateway.cli.studies.readers_clients import (
     PROMPTS,
     Crowd,
@@ -245,8 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args(arguments)
     allow_many_files(FILES)
-    cores = sorted(os.sched_getaffinity(0))
-    ours, theirs = (cores[-1], cores[0]) if len(cores) > 1 else (None, None)
+    theirs, ours = two_cores()
     results: dict[str, Any] = {
         "format": "readers/1",
         **provenance("readers", arguments),

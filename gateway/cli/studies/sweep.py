@@ -26,7 +26,7 @@ from rich.console import Console
 
 from backends.engine.demo.corpus import held_out_files
 from gateway.cli.environment import collect_environment
-from gateway.cli.studies.edge.processes import on_core
+from gateway.cli.studies.edge.processes import on_core, two_cores
 from gateway.cli.studies.record import provenance, study_parser
 from gateway.cli.studies.served import served
 from loadgen.cli.ending import write_json
@@ -69,7 +69,7 @@ def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[Contende
     Raises:
         RuntimeError: one does not start.
     """
-    core = min(cores) if len(cores := os.sched_getaffinity(0)) > 1 else None
+    core = two_cores().servers
     with ExitStack() as stack:
         found = []
         for policy in policies:
@@ -149,13 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("json", "html", "events"):
         path = getattr(args, name)
         setattr(args, name, None if path is None else path.absolute())
-    cores, policies = os.sched_getaffinity(0), args.policies.split(",")
+    policies = args.policies.split(",")
     with tempfile.TemporaryDirectory() as scratch, contending(policies, Path(scratch)) as found:
         text = "\n".join(p.read_text(encoding="utf-8", errors="ignore") for p in held_out_files())
         (Path(scratch) / TEXT).write_text(text, encoding="utf-8")
         with (
             chdir(scratch),  # so that runs name their text without a folder
-            on_core(max(cores) if len(cores) > 1 else None),
+            on_core(two_cores().ours),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             sweep, done, capacities = runner.run(measure(found, args, Console(stderr=True)))

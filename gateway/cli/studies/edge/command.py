@@ -31,6 +31,7 @@ from gateway.cli.environment import collect_environment
 from gateway.cli.studies.edge.figures import Goal, goals, summary
 from gateway.cli.studies.edge.hold import PARTS as HOLD_PARTS
 from gateway.cli.studies.edge.hold import longest_holds
+from gateway.cli.studies.edge.processes import two_cores
 from gateway.cli.studies.edge.rounds import WORKER, Row, opened, questions, rounds
 from gateway.cli.studies.edge.targets import in_process, proxies, rivals
 from gateway.cli.studies.record import provenance
@@ -96,18 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cores() -> tuple[int | None, int | None]:
-    """Return the core of the targets and that of client and mock; None of one core alone."""
-    usable = sorted(os.sched_getaffinity(0))
-    return (usable[0], usable[1]) if len(usable) > 1 else (None, None)
-
-
 def _targets(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
     only = {name for name in args.only.split(",") if name}
     with tempfile.TemporaryDirectory() as scratch, console.status("starting") as status:
         folder = Path(scratch)
-        with opened(folder, _cores()) as bench:
+        with opened(folder, two_cores()) as bench:
             wanted = [*in_process(folder), *proxies(bench.upstream)]
             if args.rivals is not None:
                 wanted += rivals(args.rivals, bench.upstream, folder)
@@ -131,7 +126,7 @@ def _targets(args: argparse.Namespace) -> dict[str, Any]:
     reached = goals(found)
     _show(found, reached, missing)
     return {
-        "cores": _cores(),
+        "cores": two_cores(),
         "missing": missing,
         "figures": found,
         "goals": [goal._asdict() for goal in reached],

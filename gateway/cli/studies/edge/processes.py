@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -58,6 +58,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Cores(NamedTuple):
+    """Where the servers of a study run and where who asks them does; None on a machine of one."""
+
+    servers: int | None
+    ours: int | None
+
+
+def two_cores() -> Cores:
+    """Return the first and the last core that this process may run on."""
+    usable = sorted(os.sched_getaffinity(0))
+    return Cores(usable[0], usable[-1]) if len(usable) > 1 else Cores(None, None)
 
 
 @contextmanager

@@ -14,7 +14,14 @@ import msgspec
 
 from gateway.cli.studies.edge import wire
 from gateway.cli.studies.edge.client import Load, Measured
-from gateway.cli.studies.edge.processes import Helper, free_port, start, stop, wait_until_up
+from gateway.cli.studies.edge.processes import (
+    Cores,
+    Helper,
+    free_port,
+    start,
+    stop,
+    wait_until_up,
+)
 from gateway.cli.studies.edge.targets import PACE_MS, Kind, Target
 from gateway.cli.studies.edge.worker import Done, Work
 
@@ -95,9 +102,7 @@ class Server:
 class Bench:
     """The mock, the client, and the targets that could be started."""
 
-    def __init__(
-        self, stack: ExitStack, folder: Path, cores: tuple[int | None, int | None]
-    ) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, cores: Cores) -> None:
         """Start mock and client on the second core; targets come to the first."""
         self._stack, self._folder = stack, folder
         self._server_core, self._client_core = cores
@@ -226,7 +231,7 @@ def quantile(ascending: Sequence[float], share: float) -> float:
 
 
 @contextmanager
-def opened(folder: Path, cores: tuple[int | None, int | None]) -> Iterator[Bench]:
+def opened(folder: Path, cores: Cores) -> Iterator[Bench]:
     """Start mock and client; end them and every target."""
     with ExitStack() as stack:
         yield Bench(stack, folder, cores)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,10 +15,12 @@ from typing import Any, Final
 
 from backends.shipped import SHIPPED_MODEL_ID
 from gateway.cli.studies.edge.processes import (
+    Cores,
     free_port,
     on_core,
     start,
     stop,
+    two_cores,
     wait_until_up,
 )
 from gateway.cli.studies.judges.asking import MOCK_COMMAND, ONE_CHAT, ask
@@ -60,7 +61,7 @@ def agreement(environments: Path, rounds: int) -> list[dict[str, Any]]:
     """Return the rounds on each server, and by how much ours differs from aiperf's, medians."""
     if not python_of(environments, "aiperf").exists():
         return []
-    cores = sorted(os.sched_getaffinity(0))
+    cores = two_cores()
     return [
         _compared("mock", _mock_tools(environments), rounds, cores),
         _compared("draftgate serve", _real_tools(environments), rounds, cores),
@@ -96,15 +97,13 @@ def _real_tools(environments: Path) -> list[Tool]:
     return [Tool(OURS, ours, read_ours), Tool("aiperf", aiperf, read_aiperf)]
 
 
-def _compared(
-    server: str, pair: Sequence[Tool], rounds: int, cores: Sequence[int]
-) -> dict[str, Any]:
+def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch, _server(server, Path(scratch), cores) as url:
-        _asked(pair[0], url, cores[-1])  # who comes first meets a server that is still cold
+        _asked(pair[0], url, cores.ours)  # who comes first meets a server that is still cold
         for number in range(rounds):
             order = pair if number % 2 else pair[::-1]
-            said = {tool.name: _asked(tool, url, cores[-1]) for tool in order}
+            said = {tool.name: _asked(tool, url, cores.ours) for tool in order}
             rows.append(said)
             print(server, json.dumps(differ(said["aiperf"], said[OURS])), flush=True)
     found = [differ(said["aiperf"], said[OURS]) for said in rows]
@@ -119,7 +118,7 @@ def _compared(
     }
 
 
-def _asked(tool: Tool, url: str, core: int) -> Figures:
+def _asked(tool: Tool, url: str, core: int | None) -> Figures:
     with tempfile.TemporaryDirectory() as results, on_core(core):
         folder = Path(results)
         case = replace(CASES["plain"], requests=REQUESTS)
@@ -139,8 +138,8 @@ def differ(theirs: Figures, ours: Figures) -> dict[str, float]:
 
 
 @contextmanager
-def _server(name: str, folder: Path, cores: Sequence[int]) -> Iterator[str]:
-    """Serve on the first core; the clients have the last."""
+def _server(name: str, folder: Path, cores: Cores) -> Iterator[str]:
+    """Serve on the core of servers."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command: Sequence[str] = (*MOCK_COMMAND, "plain")
@@ -150,7 +149,7 @@ def _server(name: str, folder: Path, cores: Sequence[int]) -> Iterator[str]:
         command = (*_SERVE, "--device", "cpu", "--threads", "1", *quiet)
         path, body = "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     process: subprocess.Popen[bytes] = start(
-        (*command, "--port", str(port)), cores[0], folder / "server.log", {}
+        (*command, "--port", str(port)), cores.servers, folder / "server.log", {}
     )
     try:
         wait_until_up(process, url + path, body)

@@ -28,6 +28,11 @@ _PYTHON: Final = {"inference-perf": "python3.12"}
 """The others take 3.11, as ours."""
 
 _TORCH: Final = "torch==2.13.0"
+_VLLM: Final = {
+    "VLLM_TARGET_DEVICE": "empty",
+    # Else it calls itself 0.33.0+empty, which pip refuses of a source of 0.33.0.
+    "VLLM_VERSION_OVERRIDE": PACKAGES["vllm"].partition("==")[2],
+}
 _VLLM_BUILDS_WITH: Final = (
     *(_TORCH, "cmake", "ninja", "packaging", "setuptools>=77,<81", "setuptools-scm>=8"),
     *("setuptools-rust", "jinja2", "wheel"),
@@ -63,8 +68,7 @@ def _install(python: Path, name: str, package: str, index: list[str]) -> None:
 
 
 def _run(*command: str) -> None:
-    variables = {**os.environ, "VLLM_TARGET_DEVICE": "empty"}
-    subprocess.run(command, check=True, env=variables)  # noqa: S603 - our own list
+    subprocess.run(command, check=True, env={**os.environ, **_VLLM})  # noqa: S603 - our own list
 
 
 if __name__ == "__main__":
