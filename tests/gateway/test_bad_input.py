@@ -72,6 +72,8 @@ BAD_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "echo": True}, "echo"),
     ({"prompt": "a", "suffix": "end"}, "suffix"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "best_of": True}, "best_of"),
+    ({"prompt": "a", "length_penalty": True}, "length_penalty"),
     ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"prompt": "a", "tool_choice": "required"}, "tool_choice"),
     ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty"),

@@ -237,6 +237,19 @@ async def test_nested_bounds_are_enforced_too(http: httpx.AsyncClient) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+async def test_a_type_is_demanded_only_where_it_tells_kinds_apart(
+    http: httpx.AsyncClient, told: dict[str, Any]
+) -> None:
+    """A tool is a function anyway; a format is not known without its type."""
+    path, least = BODIES["ChatBody"]
+    schemas = told["components"]["schemas"]
+    assert "type" not in schemas["Tool"]["required"]
+    assert "type" in schemas["JsonObjectFormat"]["required"]
+    tool = {"tools": [{"function": {"name": "f"}}], "tool_choice": "none"}
+    for fields, status in ((tool, 200), ({"response_format": {}}, 400)):
+        assert (await http.post(path, json={**least, **fields})).status_code == status
+
+
 async def test_a_wrong_method_is_told_the_right_ones(http: httpx.AsyncClient) -> None:
     """A 405 says which methods there are, as RFC 9110 wants."""
     answers = await asyncio.gather(http.put("/v1/completions"), http.post("/v1/models"))

@@ -160,7 +160,7 @@ def _send(
             _check_events(operation.path, answer, document)
         except (AssertionError, BaseExceptionGroup, jsonschema.ValidationError) as error:
             parts = getattr(error, "exceptions", [error])
-            tally.wrong += [f"{operation.label}: {str(part)[:600]}" for part in parts]
+            tally.wrong += [f"{operation.label}: {str(part)[:3000]}" for part in parts]
 
     one()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -77,15 +77,41 @@ def components(types: Iterable[Any], served: Served | None) -> tuple[list[Schema
         served: the model, once it is loaded: its name and vocabulary are bounds, too.
     """
     found, named = msgspec.json.schema_components(types, ref_template=REF)
+    lone = _lone_kinds(found, named)
     for name, schema in named.items():
         for field, of_field in schema.get("properties", {}).items():
             schema["properties"][field] = _bounded(name, field, of_field, served)
         _require(name, schema)
+        if name in lone:
+            schema["required"].remove("type")
         if name in _ALTERNATIVES:
             schema["anyOf"] = _ALTERNATIVES[name]
         if "description" in schema:
             schema["description"] = " ".join(schema["description"].split())
     return list(found), named
+
+
+def _lone_kinds(found: Iterable[Schema], named: Mapping[str, Schema]) -> set[str]:
+    """Return the structs whose `type` has one value and tells nothing: it may be left out."""
+    told = set(_kinds_told([*found, *named.values()]))
+    tagged = {name for name, schema in named.items() if len(_types(schema)) == 1}
+    return {name for name in tagged if REF.format(name=name) not in told}
+
+
+def _types(schema: Schema) -> Sequence[str]:
+    """Return the values of the tag by which msgspec tells structs apart."""
+    of_type = schema.get("properties", {}).get("type", {})
+    return of_type["enum"] if of_type.keys() == {"enum"} else ()
+
+
+def _kinds_told(schema: object) -> Iterator[str]:
+    """Yield the references of which a `type` chooses one, anywhere in schemas."""
+    if isinstance(schema, dict):
+        yield from schema.get("discriminator", {}).get("mapping", {}).values()
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _kinds_told(part)
 
 
 def _bounded(name: str, field: str, schema: Schema, served: Served | None) -> Schema:

@@ -78,8 +78,13 @@ def reject_changing(
     for name in names:
         value = getattr(wire, name)
         empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
-        if not empty and value not in neutral.get(name, ()):
+        if not empty and not any(_same(value, one) for one in neutral.get(name, ())):
             raise Unsupported(name)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Return whether values are the same in JSON, where true is not 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def neutral_values(name: str) -> list[Any]:
