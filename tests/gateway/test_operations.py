@@ -144,6 +144,13 @@ async def test_tokenize_takes_messages(http: httpx.AsyncClient) -> None:
     assert answer.json()["error"]["param"] == "tokens[1]"
 
 
+async def test_tokenize_takes_tools_with_messages_alone(http: httpx.AsyncClient) -> None:
+    """A prompt's text shows no tools, so that they are not silently dropped."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    answer = await http.post("/tokenize", json={"prompt": "a", "tools": tools})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+
 async def test_long_bodies_are_parsed_off_the_loop(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,8 @@ def _tokenize(body: bytes, served: Served) -> TokenizeReply:
     served.check_name(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
         raise InvalidRequest("prompt: give either prompt or messages", "prompt")
+    if wire.prompt is not None and wire.tools is not None:
+        raise InvalidRequest("tools: only together with messages", "tools")
     if wire.prompt is None:
         chat = ChatBody(messages=wire.messages, tools=wire.tools)
         tools = offered_tools(chat, served.tokenizer.tool_template)

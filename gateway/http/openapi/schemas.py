@@ -46,6 +46,7 @@ def _kinds(field: str, *kinds: tuple[str, Mapping[str, Schema]]) -> list[Schema]
 
 
 _TEXT: Final = {"type": "string"}
+_NULL: Final = {"type": "null"}
 _CONTENT: Final = {"content": {"type": ["string", "array"]}}
 
 _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
@@ -60,10 +61,13 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
     ],
     "TokenizeBody": [
         {
-            "properties": {one: {"type": kind}, other: {"type": "null"}},
-            "required": [one],
-        }
-        for one, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+            "properties": {"prompt": _TEXT, "messages": _NULL, "tools": _NULL},
+            "required": ["prompt"],
+        },
+        {
+            "properties": {"messages": {"type": "array"}, "prompt": _NULL},
+            "required": ["messages"],
+        },
     ],
 }
 """What validation demands beyond fields by themselves, by struct."""
