@@ -24,8 +24,8 @@ from typing import IO, Any, Final, Self
 from msgspec import UNSET, DecodeError, Struct, UnsetType, ValidationError, convert, field
 from msgspec.json import Encoder, decode, encode
 
+from loadgen.checking.verify import LosslessCheck
 from loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
-from loadgen.verify import LosslessCheck
 
 FORMAT: Final = "loadgen-events/1"
 

@@ -175,7 +175,7 @@ class Record:
         sent_s: when its first byte was handed to the network.
         chunks: the chunks with content, in order.
         end_s: when it was over.
-        verdict: `loadgen.audit.Verdict` as text: `ok`, or the first thing that went wrong.
+        verdict: `loadgen.checking.audit.Verdict` as text: `ok`, or the first thing that went wrong.
         detail: the fault in words.
         texts: text by choice.
         finish_reasons: by choice.

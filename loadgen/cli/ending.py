@@ -10,14 +10,14 @@ from typing import Any, Final
 import typer
 from rich.console import Console
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
+from loadgen.checking.verify import LosslessCheck
 from loadgen.cli.flags import Output
+from loadgen.measuring.summary import invalid_reasons, summarize
 from loadgen.report.dialect import render_as
 from loadgen.report.runs import Report
 from loadgen.report.table import render, side_by_side
-from loadgen.summary import invalid_reasons, summarize
 from loadgen.types import Record, Run
-from loadgen.verify import LosslessCheck
 
 NOT_INTACT: Final = 1
 REGRESSION: Final = 1

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from loadgen.dialects import DIALECTS
-from loadgen.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
-from loadgen.run import Target
+from loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
+from loadgen.sending.run import Target
 from loadgen.types import Slo
 from loadgen.workloads import WORKLOADS
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from loadgen.cli.ending import exit_status, refuse, tell, worst
 from loadgen.cli.flags import Output, Questions, Sending, Server, Url
 from loadgen.events import read_events
-from loadgen.loop import in_loop
 from loadgen.report.runs import Report, name_of
-from loadgen.run import run_load
+from loadgen.sending.loop import in_loop
+from loadgen.sending.run import run_load
 
 
 def run(

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from loadgen.cli.ending import INVALID, exit_status, refuse, worst, write_json
 from loadgen.cli.flags import HtmlOut, JsonOut, Questions, Server
-from loadgen.loop import in_loop
+from loadgen.sending.loop import in_loop
 from loadgen.sweep.cells import contenders, in_order, numbers
 
 

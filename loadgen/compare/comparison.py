@@ -1,10 +1,10 @@
 """What changed between two runs, with intervals, and whether that is a regression.
 
 For each statistic s: the change `s(B) - s(A)`, its standard error SE over stationary bootstrap
-resamples of requests (`loadgen.bootstrap`), and the 95 % interval `change -+ t SE`, t of Student's
-law with `n/b - 1` degrees of freedom for n requests in blocks of mean length b. Where both runs
-were asked the same at the same instants, a resample takes the same requests of both: what a
-question costs is in both and cancels. Else each run is resampled by itself.
+resamples of requests (`loadgen.measuring.bootstrap`), and the 95 % interval `change -+ t SE`, t of
+Student's law with `n/b - 1` degrees of freedom for n requests in blocks of mean length b. Where
+both runs were asked the same at the same instants, a resample takes the same requests of both: what
+a question costs is in both and cancels. Else each run is resampled by itself.
 
 A statistic is *worse* if its change for the worse exceeds what is allowed (nothing, unless a limit
 says so), and *better* if it improved, each with an error of 2.5 % **for all statistics together**
@@ -21,16 +21,16 @@ from typing import Final
 
 import numpy as np
 
-from loadgen.bootstrap import (
+from loadgen.compare.limits import Limit
+from loadgen.compare.measures import HIGHER_IS_BETTER, Measure, measures
+from loadgen.measuring.bootstrap import (
     REPLICATES,
     Floats,
     block_length,
     resampled_counts,
 )
-from loadgen.compare.limits import Limit
-from loadgen.compare.measures import HIGHER_IS_BETTER, Measure, measures
-from loadgen.quantiles import student_quantile, student_tail
-from loadgen.summary import invalid_reasons
+from loadgen.measuring.quantiles import student_quantile, student_tail
+from loadgen.measuring.summary import invalid_reasons
 from loadgen.types import Run, Slo
 
 ERROR: Final = 0.025

@@ -12,11 +12,11 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from loadgen.audit import Verdict
-from loadgen.bootstrap import Counts, Floats
-from loadgen.figures import FIGURE, completion_tokens
-from loadgen.slo import met
-from loadgen.summary import schedule_s
+from loadgen.checking.audit import Verdict
+from loadgen.measuring.bootstrap import Counts, Floats
+from loadgen.measuring.figures import FIGURE, completion_tokens
+from loadgen.measuring.slo import met
+from loadgen.measuring.summary import schedule_s
 from loadgen.types import Record, Run
 
 POINTS: Final = {"p50": 0.50, "p90": 0.90, "p99": 0.99}

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Final
 
 from loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
-from loadgen.figures import completion_tokens
+from loadgen.measuring.figures import completion_tokens
 from loadgen.types import Record, Run
 
 TOOL: Final = "aiperf 0.13.0"

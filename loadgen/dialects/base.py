@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from loadgen.audit import ABORTS, Verdict
-from loadgen.figures import percentile
+from loadgen.checking.audit import ABORTS, Verdict
+from loadgen.measuring.figures import percentile
 from loadgen.types import Record
 
 BROKEN: Final = frozenset(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.dialects.base import (
     BROKEN,
     Account,
@@ -21,7 +21,7 @@ from loadgen.dialects.base import (
     told_error,
     weighted_percentile,
 )
-from loadgen.figures import completion_tokens
+from loadgen.measuring.figures import completion_tokens
 from loadgen.types import Record, Run, Slo
 
 TOOL: Final = "guidellm 0.8.1"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
-from loadgen.figures import completion_tokens
+from loadgen.measuring.figures import completion_tokens
 from loadgen.types import Record, Run
 
 TOOL: Final = "vllm bench serve 0.33.0"

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.compare.comparison import Change, Comparison
-from loadgen.figures import FIGURE
+from loadgen.measuring.figures import FIGURE
 from loadgen.report.words import milliseconds, number, percent
 
 STYLES = {"worse": "red", "better": "green", "": ""}

@@ -11,9 +11,11 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from loadgen.decisions import Decisions
-from loadgen.figures import FIGURES, PERCENTILES, distribution, values_of
-from loadgen.hops import HOP_FORMULAS, Hop
+from loadgen.measuring.decisions import Decisions
+from loadgen.measuring.figures import FIGURES, PERCENTILES, distribution, values_of
+from loadgen.measuring.hops import HOP_FORMULAS, Hop
+from loadgen.measuring.slo import attainment, attainment_by_class, goodput_rps
+from loadgen.measuring.summary import FORMULAS, schedule_s
 from loadgen.report.charts import Chart
 from loadgen.report.words import (
     HOP_COLUMNS,
@@ -25,8 +27,6 @@ from loadgen.report.words import (
     share_of,
     value_of,
 )
-from loadgen.slo import attainment, attainment_by_class, goodput_rps
-from loadgen.summary import FORMULAS, schedule_s
 from loadgen.types import Run
 
 

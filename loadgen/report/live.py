@@ -15,11 +15,11 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from loadgen.audit import Verdict
-from loadgen.figures import tpot_s, ttft_s
-from loadgen.health import lag_s
+from loadgen.checking.audit import Verdict
+from loadgen.measuring.figures import tpot_s, ttft_s
+from loadgen.measuring.slo import met
 from loadgen.report.words import milliseconds, percent
-from loadgen.slo import met
+from loadgen.sending.health import lag_s
 from loadgen.types import Record
 
 RENEWALS_PER_S: Final = 2.0

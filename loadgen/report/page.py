@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from loadgen.decisions import decisions
-from loadgen.figures import FIGURE, PERCENTILES, distribution, errors, values_of
-from loadgen.hops import hops
+from loadgen.checking.verify import LosslessCheck
+from loadgen.measuring.decisions import decisions
+from loadgen.measuring.figures import FIGURE, PERCENTILES, distribution, errors, values_of
+from loadgen.measuring.hops import hops
+from loadgen.measuring.slo import attainment, goodput_rps
+from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.report.charts import Chart, Series, by_class, decision_charts, distribution_chart
 from loadgen.report.goodput import HEAD as GOODPUTS
 from loadgen.report.goodput import NOTES as GOODPUT_NOTES
@@ -30,10 +33,7 @@ from loadgen.report.rate_charts import rate_charts
 from loadgen.report.runs import HEAD, TIMES_IN_MS, Report, points, row
 from loadgen.report.time_charts import time_charts
 from loadgen.report.words import number, percent, value_of
-from loadgen.slo import attainment, goodput_rps
-from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.types import Run
-from loadgen.verify import LosslessCheck
 
 FIGURES_DRAWN = ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s")
 

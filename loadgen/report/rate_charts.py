@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from loadgen.figures import FIGURE
+from loadgen.measuring.figures import FIGURE
+from loadgen.measuring.slo import attainment
 from loadgen.report.charts import FROM_ZERO, GREY, SYMBOLS, Chart, colour
 from loadgen.report.runs import Point
-from loadgen.slo import attainment
 
 RATE: Final = {"title": {"text": "offered requests/s"}, **FROM_ZERO}
 TIMES: Final = ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from loadgen.figures import FIGURE, PERCENTILES, distribution, errors, values_of
+from loadgen.checking.verify import LosslessCheck
+from loadgen.measuring.figures import FIGURE, PERCENTILES, distribution, errors, values_of
+from loadgen.measuring.slo import attainment, goodput_rps
+from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.report.words import milliseconds, number, percent
-from loadgen.slo import attainment, goodput_rps
-from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.types import Record, Run
-from loadgen.verify import LosslessCheck
 
 HEAD: Final = (
     *("run", "rate/s", "requests", "failed", "as promised", "[95 %]", "goodput/s", "tokens/s"),

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from loadgen.measuring.summary import summarize
 from loadgen.report.runs import points
 from loadgen.report.table import side_by_side
-from loadgen.summary import summarize
 from loadgen.sweep.goodput import readings
 from loadgen.sweep.run import Done, Sweep, told
 

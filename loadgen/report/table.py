@@ -9,15 +9,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.decisions import Decisions, decisions
-from loadgen.figures import (
+from loadgen.checking.verify import LosslessCheck
+from loadgen.measuring.decisions import Decisions, decisions
+from loadgen.measuring.figures import (
     FIGURES,
     PERCENTILES,
     distribution,
     errors,
     values_of,
 )
-from loadgen.hops import hops
+from loadgen.measuring.hops import hops
+from loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.report.goodput import HEAD as GOODPUTS
 from loadgen.report.goodput import NOTES as GOODPUT_NOTES
 from loadgen.report.goodput import goodput_rows
@@ -32,10 +35,7 @@ from loadgen.report.words import (
     share_of,
     value_of,
 )
-from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
-from loadgen.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
 from loadgen.types import ClientHealth, Run
-from loadgen.verify import LosslessCheck
 
 
 def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from loadgen.audit import Verdict
-from loadgen.decisions import Decision, decisions_of
-from loadgen.figures import FIGURE, intact, ttft_s
-from loadgen.health import lag_s
+from loadgen.checking.audit import Verdict
+from loadgen.measuring.decisions import Decision, decisions_of
+from loadgen.measuring.figures import FIGURE, intact, ttft_s
+from loadgen.measuring.slo import met
 from loadgen.report.charts import (
     COLOURS,
     DOTS,
@@ -22,7 +22,7 @@ from loadgen.report.charts import (
     dots,
     thinned,
 )
-from loadgen.slo import met
+from loadgen.sending.health import lag_s
 from loadgen.types import Record, Run
 
 BARS: Final = 300

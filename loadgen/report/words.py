@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from loadgen.figures import PERCENTILES, Figure
-from loadgen.hops import Hop
-from loadgen.slo import Attainment
+from loadgen.measuring.figures import PERCENTILES, Figure
+from loadgen.measuring.hops import Hop
+from loadgen.measuring.slo import Attainment
 
 NOTHING = "-"
 

@@ -26,7 +26,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.quantiles import student_quantile
+from loadgen.measuring.quantiles import student_quantile
 from loadgen.search.batches import Dispersion, dispersion
 from loadgen.search.types import Measured
 

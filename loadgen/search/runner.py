@@ -9,22 +9,22 @@ from typing import Any, Final, TypeAlias
 
 import aiohttp
 
-from loadgen.audit import Verdict as Intact
-from loadgen.client import ask, open_session
-from loadgen.clock import start_clock
-from loadgen.corpus import open_corpus
-from loadgen.driver import run_plan
-from loadgen.figures import latency_s, ttft_s
-from loadgen.health import judge_health
-from loadgen.null_server import allow_many_connections
-from loadgen.plan import Load, make_plan
-from loadgen.run import Target, settings_of
+from loadgen.checking.audit import Verdict as Intact
+from loadgen.measuring.figures import latency_s, ttft_s
+from loadgen.measuring.slo import met
+from loadgen.measuring.summary import summarize
+from loadgen.planning.corpus import open_corpus
+from loadgen.planning.plan import Load, make_plan
 from loadgen.search.search import Search
 from loadgen.search.types import Aim, Found, Measured, Probe, Verdict
 from loadgen.search.watch import Watch
-from loadgen.server import Server, look_at
-from loadgen.slo import met
-from loadgen.summary import summarize
+from loadgen.sending.client import ask, open_session
+from loadgen.sending.clock import start_clock
+from loadgen.sending.driver import run_plan
+from loadgen.sending.health import judge_health
+from loadgen.sending.null_server import allow_many_connections
+from loadgen.sending.run import Target, settings_of
+from loadgen.sending.server import Server, look_at
 from loadgen.types import Planned, Record, Run
 
 WARM_UP: Final = 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
 
-from loadgen.plan import Load
+from loadgen.planning.plan import Load
 
 
 @dataclass(frozen=True, slots=True)

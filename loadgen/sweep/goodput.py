@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from loadgen.bootstrap import inflation
+from loadgen.measuring.bootstrap import inflation
+from loadgen.measuring.slo import Interval, attainment, met, wilson
 from loadgen.report.runs import Point
-from loadgen.slo import Interval, attainment, met, wilson
 from loadgen.types import Run
 
 SHARES: Final = (0.90, 0.95, 0.99)
@@ -95,7 +95,7 @@ def surely(point: Point) -> Interval:
     """Return the 95 % Wilson interval of the attainment, as of so many independent requests.
 
     Requests of one run wait for each other: n of them tell as much as n over the inflation of the
-    variance (`loadgen.bootstrap.inflation`).
+    variance (`loadgen.measuring.bootstrap.inflation`).
     """
     counted = attainment(point.records)
     larger = max(map(_inflation, point.runs))

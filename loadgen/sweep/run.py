@@ -12,12 +12,12 @@ from msgspec import to_builtins
 from rich.console import Console
 
 from loadgen.events import read_events
-from loadgen.plan import Load
+from loadgen.measuring.slo import attainment
+from loadgen.measuring.summary import invalid_reasons
+from loadgen.planning.plan import Load
 from loadgen.report.runs import Report
 from loadgen.report.words import percent
-from loadgen.run import Target, run_load
-from loadgen.slo import attainment
-from loadgen.summary import invalid_reasons
+from loadgen.sending.run import Target, run_load
 from loadgen.sweep.cells import Cell, Contender
 from loadgen.types import Run
 

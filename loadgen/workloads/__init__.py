@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from loadgen.corpus import open_corpus
+from loadgen.planning.corpus import open_corpus
 from loadgen.types import Slo
 from loadgen.workloads.base import Endpoint, Setting, Workload, text_of, through
 from loadgen.workloads.chat import Chat

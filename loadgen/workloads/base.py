@@ -10,7 +10,7 @@ from math import log
 from random import Random
 from typing import Final, Literal, Protocol
 
-from loadgen.corpus import Corpus, Library
+from loadgen.planning.corpus import Corpus, Library
 from loadgen.types import Message, Question, Slo
 from loadgen.workloads.tokens import TokenCounter, cut
 

@@ -15,7 +15,7 @@ BLOCKS_KEPT: Final = 16_384
 
 
 class Row(Protocol):
-    """What a replay needs of a trace's row; `loadgen.traces` reads such rows.
+    """What a replay needs of a trace's row; `loadgen.planning.traces` reads such rows.
 
     `prefix_ids` name the prompt's blocks of `block_tokens` tokens, from its beginning; the last may
     be cut short by the prompt's end.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli.simulate.prediction import compared
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.types import Arrived, Planned, Question, Record
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from gateway.cli.simulate.intervals import batch_means, estimate
 from gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
 from gateway.cli.simulate.report import page
 from gateway.cli.simulate.results import as_json
-from loadgen.figures import FIGURE, ttft_s, values_of
-from loadgen.plan import Load
+from loadgen.measuring.figures import FIGURE, ttft_s, values_of
+from loadgen.planning.plan import Load
 from loadgen.types import Slo
 from loadgen.workloads import WORKLOADS, make_workload
 

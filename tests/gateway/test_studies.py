@@ -26,7 +26,7 @@ from gateway.cli.studies.search import (
     highest_place,
     nearest_place,
 )
-from loadgen.traces import TraceRow, read_trace
+from loadgen.planning.traces import TraceRow, read_trace
 from loadgen.types import Slo
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from loadgen.calibrate import (
+from loadgen.sending.calibrate import (
     PACE,
     CalibrationResult,
     Probe,
@@ -17,9 +17,9 @@ from loadgen.calibrate import (
     probe,
     render,
 )
-from loadgen.client import Patience, ask, first_model, open_session
-from loadgen.clock import start_clock
-from loadgen.null_server import Pace
+from loadgen.sending.client import Patience, ask, first_model, open_session
+from loadgen.sending.clock import start_clock
+from loadgen.sending.null_server import Pace
 from loadgen.types import ClientHealth, Message, Planned
 from tests.loadgen.mock import question
 

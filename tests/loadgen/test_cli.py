@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import gateway.cli
 from loadgen import cli
-from loadgen.calibrate import CalibrationResult
 from loadgen.cli.ending import exit_status, worst
-from loadgen.client import open_session
-from loadgen.corpus import open_corpus
 from loadgen.events import EventWriter, read_events
-from loadgen.server import look_at
+from loadgen.planning.corpus import open_corpus
+from loadgen.sending.calibrate import CalibrationResult
+from loadgen.sending.client import open_session
+from loadgen.sending.server import look_at
 from loadgen.types import ClientHealth
 from loadgen.workloads import ApproximateCounter
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread

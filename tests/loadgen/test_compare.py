@@ -15,8 +15,8 @@ from loadgen.compare.comparison import compare, holm, judge
 from loadgen.compare.limits import parse_limit
 from loadgen.compare.measures import Percentiles, measures
 from loadgen.events import EventWriter
-from loadgen.figures import FIGURE, distribution, values_of
-from loadgen.summary import summarize
+from loadgen.measuring.figures import FIGURE, distribution, values_of
+from loadgen.measuring.summary import summarize
 from loadgen.types import Run, Slo
 from tests.loadgen.queue import queue_run
 from tests.loadgen.test_report import BEHIND

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.dialects import DIALECTS
 from loadgen.dialects.base import Account, weighted_percentile
 from loadgen.types import Run, Slo

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.client import open_session
-from loadgen.clock import start_clock
-from loadgen.driver import TIMER_S, run_plan, send_on_schedule
-from loadgen.health import NEVER, Budget, HealthMonitor, judge_health, lag_s
+from loadgen.sending.client import open_session
+from loadgen.sending.clock import start_clock
+from loadgen.sending.driver import TIMER_S, run_plan, send_on_schedule
+from loadgen.sending.health import NEVER, Budget, HealthMonitor, judge_health, lag_s
 from loadgen.types import ClientHealth, Planned, Record, Run
 from tests.loadgen.mock import Mock, Script, planned, question, serving
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadgen.decisions import decisions
-from loadgen.figures import (
+from loadgen.checking.verify import LosslessCheck
+from loadgen.measuring.decisions import decisions
+from loadgen.measuring.figures import (
     FIGURE,
     FIGURES,
     chunk_gaps_s,
@@ -26,10 +27,9 @@ from loadgen.figures import (
     ttft_sent_s,
     values_of,
 )
-from loadgen.slo import wilson
-from loadgen.summary import accepted_tokens_per_s, invalid_reasons, summarize
+from loadgen.measuring.slo import wilson
+from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, summarize
 from loadgen.types import ClientHealth, Slo
-from loadgen.verify import LosslessCheck
 from tests.loadgen.truth import WELL, a_run, failed, record, speculation
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.client import open_session
-from loadgen.driver import run_plan
 from loadgen.events import EventWriter, read_events
-from loadgen.figures import latency_s, ttft_s
-from loadgen.health import lag_s
-from loadgen.hops import hops, hops_as_dict
-from loadgen.slo import attainment, met, met_latency
-from loadgen.summary import summarize
+from loadgen.measuring.figures import latency_s, ttft_s
+from loadgen.measuring.hops import hops, hops_as_dict
+from loadgen.measuring.slo import attainment, met, met_latency
+from loadgen.measuring.summary import summarize
+from loadgen.sending.client import open_session
+from loadgen.sending.driver import run_plan
+from loadgen.sending.health import lag_s
 from loadgen.types import SINGLE, Planned, Slo
 from tests.loadgen.mock import Mock, Script, question, serving, text_of
 from tests.loadgen.truth import a_run, record

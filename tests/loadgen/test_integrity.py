@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from loadgen.audit import ABORTS, StreamAudit, Verdict
-from loadgen.client import Exchange, Patience, ask, first_model, open_session
-from loadgen.clock import start_clock
+from loadgen.checking.audit import ABORTS, StreamAudit, Verdict
+from loadgen.sending.client import Exchange, Patience, ask, first_model, open_session
+from loadgen.sending.clock import start_clock
 from loadgen.types import Arrived, Message, Planned, Slo
 from tests.loadgen.mock import (
     EVENT_FAULTS,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.arrivals import parse_arrival
-from loadgen.driver import until
-from loadgen.plan import PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load, Part, make_plan
-from loadgen.traces import read_trace
+from loadgen.planning.arrivals import parse_arrival
+from loadgen.planning.plan import PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load, Part, make_plan
+from loadgen.planning.traces import read_trace
+from loadgen.sending.driver import until
 from loadgen.types import Slo
 
 ROWS = [

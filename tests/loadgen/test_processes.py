@@ -16,17 +16,17 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
+from loadgen.checking.verify import choose, replay_of
 from loadgen.events import End, read_events
-from loadgen.health import judge_health, of_processes
-from loadgen.plan import Load, Part
-from loadgen.processes import parent, sender
-from loadgen.processes.parent import Merger, run_in_processes
-from loadgen.processes.wire import JOB, REPORT, Job, Report, Start, frame, receive
-from loadgen.run import Target, run_load
-from loadgen.summary import invalid_reasons, summarize
+from loadgen.measuring.summary import invalid_reasons, summarize
+from loadgen.planning.plan import Load, Part
+from loadgen.sending.health import judge_health, of_processes
+from loadgen.sending.processes import parent, sender
+from loadgen.sending.processes.parent import Merger, run_in_processes
+from loadgen.sending.processes.wire import JOB, REPORT, Job, Report, Start, frame, receive
+from loadgen.sending.run import Target, run_load
 from loadgen.types import Run, Slo
-from loadgen.verify import choose, replay_of
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
 from tests.loadgen.truth import WELL, a_run, record

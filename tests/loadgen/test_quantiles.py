@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy import stats
 
-from loadgen.quantiles import student_quantile, student_tail
+from loadgen.measuring.quantiles import student_quantile, student_tail
 
 
 def test_student_quantiles_are_those_of_the_tables() -> None:

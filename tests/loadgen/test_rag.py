@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 
-from loadgen.client import Patience, open_session
-from loadgen.driver import run_plan
-from loadgen.hops import hops
-from loadgen.plan import Load, make_plan
-from loadgen.retrieval import Index, open_index
+from loadgen.measuring.hops import hops
+from loadgen.planning.plan import Load, make_plan
+from loadgen.sending.client import Patience, open_session
+from loadgen.sending.driver import run_plan
+from loadgen.sending.retrieval import Index, open_index
 from loadgen.types import Slo
 from loadgen.workloads import ApproximateCounter, indexed_passages
 from loadgen.workloads.deadline import (

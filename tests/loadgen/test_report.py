@@ -16,7 +16,8 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from loadgen.figures import FIGURES
+from loadgen.checking.verify import Difference, LosslessCheck
+from loadgen.measuring.figures import FIGURES
 from loadgen.report.charts import thinned
 from loadgen.report.live import Histogram, LiveView, Progress
 from loadgen.report.live import render as render_live
@@ -27,7 +28,6 @@ from loadgen.report.table import render, side_by_side
 from loadgen.report.time_charts import open_requests
 from loadgen.report.words import milliseconds
 from loadgen.types import ClientHealth
-from loadgen.verify import Difference, LosslessCheck
 from tests.chromium import find_chromium
 from tests.loadgen.truth import a_run, failed, record, speculation
 

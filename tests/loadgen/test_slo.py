@@ -7,7 +7,7 @@ from math import sqrt
 import pytest
 from scipy.stats import binomtest
 
-from loadgen.slo import (
+from loadgen.measuring.slo import (
     Z_95,
     attainment,
     attainment_by_class,

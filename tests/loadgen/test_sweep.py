@@ -11,10 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from loadgen import cli
-from loadgen.plan import Load
+from loadgen.measuring.slo import wilson
+from loadgen.planning.plan import Load
 from loadgen.report.runs import Report, points
-from loadgen.run import Target
-from loadgen.slo import wilson
+from loadgen.sending.run import Target
 from loadgen.sweep import run as sweep_run
 from loadgen.sweep.cells import contenders, in_order, numbers
 from loadgen.sweep.goodput import falling, read_off, readings, surely
@@ -153,7 +153,8 @@ def swept(url: str, *flags: object):
 def test_a_sweep_runs_every_cell_and_tells_of_each(tmp_path, monkeypatch) -> None:
     """`sweep/1` has a summary for each cell, a page and a table come with it; called again it runs
     nothing that is there."""
-    monkeypatch.setattr("loadgen.summary.judge_health", lambda run: [])  # a busy machine is fine
+    judged = "loadgen.measuring.summary.judge_health"
+    monkeypatch.setattr(judged, lambda run: [])  # a busy machine is fine
     out, page, folder = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "events"
     mock = Mock()
     files = ["--json", out, "--html", page, "--events", folder]

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import pytest
 
-from loadgen.plan import Load, make_plan
-from loadgen.traces import TraceRow, at_rate, parse_trace, read_trace, scaled
+from loadgen.planning.plan import Load, make_plan
+from loadgen.planning.traces import TraceRow, at_rate, parse_trace, read_trace, scaled
 from loadgen.workloads import ApproximateCounter
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

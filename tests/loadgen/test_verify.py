@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.client import open_session
-from loadgen.driver import run_plan
-from loadgen.verify import (
+from loadgen.checking.verify import (
     CONTEXT,
     LosslessCheck,
     choose,
@@ -17,6 +15,8 @@ from loadgen.verify import (
     replay_of,
     verify_lossless,
 )
+from loadgen.sending.client import open_session
+from loadgen.sending.driver import run_plan
 from tests.loadgen.mock import Mock, Script, planned, serving
 
 

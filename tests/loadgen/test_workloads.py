@@ -15,8 +15,8 @@ from statistics import median
 import pytest
 from scipy.stats import chisquare
 
-from loadgen import corpus
-from loadgen.corpus import Place, open_corpus
+from loadgen.planning import corpus
+from loadgen.planning.corpus import Place, open_corpus
 from loadgen.types import Message, Question, Slo
 from loadgen.workloads import (
     WORKLOADS,

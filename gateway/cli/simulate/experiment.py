@@ -11,12 +11,12 @@ from backends.base import WorkerConfig
 from backends.sim.simulated import World
 from gateway.cli.simulate.cluster import ROUTINGS, Cluster, simulate
 from gateway.cli.simulate.intervals import batch_means
-from loadgen.figures import latency_s, tpot_s, ttft_s
-from loadgen.health import without_full_collections
-from loadgen.plan import Load, make_plan
-from loadgen.slo import met
-from loadgen.summary import summarize
-from loadgen.traces import TraceRow, read_trace
+from loadgen.measuring.figures import latency_s, tpot_s, ttft_s
+from loadgen.measuring.slo import met
+from loadgen.measuring.summary import summarize
+from loadgen.planning.plan import Load, make_plan
+from loadgen.planning.traces import TraceRow, read_trace
+from loadgen.sending.health import without_full_collections
 from loadgen.types import ClientHealth, Record, Run
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)

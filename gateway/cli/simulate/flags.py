@@ -67,7 +67,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     from backends.base import WorkerConfig
     from gateway.cli.simulate.command import Output, run_simulate
     from gateway.cli.simulate.experiment import Setup
-    from loadgen.plan import Load
+    from loadgen.planning.plan import Load
     from loadgen.types import Slo
 
     with refused():

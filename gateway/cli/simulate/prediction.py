@@ -33,8 +33,8 @@ from gateway.cli.environment import collect_environment
 from gateway.cli.simulate.cluster import Cluster, send, simulate, started
 from gateway.cli.simulate.prompts import job_of
 from gateway.dispatch.job import Job
-from loadgen.figures import FIGURE, distribution, values_of
-from loadgen.plan import Load, make_plan
+from loadgen.measuring.figures import FIGURE, distribution, values_of
+from loadgen.planning.plan import Load, make_plan
 from loadgen.types import Planned, Record
 from loadgen.workloads import text_of
 

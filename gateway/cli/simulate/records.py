@@ -13,7 +13,7 @@ from backends.types import Delta
 from gateway.cli.simulate.prompts import without_text
 from gateway.dispatch.placement import Placement
 from gateway.http.answer import speculation_reply
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.types import Arrived, Planned, Record
 
 

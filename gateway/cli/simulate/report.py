@@ -13,8 +13,8 @@ from rich.table import Table
 from gateway.cli.simulate.experiment import Outcome, Results, Setup
 from gateway.cli.simulate.intervals import differences, estimate, known
 from gateway.cli.simulate.results import mean_summary, settings_of
-from loadgen.decisions import decisions
-from loadgen.figures import FIGURE
+from loadgen.measuring.decisions import decisions
+from loadgen.measuring.figures import FIGURE
 from loadgen.report.charts import Chart, Series, distribution_chart
 from loadgen.report.html import (
     classes_part,

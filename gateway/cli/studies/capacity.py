@@ -27,11 +27,11 @@ from gateway.cli.simulate.cluster import Cluster, simulate
 from gateway.cli.studies.lengths import Drawn
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.search import STEP, grid_rate, highest_place, nearest_place
-from loadgen.audit import Verdict
-from loadgen.figures import FIGURE, percentile, values_of
-from loadgen.health import without_full_collections
+from loadgen.checking.audit import Verdict
+from loadgen.measuring.figures import FIGURE, percentile, values_of
+from loadgen.planning.traces import read_trace
 from loadgen.report.html import table_part
-from loadgen.traces import read_trace
+from loadgen.sending.health import without_full_collections
 from loadgen.types import Record, Slo
 
 LATEST_S: Final = 2.0

@@ -28,12 +28,12 @@ from gateway.cli.studies.capacity import LATEST_S, median_delay_s
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.search import grid_rate, highest_place, nearest_place
 from gateway.dispatch.job import Job
-from loadgen.figures import tpot_s, ttft_s
-from loadgen.health import without_full_collections
-from loadgen.plan import Load, make_plan
+from loadgen.measuring.figures import tpot_s, ttft_s
+from loadgen.measuring.slo import met
+from loadgen.planning.plan import Load, make_plan
 from loadgen.report.html import table_part
 from loadgen.report.words import percent
-from loadgen.slo import met
+from loadgen.sending.health import without_full_collections
 from loadgen.types import Planned, Question, Record, Slo
 
 WORKLOAD: Final = "chat"

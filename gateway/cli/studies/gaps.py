@@ -19,10 +19,10 @@ from gateway.cli.simulate.cluster import Cluster, simulate
 from gateway.cli.studies.capacity import SLO_CONTEXT, SLO_SEQUENCES, slo_seconds
 from gateway.cli.studies.lengths import Drawn
 from gateway.cli.studies.record import provenance, study_parser, write_results
-from loadgen.figures import chunk_gaps_s, ttft_s
+from loadgen.measuring.figures import chunk_gaps_s, ttft_s
+from loadgen.planning.traces import TraceRow
 from loadgen.report.charts import COLOURS, FAILED, Chart
 from loadgen.report.html import figure_part, table_part
-from loadgen.traces import TraceRow
 from loadgen.types import Planned, Record, Slo
 
 BATCHINGS: Final = ("slack", "fixed:512", "prefill_first")

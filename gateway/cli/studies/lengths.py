@@ -13,8 +13,8 @@ from random import Random
 
 from gateway.cli.simulate.prompts import job_of
 from gateway.dispatch.job import Job
-from loadgen.arrivals import parse_arrival
-from loadgen.traces import TraceRow
+from loadgen.planning.arrivals import parse_arrival
+from loadgen.planning.traces import TraceRow
 from loadgen.types import Planned, Question, Slo
 
 INDEX_BYTES = 4

@@ -20,7 +20,7 @@ from gateway.dispatch.admission import Bounds
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.job import Job
 from gateway.errors import TooMany
-from loadgen.plan import Load, make_plan
+from loadgen.planning.plan import Load, make_plan
 from loadgen.types import Planned
 from policies.types import ServiceLevel
 

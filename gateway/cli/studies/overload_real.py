@@ -43,8 +43,8 @@ from gateway.cli.studies.served import (
     served,
     watched,
 )
-from loadgen.plan import Load, make_plan
-from loadgen.sse import SseParser
+from loadgen.planning.plan import Load, make_plan
+from loadgen.sending.sse import SseParser
 from policies.types import ServiceLevel
 
 REFUSAL_GOAL_S: Final = 0.050

@@ -21,7 +21,7 @@ from gateway.cli.simulate.experiment import Outcome, Setup, run_experiment
 from gateway.cli.simulate.results import compared, estimates
 from gateway.cli.studies.policies_report import body
 from gateway.cli.studies.record import provenance, study_parser, write_results
-from loadgen.plan import Load
+from loadgen.planning.plan import Load
 from loadgen.types import Slo
 
 PROMISED: Final = {

@@ -28,14 +28,14 @@ from gateway.cli.environment import collect_environment
 from gateway.cli.studies.edge.processes import on_core, two_cores
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.served import Server, served
-from loadgen.audit import Verdict
-from loadgen.figures import FIGURE, distribution, values_of
-from loadgen.hops import hops, hops_as_dict
-from loadgen.plan import Load
+from loadgen.checking.audit import Verdict
+from loadgen.measuring.figures import FIGURE, distribution, values_of
+from loadgen.measuring.hops import hops, hops_as_dict
+from loadgen.measuring.slo import Z_95, attainment
+from loadgen.measuring.summary import summarize
+from loadgen.planning.plan import Load
 from loadgen.report.html import table_part
-from loadgen.run import Target, run_load
-from loadgen.slo import Z_95, attainment
-from loadgen.summary import summarize
+from loadgen.sending.run import Target, run_load
 from loadgen.types import Record, Run, Slo
 
 POLICIES: Final = ("off", "auto")

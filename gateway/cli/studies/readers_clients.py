@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from gateway.cli.studies.edge.client import Connection
-from loadgen.sse import SseParser
+from loadgen.sending.sse import SseParser
 
 SMALL_WINDOW_BYTES: Final = 4096
 """SO_RCVBUF of slow readers: what they have not read waits on the server's side."""

@@ -30,10 +30,10 @@ from gateway.cli.studies.edge.processes import on_core, two_cores
 from gateway.cli.studies.record import provenance, study_parser
 from gateway.cli.studies.served import served
 from loadgen.cli.ending import write_json
-from loadgen.figures import intact
-from loadgen.plan import Load
+from loadgen.measuring.figures import intact
+from loadgen.planning.plan import Load
 from loadgen.report.sweep import finish
-from loadgen.run import Target, run_load
+from loadgen.sending.run import Target, run_load
 from loadgen.sweep.cells import Contender, in_order, numbers
 from loadgen.sweep.run import Done, Sweep, run_sweep
 from loadgen.types import Slo

@@ -8,7 +8,7 @@ from itertools import count
 from gateway.cli.studies.judges.cases import RATE, TPOT_LIMIT_MS, TTFT_LIMIT_MS
 from gateway.cli.studies.judges.mock import Answered
 from gateway.cli.studies.judges.tools import Figures
-from loadgen.figures import percentile
+from loadgen.measuring.figures import percentile
 
 
 def truth(answers: Sequence[Answered], requests: int) -> Figures:

@@ -13,9 +13,9 @@ from typing import Final, TypeVar
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from loadgen.client import Patience
 from loadgen.events import End
-from loadgen.plan import WHOLE, Load, Part
+from loadgen.planning.plan import WHOLE, Load, Part
+from loadgen.sending.client import Patience
 from loadgen.types import SINGLE, Record
 from loadgen.workloads import ApproximateCounter
 

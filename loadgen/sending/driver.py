@@ -9,11 +9,11 @@ from typing import Final, TypeAlias
 
 import aiohttp
 
-from loadgen.client import Exchange, Patience
-from loadgen.clock import Clock, start_clock
-from loadgen.flows import whole
-from loadgen.health import HealthMonitor, without_full_collections
-from loadgen.plan import Load, Plan
+from loadgen.planning.plan import Load, Plan
+from loadgen.sending.client import Exchange, Patience
+from loadgen.sending.clock import Clock, start_clock
+from loadgen.sending.flows import whole
+from loadgen.sending.health import HealthMonitor, without_full_collections
 from loadgen.types import SINGLE, Planned, Record, Run
 
 TIMER_S: Final = 0.001

@@ -14,9 +14,9 @@ from typing import Final
 
 import aiohttp
 
-from loadgen.audit import Verdict
-from loadgen.client import Patience, ask
-from loadgen.clock import start_clock
+from loadgen.checking.audit import Verdict
+from loadgen.sending.client import Patience, ask
+from loadgen.sending.clock import start_clock
 from loadgen.types import Planned, Record
 
 CONTEXT: Final = 30

@@ -1,8 +1,8 @@
 """One of several processes that send a load: makes its part of the plan, sends it, reports.
 
-`python -m loadgen.processes.sender FD` is started by `loadgen.processes.parent` and speaks
-`loadgen.processes.wire` over the inherited socket. It stops when the socket's other end is closed,
-the parent's death included: none is left behind.
+`python -m loadgen.sending.processes.sender FD` is started by `loadgen.sending.processes.parent` and
+speaks `loadgen.sending.processes.wire` over the inherited socket. It stops when the socket's other
+end is closed, the parent's death included: none is left behind.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Final
 
 import aiohttp
 
-from loadgen.client import open_session
-from loadgen.clock import Clock, clock_from
-from loadgen.driver import TIMER_S, requests_of, run_plan
 from loadgen.events import End
-from loadgen.loop import in_loop
-from loadgen.plan import Plan, make_plan
-from loadgen.processes.wire import JOB, START, Job, Report, frame, receive
-from loadgen.retrieval import retriever_of
-from loadgen.traces import read_trace
+from loadgen.planning.plan import Plan, make_plan
+from loadgen.planning.traces import read_trace
+from loadgen.sending.client import open_session
+from loadgen.sending.clock import Clock, clock_from
+from loadgen.sending.driver import TIMER_S, requests_of, run_plan
+from loadgen.sending.loop import in_loop
+from loadgen.sending.processes.wire import JOB, START, Job, Report, frame, receive
+from loadgen.sending.retrieval import retriever_of
 from loadgen.types import Planned, Record, Run
 
 REPORT_S: Final = 0.05

@@ -14,20 +14,20 @@ import aiohttp
 from msgspec import to_builtins
 from rich.console import Console
 
-from loadgen.client import Patience, open_session
-from loadgen.corpus import Corpus, open_corpus
-from loadgen.driver import requests_of, run_plan
+from loadgen.checking.verify import LosslessCheck, verify_lossless
 from loadgen.events import EventWriter
-from loadgen.null_server import allow_many_connections
-from loadgen.plan import Load, Part, Plan, make_plan
-from loadgen.processes.parent import run_in_processes
-from loadgen.processes.wire import Job
+from loadgen.planning.corpus import Corpus, open_corpus
+from loadgen.planning.plan import Load, Part, Plan, make_plan
+from loadgen.planning.traces import read_trace
 from loadgen.report.live import LiveView, Progress
-from loadgen.retrieval import retriever_of
-from loadgen.server import Server, look_at
-from loadgen.traces import read_trace
+from loadgen.sending.client import Patience, open_session
+from loadgen.sending.driver import requests_of, run_plan
+from loadgen.sending.null_server import allow_many_connections
+from loadgen.sending.processes.parent import run_in_processes
+from loadgen.sending.processes.wire import Job
+from loadgen.sending.retrieval import retriever_of
+from loadgen.sending.server import Server, look_at
 from loadgen.types import Record, Run
-from loadgen.verify import LosslessCheck, verify_lossless
 from loadgen.workloads import Rag
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.types import SINGLE, Planned, Record, Single
 
 

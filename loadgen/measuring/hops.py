@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from loadgen.audit import Verdict
-from loadgen.figures import Distribution, distribution, errors, intact, latency_s, ttft_s
-from loadgen.slo import met
+from loadgen.checking.audit import Verdict
+from loadgen.measuring.figures import Distribution, distribution, errors, intact, latency_s, ttft_s
+from loadgen.measuring.slo import met
 from loadgen.types import Record
 
 HOP_FORMULAS: Final = {

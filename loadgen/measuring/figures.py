@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import ceil, floor
 from typing import Final
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.types import Record
 
 PERCENTILES: Final = (50, 90, 99)

@@ -1,7 +1,7 @@
 """Several processes send one load: each its part of the same plan, all from one instant on.
 
-One process is limited by its one core (`loadgen.calibrate` says where). Here the parent sends
-nothing itself: it starts the processes, waits until all have made their questions, names the
+One process is limited by its one core (`loadgen.sending.calibrate` says where). Here the parent
+sends nothing itself: it starts the processes, waits until all have made their questions, names the
 instant at which they begin, and merges what they report into one run. A process that dies, or did
 not keep up, makes the run INVALID.
 """
@@ -21,11 +21,11 @@ from typing import Final
 
 from msgspec.structs import replace as with_fields
 
-from loadgen.audit import Verdict
+from loadgen.checking.audit import Verdict
 from loadgen.events import End
-from loadgen.health import of_processes
-from loadgen.plan import Part
-from loadgen.processes.wire import REPORT, Job, Report, Start, frame, receive
+from loadgen.planning.plan import Part
+from loadgen.sending.health import of_processes
+from loadgen.sending.processes.wire import REPORT, Job, Report, Start, frame, receive
 from loadgen.types import Record, Run
 
 AHEAD_S: Final = 0.1
@@ -199,7 +199,7 @@ async def _sender(job: Job) -> AsyncGenerator[Sender, None]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "loadgen.processes.sender", str(theirs.fileno())),
+            *(sys.executable, "-m", "loadgen.sending.processes.sender", str(theirs.fileno())),
             stdin=DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,

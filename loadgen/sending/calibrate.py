@@ -2,8 +2,9 @@
 
 Two ceilings, of one process or of several, each of which needs a core: the highest rate of requests
 with an answer of one token, and the largest number of open streams which bring a token every 20 ms.
-Held is a load whose run is valid by `loadgen.health.Budget` and whose streams are all intact. The
-search doubles until a load fails and then halves the interval (as MLPerf's LoadGen finds its peak).
+Held is a load whose run is valid by `loadgen.sending.health.Budget` and whose streams are all
+intact. The search doubles until a load fails and then halves the interval (as MLPerf's LoadGen
+finds its peak).
 
 The null server is another process and needs a core of its own. Its CPU share is told with each
 probe: where it is near 100 %, or the two share a core, the ceiling is a lower bound.
@@ -23,14 +24,14 @@ import aiohttp
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from loadgen.audit import Verdict
-from loadgen.client import open_session
-from loadgen.driver import run_plan
-from loadgen.health import judge_health
-from loadgen.null_server import Pace, allow_many_connections
-from loadgen.plan import Load, make_plan
-from loadgen.processes.parent import run_in_processes
-from loadgen.processes.wire import Job
+from loadgen.checking.audit import Verdict
+from loadgen.planning.plan import Load, make_plan
+from loadgen.sending.client import open_session
+from loadgen.sending.driver import run_plan
+from loadgen.sending.health import judge_health
+from loadgen.sending.null_server import Pace, allow_many_connections
+from loadgen.sending.processes.parent import run_in_processes
+from loadgen.sending.processes.wire import Job
 from loadgen.types import ClientHealth, Run
 
 PACE: Final = Pace(ttft_s=0.050, itl_s=0.020)
@@ -238,7 +239,7 @@ async def null_server(pace: Pace) -> AsyncGenerator[str, None]:
     """Run a null server as a process of its own; gives its address."""
     options = ["--ttft-ms", str(pace.ttft_s * 1e3), "--itl-ms", str(pace.itl_s * 1e3)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "loadgen.null_server", *options, stdout=PIPE
+        sys.executable, "-m", "loadgen.sending.null_server", *options, stdout=PIPE
     )
     assert process.stdout is not None
     try:

@@ -12,10 +12,10 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.audit import Verdict
-from loadgen.client import Patience, ask
-from loadgen.clock import start_clock
-from loadgen.processes.wire import Job
+from loadgen.checking.audit import Verdict
+from loadgen.sending.client import Patience, ask
+from loadgen.sending.clock import start_clock
+from loadgen.sending.processes.wire import Job
 from loadgen.types import Planned, Question
 from loadgen.workloads import Rag, Retriever, indexed_passages
 

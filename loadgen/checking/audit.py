@@ -9,7 +9,7 @@ counts cut streams as successes measures nothing.
 A repeated chunk cannot be told from a repetitive answer by its text. It is caught by counting: a
 chunk with text stands for at least one token, so more such chunks than `completion_tokens` means
 that some came twice (or that a proxy cuts tokens into pieces: then the usage belongs to another
-stream than the one received). Where several tokens come per chunk, only `loadgen.verify` can tell.
+stream than the one received). Where several tokens come per chunk, only `verify` can tell.
 """
 
 from __future__ import annotations

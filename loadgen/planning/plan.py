@@ -10,8 +10,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from loadgen.arrivals import parse_arrival
-from loadgen.traces import TraceRow, at_rate, scaled
+from loadgen.planning.arrivals import parse_arrival
+from loadgen.planning.traces import TraceRow, at_rate, scaled
 from loadgen.types import Planned, Question, Slo
 from loadgen.workloads import (
     ApproximateCounter,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from loadgen.clock import Clock
+from loadgen.sending.clock import Clock
 from loadgen.types import ClientHealth, Record, Run
 
 TICK_S: Final = 0.01

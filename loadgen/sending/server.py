@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import aiohttp
 
-from loadgen.client import first_model
-from loadgen.corpus import Corpus
+from loadgen.planning.corpus import Corpus
+from loadgen.sending.client import first_model
 from loadgen.workloads import ApproximateCounter, fit_counter
 
 SAMPLES: Final = 8

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final, NamedTuple
 
-from loadgen.audit import Verdict
-from loadgen.figures import latency_s, tpot_s, ttft_s
+from loadgen.checking.audit import Verdict
+from loadgen.measuring.figures import latency_s, tpot_s, ttft_s
 from loadgen.types import Record
 
 Z_95: Final = 1.959963984540054

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from loadgen.decisions import decisions
-from loadgen.figures import (
+from loadgen.checking.verify import LosslessCheck
+from loadgen.measuring.decisions import decisions
+from loadgen.measuring.figures import (
     FIGURE,
     FIGURES,
     PERCENTILE_FORMULA,
@@ -17,11 +18,10 @@ from loadgen.figures import (
     intact,
     values_of,
 )
-from loadgen.health import judge_health
-from loadgen.hops import HOP_FORMULAS, hops, hops_as_dict
-from loadgen.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from loadgen.measuring.hops import HOP_FORMULAS, hops, hops_as_dict
+from loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from loadgen.sending.health import judge_health
 from loadgen.types import Record, Run
-from loadgen.verify import LosslessCheck
 
 FORMULAS = {
     "goodput_rps": "intact requests that met all limits (TTFT, TPOT, deadline) / seconds of the"
