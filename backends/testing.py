@@ -15,6 +15,7 @@ from typing import Final
 
 from backends.base import Backend
 from backends.errors import BackendFailed, RequestRejected
+from backends.token_ids import compact
 from backends.types import (
     Capabilities,
     Delta,
@@ -81,7 +82,7 @@ def make_request(
 ) -> GenerationRequest:
     """Return a request that samples for exactly `max_tokens` tokens."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
-    prompt_ids = tuple(backend.tokenizer.encode(prompt))
+    prompt_ids = compact(backend.tokenizer.encode(prompt))
     return GenerationRequest(_id(), prompt_ids, sampling, speculation, n)
 
 
@@ -104,8 +105,8 @@ def check_rejections(backend: Backend) -> None:
     backend.check(good)
     too_much_output = replace(good, sampling=replace(good.sampling, max_tokens=longest))
     too_long = replace(good, prompt_ids=good.prompt_ids[:1] * (longest + 1))
-    unknown_token = replace(good, prompt_ids=(backend.tokenizer.vocab_size,))
-    empty = replace(good, prompt_ids=())
+    unknown_token = replace(good, prompt_ids=compact([backend.tokenizer.vocab_size]))
+    empty = replace(good, prompt_ids=compact([]))
     for bad, param in (
         (too_much_output, "max_tokens"),
         (too_long, "prompt"),

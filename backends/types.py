@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
 
+from backends.token_ids import TokenIds
 from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
 from policies.types import Pace as Pace  # noqa: PLC0414 - part of what backends speak
 
@@ -152,7 +153,7 @@ class GenerationRequest:
     """
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: TokenIds
     sampling: SamplingParams
     speculation: SpeculationPlan
     n: int = 1

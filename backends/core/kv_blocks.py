@@ -57,8 +57,8 @@ class KvBlocks:
 
     def needed(self, hashes: Sequence[bytes], tokens: int) -> int:
         """Return by how much `admit` would lower `num_free`."""
-        found = self._cache.find(hashes)
-        return self.blocks_for(tokens) - len(found) + self._cache.count_unused(found)
+        cached, unused = len(self._cache.find(hashes)), self._cache.count_unused(hashes)
+        return self.blocks_for(tokens) - cached + unused
 
     def admit(self, table: array[int], hashes: Sequence[bytes], tokens: int) -> int:
         """Make an empty table hold `tokens` tokens, sharing what is cached of their prefix.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice, repeat
 from typing import Final
 
@@ -60,6 +60,7 @@ class PrefixCache:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._unused: dict[int, object] = {}  # in order of last use, the oldest first
         self._last_found: tuple[bytes, list[int]] = b"", []  # the last hash of a chain, its blocks
+        self._last_unused = 0, 0  # the first so many of these blocks, how many nobody uses
 
     @property
     def num_unused(self) -> int:
@@ -82,6 +83,7 @@ class PrefixCache:
         chain, found = self._last_found
         if chain != hashes[-1]:
             found = []
+            self._last_unused = 0, 0
         self._last_found = hashes[-1], found
         while len(found) < len(hashes):
             more = hashes[len(found) : len(found) + LOOKED_UP_BLOCKS]
@@ -92,9 +94,14 @@ class PrefixCache:
                 break
         return found
 
-    def count_unused(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks are cached and used by nobody."""
-        return sum(map(self._unused.__contains__, blocks))
+    def count_unused(self, hashes: Sequence[bytes]) -> int:
+        """Return how many blocks of the longest cached prefix are used by nobody."""
+        found = self.find(hashes)
+        looked_at, unused = self._last_unused
+        if looked_at < len(found):
+            unused += sum(map(self._unused.__contains__, islice(found, looked_at, None)))
+            self._last_unused = len(found), unused
+        return unused
 
     def insert(self, digest: bytes, block: int) -> None:
         """Make a block, which somebody uses, known by its hash; no-op if another one is."""
@@ -104,6 +111,7 @@ class PrefixCache:
 
     def use(self, blocks: Sequence[int]) -> list[int]:
         """Note that somebody uses cached blocks; return those that others use already."""
+        self._last_unused = 0, 0
         taken = list(map(self._unused.pop, blocks, repeat(USED)))
         if USED not in taken:
             return []
@@ -111,6 +119,7 @@ class PrefixCache:
 
     def retire(self, blocks: Sequence[int]) -> list[int]:
         """Keep those blocks that are cached: nobody uses them any more. Return the others."""
+        self._last_unused = 0, 0
         hash_of = self._hash_of
         others = [block for block in blocks if hash_of[block] is None]
         if others:
@@ -125,7 +134,7 @@ class PrefixCache:
             del self._unused[block]
             del self._block_of[self._hash_of[block]]  # type: ignore[arg-type]
             self._hash_of[block] = None
-        self._last_found = b"", []
+        self._last_found, self._last_unused = (b"", []), (0, 0)
         return evicted
 
 

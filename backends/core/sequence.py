@@ -15,6 +15,7 @@ from typing import Final
 from backends.core.draft_pages import DraftTable
 from backends.core.grammar import Grammar
 from backends.core.prefix_cache import extend_chain
+from backends.token_ids import TokenIds, compact
 from backends.types import (
     FinishReason,
     GenerationRequest,
@@ -86,7 +87,7 @@ class Sequence:
     key: int
     request: GenerationRequest
     choice: int
-    token_ids: list[int]
+    token_ids: TokenIds
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
     block_table: array[int] = field(default_factory=no_blocks)
@@ -129,7 +130,8 @@ class Sequence:
     @classmethod
     def of(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
         """Return the waiting sequence for one of `request.choices`."""
-        tokens = [*request.prompt_ids, *choice.output_ids]
+        tokens = compact(request.prompt_ids)
+        tokens.extend(choice.output_ids)
         return cls(key, request, choice.choice, tokens, block_hashes=list(request.block_hashes))
 
     @property

@@ -134,7 +134,7 @@ def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
     # Slices copy: of what is not used, take nothing.
     output = _ids(sequence.token_ids[sequence.prompt_tokens :] if counts else ())
     drafts = _ids(work.draft.token_ids if counts else ())
-    prompt = _distinct(sequence.request.prompt_ids) if repeats else _ids(())
+    prompt = _distinct(sequence.request.prompt_ids.tobytes()) if repeats else _ids(())
     biased = _ids(token for token, _ in sampling.logit_bias)
     ends = _ids(eos_ids if _forbids_ends(work) else ())
     tokens = _different(np.concatenate([prompt, output, drafts, biased, ends]))
@@ -165,9 +165,9 @@ def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Value
 
 
 @lru_cache(maxsize=_KEPT_PROMPTS)
-def _distinct(prompt_ids: tuple[int, ...]) -> _Tokens:
+def _distinct(prompt_ids: bytes) -> _Tokens:
     """Return the different tokens of a prompt, which may be long and is the same in every step."""
-    return _different(_ids(prompt_ids))
+    return _different(np.frombuffer(prompt_ids, dtype=np.int64))
 
 
 def _ids(tokens: Iterable[int]) -> _Tokens:

@@ -10,6 +10,7 @@ from backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
 from backends.core.drive import drive
 from backends.core.sequence import Sequence
 from backends.engine.load import load_engine
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -157,7 +158,7 @@ class _Run:
         return [
             GenerationRequest(
                 f"{turn}-{index}",
-                tuple(tokenizer.encode(prompt)),
+                compact(tokenizer.encode(prompt)),
                 SamplingParams(NEW_TOKENS, seed=index, temperature=temperature, ignore_eos=True),
                 plan,
             )

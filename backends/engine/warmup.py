@@ -21,6 +21,7 @@ from backends.engine.linear import padded_rows
 from backends.engine.numerics import CPU
 from backends.engine.operators.choose import operators_for
 from backends.engine.runner import ModelRunner
+from backends.token_ids import compact
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.speculation import Off
 from policies.step_cost import StepCost
@@ -245,7 +246,7 @@ def _verify(
     view = RequestView(1, 1, 0.0)
     plan = Off().decide(view, WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
     sequence = Sequence.of(
-        0, GenerationRequest("warm-up", (0,), sampling, plan), ResumedChoice(0, ())
+        0, GenerationRequest("warm-up", compact((0,)), sampling, plan), ResumedChoice(0, ())
     )
     sequence.block_table.extend(blocks or range(-(-(start + tokens) // BLOCK_TOKENS)))
     fed = tuple(position % PROBE_VOCABULARY for position in range(start, start + tokens))

@@ -14,6 +14,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from backends.base import WorkerConfig
+from backends.token_ids import TokenIds, from_bytes
 from backends.types import Delta, GenerationRequest, ModelCard, Pace
 from policies.types import WorkerLoad
 
@@ -86,6 +87,14 @@ Report = Loading | Ready | Stepped | Failed
 Received = TypeVar("Received", Command, Report)
 
 
+def _to_bytes(ids: TokenIds) -> bytes:
+    return ids.tobytes()
+
+
+def _of_bytes(_: type, data: bytes) -> TokenIds:
+    return from_bytes(data)
+
+
 class Channel(Generic[Received]):
     """One end of the socket. One thread receives; any may send."""
 
@@ -93,8 +102,8 @@ class Channel(Generic[Received]):
         """Take an end; `received` is what the other one sends."""
         self._end = end
         self._file = end.makefile("rb")
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(received)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+        self._decoder = msgspec.msgpack.Decoder(received, dec_hook=_of_bytes)
         self._sending = Lock()
 
     def send(self, message: Command | Report) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import typer
 
 from backends.errors import BackendError
+from backends.token_ids import compact
 from backends.types import SamplingParams, SpeculationOutcome
 from gateway.app import StartError, build_node, start_workers
 from gateway.cli.loading import loading_shown, stderr
@@ -62,7 +63,7 @@ async def _stream(node: Node, sample: Sample) -> None:
         raise InvalidRequest("the prompt is not valid UTF-8", "prompt")
     if sample.chat:
         prompt = tokenizer.render_chat([{"role": "user", "content": prompt}])
-    ids = tuple(tokenizer.encode(prompt, add_special_tokens=not sample.chat))
+    ids = compact(tokenizer.encode(prompt, add_special_tokens=not sample.chat))
     sampling = SamplingParams(sample.max_tokens, sample.seed, sample.temperature)
     job = Job("generate", (ids,), sampling, sample.max_tokens, repetitions=(repetition(ids),))
     tokens, outcome, begin_s = 0, SpeculationOutcome(), time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from backends.token_ids import TokenIds
 from backends.types import GrammarSpec, SamplingParams, Task
 from policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
@@ -32,7 +33,7 @@ class Job:
     """
 
     request_id: str
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[TokenIds, ...]
     sampling: SamplingParams
     max_tokens: int | None
     n: int = 1

@@ -27,6 +27,7 @@ from backends.engine.bench.record import provenance
 from backends.engine.bench.speculation import loop_start
 from backends.engine.load import LoadedEngine, load_engine
 from backends.engine.proposers.ngram import NgramProposer
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -113,7 +114,7 @@ def listen(
         sampling = SamplingParams(
             POSITIONS + SLOTS + 1, int(request_id), temperature, ignore_eos=True
         )
-        engine.worker.submit(GenerationRequest(request_id, prompt, sampling, plan))
+        engine.worker.submit(GenerationRequest(request_id, compact(prompt), sampling, plan))
     for _ in drive(engine.worker, engine.executor):
         pass
     engine.proposers[name] = inner

@@ -36,6 +36,7 @@ from backends.engine.model import Decoder
 from backends.engine.runner import Runner
 from backends.engine.weights import load_weights
 from backends.shipped import SHIPPED_MODEL
+from backends.token_ids import compact
 from backends.tokenizer import Tokenizer
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.speculation import Off
@@ -130,7 +131,7 @@ def _work(index: int, tokens: Row[int], start: int, stop: int) -> SequenceWork:
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
     sequence = Sequence.of(
-        index, GenerationRequest("feed", (0,), sampling, plan), ResumedChoice(0, ())
+        index, GenerationRequest("feed", compact((0,)), sampling, plan), ResumedChoice(0, ())
     )
     blocks = -(-(MOST_TOKENS) // BLOCK_TOKENS)
     sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))

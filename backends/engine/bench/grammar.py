@@ -26,6 +26,7 @@ from backends.engine.bench.record import provenance
 from backends.engine.bench.schemas import Schema, random_schemas
 from backends.engine.load import LoadedEngine, load_engine
 from backends.grammar import LlGrammars
+from backends.token_ids import compact
 from backends.types import (
     FinishReason,
     GenerationRequest,
@@ -111,7 +112,7 @@ def decode(
             requests = [
                 GenerationRequest(
                     str(i),
-                    prompts[i],
+                    compact(prompts[i]),
                     SamplingParams(MOST_TOKENS, i, temperature),
                     PLANS[name],
                     grammar=specs[i],

@@ -29,6 +29,7 @@ from backends.engine.load import LoadedEngine, load_engine
 from backends.engine.runner import Runner
 from backends.engine.sampler import row_sampling, walk
 from backends.streams import DeltaStreams
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.registry import speculation_policy
 from policies.types import RequestView
@@ -77,7 +78,7 @@ def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict
         sampling = SamplingParams(MOST_TOKENS, index, temperature, ignore_eos=True)
         view = RequestView(context, MOST_TOKENS, temperature)
         off = speculation_policy("off").decide(view, worker.load())
-        request = GenerationRequest(str(index), prompt, sampling, off)
+        request = GenerationRequest(str(index), compact(prompt), sampling, off)
         streams.open(request)
         worker.submit(request)
     parts = Parts()

@@ -30,6 +30,7 @@ from backends.engine.load import load_engine
 from backends.engine.proposers.ngram import NgramProposer
 from backends.engine.runner import Runner
 from backends.streams import DeltaStreams
+from backends.token_ids import compact
 from backends.tokenizer import Tokenizer
 from backends.types import GenerationRequest, SamplingParams
 from policies.registry import speculation_policy
@@ -66,7 +67,7 @@ class Side:
             prompt = tuple((index * 31 + place * 7) % 3000 for place in range(CONTEXT))
             sampling = SamplingParams(CONTEXT + STEPS, index, 0.0, ignore_eos=True)
             plan = policy.decide(RequestView(CONTEXT, STEPS, 0.0), self.worker.load())
-            request = GenerationRequest(str(index), prompt, sampling, plan)
+            request = GenerationRequest(str(index), compact(prompt), sampling, plan)
             self._streams.open(request)
             self.worker.submit(request)
         while self.step().num_sampling < batch:

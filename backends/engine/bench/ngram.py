@@ -25,6 +25,7 @@ from backends.engine.demo.corpus import held_out_files
 from backends.engine.proposers import ngram_index
 from backends.engine.proposers.ngram import NgramProposer
 from backends.shipped import SHIPPED_MODEL
+from backends.token_ids import compact
 from backends.tokenizer import Tokenizer
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
@@ -48,7 +49,7 @@ def texts(tokenizer: Tokenizer) -> list[list[int]]:
 def sequence_of(tokens: Many[int]) -> Sequence:
     """Return a sequence with these tokens."""
     plan = SpeculationPlan("bench", SpeculationMode.NGRAM, "ngram", 16, "a benchmark")
-    request = GenerationRequest("bench", tuple(tokens), SamplingParams(1, 0), plan)
+    request = GenerationRequest("bench", compact(tokens), SamplingParams(1, 0), plan)
     return Sequence.of(0, request, ResumedChoice(0, ()))
 
 

@@ -19,6 +19,7 @@ from backends.core.drive import drive
 from backends.engine.bench.record import provenance
 from backends.engine.demo.corpus import held_out_files
 from backends.engine.load import LoadedEngine, load_engine
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.speculation import Off
 from policies.types import RequestView
@@ -41,7 +42,7 @@ def first_token(engine: LoadedEngine, prompt: tuple[int, ...], tenant: str) -> d
     """Run a prompt for one token; return seconds of its steps, the token, and what was cached."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     plan = Off().decide(RequestView(len(prompt), 1, 0.0), engine.worker.load())
-    engine.worker.submit(GenerationRequest(tenant, prompt, sampling, plan, tenant=tenant))
+    engine.worker.submit(GenerationRequest(tenant, compact(prompt), sampling, plan, tenant=tenant))
     steps = list(drive(engine.worker, engine.executor))
     _, delta = steps[-1].deltas[-1]
     seconds = sum(step.result.step_s for step in steps)

@@ -27,6 +27,7 @@ from backends.engine.bench.record import provenance
 from backends.engine.demo.corpus import held_out_files
 from backends.engine.load import LoadedEngine, load_engine
 from backends.engine.proposers.ngram import NgramProposer
+from backends.token_ids import compact
 from backends.tokenizer import Tokenizer
 from backends.types import GenerationRequest, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
@@ -126,7 +127,7 @@ def run(
     plan = SpeculationPlan("bench", SpeculationMode.AUTO, proposer, slots, "a benchmark")
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(NEW_TOKENS, index, temperature, ignore_eos=True)
-        engine.worker.submit(GenerationRequest(str(index), prompt, sampling, plan))
+        engine.worker.submit(GenerationRequest(str(index), compact(prompt), sampling, plan))
     tally = Tally()
     for step in drive(engine.worker, engine.executor):
         for work, emitted in zip(step.plan.work, step.result.emitted, strict=True):

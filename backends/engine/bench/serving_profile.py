@@ -29,6 +29,7 @@ from backends.engine.load import LoadedEngine, load_engine
 from backends.engine.runner import Runner
 from backends.engine.warmup import measure_step_cost
 from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.step_cost import StepCost
 from policies.types import SpeculationMode, SpeculationPlan
@@ -51,7 +52,9 @@ def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]
     for batch in BATCHES:
         for index, prompt in enumerate(prompts[:batch]):
             sampling = SamplingParams(NEW_TOKENS, index, 0.8, ignore_eos=True)
-            engine.worker.submit(GenerationRequest(f"{batch}-{index}", prompt, sampling, PLAIN))
+            engine.worker.submit(
+                GenerationRequest(f"{batch}-{index}", compact(prompt), sampling, PLAIN)
+            )
         began, plans = [time.perf_counter()], []
         for step in drive(engine.worker, engine.executor):
             began.append(time.perf_counter())

@@ -51,6 +51,7 @@ from backends.engine.served import ServedModel
 from backends.engine.warmup import measure_step_cost
 from backends.engine.weights import load_weights
 from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from backends.token_ids import compact
 from backends.tokenizer import Tokenizer
 from backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
 from policies.speculation import Fixed
@@ -186,7 +187,7 @@ def accepted_first(
     for index, prompt in enumerate(prompts):
         # One token comes with the prompt, one behind the draft.
         sampling = SamplingParams(DEPTH + 2, index, temperature, ignore_eos=True)
-        engine.worker.submit(GenerationRequest(str(index), prompt, sampling, plan))
+        engine.worker.submit(GenerationRequest(str(index), compact(prompt), sampling, plan))
     accepted: dict[str, int] = {}
     for step in drive(engine.worker, engine.executor):
         for work, emitted in zip(step.plan.work, step.result.emitted, strict=True):
@@ -349,7 +350,7 @@ def _sequence(index: int, context: int, blocks_each: int) -> Sequence:
     """Return a sequence of arbitrary tokens all but the last of which count as computed."""
     sampling = SamplingParams(max_tokens=DEPTH + 2, seed=0, temperature=0.0)
     plan = SpeculationPlan("fixed", SpeculationMode.SPARSE_SELF, None, DEPTH, "benchmark")
-    request = GenerationRequest(str(index), (1,) * context, sampling, plan)
+    request = GenerationRequest(str(index), compact((1,) * context), sampling, plan)
     sequence = Sequence.of(index, request, ResumedChoice(0, ()))
     sequence.num_computed = context - 1
     sequence.block_table.extend(range(index * blocks_each, (index + 1) * blocks_each))

@@ -25,6 +25,7 @@ from backends.core.drive import drive
 from backends.engine.bench.prompts import held_out_prompts
 from backends.engine.bench.record import provenance
 from backends.engine.load import LoadedEngine, load_engine
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.registry import speculation_policy
 from policies.types import RequestView
@@ -111,7 +112,7 @@ def _request(
     sampling = SamplingParams(most, prompt.seed, temperature, ignore_eos=True)
     view = RequestView(len(prompt.token_ids), most, temperature)
     plan = speculation_policy(policy).decide(view, engine.worker.load())
-    return GenerationRequest(str(index), prompt.token_ids, sampling, plan)
+    return GenerationRequest(str(index), compact(prompt.token_ids), sampling, plan)
 
 
 def compare(

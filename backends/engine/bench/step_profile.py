@@ -35,6 +35,7 @@ from backends.engine.runner import Runner
 from backends.engine.sampler import draw, walk
 from backends.engine.weights import load_weights
 from backends.shipped import SHIPPED_MODEL
+from backends.token_ids import compact
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.speculation import Off
 from policies.types import RequestView, WorkerLoad
@@ -92,7 +93,7 @@ class Bench:
     def _decode(self, index: int, blocks: KvBlocks) -> SequenceWork:
         sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
         plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
-        request = GenerationRequest(str(index), (1,), sampling, plan)
+        request = GenerationRequest(str(index), compact((1,)), sampling, plan)
         sequence = Sequence.of(index, request, ResumedChoice(0, ()))
         blocks.extend(sequence.block_table, self.context_tokens + 1)
         return SequenceWork(sequence, self.context_tokens, (1,), samples=True)

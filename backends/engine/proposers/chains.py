@@ -83,7 +83,7 @@ def draw_chains(
     """
     chains = [
         _Chain(
-            replace(request.sequence, token_ids=list(request.sequence.token_ids)),
+            replace(request.sequence, token_ids=request.sequence.token_ids[:]),
             len(request.sequence.token_ids),
             request.max_tokens,
         )

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from backends.sim.acceptance import TASK_ENDS
+from backends.token_ids import compact
 from backends.types import SamplingParams
 from gateway.dispatch.job import Job
 from loadgen.types import Planned, Question
@@ -58,7 +59,7 @@ def job_of(planned: Planned) -> Job:
     mode, most = _speculation(fields.get("speculation", {}))
     return Job(
         request_id=f"{task}{TASK_ENDS}{planned.index}",
-        prompts=(tuple(token_ids(text_of(question))),),
+        prompts=(compact(token_ids(text_of(question))),),
         sampling=SamplingParams(question.max_tokens, question.seed, temperature, ignore_eos=True),
         max_tokens=question.max_tokens,
         n=question.n,

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from backends.token_ids import TokenIds, compact
 from backends.tokenizer import Tokenizer
 from gateway.errors import InvalidRequest, Unsupported
 from gateway.http.requests.schemas import ContentPart, Message, ToolCallMessage
@@ -41,7 +42,7 @@ def chat_prompt(
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
     places: Sequence[Place] | None = None,
-) -> tuple[int, ...]:
+) -> TokenIds:
     """Return the token ids of the prompt for these messages.
 
     Args:
@@ -67,7 +68,7 @@ def chat_prompt(
     ids = tokenizer.encode(tokenizer.render_chat(plain, tools), add_special_tokens=False)
     if not ids:
         raise InvalidRequest("messages: the chat template makes an empty prompt", "messages")
-    return tuple(ids)
+    return compact(ids)
 
 
 def _plain(message: Message, place: Place) -> dict[str, Any]:

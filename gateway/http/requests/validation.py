@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from backends.token_ids import TokenIds, compact
 from backends.tokenizer import Tokenizer
 from backends.types import GrammarKind, GrammarSpec, SamplingParams
 from gateway.dispatch.job import Job
@@ -160,7 +161,7 @@ def _job(
     wire: GenerationFields,
     served: Served,
     request_id: str,
-    prompts: tuple[tuple[int, ...], ...],
+    prompts: tuple[TokenIds, ...],
     max_tokens: int | None,
     logprobs: int | None,
     service: ServiceLevel,
@@ -275,7 +276,7 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
 
 def prompts_of(
     name: str, given: str | list[str | int | list[int]] | None, served: Served
-) -> tuple[tuple[int, ...], ...]:
+) -> tuple[TokenIds, ...]:
     """Return the token ids of every prompt: a text, token ids, or a list of either.
 
     Args:
@@ -301,20 +302,20 @@ def prompts_of(
     )
 
 
-def _encoded(text: str, tokenizer: Tokenizer, param: str) -> tuple[int, ...]:
+def _encoded(text: str, tokenizer: Tokenizer, param: str) -> TokenIds:
     ids = tokenizer.encode(text)
     if not ids:
         begin = tokenizer.special_id("bos_token")
         if begin is None:
             raise InvalidRequest(f"{param}: must not be empty", param)
         ids = [begin]
-    return tuple(ids)
+    return compact(ids)
 
 
-def _ids(items: Sequence[object], served: Served, param: str) -> tuple[int, ...]:
-    ids = tuple(item for item in items if isinstance(item, int))
+def _ids(items: Sequence[object], served: Served, param: str) -> TokenIds:
+    ids = [item for item in items if isinstance(item, int)]
     if not ids:
         raise InvalidRequest(f"{param}: must not be empty", param)
     for extreme in (min(ids), max(ids)):
         served.check_token_id(extreme, param)
-    return ids
+    return compact(ids)

@@ -27,6 +27,7 @@ from backends.engine.warmup import (
     TOKEN_BUCKETS,
     measure_step_cost,
 )
+from backends.token_ids import compact
 from backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
 from policies.protocols import SpeculationPolicy
 from policies.speculation import Off
@@ -126,7 +127,7 @@ def step_plan(case: Case, vocab_size: int) -> StepPlan:
 def _work(case: Case, index: int, vocab_size: int) -> SequenceWork:
     plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-    request = GenerationRequest(str(index), (1,), sampling, plan)
+    request = GenerationRequest(str(index), compact((1,)), sampling, plan)
     sequence = Sequence.of(index, request, ResumedChoice(0, ()))
     blocks = -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS)
     sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))

@@ -91,7 +91,7 @@ class ReplayProposer:
     def _propose(self, request: DraftRequest) -> Draft:
         sequence = request.sequence
         self._judge(sequence)
-        known = self.drafts.get(sequence.request.prompt_ids, ())
+        known = self.drafts.get(tuple(sequence.request.prompt_ids), ())
         made = sequence.output_tokens
         token_ids = known[made : made + request.max_tokens]
         if token_ids:

@@ -14,6 +14,7 @@ from typing import Final, Self
 from backends.engine.load import LoadedEngine
 from backends.engine.loop import EngineLoop
 from backends.engine.served import ServedModel
+from backends.token_ids import compact
 from backends.types import Delta, GenerationRequest, SamplingParams, SpeculationOutcome
 from policies.types import SpeculationMode, SpeculationPlan, WorkerLoad
 
@@ -140,7 +141,7 @@ def greedy_requests(
     return [
         GenerationRequest(
             str(index),
-            prompt,
+            compact(prompt),
             SamplingParams(new_tokens, seed=0, temperature=0.0, ignore_eos=True),
             plan,
             tenant=tenant,

@@ -16,6 +16,7 @@ import msgspec
 from backends.base import WorkerConfig
 from backends.sim.clock import LoopClock
 from backends.sim.parts import serving_parts
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from gateway.cli.studies.edge.processes import answer_lines
 from gateway.cli.studies.edge.targets import INSTANT
@@ -47,7 +48,7 @@ class Alone:
         """Build the worker of `draftgate sim`."""
         parts = serving_parts(WorkerConfig(profile=str(INSTANT), speculation="off"), LoopClock())
         self._worker, self._executor = parts.worker, parts.executor
-        self._prompt = tuple(parts.tokenizer.encode("Say something."))
+        self._prompt = compact(parts.tokenizer.encode("Say something."))
         self._numbers = count()
 
     def do(self, work: Work) -> Done:
