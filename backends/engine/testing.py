@@ -46,7 +46,7 @@ class Watched:
         return catch_up_s
 
     def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
-        before = [list(request.sequence.token_ids) for request in requests]
+        before = [request.sequence.token_ids[:] for request in requests]
         drafts = self._proposer.propose(requests)
         assert len(drafts) == len(requests), "one draft for each request, if only an empty one"
         for request, draft, tokens in zip(requests, drafts, before, strict=True):

@@ -10,6 +10,7 @@ from random import Random
 from backends.core.drafts import ROOT, Draft, DraftRequest
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan, StepResult
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams, Task, TokenLogprob
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -128,4 +129,4 @@ def request(
         max_tokens = drafts = 0
     params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)
     plan = drafting(drafts, proposer)
-    return GenerationRequest(f"test-{next(_ids)}", prompt_ids, params, plan, n, task=task)
+    return GenerationRequest(f"test-{next(_ids)}", compact(prompt_ids), params, plan, n, task=task)

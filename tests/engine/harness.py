@@ -24,6 +24,7 @@ from backends.engine.runner import Runner
 from backends.engine.sampler import Verify
 from backends.engine.weights import load_weights
 from backends.grammar import LlGrammars
+from backends.token_ids import compact
 from backends.tokenizer import Tokenizer
 from backends.types import (
     Delta,
@@ -171,7 +172,7 @@ def request(
 ) -> GenerationRequest:
     """A request that speculates as the policy says."""
     params = SamplingParams(**{"max_tokens": 128, "seed": 0, "ignore_eos": True, **sampling})
-    prompt = tuple(prompt_ids)
+    prompt = compact(tuple(prompt_ids))
     view = RequestView(len(prompt), params.max_tokens, params.temperature, mode)
     plan = policy.decide(view, IDLE)
     return GenerationRequest(request_id, prompt, params, plan, n, resumed=resumed, grammar=grammar)

@@ -27,6 +27,7 @@ from backends.engine.bench.engine.serving import (
 )
 from backends.engine.bench.engine.speedup import Replayed, measure_speedups
 from backends.engine.testing import check_draft
+from backends.token_ids import compact
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.registry import speculation_policy
 from policies.types import SpeculationMode, SpeculationPlan
@@ -51,7 +52,7 @@ NEW_TOKENS = 40
 
 def sequence_behind(output: list[int], prompt: tuple[int, ...] = PROMPT) -> Sequence:
     sampling = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
-    request = GenerationRequest("0", prompt, sampling, PLAIN)
+    request = GenerationRequest("0", compact(prompt), sampling, PLAIN)
     return Sequence.of(0, request, ResumedChoice(0, tuple(output)))
 
 

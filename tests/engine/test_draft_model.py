@@ -79,9 +79,9 @@ def test_it_drafts_the_same_whatever_it_drafted_before(shipped: Model) -> None:
         assert drafted == Drafter(shipped).draft(unknown)
         assert sequence.draft_table.valid_tokens == len(sequence.token_ids)
         accepted = rng.randint(0, len(drafted))
-        sequence.token_ids += [*drafted[:accepted], rng.randrange(4096)]
+        sequence.token_ids.extend((*drafted[:accepted], rng.randrange(4096)))
         if rng.random() < 0.2:
-            sequence.token_ids += [rng.randrange(4096) for _ in range(rng.randint(1, 40))]
+            sequence.token_ids.extend(rng.randrange(4096) for _ in range(rng.randint(1, 40)))
         if rng.random() < 0.2:
             drafter.pages.give_back(rng.randint(1, 8))
 
@@ -97,7 +97,7 @@ def test_sequences_are_drafted_together_as_alone(shipped: Model) -> None:
             alone = sequence_of(shipped, wanted.sequence.key, 30 + 17 * wanted.sequence.key)
             alone.token_ids[:] = wanted.sequence.token_ids
             assert draft.token_ids == Drafter(shipped).draft(alone, wanted.max_tokens)
-            wanted.sequence.token_ids += [*draft.token_ids[:2], 5]
+            wanted.sequence.token_ids.extend((*draft.token_ids[:2], 5))
 
 
 def test_a_long_past_is_caught_up_with_step_by_step(shipped: Model) -> None:

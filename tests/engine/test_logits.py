@@ -11,6 +11,7 @@ from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.logits import adjust
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 from tests.engine.oracles import adjusted
@@ -45,7 +46,7 @@ def random_sequence(rng: random.Random, key: int) -> Sequence:
 
     prompt = [rng.randrange(VOCAB), *tokens(12)]
     plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 8, "a test")
-    request = GenerationRequest(str(key), tuple(prompt), random_sampling(rng), plan)
+    request = GenerationRequest(str(key), compact(prompt), random_sampling(rng), plan)
     return Sequence(key, request, 0, prompt + tokens(9))
 
 
@@ -142,7 +143,9 @@ def test_tokens_without_bias_or_count_keep_their_bits() -> None:
         sampling = SamplingParams(
             100, 0, repetition_penalty=penalty, frequency_penalty=penalty - 1, min_tokens=0
         )
-        sequence = Sequence(0, GenerationRequest("a", (1, 2), sampling, plan), 0, [1, 2, 5])
+        sequence = Sequence(
+            0, GenerationRequest("a", compact((1, 2)), sampling, plan), 0, compact([1, 2, 5])
+        )
         step = StepPlan((verifying(sequence, Draft((8, 9))),))
         logits = random_logits(random.Random(1), step)
         before = logits.clone()

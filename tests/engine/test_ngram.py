@@ -15,6 +15,7 @@ from backends.engine.proposers.corpus import MOST_TENANTS, Corpora
 from backends.engine.proposers.ngram import NgramProposer
 from backends.engine.proposers.ngram_index import MOST_EVIDENCE, MOST_MATCHES, NgramIndex
 from backends.engine.testing import check_draft
+from backends.token_ids import compact
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -24,7 +25,7 @@ PLAN = SpeculationPlan("test", SpeculationMode.NGRAM, "ngram", 16, "a test")
 
 def sequence_of(token_ids: list[int], key: int = 0, tenant: str = "") -> Sequence:
     request = GenerationRequest(
-        str(key), tuple(token_ids), SamplingParams(9, 0), PLAN, tenant=tenant
+        str(key), compact(token_ids), SamplingParams(9, 0), PLAN, tenant=tenant
     )
     return Sequence.of(key, request, ResumedChoice(0, ()))
 
@@ -115,7 +116,7 @@ def test_it_keeps_up_with_tokens_added_between_calls(first, more) -> None:
     proposer, sequence = NgramProposer(), sequence_of(first)
     proposed(proposer, sequence, 4)
     for some in more:
-        sequence.token_ids += some
+        sequence.token_ids.extend(some)
         fresh = proposed(NgramProposer(), sequence_of(sequence.token_ids), 4)
         assert proposed(proposer, sequence, 4) == fresh
 

@@ -21,6 +21,7 @@ from backends.engine import process
 from backends.engine.backend import EngineBackend
 from backends.errors import BackendFailed, CheckpointError
 from backends.testing import check_backend, collect, make_request
+from backends.token_ids import compact
 from backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
 from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
 
@@ -107,7 +108,7 @@ def test_whoever_submits_waits_for_no_socket(monkeypatch: pytest.MonkeyPatch) ->
     host = process.EngineProcess(CONFIG, EngineBackend(CONFIG))
     host.start()
     plan = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a test")
-    wanted = GenerationRequest("a", tuple(range(300_000)), SamplingParams(1, 0), plan)
+    wanted = GenerationRequest("a", compact(range(300_000)), SamplingParams(1, 0), plan)
     submitting = threading.Thread(target=host.submit, args=(wanted,), daemon=True)
     submitting.start()
     submitting.join(60)

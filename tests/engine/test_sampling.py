@@ -12,6 +12,7 @@ from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
 from backends.core.steps import SequenceWork, StepPlan
 from backends.engine.bench.prompts import held_out_prompts
+from backends.token_ids import compact
 from backends.types import GenerationRequest
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
@@ -160,8 +161,8 @@ def test_logprobs_are_of_the_model_before_anything_changes_them(shipped: Model) 
     for one in asked:
         tokens = outcome.tokens[one.request_id, 0]
         fed = (*one.prompt_ids, *tokens[:-1])
-        table = Sequence(0, one, 0, list(fed), block_table=list(range(-(-len(fed) // 16))))
-        prompt, drafts = one.prompt_ids, Draft(tuple(tokens[:-1]))
+        table = Sequence(0, one, 0, compact(fed), block_table=list(range(-(-len(fed) // 16))))
+        prompt, drafts = tuple(one.prompt_ids), Draft(tuple(tokens[:-1]))
         work = SequenceWork(table, 0, prompt, True, drafts)
         rows = runner.logits(StepPlan((work,))).tolist()
         for token, row, entry in zip(

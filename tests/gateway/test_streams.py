@@ -8,6 +8,7 @@ import pytest
 
 from backends.errors import BackendFailed
 from backends.streams import DeltaStreams
+from backends.token_ids import compact
 from backends.types import (
     Delta,
     FinishReason,
@@ -24,7 +25,7 @@ DONE = FinishReason.LENGTH
 
 
 def request(n: int = 1, request_id: str = "r") -> GenerationRequest:
-    return GenerationRequest(request_id, (1,), SamplingParams(8, 0), PLAN, n)
+    return GenerationRequest(request_id, compact((1,)), SamplingParams(8, 0), PLAN, n)
 
 
 def delta(*tokens: int, choice: int = 0, end: FinishReason | None = None) -> Delta:

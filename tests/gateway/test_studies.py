@@ -83,7 +83,7 @@ def test_rates_meet_the_same_requests_in_the_same_order() -> None:
         assert one.at_s == pytest.approx(4.0 * other.at_s)
     prompts = [drawn.job(one).prompts[0] for one in slow]
     assert [len(prompt) for prompt in prompts] == [max(r.prompt_tokens, 4) for r in drawn.rows]
-    assert len({prompt[:4] for prompt in prompts}) == 80
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 80
     assert Drawn.of(ROWS, 80, seed=4).rows != drawn.rows
     assert sorted(Drawn.of(ROWS, 200, 0).rows, key=str) == sorted(ROWS * 2, key=str)
 

@@ -117,7 +117,7 @@ def test_a_generated_seed_survives_javascript() -> None:
 def test_an_empty_text_starts_from_the_beginning() -> None:
     """OpenAI's default prompt is the start of a document, so an empty text is one."""
     (prompt,) = completion_call(b'{"prompt": ""}', SERVED, "id").job.prompts
-    assert prompt == (SERVED.tokenizer.special_id("bos_token"),)
+    assert prompt.tolist() == [SERVED.tokenizer.special_id("bos_token")]
 
 
 def test_developer_messages_are_system_messages() -> None:

@@ -14,6 +14,7 @@ from backends.sim.clock import run_virtual
 from backends.sim.profile import load_profile
 from backends.sim.recording import SHIPPED, Drafts, load_recording
 from backends.sim.simulated import World, proposer_names
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -21,7 +22,7 @@ from policies.types import SpeculationMode, SpeculationPlan
 def request(task: str, seed: int, tokens: int, most: int, proposer: str = "ngram"):
     plan = SpeculationPlan("test", SpeculationMode.AUTO, proposer, most, "a test")
     sampling = SamplingParams(tokens, seed, 0.8, ignore_eos=True)
-    return GenerationRequest(f"{task}/{seed}-0", (1, 2, 3), sampling, plan)
+    return GenerationRequest(f"{task}/{seed}-0", compact((1, 2, 3)), sampling, plan)
 
 
 def generated(config: WorkerConfig, asked: GenerationRequest):

@@ -21,6 +21,7 @@ from backends.sim.device import (
     Work,
 )
 from backends.sim.profile import load_profile, profile_names
+from backends.token_ids import compact
 from backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -28,7 +29,7 @@ PLAN = SpeculationPlan("test", SpeculationMode.AUTO, None, 0, "a test")
 
 
 def work(start: int, fed: int, drafts: int = 0) -> SequenceWork:
-    request = GenerationRequest("r", (1,) * (start + fed), SamplingParams(10, 0), PLAN)
+    request = GenerationRequest("r", compact((1,) * (start + fed)), SamplingParams(10, 0), PLAN)
     sequence = Sequence.of(0, request, ResumedChoice(0, ()))
     return SequenceWork(sequence, start, (1,) * fed, samples=True, draft=Draft((1,) * drafts))
 

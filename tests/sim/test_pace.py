@@ -8,6 +8,7 @@ from backends.base import WorkerConfig
 from backends.sim.backend import SimBackend
 from backends.sim.clock import LoopClock, run_virtual
 from backends.sim.simulated import World
+from backends.token_ids import compact
 from backends.types import GenerationRequest, Pace, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -18,7 +19,7 @@ TOKENS = 100
 def asked(name: str) -> GenerationRequest:
     plan = SpeculationPlan("test", SpeculationMode.AUTO, "ngram", 4, "a test")
     sampling = SamplingParams(TOKENS, 1, 0.8, ignore_eos=True)
-    return GenerationRequest(f"completion/{name}-0", (1, 2, 3), sampling, plan)
+    return GenerationRequest(f"completion/{name}-0", compact((1, 2, 3)), sampling, plan)
 
 
 def test_a_paused_request_of_a_simulation_gets_all_of_its_tokens_later() -> None:

@@ -15,6 +15,7 @@ from backends.core.prefix_cache import extend_chain
 from backends.sim.clock import LoopClock
 from backends.sim.parts import BLOCK_TOKENS, Parts, serving_parts
 from backends.sim.profile import load_profile
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -46,7 +47,7 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationReques
     hashes: list[bytes] = []
     extend_chain(hashes, "", prompt, BLOCK_TOKENS)
     params = SamplingParams(tokens, 0, ignore_eos=True)
-    return GenerationRequest(name, prompt, params, PLAN, block_hashes=tuple(hashes))
+    return GenerationRequest(name, compact(prompt), params, PLAN, block_hashes=tuple(hashes))
 
 
 def most_calls(parts: Parts, long: GenerationRequest) -> int:

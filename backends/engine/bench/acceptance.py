@@ -27,7 +27,7 @@ from backends.engine.bench.record import provenance
 from backends.engine.bench.speculation import loop_start
 from backends.engine.load import LoadedEngine, load_engine
 from backends.engine.proposers.ngram import NgramProposer
-from backends.token_ids import compact
+from backends.token_ids import TokenIds, compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.types import SpeculationMode, SpeculationPlan
 
@@ -94,10 +94,10 @@ class Listener:
         self.heard[name] = [
             Asked(draft.evidence, len(draft), _agreed(draft, tokens[at:])) for draft, at in said
         ]
-        self.texts[name] = tokens[sequence.prompt_tokens :]
+        self.texts[name] = tokens[sequence.prompt_tokens :].tolist()
 
 
-def _agreed(draft: Draft, tokens: list[int]) -> int:
+def _agreed(draft: Draft, tokens: TokenIds) -> int:
     pairs = zip(draft.token_ids, tokens, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

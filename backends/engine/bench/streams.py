@@ -26,6 +26,7 @@ from typing import Any, Final
 from backends.base import WorkerConfig
 from backends.engine.bench.record import provenance
 from backends.engine.load import load_engine
+from backends.token_ids import compact
 from backends.types import GenerationRequest, SamplingParams
 from policies.registry import speculation_policy
 from policies.types import RequestView
@@ -116,7 +117,7 @@ def bare_step_s(streams: int, tokens: int, threads: int) -> float:
     """Return the seconds of a step of the engine alone, in this process and thread."""
     engine = load_engine(worker_config(streams, threads))
     worker, executor = engine.worker, engine.executor
-    prompt = tuple(engine.served.admission.tokenizer.encode(PROMPT))
+    prompt = compact(engine.served.admission.tokenizer.encode(PROMPT))
     off = speculation_policy("off").decide(RequestView(len(prompt), tokens, 0.8), worker.load())
     for index in range(streams):
         sampling = SamplingParams(tokens, index, 0.8, ignore_eos=True)

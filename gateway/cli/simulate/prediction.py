@@ -28,6 +28,7 @@ from backends.registry import backend_factory
 from backends.shipped import SHIPPED_MODEL
 from backends.sim.profile import load_profile
 from backends.sim.simulated import World
+from backends.token_ids import compact
 from backends.tokenizer import Tokenizer
 from gateway.cli.environment import collect_environment
 from gateway.cli.simulate.cluster import Cluster, send, simulate, started
@@ -142,7 +143,7 @@ def _encoded(tokenizer: Tokenizer) -> Callable[[Planned], Job]:
     """Return what makes jobs with a tokenizer's ids, for both runs the same."""
 
     def to_job(planned: Planned) -> Job:
-        ids = tuple(tokenizer.encode(text_of(planned.question)))
+        ids = compact(tokenizer.encode(text_of(planned.question)))
         room = MAX_MODEL_LEN - planned.question.max_tokens
         return replace(job_of(planned), prompts=(ids[-room:],))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
+from backends.token_ids import compact
 from gateway.cli.simulate.prompts import job_of
 from gateway.dispatch.job import Job
 from loadgen.planning.arrivals import parse_arrival
@@ -65,4 +66,4 @@ class Drawn:
         """Return the job of a planned request, with a prompt as long as its row says."""
         tokens = max(self.rows[planned.index].prompt_tokens, INDEX_BYTES)
         ids = planned.index.to_bytes(INDEX_BYTES, "big") + bytes(tokens - INDEX_BYTES)
-        return replace(job_of(planned), prompts=(tuple(ids),))
+        return replace(job_of(planned), prompts=(compact(ids),))
