@@ -141,6 +141,13 @@ def load_of(node: Node, worker: int = 0) -> WorkerLoad:
     return node.fleet.workers[worker].backend.load()
 
 
+async def leased(node: Node, worker: int = 0) -> int:
+    """The tokens leased of one worker of a node; the store must have heard of it."""
+    worker_id = node.fleet.workers[worker].worker_id
+    views = (await node.store.snapshot()).workers
+    return next(view.leased_tokens for view in views if view.worker_id == worker_id)
+
+
 def is_idle(node: Node) -> bool:
     """Whether the node holds nothing of any request."""
     loads = [worker.backend.load() for worker in node.fleet.workers]
