@@ -31,6 +31,7 @@ from gateway.dispatch.placement import Placement
 from gateway.fleet import Fleet
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
+from gateway.state.store import Store
 from gateway.telemetry.tracing import NoTracing, Tracing
 from policies.types import WorkerLoad
 
@@ -111,6 +112,7 @@ async def running(
     backends: Sequence[ScriptedBackend] = (),
     tracing: Tracing | None = None,
     start: bool = True,
+    store: Store | None = None,
     **settings: Any,
 ) -> AsyncIterator[Listening]:
     """Serve the simulator, or the given backends, one worker each, on a free port."""
@@ -119,7 +121,7 @@ async def running(
         settings["devices"] = tuple(range(len(backends)))
     config = ServeConfig(**settings)
     fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
-    node = Node(config, fleet, MemoryStore(), tracing or NoTracing())
+    node = Node(config, fleet, store or MemoryStore(), tracing or NoTracing())
     async with listening(node) as where:
         if start:
             await start_workers(node)
