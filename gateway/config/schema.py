@@ -33,8 +33,8 @@ def _meta(
         text: the help text.
         kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1, `list` takes texts
             with commas between them, or the flag again and again, and so does `urls`; `url` is the
-            address of an HTTP server, `store` that of a state store; `pool`, `backend` and the kinds of
-            policies are names.
+            address of an HTTP server, `store` that of a state store; `pool`, `backend` and the
+            kinds of policies are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
         secret: whether its value is never shown.
@@ -254,7 +254,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
     pool: Annotated[
         str,
-        _meta("Name of the pool in that Redis; nodes of one pool are one cluster", kind="pool", gateway=True),
+        _meta(
+            "Name of the pool in that Redis; nodes of one pool are one cluster",
+            kind="pool",
+            gateway=True,
+        ),
     ] = "default"
     drain_timeout_s: Annotated[
         float, _meta("Seconds open streams may take to end on SIGTERM", gateway=True, ge=0)

@@ -26,9 +26,7 @@ DEADLINE_S: Final = 0.02
 the server some more; 20 ms is what a request can lose unnoticed before its first token, which takes
 ten times as long. (Chosen, not tuned; 2026-11-22.)"""
 
-PATIENCE: Final = Patience(
-    failures=3, timeouts_span_s=2.0, first_pause_s=0.5, longest_pause_s=5.0
-)
+PATIENCE: Final = Patience(failures=3, timeouts_span_s=2.0, first_pause_s=0.5, longest_pause_s=5.0)
 """With a server. Two seconds of timeouts cost each request 20 ms, a wrong verdict costs all of them
 what other gateways know. A probe is cheap, and a failover takes some seconds. (Chosen, not tuned;
 2026-11-22.)"""

@@ -134,7 +134,7 @@ class GuardedStore:
         return fenced
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """See `Store`. Nobody waits: it is told soon, with others, and again if it was not heard."""
+        """See `Store`. Nobody waits: it is told soon, with others, and again if unheard."""
         await self._mirror.release(request_ids)
         self._owe_unless_held(request_ids)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -183,6 +183,15 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what is waited for sets no event
             await asyncio.sleep(0.001)
+
+
+async def eventually(
+    condition: Callable[[], Awaitable[bool]], patience_s: float = PATIENCE_S
+) -> None:
+    """As `until`, for what has to be asked for."""
+    async with asyncio.timeout(patience_s):
+        while not await condition():  # noqa: ASYNC110 - what is waited for sets no event
+            await asyncio.sleep(0.005)
 
 
 def port_of(where: Listening) -> int:

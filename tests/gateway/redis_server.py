@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 START_S = 30.0
+BUS = 10_000
 
 
 def find_redis_server() -> str:
@@ -32,9 +33,16 @@ def find_redis_server() -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A port that nobody listens on, nor on the one 10,000 behind, which a Cluster takes, too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            if port + BUS >= 1 << 16:
+                continue
+            with suppress(OSError):
+                second.bind(("127.0.0.1", port + BUS))
+                return port
 
 
 class RedisServer:

@@ -28,6 +28,9 @@ class TimedMemory:
         self._now_us = BEGIN_US
         self.store = MemoryStore(lambda: self._now_us / 1e6)
 
+    async def begin(self) -> None:
+        """Nothing to do: it is new."""
+
     async def pass_time(self, seconds: float) -> None:
         """Let the clock go on."""
         self._now_us += round(seconds * 1e6)
@@ -49,6 +52,11 @@ class TimedRedis:
         connected = open_client(url)
         self.client = connected.client
         self.store = RedisStore(connected, POOL, "g-test", CLOCK)
+
+    async def begin(self) -> None:
+        """Empty it, and begin with the time that all begin with."""
+        await self.client.flushall()
+        await self.flush()
 
     async def flush(self) -> None:
         """Let it forget everything but the time."""

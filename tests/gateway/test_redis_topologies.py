@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from gateway.state.redis.client import open_client
 from gateway.state.redis.store import RedisStore
 from gateway.state.redis.url import RedisUrl, Topology, read_redis_url
 from gateway.state.store import StoreError
-from tests.gateway.harness import PATIENCE_S
+from tests.gateway.harness import eventually
 from tests.gateway.redis_server import redis_running
 from tests.gateway.stores import granted, leased_tokens, report
 
@@ -87,6 +88,16 @@ async def test_an_unknown_option_is_refused_at_once(text: str) -> None:
         open_client(text)
 
 
+@asynccontextmanager
+async def opened(url: str, pool: str = "p") -> AsyncIterator[RedisStore]:
+    """The store of a pool at an address."""
+    store = RedisStore.at(url, pool, "g")
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 async def works(store: RedisStore, seq: int = 0) -> None:
     """The store does what stores do."""
     assert await store.publish(report(seq=seq))
@@ -101,27 +112,22 @@ async def test_a_server_with_a_password(tmp_path: Path) -> None:
     """User and password of the address are used; a wrong one is an error of the store."""
     with redis_running(tmp_path) as server:
         server.command("ACL", "SETUSER", "gate", "on", ">p@ss/word", "~draftgate:*", "+@all")
-        for password, fine in (("p%40ss%2Fword", True), ("wrong", False)):
-            url = f"redis://gate:{password}@127.0.0.1:{server.port}"
-            store = RedisStore.at(url, "p", "g")
-            if fine:
-                await works(store)
-            else:
-                with pytest.raises(StoreError):
-                    await store.snapshot()
-            await store.close()
+        at = f"127.0.0.1:{server.port}"
+        async with opened(f"redis://gate:p%40ss%2Fword@{at}") as store:
+            await works(store)
+        async with opened(f"redis://gate:wrong@{at}") as store:
+            with pytest.raises(StoreError):
+                await store.snapshot()
 
 
 async def test_a_socket_of_this_machine(tmp_path: Path) -> None:
     """A server on the same machine needs no port."""
     path = tmp_path / "s"
     with redis_running(tmp_path, "--unixsocket", str(path)):
-        store = RedisStore.at(f"unix://{path}", "p", "g")
-        await works(store)
-        await store.close()
+        async with opened(f"unix://{path}") as store:
+            await works(store)
 
 
-@pytest.mark.long
 async def test_a_service_of_sentinels_fails_over(tmp_path: Path) -> None:
     """The store finds the master by the service's name, and the next one when that dies."""
     folders = [tmp_path / name for name in ("master", "replica", "sentinel")]
@@ -135,36 +141,34 @@ async def test_a_service_of_sentinels_fails_over(tmp_path: Path) -> None:
             redis_running(folders[1], *of_master) as replica,
             redis_running(folders[2], str(config), "--sentinel") as sentinel,
         ):
-            url = f"redis+sentinel://127.0.0.1:{sentinel.port}/service"
-            store = RedisStore.at(url, "p", "g")
-            await works(store)
-            async with asyncio.timeout(60):
-                while "slaves=1" not in str(sentinel.command("INFO", "sentinel")["master0"]):
-                    await asyncio.sleep(0.1)
+            async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/service") as store:
+                await works(store)
+
+                async def replicated() -> bool:
+                    return bool(sentinel.command("INFO", "sentinel")["master0"]["slaves"] == 1)
+
+                await eventually(replicated, 60.0)
                 master.kill()
-                while not await there(store):
-                    await asyncio.sleep(0.1)
-            assert replica.command("ROLE")[0] == "master"
-            await works(store, 1)
-            await store.close()
+                await eventually(lambda: there(store), 60.0)
+                assert replica.command("ROLE")[0] == "master"
+                await works(store, 1)
 
 
-@pytest.mark.long
 async def test_a_cluster(tmp_path: Path) -> None:
     """All scripts run where the pool's slot is."""
     options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
     with redis_running(tmp_path, *options) as server:
         server.command("CLUSTER", "ADDSLOTS", *range(16384))
-        async with asyncio.timeout(PATIENCE_S):
-            while server.command("CLUSTER", "INFO")["cluster_state"] != "ok":
-                await asyncio.sleep(0.05)
+
+        async def formed() -> bool:
+            return "cluster_state:ok" in server.command("CLUSTER", "INFO")
+
+        await eventually(formed)
         for pool in ("p", "q", "r"):
-            url = f"redis+cluster://127.0.0.1:{server.port}"
-            store = RedisStore.at(url, pool, "g")
-            await works(store)
-            server.command("SCRIPT", "FLUSH")
-            await works(store, 1)
-            await store.close()
+            async with opened(f"redis+cluster://127.0.0.1:{server.port}", pool) as store:
+                await works(store)
+                server.command("SCRIPT", "FLUSH")
+                await works(store, 1)
 
 
 async def there(store: RedisStore) -> bool:

@@ -41,7 +41,7 @@ class TestRedisStore(StoreContract):
     async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
         """In a server whose time is the test's."""
         opened = TimedRedis(redis_server.url)
-        await opened.flush()
+        await opened.begin()
         yield opened
         await opened.close()
 
@@ -148,7 +148,7 @@ async def test_an_outage_is_an_error_of_the_store() -> None:
 async def test_an_error_of_the_server_is_one_too(
     pool: RedisStore, redis_server: RedisServer
 ) -> None:
-    """A key of another kind, a full memory, a missing right: the script fails, the store says so."""
+    """A key of another kind, a full memory, a missing right: the script fails, and so it says."""
     redis_server.command("SET", "draftgate:{p}:hb", "not a sorted set")
     with pytest.raises(StoreError):
         await pool.publish(report())

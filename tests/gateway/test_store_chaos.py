@@ -6,7 +6,7 @@ What is waited for is bounded by patience alone: nothing here depends on how fas
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,7 +17,7 @@ from gateway.state.guarded import GuardedStore
 from gateway.state.redis.store import RedisStore
 from gateway.state.store import Lease, Reservation
 from policies.breaker import Patience
-from tests.gateway.harness import PATIENCE_S, client, running
+from tests.gateway.harness import PATIENCE_S, client, eventually, running
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import leased_tokens, offer, report, reserve
 
@@ -27,13 +27,6 @@ QUICK = Patience(failures=3, timeouts_span_s=0.1, first_pause_s=0.02, longest_pa
 def guard(redis: RedisServer, name: str, deadline_s: float) -> GuardedStore:
     remote = RedisStore.at(redis.url, "p", name)
     return GuardedStore(remote, patience=QUICK, deadline_s=deadline_s)
-
-
-async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
-    """Return once it holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not await check():
-            await asyncio.sleep(0.005)
 
 
 class Gateway:

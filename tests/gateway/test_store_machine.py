@@ -58,7 +58,7 @@ class Leasing(RuleBasedStateMachine):
     async def _open(self, opened: Callable[[], list[Timed]]) -> list[Timed]:
         found = opened()
         for timed in found:
-            await timed.flush()
+            await timed.begin()
         return found
 
     def teardown(self) -> None:
@@ -131,9 +131,7 @@ class Leasing(RuleBasedStateMachine):
             st.tuples(workers, st.integers(0, 4), st.integers(0, 2), st.integers(0, 1)), max_size=4
         ),
     )
-    def reserve(
-        self, request: str, tokens: int, offered: list[tuple[str, int, int, int]]
-    ) -> None:
+    def reserve(self, request: str, tokens: int, offered: list[tuple[str, int, int, int]]) -> None:
         seen = {view.worker_id: view for view in self._snapshot_without(request).workers}
         offers = []
         for worker, score, per_token, behind in offered:

@@ -58,16 +58,17 @@ def read_redis_url(text: str) -> RedisUrl:
         ValueError: it is none; the message does not quote it, as it may hold a password.
     """
     try:
-        return _read(urlsplit(text))
+        return _read(text)
     except ValueError:
         raise ValueError(_EXPECTED) from None
 
 
-def _read(parts: SplitResult) -> RedisUrl:
+def _read(text: str) -> RedisUrl:
+    parts = urlsplit(text)
     scheme, plus, kind = parts.scheme.partition("+")
     topology = Topology(kind) if plus else Topology.SINGLE
     if scheme == "unix" and not plus and parts.path:
-        return RedisUrl(topology, parts.geturl())
+        return RedisUrl(topology, text)
     if scheme not in {"redis", "rediss"}:
         raise ValueError(scheme)
     user, at, listed = parts.netloc.rpartition("@")
