@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -44,7 +45,8 @@ class GuardedCalls:
 
     def __init__(
         self,
-        come_back: Call[None],
+        probe: Call[object],
+        back: Call[None],
         *,
         clock: Callable[[], float],
         uniform: Callable[[], float],
@@ -54,11 +56,13 @@ class GuardedCalls:
         """Begin with trust.
 
         Args:
-            come_back: a call that asks whether the server is back; it may tell it things, too.
+            probe: a call that asks whether the server is back.
+            back: is done once it is, beside what others ask again.
             clock: seconds that never go back.
             uniform: draws from [0, 1), for jitter.
         """
-        self._come_back = come_back
+        self._probe = probe
+        self._back = back
         self._clock = clock
         self._uniform = uniform
         self._first_pause_s = patience.first_pause_s
@@ -124,23 +128,24 @@ class GuardedCalls:
             self._returning = asyncio.create_task(self._return(), context=Context())
 
     async def _return(self) -> None:
-        """Ask again and again until the server is back."""
-        since_s = self._clock()
-        log(logging.WARNING, "state store is out", reason=self.outage)
+        """Look whether the server is back, and do what is to be done then."""
         try:
             while self.outage is not None:
-                pause_s = self._breaker.remaining_s(self._clock()) or self._first_pause_s
-                await asyncio.sleep(pause_s * (1 + JITTER * self._uniform()))
-                await self._probe()
+                await self._outlast()
+                await self._back()
         finally:
             self._returning = None
-        log(logging.INFO, "state store is back", after_s=round(self._clock() - since_s, 3))
 
-    async def _probe(self) -> None:
-        try:
-            await self._ask(self._come_back, lambda: None)
-        except StoreError:
-            return
+    async def _outlast(self) -> None:
+        """Ask again and again until the server answers."""
+        since_s = self._clock()
+        log(logging.WARNING, "state store is out", reason=self.outage)
+        while self.outage is not None:
+            pause_s = self._breaker.remaining_s(self._clock()) or self._first_pause_s
+            await asyncio.sleep(pause_s * (1 + JITTER * self._uniform()))
+            with suppress(StoreError):
+                await self._ask(self._probe, lambda: None)
+        log(logging.INFO, "state store is back", after_s=round(self._clock() - since_s, 3))
 
 
 def _came_late(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from backends.sim.clock import VirtualTimeLoop, run_virtual
 from gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE
-from gateway.state.guarded import GuardedStore
+from gateway.state.guarded import AT_ONCE, GuardedStore
 from gateway.state.store import STALE_S, Refusal
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.stores import granted, leased_tokens, offer, report, reserve, views
@@ -383,6 +383,25 @@ async def test_releases_go_together() -> None:
         await asyncio.sleep(1.0)
         assert remote.inner.leases() == []
         assert remote.calls["release"] <= 2
+
+
+@in_virtual_time
+async def test_many_leases_take_many_calls() -> None:
+    """None of them is too long for the deadline, and all leases come back after an outage."""
+    async with pair(capacity_tokens=0) as (remote, store):
+        leases = [await granted(store, f"r{index}", 1) for index in range(5 * AT_ONCE + 1)]
+        asked = remote.calls["renew"]
+        await store.renew(leases, 30.0)
+        assert remote.calls["renew"] - asked == 6
+        await broken(remote, store)
+        remote.forget()
+        remote.failure = None
+        await asyncio.sleep(BACK_S)
+        assert remote.inner.leases() == leases
+        await store.release([lease.request_id for lease in leases])
+        await asyncio.sleep(1.0)
+        assert remote.inner.leases() == []
+        assert remote.calls["release"] == 6
 
 
 @in_virtual_time

@@ -1,5 +1,5 @@
 -- A gateway says which leases it holds: they live on, and come back where they were lost.
--- O(its leases x log leases)
+-- O(leases given x log leases)
 -- ARGV: gateway, ttl in us, then for each lease: request, worker, epoch, tokens, number
 -- Returns the requests whose worker has a newer epoch.
 
@@ -9,9 +9,12 @@ prune(now)
 redis.call('ZADD', GATEWAYS, now, gateway)
 
 local fenced = {}
+local entered = {} -- worker -> the epoch that was found in force: it is asked for once
 for at = 3, #ARGV, 5 do
-  local request, worker, tokens, number = ARGV[at], ARGV[at + 1], ARGV[at + 3], ARGV[at + 4]
-  if not enter(worker, ARGV[at + 2]) then
+  local request, worker, epoch = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+  local tokens, number = ARGV[at + 3], ARGV[at + 4]
+  if entered[worker] ~= epoch and enter(worker, epoch) then entered[worker] = epoch end
+  if entered[worker] ~= epoch then
     table.insert(fenced, request)
   elseif redis.call('HGET', LEASES, request) == number .. ' ' .. tokens .. ' ' .. worker then
     redis.call('ZADD', EXPIRY, now + ttl_us, request)
