@@ -208,6 +208,13 @@ class StoreContract:
         await store.release(("r1",))
         await granted(store, "r5", 60)
 
+    async def test_what_has_expired_makes_room(self, timed: Timed, store: Store) -> None:
+        """At once, without anybody having looked in between."""
+        await store.publish(report(capacity_tokens=100))
+        await granted(store, "r1", 100, ttl_s=1.0)
+        await timed.pass_time(1.0)
+        await granted(store, "r2", 100)
+
     async def test_an_idle_worker_takes_anything(self, store: Store) -> None:
         """A request longer than a worker's capacity gets it alone, never beside another."""
         await store.publish(report(capacity_tokens=100))

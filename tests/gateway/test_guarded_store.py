@@ -244,6 +244,21 @@ async def test_a_cancelled_reservation_leaves_nothing() -> None:
 
 
 @in_virtual_time
+async def test_a_release_does_not_end_the_lease_that_came_after_it() -> None:
+    """A request that begins again elsewhere keeps its new lease, though the old end was unheard."""
+    async with pair() as (remote, store):
+        await granted(store, "r", 100)
+        remote.failure = "refused"
+        await store.release(("r",))
+        await asyncio.sleep(0.1)
+        remote.failure = None
+        await granted(store, "r", 50)
+        await store.release(("another",))
+        await asyncio.sleep(0.1)
+        assert await leased_tokens(remote.inner) == 50
+
+
+@in_virtual_time
 async def test_a_renewal_does_not_raise_what_ended_meanwhile() -> None:
     """A lease that is released while its renewal is under way ends, in whatever order they come."""
     async with pair() as (remote, store):
