@@ -85,7 +85,7 @@ def _sentinel(url: RedisUrl) -> Connected:
     )
     client = sentinel.master_for(url.service)
     _try_options(client)
-    return Connected(client, (client.aclose, sentinel.aclose))
+    return Connected(client, (client.aclose, *(one.aclose for one in sentinel.sentinels)))
 
 
 def _try_options(client: Redis) -> None:
