@@ -1,8 +1,8 @@
 """The composition root: what a node is made of, and the order in which it starts and stops.
 
 Start: listen (so that `/health` and `/ready` answer while the model loads), then load and warm up.
-Stop, on SIGTERM or SIGINT: refuse new requests, let open ones end within the drain timeout, stop
-the workers, close the listener. A second signal skips the waiting.
+Stop, on SIGTERM or SIGINT: leave the pool, refuse new requests, let open ones end within the drain
+timeout, stop the workers, close the listener. A second signal skips the waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gateway.fleet import Fleet
 from gateway.http.routes import build_app
 from gateway.lifecycle import NodeState
 from gateway.node import Node
-from gateway.state.memory import MemoryStore
+from gateway.state.opening import open_store
 from gateway.telemetry.tracing import open_tracing
 
 YOUNG_OBJECTS: Final = 5_000
@@ -75,11 +75,12 @@ def build_node(config: ServeConfig) -> Node:
     """Build everything; nothing is imported or loaded for the workers yet.
 
     Raises:
-        StartError: the policy does not exist.
+        StartError: a setting is wrong, as the name of a policy.
     """
     try:
         tracing = open_tracing(config.otlp_endpoint, os.environ)
-        return Node(config, build_fleet(config), MemoryStore(), tracing)
+        store = open_store(config.join, config.pool)
+        return Node(config, build_fleet(config), store, tracing)
     except ValueError as error:
         raise StartError(str(error)) from error
 
@@ -157,8 +158,10 @@ async def serve(
             if not signals.first.is_set():
                 settle_interpreter()
                 on_ready(where)
-                await _until(signals, node.heartbeat.run())
-                await _drain_until_second(node, signals)
+                async with node.heartbeat.beating():
+                    await signals.first.wait()
+                    await node.heartbeat.leave()
+                    await _drain_until_second(node, signals)
         finally:
             await node.fleet.stop()
             await _settle(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import cast
@@ -17,6 +18,7 @@ from backends.base import Backend, Upstream, WorkerConfig
 from backends.errors import BackendFailed
 from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
+from gateway.state.store import new_epoch
 from policies.room import Need, Occupancy
 
 BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
@@ -26,14 +28,18 @@ class FleetWorker:
     """A worker of this node, and what was sent to it and has not ended.
 
     Attributes:
+        epoch: which life of the worker this is (`gateway.state.store`).
+        watermark: number of the last lease whose request was sent to it.
         backend: what runs them; `generating` and `upstream` say which of the two it is.
         forwards: whether requests go on as they came, to an upstream.
         reserved_tokens: tokens of prompt and output that these take at most.
     """
 
-    def __init__(self, worker_id: str, backend: Backend | Upstream) -> None:
+    def __init__(self, worker_id: str, backend: Backend | Upstream, epoch: str = "") -> None:
         """Begin with nothing sent."""
         self.worker_id = worker_id
+        self.epoch = epoch
+        self.watermark = 0
         self.backend = backend
         self.forwards = hasattr(backend, "forward")
         self.reserved_tokens = 0
@@ -75,6 +81,10 @@ class FleetWorker:
         self.reserved_tokens += need.most_tokens
         if need.tpot_s is not None:
             self._promised[request_id] = need.tpot_s
+
+    def sent(self, lease_number: int) -> None:
+        """Note that the request of a lease was sent: from now on it is part of the load."""
+        self.watermark = max(self.watermark, lease_number)
 
     def started(self, request_id: str) -> bool:
         """Note that a request has its first token; return whether that was news."""
@@ -168,17 +178,19 @@ class Fleet:
             CheckpointError, ValueError: the model cannot be loaded, or a setting does not fit it.
         """
         factory = await asyncio.to_thread(self._load_factory)
-        await self.start_with(factory, f"w-{secrets.token_hex(4)}")
+        epoch = new_epoch(time.time(), secrets.token_hex(4))
+        await self.start_with(factory, f"w-{secrets.token_hex(4)}", epoch)
 
-    async def start_with(self, factory: BackendFactory, name: str) -> None:
+    async def start_with(self, factory: BackendFactory, name: str, epoch: str = "") -> None:
         """As `start`, with a factory that is there already.
 
         Args:
             factory: builds a backend from each configuration.
             name: the workers' ids are this and their number.
+            epoch: theirs.
         """
         self.workers = tuple(
-            FleetWorker(f"{name}-{index}", factory(config))
+            FleetWorker(f"{name}-{index}", factory(config), epoch)
             for index, config in enumerate(self._configs)
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))

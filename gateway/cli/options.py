@@ -111,8 +111,10 @@ def metavar(setting: Setting) -> str:
         return "INDICES"
     if setting.kind == "list":
         return "TEXT ..."
-    if setting.kind == "url":
+    if setting.kind in {"url", "store"}:
         return "URL"
     if setting.kind in {"speculation", "batching", "ordering", "admission"}:
         return "POLICY"
+    if setting.kind == "pool":
+        return "NAME"
     return "NUMBER" if setting.numeric else "TEXT"

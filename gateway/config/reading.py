@@ -16,7 +16,17 @@ from msgspec import Meta
 
 from backends.registry import backend_names
 from gateway.config.schema import ServeConfig
-from gateway.config.values import check_url, indices, size_bytes, texts, urls
+from gateway.config.values import (
+    MASK,
+    check_pool,
+    check_url,
+    indices,
+    masked_url,
+    size_bytes,
+    texts,
+    urls,
+)
+from gateway.state.redis.url import read_redis_url
 from policies.registry import (
     admission_policy,
     batching_policy,
@@ -28,8 +38,6 @@ ENV_PREFIX: Final = "DRAFTGATE_"
 
 CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
 """Names the file, as `--config` does."""
-
-MASK: Final = "********"
 
 _OF_KUBERNETES: Final = re.compile(
     ENV_PREFIX
@@ -44,6 +52,13 @@ _POLICIES: Final[Mapping[str, Callable[[str], object]]] = {
     "admission": admission_policy,
 }
 """Kinds of settings that name a policy; each refuses names that it does not know."""
+
+_TEXTS: Final[Mapping[str, Callable[[str], object]]] = {
+    "url": check_url,
+    "store": read_redis_url,
+    "pool": check_pool,
+}
+"""Kinds of settings that have a form; each refuses what has another."""
 
 
 class ConfigError(ValueError):
@@ -84,7 +99,9 @@ class Setting:
         return ENV_PREFIX + self.name.upper()
 
     def public(self, value: Any) -> Any:
-        """Return a value as anybody may see it: a secret one is masked."""
+        """Return a value as anybody may see it: a secret is masked, and that in an address."""
+        if self.kind == "store" and value is not None:
+            return masked_url(str(value))
         return MASK if self.secret and value not in (None, ()) else value
 
     def shown(self, value: object) -> str:
@@ -128,8 +145,8 @@ class Setting:
             choices = backend_names()
         if self.kind in _POLICIES:
             _POLICIES[self.kind](str(value))
-        if self.kind == "url" and value is not None:
-            check_url(str(value))
+        if self.kind in _TEXTS and value is not None:
+            _TEXTS[self.kind](str(value))
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("expected a finite number")
         if choices and value not in choices:

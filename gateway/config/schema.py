@@ -33,7 +33,8 @@ def _meta(
         text: the help text.
         kind: what a text stands for: `bytes` takes 512MiB, `indices` takes 0,1, `list` takes texts
             with commas between them, or the flag again and again, and so does `urls`; `url` is the
-            address of an HTTP server; `backend` and the kinds of policies are names.
+            address of an HTTP server, `store` that of a state store; `pool`, `backend` and the
+            kinds of policies are names.
         choices: the values there are, in lower case; empty means any.
         gateway: whether it concerns the server only, not the model: `generate` does without.
         secret: whether its value is never shown.
@@ -238,6 +239,27 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "Keys without limits; rather in the environment", kind="list", gateway=True, secret=True
         ),
     ] = ()
+    join: (
+        Annotated[
+            str,
+            _meta(
+                "Share load and leases through this Redis: redis://HOST:6379, rediss://, "
+                "redis+sentinel://HOST:26379/SERVICE or redis+cluster:// (default: alone); "
+                "its password is never shown",
+                kind="store",
+                gateway=True,
+            ),
+        ]
+        | None
+    ) = None
+    pool: Annotated[
+        str,
+        _meta(
+            "Name of the pool in that Redis; nodes of one pool are one cluster",
+            kind="pool",
+            gateway=True,
+        ),
+    ] = "default"
     drain_timeout_s: Annotated[
         float, _meta("Seconds open streams may take to end on SIGTERM", gateway=True, ge=0)
     ] = 30.0

@@ -89,3 +89,31 @@ def size_bytes(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise ValueError("expected a size in bytes, such as 512MiB or 1GiB")
     return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+MASK: Final = "********"
+"""In the place of what is secret."""
+
+
+def masked_url(text: str) -> str:
+    """Return an address, or what was meant to be one, without what could be a password.
+
+    That is all between the scheme and the last `@`, which a password may hold as well, and the
+    values of options whose names speak of one.
+    """
+    scheme, parted, rest = text.partition("://")
+    if not parted:
+        scheme, rest = "", text
+    secret, at, open_part = rest.rpartition("@")
+    shown = f"{scheme}{parted}{MASK}@{open_part}" if at and secret else text
+    return re.sub(r"([?&][^=&]*password[^=&]*=)[^&]*", rf"\g<1>{MASK}", shown, flags=re.IGNORECASE)
+
+
+def check_pool(text: str) -> None:
+    """Return if a text can be the name of a pool, which is part of keys in Redis.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) is None:
+        raise ValueError("expected a name of letters, digits, dots, dashes, underscores")

@@ -20,10 +20,12 @@ from gateway.dispatch.queue import CentralQueue
 from gateway.dispatch.run import Run
 from gateway.fleet import Fleet, FleetWorker
 from gateway.lifecycle import Lifecycle
-from gateway.telemetry.hops import dispatched
+from gateway.state.store import Offer
+from gateway.telemetry.hops import WorkerHops, dispatched
 from gateway.telemetry.outcomes import (
     admission_attributes,
     describe_decision,
+    describe_reservation,
     describe_route,
 )
 from gateway.telemetry.tracing import NO_SPAN, Span
@@ -123,21 +125,20 @@ class Dispatcher:
             entry.prompt_tokens += waiting.need.prompt_tokens
             placed = self._decide(run, index, worker)
             unstarted = True
-            with dispatched(run.span) as hops:
-                async with self._leased(placed) as deltas:
-                    async for delta in deltas:
-                        if unstarted:
-                            unstarted = False
-                            worker.started(waiting.request_id)
-                            self.admission.answered(entry)
-                            self.queue.pump()
-                        if hops is not None:
-                            hops.observe(delta)
-                        entry.output_tokens += len(delta.token_ids)
-                        if delta.outcome is not None:
-                            entry.ended += 1
-                            self._placer.learn(placed, delta.outcome)
-                        yield delta
+            async with self._leased(run, placed) as (deltas, hops):
+                async for delta in deltas:
+                    if unstarted:
+                        unstarted = False
+                        worker.started(waiting.request_id)
+                        self.admission.answered(entry)
+                        self.queue.pump()
+                    if hops is not None:
+                        hops.observe(delta)
+                    entry.output_tokens += len(delta.token_ids)
+                    if delta.outcome is not None:
+                        entry.ended += 1
+                        self._placer.learn(placed, delta.outcome)
+                    yield delta
         finally:
             worker.release(waiting.request_id)
             self.queue.pump()
@@ -151,13 +152,25 @@ class Dispatcher:
         return placed
 
     @asynccontextmanager
-    async def _leased(self, placed: Placement) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Run a request under a lease on its worker's capacity."""
+    async def _leased(
+        self, run: Run, placed: Placement
+    ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerHops | None]]:
+        """Run a request under a lease on its worker's capacity.
+
+        Without one it runs, too: the queue has found room on this worker, with its seats and memory
+        as they are, and nobody else can send it anything.
+        """
         request, worker = placed.request, placed.worker
         try:
-            await self.leases.take(worker.worker_id, request.request_id, request.most_tokens)
-            async with aclosing(worker.generating.generate(request)) as deltas:
-                yield deltas
+            with run.span.child("reserve") as span:
+                here = Offer(worker.worker_id, worker.epoch)
+                found = await self.leases.take(request.request_id, request.most_tokens, (here,))
+                describe_reservation(span, found)
+            with dispatched(run.span) as hops:
+                async with aclosing(worker.generating.generate(request)) as deltas:
+                    if found.lease is not None:
+                        worker.sent(found.lease.number)
+                    yield deltas, hops
         finally:
             await self.leases.give_back(request.request_id)
 

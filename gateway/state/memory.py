@@ -2,71 +2,222 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
-from gateway.state.store import WorkerView
-from policies.types import WorkerLoad
+from gateway.state.store import (
+    FORGET_S,
+    STALE_S,
+    Lease,
+    Offer,
+    Refusal,
+    Reservation,
+    Snapshot,
+    WorkerReport,
+    WorkerView,
+)
 
 
 @dataclass(slots=True)
-class _Lease:
-    worker_id: str
-    tokens: int
-    expires_s: float
+class _Worker:
+    """One life of a worker. `seq` is -1 before its first report; it has none after it left."""
+
+    epoch: str
+    touched_s: float
+    seq: int = -1
+    report: WorkerReport | None = None
+    heard_s: float = 0.0
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+    def leased_tokens(self, behind: int = -1) -> int:
+        """Return the tokens of leases with higher numbers than this."""
+        return sum(lease.tokens for lease in self.leases.values() if lease.number > behind)
 
 
 class MemoryStore:
-    """Implements `Store` in this process."""
+    """Implements `Store` in this process: the reference of every other.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start empty; `clock` returns seconds that never go back."""
+    Attributes:
+        gateways: among how many the capacity of workers is divided that others reach, too.
+    """
+
+    outage = None
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, stale_s: float = STALE_S
+    ) -> None:
+        """Start empty.
+
+        Args:
+            clock: returns seconds that never go back.
+            stale_s: instead of `STALE_S`.
+        """
+        self.gateways = 1
         self._clock = clock
-        self._loads: dict[str, tuple[WorkerLoad, float]] = {}
-        self._leases: dict[str, _Lease] = {}
+        self._stale_s = stale_s
+        self._workers: dict[str, _Worker] = {}
+        self._leases: dict[str, Lease] = {}
+        self._until_s: dict[str, float] = {}  # when a request's lease expires
+        self._expiries: list[tuple[float, str]] = []  # a heap; a renewed lease is found too early
+        self._number = 0
 
-    async def publish(self, worker_id: str, load: WorkerLoad) -> None:
+    async def publish(self, report: WorkerReport) -> bool:
         """See `Store`."""
-        self._loads[worker_id] = (load, self._clock())
+        return self.learn(report, 0.0)
 
-    async def withdraw(self, worker_id: str) -> None:
+    def learn(self, report: WorkerReport, age_s: float) -> bool:
+        """As `publish`, of a report that was made some time ago."""
+        worker = self._entered(report.worker_id, report.epoch)
+        if worker is None or report.seq <= worker.seq:
+            return False
+        worker.seq, worker.report = report.seq, report
+        worker.heard_s = self._clock() - age_s
+        self._number = max(self._number, report.watermark)
+        return True
+
+    async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
         """See `Store`."""
-        self._loads.pop(worker_id, None)
+        worker = self._entered(worker_id, epoch)
+        if worker is not None and seq > worker.seq:
+            worker.seq, worker.report = seq, None
 
-    async def snapshot(self) -> list[WorkerView]:
+    async def snapshot(self) -> Snapshot:
         """See `Store`."""
         now_s = self._clock()
         self._prune(now_s)
-        leased: dict[str, int] = {}
-        for lease in self._leases.values():
-            leased[lease.worker_id] = leased.get(lease.worker_id, 0) + lease.tokens
-        return [
-            WorkerView(worker_id, load, now_s - then_s, leased.get(worker_id, 0))
-            for worker_id, (load, then_s) in sorted(self._loads.items())
-        ]
+        self._forget(now_s)
+        views = (
+            WorkerView(
+                worker.report,
+                now_s - worker.heard_s,
+                worker.leased_tokens(),
+                worker.leased_tokens(worker.report.watermark),
+            )
+            for _, worker in sorted(self._workers.items())
+            if worker.report is not None and now_s - worker.heard_s < FORGET_S
+        )
+        return Snapshot(tuple(views), self.gateways)
 
-    async def reserve(self, worker_id: str, request_id: str, tokens: int, ttl_s: float) -> None:
-        """See `Store`."""
-        self._leases[request_id] = _Lease(worker_id, tokens, self._clock() + ttl_s)
-
-    async def renew(self, request_ids: Iterable[str], ttl_s: float) -> None:
+    async def reserve(
+        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+    ) -> Reservation:
         """See `Store`."""
         now_s = self._clock()
         self._prune(now_s)
+        self._drop(request_id)
+        verdicts = [self._refusal(offer, tokens, now_s) for offer in offers]
+        fit = [offer for offer, why in zip(offers, verdicts, strict=True) if why is None]
+        if not fit:
+            first = next((one for one in Refusal if one in verdicts), Refusal.UNKNOWN)
+            return Reservation(None, first)
+        behind = [self._workers[one.worker_id].leased_tokens(one.watermark) for one in fit]
+        scores = [o.score + o.score_per_token * b for o, b in zip(fit, behind, strict=True)]
+        best = scores.index(min(scores))
+        self._number = max(self._number + 1, round(now_s * 1e6))
+        lease = Lease(request_id, fit[best].worker_id, fit[best].epoch, tokens, self._number)
+        self._put(lease, now_s + ttl_s)
+        return Reservation(lease, behind_tokens=behind[best])
+
+    async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
+        """See `Store`."""
+        now_s = self._clock()
+        self._prune(now_s)
+        fenced = set[str]()
+        for lease in leases:
+            if self._entered(lease.worker_id, lease.epoch) is None:
+                fenced.add(lease.request_id)
+            elif self._leases.get(lease.request_id) == lease:
+                self._set_expiry(lease.request_id, now_s + ttl_s)
+            else:
+                self._drop(lease.request_id)
+                self._put(lease, now_s + ttl_s)
+        return frozenset(fenced)
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        """See `Store`."""
         for request_id in request_ids:
-            lease = self._leases.get(request_id)
-            if lease is not None:
-                lease.expires_s = now_s + ttl_s
-
-    async def release(self, request_id: str) -> None:
-        """See `Store`."""
-        self._leases.pop(request_id, None)
+            self._drop(request_id)
 
     async def close(self) -> None:
         """See `Store`."""
 
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request has a lease."""
+        return request_id in self._leases
+
+    def leases(self) -> list[Lease]:
+        """Return all leases that live."""
+        self._prune(self._clock())
+        return list(self._leases.values())
+
+    def _entered(self, worker_id: str, epoch: str) -> _Worker | None:
+        """Return a worker in an epoch; None if a newer one is known. Older leases end."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.epoch > epoch:
+            return None
+        if worker is None or worker.epoch < epoch:
+            for request_id in tuple(worker.leases) if worker is not None else ():
+                self._drop(request_id)
+            worker = self._workers[worker_id] = _Worker(epoch, 0.0)
+        worker.touched_s = self._clock()
+        return worker
+
+    def _refusal(self, offer: Offer, tokens: int, now_s: float) -> Refusal | None:
+        worker = self._workers.get(offer.worker_id)
+        if worker is None or worker.seq < 0:
+            return Refusal.UNKNOWN
+        if worker.epoch != offer.epoch:
+            return Refusal.FENCED
+        if worker.report is None:
+            return Refusal.GONE
+        if now_s - worker.heard_s > self._stale_s:
+            return Refusal.STALE
+        capacity_tokens, leased_tokens = self._capacity(worker.report), worker.leased_tokens()
+        if capacity_tokens and leased_tokens and leased_tokens + tokens > capacity_tokens:
+            return Refusal.FULL
+        return None
+
+    def _capacity(self, report: WorkerReport) -> int:
+        """Return this gateway's part of a worker's tokens; 0 where nobody knows them."""
+        if not report.address or not report.capacity_tokens:
+            return report.capacity_tokens
+        return max(1, report.capacity_tokens // self.gateways)
+
+    def _put(self, lease: Lease, until_s: float) -> None:
+        """Write the lease of a request that has none."""
+        self._number = max(self._number, lease.number)
+        self._leases[lease.request_id] = lease
+        self._workers[lease.worker_id].leases[lease.request_id] = lease
+        self._set_expiry(lease.request_id, until_s)
+
+    def _set_expiry(self, request_id: str, until_s: float) -> None:
+        if until_s < self._until_s.get(request_id, math.inf):  # else it is found, and put back
+            heapq.heappush(self._expiries, (until_s, request_id))
+        self._until_s[request_id] = until_s
+
+    def _drop(self, request_id: str) -> None:
+        lease = self._leases.pop(request_id, None)
+        if lease is not None:
+            del self._until_s[request_id]
+            del self._workers[lease.worker_id].leases[request_id]
+
     def _prune(self, now_s: float) -> None:
-        expired = [key for key, lease in self._leases.items() if lease.expires_s <= now_s]
-        for key in expired:
-            del self._leases[key]
+        """End what has expired."""
+        while self._expiries and self._expiries[0][0] <= now_s:
+            request_id = heapq.heappop(self._expiries)[1]
+            until_s = self._until_s.get(request_id)
+            if until_s is None:
+                continue
+            if until_s <= now_s:
+                self._drop(request_id)
+            else:  # renewed since
+                heapq.heappush(self._expiries, (until_s, request_id))
+
+    def _forget(self, now_s: float) -> None:
+        """Forget workers of whom nobody spoke for long."""
+        for worker_id, worker in tuple(self._workers.items()):
+            if now_s - worker.touched_s > FORGET_S and not worker.leases:
+                del self._workers[worker_id]

@@ -329,6 +329,11 @@ _of_workers(
 
 # --- the node -------------------------------------------------------------------------------------
 
+STORE_OUT: Final = _gauge(
+    "draftgate_state_store_out",
+    "1 while the state store does not answer, so that decisions rest on what this node knows",
+    "outages",
+)
 TASKS: Final = _gauge(
     "draftgate_event_loop_tasks",
     "Tasks of the event loop: some, and one for each connection with a request",

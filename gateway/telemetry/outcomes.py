@@ -9,6 +9,7 @@ from gateway.dispatch.admission import Entry
 from gateway.dispatch.job import Job
 from gateway.dispatch.placement import Placement
 from gateway.fleet import FleetWorker
+from gateway.state.store import Reservation
 from gateway.telemetry import figures
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Attributes, Span
@@ -74,6 +75,20 @@ def describe_route(span: Span, chosen: FleetWorker, candidates: Sequence[FleetWo
                 "draftgate.reserved_tokens": [one.reserved_tokens for one in candidates],
             }
         )
+
+
+def describe_reservation(span: Span, found: Reservation) -> None:
+    """Put what a worker's capacity was leased for, or why not, on the span that covers it."""
+    if not span.recording:
+        return
+    told: dict[str, str | int] = {"draftgate.state": "degraded" if found.degraded else "fresh"}
+    if found.lease is not None:
+        told["draftgate.worker_id"] = found.lease.worker_id
+        told["draftgate.lease.tokens"] = found.lease.tokens
+        told["draftgate.lease.behind_tokens"] = found.behind_tokens
+    if found.refusal is not None:
+        told["draftgate.lease.refusal"] = found.refusal.value
+    span.set(told)
 
 
 def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:

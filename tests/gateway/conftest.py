@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from gateway.app import Listening
 from tests.gateway.harness import ScriptedBackend, client, running
+from tests.gateway.redis_server import RedisServer, redis_running
 
 
 @pytest.fixture
@@ -29,3 +31,24 @@ async def http(sim: Listening) -> AsyncIterator[httpx.AsyncClient]:
 async def scripted() -> ScriptedBackend:
     """A backend whose steps the test decides; not serving yet."""
     return ScriptedBackend()
+
+
+@pytest.fixture(scope="session")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One Redis server for all tests that leave it well."""
+    with redis_running(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(shared_redis: RedisServer) -> RedisServer:
+    """That server, empty."""
+    shared_redis.command("FLUSHALL")
+    return shared_redis
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis server that a test may pause, kill and start again."""
+    with redis_running(tmp_path) as server:
+        yield server

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from gateway.dispatch.placement import Placement
 from gateway.fleet import Fleet
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
+from gateway.state.store import Store
 from gateway.telemetry.tracing import NoTracing, Tracing
 from policies.types import WorkerLoad
 
@@ -111,6 +112,7 @@ async def running(
     backends: Sequence[ScriptedBackend] = (),
     tracing: Tracing | None = None,
     start: bool = True,
+    store: Store | None = None,
     **settings: Any,
 ) -> AsyncIterator[Listening]:
     """Serve the simulator, or the given backends, one worker each, on a free port."""
@@ -119,7 +121,7 @@ async def running(
         settings["devices"] = tuple(range(len(backends)))
     config = ServeConfig(**settings)
     fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
-    node = Node(config, fleet, MemoryStore(), tracing or NoTracing())
+    node = Node(config, fleet, store or MemoryStore(), tracing or NoTracing())
     async with listening(node) as where:
         if start:
             await start_workers(node)
@@ -139,6 +141,13 @@ def scripted_fleet(config: ServeConfig, backends: Sequence[ScriptedBackend]) -> 
 def load_of(node: Node, worker: int = 0) -> WorkerLoad:
     """The load of one worker of a node."""
     return node.fleet.workers[worker].backend.load()
+
+
+async def leased(node: Node, worker: int = 0) -> int:
+    """The tokens leased of one worker of a node; the store must have heard of it."""
+    worker_id = node.fleet.workers[worker].worker_id
+    views = (await node.store.snapshot()).workers
+    return next(view.leased_tokens for view in views if view.worker_id == worker_id)
 
 
 def is_idle(node: Node) -> bool:
@@ -174,6 +183,15 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - what is waited for sets no event
             await asyncio.sleep(0.001)
+
+
+async def eventually(
+    condition: Callable[[], Awaitable[bool]], patience_s: float = PATIENCE_S
+) -> None:
+    """As `until`, for what has to be asked for."""
+    async with asyncio.timeout(patience_s):
+        while not await condition():  # noqa: ASYNC110 - what is waited for sets no event
+            await asyncio.sleep(0.005)
 
 
 def port_of(where: Listening) -> int:

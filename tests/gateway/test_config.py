@@ -9,6 +9,7 @@ import pytest
 from msgspec import Meta
 
 from backends.base import WorkerConfig
+from gateway.cli.configuration import as_json_text, as_lines
 from gateway.cli.reference import PAGES
 from gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
 
@@ -291,3 +292,43 @@ def test_each_upstream_is_a_worker(tmp_path: Path) -> None:
         assert tuple(worker.upstream for worker in config.worker_configs()) == expected
     (single,) = ServeConfig(upstream=("http://a",), upstream_concurrency=9).worker_configs()
     assert (single.upstream, single.upstream_concurrency) == ("http://a", 9)
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("redis://h:1/2", "redis://h:1/2"),
+        ("redis://user:hush@h/0", "redis://********@h/0"),
+        ("rediss+sentinel://:hush@a,b/service", "rediss+sentinel://********@a,b/service"),
+        ("redis://h?password=hush&ssl_ca_certs=f", "redis://h?password=********&ssl_ca_certs=f"),
+        (
+            "redis+sentinel://h/s?sentinel_password=hush",
+            "redis+sentinel://h/s?sentinel_password=********",
+        ),
+    ],
+)
+def test_the_stores_password_is_never_shown(address: str, shown: str) -> None:
+    """The rest of its address is, in lines and in JSON."""
+    effective = effective_config({"join": address}, {})
+    assert effective.config.join == address
+    for told in (as_lines(effective), as_json_text(effective)):
+        assert shown in told
+        assert "hush" not in told
+
+
+@pytest.mark.parametrize(
+    "address", ["http://:hush@h", "redis://:hu@sh/hush@h/x", ":hush@h", "redis://:hush@h:port/0"]
+)
+def test_a_bad_address_of_the_store_is_not_quoted(address: str) -> None:
+    """The complaint names the setting and what was expected, not the password in it."""
+    with pytest.raises(ConfigError, match="--join: expected the address of a Redis") as caught:
+        effective_config({"join": address}, {})
+    assert "hu" not in str(caught.value).partition("given:")[2]
+
+
+def test_pools_have_plain_names() -> None:
+    """A name becomes part of keys, between braces."""
+    assert effective_config({"pool": "eu-1.blue_2"}, {}).config.pool == "eu-1.blue_2"
+    for name in ("", "a b", "a{b}", "a:b", "x" * 65):
+        with pytest.raises(ConfigError, match="--pool: expected a name of letters"):
+            effective_config({"pool": name}, {})

@@ -8,7 +8,15 @@ import pytest
 
 from gateway.app import Listening
 from gateway.http.stream import EventStream
-from tests.gateway.harness import ScriptedBackend, is_idle, load_of, post_raw, running, until
+from tests.gateway.harness import (
+    ScriptedBackend,
+    is_idle,
+    leased,
+    load_of,
+    post_raw,
+    running,
+    until,
+)
 
 LONG = {"prompt": "def f(x):", "max_tokens": 8000, "ignore_eos": True}
 
@@ -59,14 +67,14 @@ async def test_an_aborted_connection_frees_as_well(sim: Listening) -> None:
 
 async def test_leases_end_with_their_requests(sim: Listening) -> None:
     """What the store holds for a request is released when its client leaves."""
-    store, node = sim.node.store, sim.node
-    await store.publish(node.fleet.workers[0].worker_id, load_of(node))
+    node = sim.node
+    await node.heartbeat.beat()
     _, writer = await post_raw(sim, "/v1/completions", {**LONG, "stream": True})
     await until(lambda: load_of(node).running == 1)
-    assert (await store.snapshot())[0].leased_tokens == 8000 + 5
+    assert await leased(node) == 8000 + 5
     writer.close()
     await until(lambda: is_idle(sim.node))
-    assert (await store.snapshot())[0].leased_tokens == 0
+    assert await leased(node) == 0
 
 
 async def test_a_worker_that_is_silent_learns_of_a_departure(scripted: ScriptedBackend) -> None:

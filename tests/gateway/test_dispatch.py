@@ -13,9 +13,10 @@ from gateway.dispatch.job import Job
 from gateway.errors import InvalidRequest
 from gateway.node import Node
 from gateway.state.memory import MemoryStore
+from gateway.state.store import WorkerReport
 from gateway.telemetry.tracing import NoTracing
 from policies.types import SpeculationMode
-from tests.gateway.harness import ScriptedBackend, placed, scripted_fleet
+from tests.gateway.harness import ScriptedBackend, leased, placed, scripted_fleet
 
 
 @pytest.fixture
@@ -68,14 +69,14 @@ async def test_a_proposer_that_is_not_there_is_named_with_those_that_are(node: N
 
 async def test_a_lease_lasts_as_long_as_its_request(node: Node, scripted: ScriptedBackend) -> None:
     """Tokens of prompt and output are leased while the request runs, and not a moment longer."""
-    await node.store.publish(node.fleet.workers[0].worker_id, scripted.load())
+    await node.heartbeat.beat()
     async with node.dispatcher.run(job()) as run:
         reading = asyncio.ensure_future(anext(run.deltas))
         request = await scripted.submitted.get()
-        assert (await node.store.snapshot())[0].leased_tokens == 15
+        assert await leased(node) == 15
         scripted.emit(request, "x", last=True)
         await reading
-    assert (await node.store.snapshot())[0].leased_tokens == 0
+    assert await leased(node) == 0
 
 
 async def test_the_heartbeat_publishes_and_survives(
@@ -86,11 +87,12 @@ async def test_the_heartbeat_publishes_and_survives(
     calls: list[str] = []
     published = asyncio.Event()
 
-    async def publish(worker_id: str, _load: object) -> None:
-        calls.append(worker_id)
+    async def publish(report: WorkerReport) -> bool:
+        calls.append(report.worker_id)
         if len(calls) == 1:
             raise OSError("store is away")
         published.set()
+        return True
 
     monkeypatch.setattr(node.store, "publish", publish)
     beating = asyncio.create_task(node.heartbeat.run())

@@ -358,7 +358,8 @@ async def test_the_trace_has_where_it_ran_and_nothing_of_drafts(scripted: Script
         worker_id = where.node.fleet.workers[0].worker_id
     tracing.shutdown()
     spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert set(spans) == {*("POST /v1/embeddings", "admit", "queue", "route", "decide", "dispatch")}
+    hops = {"admit", "queue", "route", "decide", "reserve", "dispatch"}
+    assert set(spans) == {"POST /v1/embeddings", *hops}
     server = spans["POST /v1/embeddings"]
     assert spans["dispatch"].parent.span_id == server.context.span_id
     found = dict(server.attributes)

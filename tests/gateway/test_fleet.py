@@ -18,6 +18,7 @@ from gateway.config import ServeConfig
 from gateway.dispatch.job import Job
 from gateway.fleet import FleetWorker, LeastReserved, RoundRobin
 from gateway.lifecycle import NodeState
+from gateway.state.store import WorkerReport
 from policies.room import Need
 from tests.gateway.harness import (
     ScriptedBackend,
@@ -195,21 +196,21 @@ async def test_the_heartbeat_tells_of_every_worker_and_of_a_loss_once(
     beats = Counter[str]()
     publish = store.publish
 
-    async def counted(worker_id: str, load: object) -> None:
-        beats[worker_id] += 1
-        await publish(worker_id, load)
+    async def counted(report: WorkerReport) -> bool:
+        beats[report.worker_id] += 1
+        return await publish(report)
 
     monkeypatch.setattr(store, "publish", counted)
     with caplog.at_level(logging.ERROR, logger="draftgate"):
         beating = asyncio.create_task(node.node.heartbeat.run())
         await until(lambda: len(beats) == 2)
-        assert sorted(view.worker_id for view in await store.snapshot()) == ids
+        assert [view.worker_id for view in (await store.snapshot()).workers] == ids
         pair[0].crash("device lost")
         seen = beats[ids[1]]
         await until(lambda: beats[ids[1]] > seen + 3)
         beating.cancel()
         await asyncio.wait({beating})
-    assert [view.worker_id for view in await store.snapshot()] == ids[1:]
+    assert [view.worker_id for view in (await store.snapshot()).workers] == ids[1:]
     (line,) = [record for record in caplog.records if record.message == "worker failed"]
     assert line.draftgate_fields == {"worker": ids[0], "reason": "device lost"}
 

@@ -1,94 +1,179 @@
-"""What every state store must do. A store's tests subclass `StoreConformance`."""
+"""The state stores keep their contract: in memory, and in a real Redis server."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
 import pytest
 
-from gateway.state.memory import MemoryStore
-from gateway.state.store import Store
-from policies.types import WorkerLoad
-
-IDLE = WorkerLoad(0, 0, 10, 10, 0.0, 0.5, ("ngram",))
-BUSY = WorkerLoad(8, 3, 1, 10, 0.25, 0.7, ("ngram",))
-
-
-class StoreConformance:
-    """The contract of `Store`; time passes only when a test says so."""
-
-    @pytest.fixture
-    def store(self) -> Store:
-        """A fresh store."""
-        raise NotImplementedError
-
-    def pass_time(self, seconds: float) -> None:
-        """Let the store's clock go on."""
-        raise NotImplementedError
-
-    async def test_the_last_load_counts_and_ages(self, store: Store) -> None:
-        """A worker is known by what it published last, and how long ago that was."""
-        await store.publish("b", IDLE)
-        await store.publish("a", IDLE)
-        self.pass_time(2.0)
-        await store.publish("b", BUSY)
-        self.pass_time(1.0)
-        found = await store.snapshot()
-        assert [(view.worker_id, view.load) for view in found] == [("a", IDLE), ("b", BUSY)]
-        assert [view.age_s for view in found] == pytest.approx([3.0, 1.0], abs=0.05)
-
-    async def test_a_withdrawn_worker_is_gone(self, store: Store) -> None:
-        """A worker that leaves is forgotten; leaving twice is no error."""
-        await store.publish("a", IDLE)
-        await store.withdraw("a")
-        await store.withdraw("a")
-        assert await store.snapshot() == []
-
-    async def test_leases_add_up_until_released(self, store: Store) -> None:
-        """Leased tokens are the sum of living leases; a release counts once."""
-        await store.publish("a", IDLE)
-        await store.reserve("a", "r1", 100, 60.0)
-        await store.reserve("a", "r2", 30, 60.0)
-        assert (await store.snapshot())[0].leased_tokens == 130
-        await store.release("r1")
-        await store.release("r1")
-        assert (await store.snapshot())[0].leased_tokens == 30
-
-    async def test_a_lease_of_the_same_request_replaces_the_first(self, store: Store) -> None:
-        """A request holds one lease, also when it moves to another worker."""
-        await store.publish("a", IDLE)
-        await store.publish("b", IDLE)
-        await store.reserve("a", "r", 100, 60.0)
-        await store.reserve("b", "r", 50, 60.0)
-        assert [view.leased_tokens for view in await store.snapshot()] == [0, 50]
-
-    async def test_a_lease_expires_by_itself(self, store: Store) -> None:
-        """What a dead gateway reserved comes back without anybody's help."""
-        await store.publish("a", IDLE)
-        await store.reserve("a", "r", 100, 5.0)
-        self.pass_time(4.0)
-        assert (await store.snapshot())[0].leased_tokens == 100
-        self.pass_time(2.0)
-        assert (await store.snapshot())[0].leased_tokens == 0
-
-    async def test_renewing_prolongs_living_leases_only(self, store: Store) -> None:
-        """A renewed lease lives on; one that has expired is not raised from the dead."""
-        await store.publish("a", IDLE)
-        await store.reserve("a", "living", 10, 5.0)
-        await store.reserve("a", "dead", 100, 1.0)
-        self.pass_time(3.0)
-        await store.renew(["living", "dead", "unknown"], 5.0)
-        self.pass_time(4.0)
-        assert (await store.snapshot())[0].leased_tokens == 10
+from gateway.state.redis.client import open_client
+from gateway.state.redis.store import RedisStore
+from gateway.state.store import StoreError, new_epoch
+from tests.gateway.redis_server import RedisServer, free_port
+from tests.gateway.store_contract import StoreContract
+from tests.gateway.stores import (
+    Timed,
+    TimedMemory,
+    TimedRedis,
+    granted,
+    leased_tokens,
+    report,
+    reserve,
+    views,
+)
 
 
-class TestMemoryStore(StoreConformance):
+class TestMemoryStore(StoreContract):
     """The store of a node that stands alone."""
 
     @pytest.fixture
-    def store(self) -> Store:
-        """A store whose clock is `pass_time`."""
-        self.now_s = 100.0
-        return MemoryStore(lambda: self.now_s)
+    async def timed(self) -> Timed:
+        """In this process."""
+        return TimedMemory()
 
-    def pass_time(self, seconds: float) -> None:
-        """Move the clock."""
-        self.now_s += seconds
+
+class TestRedisStore(StoreContract):
+    """The store of a pool."""
+
+    @pytest.fixture
+    async def timed(self, redis_server: RedisServer) -> AsyncIterator[Timed]:
+        """In a server whose time is the test's."""
+        opened = TimedRedis(redis_server.url)
+        await opened.begin()
+        yield opened
+        await opened.close()
+
+
+@pytest.fixture
+async def pool(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
+    """A store in Redis as nodes use it."""
+    store = RedisStore.at(redis_server.url, "p", "g1")
+    yield store
+    await store.close()
+
+
+async def test_time_is_the_servers(pool: RedisStore, redis_server: RedisServer) -> None:
+    """The numbers of leases are its microseconds, so gateways' clocks need not agree."""
+    seconds, us = redis_server.command("TIME")
+    await pool.publish(report())
+    number = (await granted(pool, "r")).number
+    later_s, later_us = redis_server.command("TIME")
+    assert int(seconds) * 10**6 + int(us) <= number <= int(later_s) * 10**6 + int(later_us)
+    assert 0 <= (await views(pool))["w"].age_s < 60
+
+
+async def test_a_reservation_is_one_round_trip(pool: RedisStore, redis_server: RedisServer) -> None:
+    """One command per call of the contract, whatever is offered; nothing else is sent."""
+    await pool.publish(report())
+    await granted(pool, "before")
+    redis_server.command("CONFIG", "RESETSTAT")
+    for index in range(5):
+        await granted(pool, f"r{index}")
+    stats = redis_server.command("INFO", "commandstats")
+    assert stats["cmdstat_evalsha"]["calls"] == 5
+    assert not {"cmdstat_eval", "cmdstat_script|load", "cmdstat_ping"} & set(stats)
+
+
+async def test_a_server_that_lost_the_scripts_gets_them_again(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """After a restart or a failover the next call works as any other."""
+    await pool.publish(report())
+    redis_server.command("SCRIPT", "FLUSH")
+    await granted(pool, "r", 5)
+    assert await leased_tokens(pool) == 5
+
+
+async def test_all_keys_of_a_pool_share_its_tag(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """So a Cluster keeps them on one server; and pools do not see each other."""
+    await pool.publish(report())
+    await granted(pool, "r", 5)
+    await pool.renew((), 30.0)
+    keys = redis_server.command("KEYS", "*")
+    assert len(keys) == 8
+    assert all(key.startswith("draftgate:{p}:") for key in keys)
+    other = RedisStore.at(redis_server.url, "q", "g1")
+    assert (await other.snapshot()).workers == ()
+    await other.close()
+
+
+async def test_nothing_of_a_lease_stays(pool: RedisStore, redis_server: RedisServer) -> None:
+    """Once all leases have ended no key of theirs is left but the last number."""
+    await pool.publish(report())
+    for index in range(3):
+        await granted(pool, f"r{index}", 5)
+    await pool.release(("r0",))
+    await granted(pool, "r1", 7)
+    await pool.publish(report(epoch="2"))
+    keys = {key.rpartition("}:")[2] for key in redis_server.command("KEYS", "*")}
+    assert keys == {"hb", "w:w", "number"}
+
+
+async def test_gateways_are_counted(pool: RedisStore, redis_server: RedisServer) -> None:
+    """Whoever renews is there, with leases or without."""
+    other = RedisStore.at(redis_server.url, "p", "g2")
+    assert (await pool.snapshot()).gateways == 1
+    await pool.renew((), 30.0)
+    await other.renew((), 30.0)
+    assert (await pool.snapshot()).gateways == 2
+    await other.close()
+
+
+async def test_a_report_of_a_version_to_come_does_no_harm(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """Fields that are new are ignored; what cannot be read at all is left out of the snapshot."""
+    await pool.publish(report("a"))
+    await pool.publish(report("b"))
+    body = redis_server.command("HGET", "draftgate:{p}:w:a", "report")
+    redis_server.command("HSET", "draftgate:{p}:w:a", "report", body[:-1] + ',"new": 1}')
+    redis_server.command("HSET", "draftgate:{p}:w:b", "report", '{"load": "?"}')
+    assert (await views(pool))["a"].report == report("a")
+    assert set(await views(pool)) == {"a"}
+
+
+async def test_an_outage_is_an_error_of_the_store() -> None:
+    """Whatever goes wrong with the server, callers see one kind of error, without the password."""
+    store = RedisStore.at(f"redis://:hush@127.0.0.1:{free_port()}", "p", "g1")
+    with pytest.raises(StoreError) as caught:
+        await reserve(store, "r")
+    assert "hush" not in str(caught.value)
+    await store.close()
+
+
+async def test_an_error_of_the_server_is_one_too(
+    pool: RedisStore, redis_server: RedisServer
+) -> None:
+    """A key of another kind, a full memory, a missing right: the script fails, and so it says."""
+    redis_server.command("SET", "draftgate:{p}:hb", "not a sorted set")
+    with pytest.raises(StoreError):
+        await pool.publish(report())
+
+
+async def test_the_connection_outlives_an_answer_that_nobody_awaits(
+    redis_server: RedisServer,
+) -> None:
+    """A cancelled call does not leave its answer to the next one."""
+    connected = open_client(redis_server.url)
+    store = RedisStore(connected, "p", "g1")
+    await store.publish(report())
+    for index in range(20):
+        call = asyncio.create_task(granted(store, f"r{index}"))
+        for _ in range(index):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+        assert set(await views(store)) == {"w"}
+    await store.close()
+
+
+def test_epochs_compare_as_the_lives_they_stand_for() -> None:
+    """A later start is a greater text, whatever the nonce; equal instants differ by it."""
+    now_s = time.time()
+    epochs = [new_epoch(now_s, "ff"), new_epoch(now_s + 1e-5, "00"), new_epoch(now_s + 1e9, "0")]
+    assert epochs == sorted(epochs)
+    assert new_epoch(now_s, "a") != new_epoch(now_s, "b")

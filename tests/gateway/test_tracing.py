@@ -48,7 +48,7 @@ async def test_a_request_is_one_trace_below_its_clients(
     async with client(traced) as http:
         await http.post("/v1/completions", json={**BODY, "stream": stream}, headers=headers)
     spans = by_name(exporter)
-    hops = {"admit", "queue", "route", "decide", "dispatch"}
+    hops = {"admit", "queue", "route", "decide", "reserve", "dispatch"}
     assert {"POST /v1/completions", *hops} <= set(spans)
     server = spans["POST /v1/completions"]
     assert server.kind is SpanKind.SERVER

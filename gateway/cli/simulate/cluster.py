@@ -116,11 +116,10 @@ async def started(
         choose=ROUTINGS[routing](),
     )
     heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
-    beating = asyncio.create_task(heartbeat.run())
     try:
-        yield dispatcher
+        async with heartbeat.beating():
+            yield dispatcher
     finally:
-        beating.cancel()
         await fleet.stop()
 
 

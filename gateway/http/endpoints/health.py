@@ -68,6 +68,7 @@ async def metrics(request: web.Request) -> web.Response:
     node.metrics.set(figures.QUEUED, queued)
     node.metrics.set(figures.WAITING, queued + on_workers)
     node.metrics.set(figures.SLOW_READERS, len(request.app[SLOW_READERS]))
+    node.metrics.set(figures.STORE_OUT, node.store.outage is not None)
     node.metrics.set(figures.TASKS, len(asyncio.all_tasks()))
     write, content_type = node.metrics.page(request.headers.get("Accept", ""))
     body = await aside(write)  # thousands of lines take longer than the loop has

@@ -1,0 +1,27 @@
+-- A gateway says which leases it holds: they live on, and come back where they were lost.
+-- O(leases given x log leases)
+-- ARGV: gateway, ttl in us, then for each lease: request, worker, epoch, tokens, number
+-- Returns the requests whose worker has a newer epoch.
+
+local gateway, ttl_us = ARGV[1], ARGV[2]
+local now = now_us()
+prune(now)
+redis.call('ZADD', GATEWAYS, now, gateway)
+
+local fenced = {}
+local entered = {} -- worker -> the epoch that was found in force: it is asked for once
+for at = 3, #ARGV, 5 do
+  local request, worker, epoch = ARGV[at], ARGV[at + 1], ARGV[at + 2]
+  local tokens, number = ARGV[at + 3], ARGV[at + 4]
+  if entered[worker] ~= epoch and enter(worker, epoch) then entered[worker] = epoch end
+  if entered[worker] ~= epoch then
+    table.insert(fenced, request)
+  elseif redis.call('HGET', LEASES, request) == number .. ' ' .. tokens .. ' ' .. worker then
+    redis.call('ZADD', EXPIRY, now + ttl_us, request)
+  else
+    drop(request)
+    put(request, worker, tokens, number, now + ttl_us)
+    go_on_behind(number)
+  end
+end
+return fenced

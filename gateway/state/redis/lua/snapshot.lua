@@ -1,0 +1,23 @@
+-- All workers that were heard of lately. O(workers x log leases + leases behind the watermarks)
+-- ARGV: what is too long ago for a worker, for a gateway, in us
+-- Returns {gateways, then for each worker: report, age in us, tokens leased, of these behind}.
+
+local forget_us, stale_us = ARGV[1], ARGV[2]
+local now = now_us()
+prune(now)
+redis.call('ZREMRANGEBYSCORE', HEARD, '-inf', now - forget_us)
+redis.call('ZREMRANGEBYSCORE', GATEWAYS, '-inf', '(' .. digits(now - stale_us))
+
+local found = { redis.call('ZCARD', GATEWAYS) }
+local heard = redis.call('ZRANGE', HEARD, 0, -1, 'WITHSCORES')
+for at = 1, #heard, 2 do
+  local worker = heard[at]
+  local known = redis.call('HMGET', worker_key(worker), 'report', 'watermark')
+  if known[1] then
+    table.insert(found, known[1])
+    table.insert(found, now - heard[at + 1])
+    table.insert(found, tonumber(redis.call('HGET', LEASED, worker) or 0))
+    table.insert(found, behind(worker, known[2]))
+  end
+end
+return found

@@ -1,0 +1,136 @@
+"""The state store in Redis: one script, one round trip, for each call of the contract.
+
+What lies in the server is described in docs/cluster.md. Keys are those of one pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+from redis.exceptions import RedisError
+
+from gateway.state.redis.client import Connected, open_client
+from gateway.state.redis.scripts import NAMES, read_lua, script_text
+from gateway.state.store import (
+    FORGET_S,
+    STALE_S,
+    Lease,
+    Offer,
+    Refusal,
+    Reservation,
+    Snapshot,
+    StoreError,
+    WorkerReport,
+    WorkerView,
+)
+
+_VIEW_FIELDS: Final = 4
+_REPORT: Final = msgspec.json.Decoder(WorkerReport)
+
+
+class RedisStore:
+    """Implements `Store`."""
+
+    outage = None
+
+    def __init__(self, connected: Connected, pool: str, gateway_id: str, clock: str = "") -> None:
+        """Use a client, which this store closes.
+
+        Args:
+            pool: whose keys these are.
+            gateway_id: of this node, among those that renew leases.
+            clock: Lua instead of `lua/clock.lua`.
+        """
+        self._client = connected.client
+        self._closing = connected.closing
+        self._pool = f"draftgate:{{{pool}}}:"
+        self._gateway_id = gateway_id
+        clock = clock or read_lua("clock")
+        self._scripts = {
+            name: self._client.register_script(script_text(name, clock)) for name in NAMES
+        }
+
+    @classmethod
+    def at(cls, address: str, pool: str, gateway_id: str) -> RedisStore:
+        """Return the store of a pool at an address of `gateway.state.redis.url`.
+
+        Raises:
+            ValueError: the address is none.
+        """
+        return cls(open_client(address), pool, gateway_id)
+
+    async def publish(self, report: WorkerReport) -> bool:
+        """See `Store`."""
+        head = (report.worker_id, report.epoch, report.seq)
+        body = msgspec.json.encode(report)
+        found = await self._run("report", (*head, report.capacity_tokens, report.watermark, body))
+        return bool(found)
+
+    async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
+        """See `Store`."""
+        await self._run("withdraw", (worker_id, epoch, seq))
+
+    async def snapshot(self) -> Snapshot:
+        """See `Store`. A report that this version cannot read is left out."""
+        gateways, *fields = await self._run("snapshot", (_us(FORGET_S), _us(STALE_S)))
+        rows = zip(*[iter(fields)] * _VIEW_FIELDS, strict=True)
+        views = (_view(*row) for row in rows)
+        found = sorted(filter(None, views), key=lambda view: view.worker_id)
+        return Snapshot(tuple(found), max(1, gateways))
+
+    async def reserve(
+        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+    ) -> Reservation:
+        """See `Store`."""
+        args: list[object] = [request_id, tokens, _us(ttl_s), _us(STALE_S)]
+        for offer in offers:
+            args += (offer.worker_id, offer.epoch, offer.watermark)
+            args += (float(offer.score), float(offer.score_per_token))
+        granted, *rest = await self._run("reserve", args)
+        if not granted:
+            return Reservation(None, Refusal(rest[0]))
+        index, number, behind_tokens = rest
+        chosen = offers[index]
+        lease = Lease(request_id, chosen.worker_id, chosen.epoch, tokens, number)
+        return Reservation(lease, behind_tokens=behind_tokens)
+
+    async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
+        """See `Store`."""
+        args: list[object] = [self._gateway_id, _us(ttl_s)]
+        for lease in leases:
+            args += (lease.request_id, lease.worker_id, lease.epoch, lease.tokens, lease.number)
+        return frozenset(await self._run("renew", args))
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        """See `Store`."""
+        if request_ids:
+            await self._run("release", request_ids)
+
+    async def close(self) -> None:
+        """See `Store`."""
+        for close in self._closing:
+            await close()
+
+    async def _run(self, name: str, args: Iterable[Any]) -> Any:
+        """Run a script.
+
+        Raises:
+            StoreError: there is no answer, or it is an error.
+        """
+        try:
+            return await self._scripts[name]((self._pool,), args)
+        except (RedisError, OSError) as error:
+            raise StoreError(f"{type(error).__name__}: {error}") from error
+
+
+def _view(report: str, age_us: int, leased_tokens: int, behind_tokens: int) -> WorkerView | None:
+    try:
+        return WorkerView(_REPORT.decode(report), age_us / 1e6, leased_tokens, behind_tokens)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

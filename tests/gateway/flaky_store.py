@@ -1,0 +1,77 @@
+"""A store that is slow, stuck or dead as a test wishes, and a guarded one in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from gateway.state.guarded import GuardedStore
+from gateway.state.memory import MemoryStore
+from gateway.state.store import Lease, Offer, Reservation, Snapshot, StoreError, WorkerReport
+
+
+class FlakyStore:
+    """Implements `Store` by a memory store behind a bad connection.
+
+    Attributes:
+        inner: what it knows.
+        delay_s: of each answer; what was asked is done at its end.
+        failure: what goes wrong with each call, at once.
+        gateways: what it says of them.
+        calls: how often each was made.
+    """
+
+    outage = None
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self.inner = MemoryStore(self._clock)
+        self.delay_s = 0.0
+        self.failure: str | None = None
+        self.gateways = 1
+        self.calls = Counter[str]()
+
+    def forget(self) -> None:
+        """Begin anew with nothing."""
+        self.inner = MemoryStore(self._clock)
+
+    async def publish(self, report: WorkerReport) -> bool:
+        await self._trouble("publish")
+        return await self.inner.publish(report)
+
+    async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
+        await self._trouble("withdraw")
+        await self.inner.withdraw(worker_id, epoch, seq)
+
+    async def snapshot(self) -> Snapshot:
+        await self._trouble("snapshot")
+        return Snapshot((await self.inner.snapshot()).workers, self.gateways)
+
+    async def reserve(
+        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+    ) -> Reservation:
+        await self._trouble("reserve")
+        return await self.inner.reserve(request_id, tokens, offers, ttl_s)
+
+    async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
+        await self._trouble("renew")
+        return await self.inner.renew(leases, ttl_s)
+
+    async def release(self, request_ids: Collection[str]) -> None:
+        await self._trouble("release")
+        await self.inner.release(request_ids)
+
+    async def close(self) -> None:
+        self.calls["close"] += 1
+
+    async def _trouble(self, name: str) -> None:
+        self.calls[name] += 1
+        if self.failure is not None:
+            raise StoreError(self.failure)
+        await asyncio.sleep(self.delay_s)
+
+
+def guarded(remote: FlakyStore) -> GuardedStore:
+    """A guard on the running loop's clock, which draws no jitter."""
+    return GuardedStore(remote, clock=asyncio.get_running_loop().time, uniform=lambda: 0.0)

