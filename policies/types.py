@@ -110,17 +110,22 @@ class Pace(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """How fast a worker is now: running means over its last steps; 0 where nothing was seen yet.
+    """How fast a worker is now: running means over its last steps, and what its step costs say of
+    other loads; 0 where nobody knows.
 
     Attributes:
         tpot_s: seconds between two tokens of a decoding sequence, whatever else its steps do.
         prompt_token_s: seconds for each prompt token, of steps that feed some.
         sequence_s: seconds by which one more decoding sequence lengthens `tpot_s`.
+        alone_s: what `tpot_s` would be of one such sequence that has the worker for itself.
+        fed_token_s: what `prompt_token_s` would be of steps that feed a prompt and nothing else.
     """
 
     tpot_s: float = 0.0
     prompt_token_s: float = 0.0
     sequence_s: float = 0.0
+    alone_s: float = 0.0
+    fed_token_s: float = 0.0
 
 
 UNKNOWN_SPEED: Final = WorkerSpeed()

@@ -113,6 +113,6 @@ def metavar(setting: Setting) -> str:
         return "TEXT ..."
     if setting.kind == "url":
         return "URL"
-    if setting.kind in {"speculation", "batching", "ordering", "admission"}:
+    if setting.kind in {"speculation", "batching", "ordering", "admission", "routing"}:
         return "POLICY"
     return "NUMBER" if setting.numeric else "TEXT"

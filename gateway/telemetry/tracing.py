@@ -18,7 +18,9 @@ from gateway.telemetry.logs import log
 PROTOCOL: Final = "http/protobuf"
 """Of OTLP, in the words of `OTEL_EXPORTER_OTLP_PROTOCOL`."""
 
-Attributes = Mapping[str, str | int | float | bool | Sequence[str] | Sequence[int]]
+Attributes = Mapping[
+    str, str | int | float | bool | Sequence[str] | Sequence[int] | Sequence[float]
+]
 
 
 class Span(Protocol):
