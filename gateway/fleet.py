@@ -61,9 +61,7 @@ class FleetWorker:
             at: its occupancy.
         """
         numerics_class = self.backend.card.numerics_class
-        return Candidate(
-            self.worker_id, at, self.reserved_tokens, numerics_class=numerics_class
-        )
+        return Candidate(self.worker_id, at, self.reserved_tokens, numerics_class=numerics_class)
 
     @property
     def generating(self) -> Backend:

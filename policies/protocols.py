@@ -182,6 +182,9 @@ class RoutingPolicy(Protocol):
         ...
 
     def placed(self, request: RouteView, worker: Candidate) -> None:
-        """Learn where a request goes: where it was routed, or another that was offered, or the only
-        one with room, about which nobody was asked."""
+        """Learn where a request goes.
+
+        Where it was routed, or another that was offered, or the only one with room, about which
+        nobody was asked.
+        """
         ...

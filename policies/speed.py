@@ -71,12 +71,13 @@ class SpeedMeter:
         """
         there, full = max(sequences, 1), self._step_tokens
         here_s = cost.seconds(there, kv_tokens, there)
-        more_s = cost.seconds(2 * there, 2 * kv_tokens, 2 * there) - here_s
+        more_s = (cost.seconds(2 * there, 2 * kv_tokens, 2 * there) - here_s) / there
         return WorkerSpeed(
             self._decodes.rate_s,
             self._prompts.rate_s,
-            more_s / (there * self._decodes.tokens),
-            cost.seconds(1, kv_tokens // there, 1) / self._decodes.tokens,
+            more_s / self._decodes.tokens,
+            cost.seconds(1, 0, 1),
+            more_s,
             cost.seconds(full, full, 1) / full,
         )
 

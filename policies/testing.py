@@ -296,9 +296,15 @@ def _route_views() -> list[RouteView]:
 
 def _candidates() -> list[Candidates]:
     """Return workers idle and busy, new and old, alike and not, with and without rivals."""
-    speeds = (WorkerSpeed(), WorkerSpeed(0.02, 1e-4, 1e-4, 0.01, 2e-5), WorkerSpeed(0.05, 1e-3))
+    speeds = (
+        WorkerSpeed(),
+        WorkerSpeed(0.02, 1e-4, 1e-4, 0.01, 1e-4, 2e-5),
+        WorkerSpeed(0.05, 1e-3),
+    )
     loads = [
-        WorkerLoad(running, waiting, free, 100, price, 0.6, proposers, 0.1, 16, prompts, speed=speed)
+        WorkerLoad(
+            running, waiting, free, 100, price, 0.6, proposers, 0.1, 16, prompts, speed=speed
+        )
         for running, waiting, free, price, prompts in (
             (0, 0, 100, 0.0, 0),
             (8, 0, 40, 0.3, 700),

@@ -110,22 +110,23 @@ class Pace(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """How fast a worker is now: running means over its last steps, and what its step costs say of
-    other loads; 0 where nobody knows.
+    """How fast a worker is: by its last steps (running means) and by its step costs; 0: unknown.
 
     Attributes:
         tpot_s: seconds between two tokens of a decoding sequence, whatever else its steps do.
         prompt_token_s: seconds for each prompt token, of steps that feed some.
         sequence_s: seconds by which one more decoding sequence lengthens `tpot_s`.
-        alone_s: what `tpot_s` would be of one such sequence that has the worker for itself.
-        fed_token_s: what `prompt_token_s` would be of steps that feed a prompt and nothing else.
+        step_s: seconds of a step with one decoding sequence, as its costs have it.
+        step_sequence_s: by which one more lengthens a step of those that decoded last.
+        step_token_s: seconds for each prompt token of a step that is full of them.
     """
 
     tpot_s: float = 0.0
     prompt_token_s: float = 0.0
     sequence_s: float = 0.0
-    alone_s: float = 0.0
-    fed_token_s: float = 0.0
+    step_s: float = 0.0
+    step_sequence_s: float = 0.0
+    step_token_s: float = 0.0
 
 
 UNKNOWN_SPEED: Final = WorkerSpeed()

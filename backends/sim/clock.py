@@ -16,9 +16,11 @@ import asyncio
 import math
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Executor
+from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Clock(Protocol):
@@ -57,7 +59,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now_s
 
     def run_in_executor(
-        self, executor: Any, func: Callable[..., T], *args: Any
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
         """Run the function now, and return a future that is done."""
         future: asyncio.Future[T] = self.create_future()

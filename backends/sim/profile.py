@@ -129,7 +129,8 @@ def slowed(profile: Profile, times: float) -> Profile:
         name: DraftCost(_slower(cost.depths, times), cost.call_s * times)
         for name, cost in profile.draft.items()
     }
-    return replace(profile, cost=_slower(profile.cost, times), draft=draft)
+    name = f"{profile.name} x {times:g}"
+    return replace(profile, name=name, cost=_slower(profile.cost, times), draft=draft)
 
 
 def _slower(cost: StepCost, times: float) -> StepCost:

@@ -36,8 +36,8 @@ NOTHING_TO_DRAFT: Final = SpeculationPlan(
 INLINE_PROMPTS: Final = 64
 INLINE_TOKENS: Final = 16 << 10
 """More prompts, and longer ones, are checked in a thread: so many take some 0.5 and 0.4 ms (one
-core, Zen 4, 2026-11-21). There the blocks of longer ones are hashed, too: 1.8 us each. Where prompts
-decide where requests go, those of all are hashed: 1.8 ms for as many tokens."""
+core, Zen 4, 2026-11-21). There the blocks of longer ones are hashed, too: 1.8 us each. Those of all
+are where prompts decide where requests go: 1.8 ms for so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,7 @@ class Placer:
             first.load().kv_block_tokens,
         )
 
-    def place(
-        self, job: Job, index: int, request: GenerationRequest, routed: Routed
-    ) -> Placement:
+    def place(self, job: Job, index: int, request: GenerationRequest, routed: Routed) -> Placement:
         """Decide how far a job's sized request may speculate on its worker, and record it.
 
         About one that is to be embedded nothing is decided.
@@ -131,9 +129,7 @@ class Placer:
             plan = NOTHING_TO_DRAFT
         else:
             plan = self._policy.decide(view, load)
-            self._decisions.record(
-                job.request_id, worker.worker_id, view, load, plan, routed.route
-            )
+            self._decisions.record(job.request_id, worker.worker_id, view, load, plan, routed.route)
         return Placement(request.planned(plan), worker, view, load)
 
     def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:

@@ -49,12 +49,12 @@ def ranked(candidates: Candidates, scores: Sequence[Score], last: str) -> list[O
     return offers
 
 
-def least(request: RouteView, candidates: Candidates, offers: Offers, draw: Draw) -> Offers:
+def least(_request: RouteView, _candidates: Candidates, offers: Offers, _draw: Draw) -> Offers:
     """Take the least: best where scores are fresh."""
     return offers
 
 
-def less_of_two(request: RouteView, candidates: Candidates, offers: Offers, draw: Draw) -> Offers:
+def less_of_two(_request: RouteView, _candidates: Candidates, offers: Offers, draw: Draw) -> Offers:
     """Take the less of two that are drawn; the others are not offered at all."""
     count = len(offers)
     if count < 3:
@@ -65,26 +65,40 @@ def less_of_two(request: RouteView, candidates: Candidates, offers: Offers, draw
 
 
 def spread(request: RouteView, candidates: Candidates, offers: Offers, draw: Draw) -> Offers:
-    """Draw one with the chance that its share of what rivals send unseen has; without any, the
-    least.
+    """Draw one by what is missing there of this gateway's share; without rivals, take the least.
 
-    Each rival is taken to have sent since the last reports what this gateway has, and to be sending
-    what it is sending now.
+    Each rival is taken to have sent since the last reports as much as this gateway has, and to be
+    sending what it is sending now. All of that together, were it to go where the level is lowest by
+    then, fills the workers up to one level; each gateway's share of it is the same everywhere. So
+    what a gateway sends is drawn, but evened out: no worker gets more of it than its share, but for
+    the last request.
     """
     if not candidates.rivals or len(offers) < 2:
         return offers
-    leased = sum(offer.leased_tokens for offer in offers)
-    unseen_tokens = candidates.rivals * (leased + max(request.most_tokens, 1))
+    gateways = candidates.rivals + 1
+    tokens = sum(offer.leased_tokens for offer in offers) + max(request.most_tokens, 1)
+    reported = sorted(offers, key=lambda offer: offer.score)
     fills = filled(
-        [offer.level for offer in offers],
-        [max(offer.score_per_token, LEAST_PER_TOKEN) for offer in offers],
-        unseen_tokens,
+        [offer.score for offer in reported],
+        [max(offer.score_per_token, LEAST_PER_TOKEN) for offer in reported],
+        gateways * tokens,
     )
-    mark, place = draw() * sum(fills), 0
-    while place + 1 < len(fills) and fills[place + 1] > 0.0 and mark >= fills[place]:
-        mark -= fills[place]
-        place += 1
-    return [offers[place], *offers[:place], *offers[place + 1 :]]
+    missing = [
+        max(fill / gateways - offer.leased_tokens, 0.0)
+        for offer, fill in zip(reported, fills, strict=True)
+    ]
+    chosen = reported[_drawn(missing, draw)]
+    return [chosen, *(offer for offer in offers if offer is not chosen)]
+
+
+def _drawn(weights: Sequence[float], draw: Draw) -> int:
+    """Return a place, each with the chance that its weight has; one of them is more than 0."""
+    mark, place = draw() * sum(weights), 0
+    for place, weight in enumerate(weights):
+        mark -= weight
+        if mark < 0.0:
+            return place
+    return max(range(len(weights)), key=weights.__getitem__)
 
 
 def filled(levels: Sequence[float], per_token: Sequence[float], tokens: float) -> list[float]:
@@ -102,9 +116,7 @@ def filled(levels: Sequence[float], per_token: Sequence[float], tokens: float) -
         surface = (tokens + weighted) / width
         if place + 1 < len(levels) and surface <= levels[place + 1]:
             break
-    return [
-        max(surface - level, 0.0) / rise for level, rise in zip(levels, per_token, strict=True)
-    ]
+    return [max(surface - level, 0.0) / rise for level, rise in zip(levels, per_token, strict=True)]
 
 
 def settled(offers: Offers, leased_tokens: Mapping[str, int]) -> Offer:

@@ -17,12 +17,22 @@ MOST_OFFERS: Final = 64
 class Scored:
     """The least weighted sum of scores wins. Without scorers all are equal, and get turns."""
 
-    def __init__(self, name: str, weights: Mapping[str, float], pick: Pick = spread) -> None:
-        """Weigh scorers (`scorers.SCORERS`), and take one of what they score by `pick`."""
+    def __init__(
+        self,
+        name: str,
+        weights: Mapping[str, float],
+        pick: Pick = spread,
+        placements: Placements | None = None,
+    ) -> None:
+        """Weigh scorers (`scorers.SCORERS`), and take one of what they score by `pick`.
+
+        Args:
+            placements: somebody else's memory, who is told of what is placed; None makes its own.
+        """
         self._name = name
         self._weights = dict(weights)
         self._pick = pick
-        self._placements = Placements()
+        self._placements = Placements() if placements is None else placements
 
     @property
     def name(self) -> str:
@@ -38,7 +48,9 @@ class Scored:
         parts = {
             name: SCORERS[name](request, workers, self._placements.index) for name in self._weights
         }
-        sums = [self._sum([part[place] for part in parts.values()]) for place in range(len(workers))]
+        sums = [
+            self._sum([part[place] for part in parts.values()]) for place in range(len(workers))
+        ]
         offers = self._pick(
             request, candidates, ranked(candidates, sums, self._placements.last), draw
         )
@@ -104,7 +116,9 @@ def weighted(argument: str) -> Scored:
         name, _, text = part.strip().partition("=")
         if name not in SCORERS:
             known = ", ".join(sorted(SCORERS))
-            raise ValueError(f"unknown scorer {name!r}, as in weighted:prefix=2,load=1; known: {known}")
+            raise ValueError(
+                f"unknown scorer {name!r}, as in weighted:prefix=2,load=1; known: {known}"
+            )
         if name in weights:
             raise ValueError(f"the scorer {name!r} is named twice")
         weights[name] = _weight(name, text or "1")

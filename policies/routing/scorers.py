@@ -24,18 +24,14 @@ STALE_S: Final = 1.0
 """The age at which a load is worth half: the second between two heartbeats."""
 
 
-def load(
-    request: RouteView, workers: Sequence[Candidate], index: PrefixIndex
-) -> Sequence[Score]:
+def load(request: RouteView, workers: Sequence[Candidate], _index: PrefixIndex) -> Sequence[Score]:
     """Tokens there, as a share of the most that would be anywhere."""
     most = request.most_tokens + max(one.tokens + one.leased_tokens for one in workers)
     per_token = 1.0 / max(most, 1)
     return [Score(one.tokens * per_token, per_token) for one in workers]
 
 
-def prefix(
-    request: RouteView, workers: Sequence[Candidate], index: PrefixIndex
-) -> Sequence[Score]:
+def prefix(request: RouteView, workers: Sequence[Candidate], index: PrefixIndex) -> Sequence[Score]:
     """The share of the prompt that is not in the cache; all of it where there is too much to do."""
     mean = sum(one.tokens + one.leased_tokens for one in workers) / len(workers)
     most = OVERLOAD * (mean + request.most_tokens)
@@ -51,14 +47,14 @@ def prefix(
 
 
 def price(
-    request: RouteView, workers: Sequence[Candidate], index: PrefixIndex
+    _request: RouteView, workers: Sequence[Candidate], _index: PrefixIndex
 ) -> Sequence[Score]:
     """The tokens that a draft slot must promise there: at 1 nobody drafts."""
     return [Score(min(one.load.price, 1.0)) for one in workers]
 
 
 def staleness(
-    request: RouteView, workers: Sequence[Candidate], index: PrefixIndex
+    _request: RouteView, workers: Sequence[Candidate], _index: PrefixIndex
 ) -> Sequence[Score]:
     """How little the load tells, by its age."""
     return [Score(one.age_s / (one.age_s + STALE_S)) for one in workers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from policies.room import Occupancy
+from policies.room import Occupancy, seated
 from policies.types import RequestView, WorkerLoad
 
 Draw = Callable[[], float]
@@ -62,6 +62,16 @@ class Candidate:
     def load(self) -> WorkerLoad:
         """What it says of itself."""
         return self.at.load
+
+    @property
+    def sequences(self) -> int:
+        """Sequences there: those this gateway sent that need a seat, or those that it tells of."""
+        return max(seated(self.at), self.load.running + self.load.waiting)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens ahead of a newcomer, by the larger count likewise."""
+        return max(self.load.prompt_tokens, self.at.unstarted_prompt_tokens)
 
     @property
     def tokens(self) -> int:

@@ -225,7 +225,10 @@ def test_the_page_shows_policies_side_by_side(text_file) -> None:
     ("flags", "words"),
     [
         (["--workload", "chat"], "give a rate"),
-        (["--workload", "chat", "--rate", "1", "--routing", "nowhere"], "unknown routing policy 'nowhere'"),
+        (
+            ["--workload", "chat", "--rate", "1", "--routing", "nowhere"],
+            "unknown routing policy 'nowhere'",
+        ),
         (["--workload", "poetry", "--rate", "1"], "no workload 'poetry'"),
         (["--workload", "chat", "--rate", "1", "--speculation", "best"], "'best'"),
         (["--workload", "chat", "--rate", "1", "--speculation", "off,off"], "named twice"),

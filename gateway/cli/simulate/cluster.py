@@ -77,9 +77,7 @@ async def _simulate(
     factory = partial(SimBackend, build=cluster.world.parts)
     take = cluster.world.ledger.take
     seed = cluster.world.seed
-    async with started(
-        factory, cluster.config, cluster.workers, cluster.rules, seed
-    ) as dispatcher:
+    async with started(factory, cluster.config, cluster.workers, cluster.rules, seed) as dispatcher:
         return await send(dispatcher, requests, to_job, on_record, take)
 
 

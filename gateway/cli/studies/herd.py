@@ -88,10 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ages-ms", default=",".join(f"{age_s * 1e3:g}" for age_s in AGES_S))
     parser.add_argument("--gateways", type=int, default=16)
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--bursts", type=int, default=20)
+    parser.add_argument("--bursts", type=int, default=10)
+    parser.add_argument("--requests", type=int, default=1600, help="of each burst")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(arguments)
-    bursts = Bursts(args.bursts, gateways=args.gateways, workers=args.workers)
+    bursts = Bursts(
+        args.bursts, requests=args.requests, gateways=args.gateways, workers=args.workers
+    )
     ages_s = [float(text) / 1e3 for text in args.ages_ms.split(",")]
     results = {
         "format": "herd/1",

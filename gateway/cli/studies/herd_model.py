@@ -26,7 +26,7 @@ MEMORY_TOKENS: Final = 1 << 30
 """Of a worker: more than it ever has to do."""
 
 MEDIAN_TOKENS, SIGMA = 300.0, 1.0
-"""Of the requests' lengths, lognormal: a mean of 495, and a standard deviation of 1.3 times that."""
+"""Of the requests' lengths, lognormal: a mean of 495, a standard deviation of 1.3 times that."""
 
 
 class Arrival(NamedTuple):
@@ -48,10 +48,10 @@ class Bursts:
         utilisation: of all workers over a whole period.
     """
 
-    bursts: int = 20
+    bursts: int = 10
     every_s: float = 5.0
     length_s: float = 2.0
-    requests: int = 400
+    requests: int = 1600
     utilisation: float = 0.7
     gateways: int = 16
     workers: int = 16
@@ -151,11 +151,9 @@ class Gateway:
             *(int(tokens > 0), 0, MEMORY_TOKENS - tokens, MEMORY_TOKENS, 0.0, 0.0, ()),
             prompt_tokens=tokens,
             kv_block_tokens=1,
-            speed=WorkerSpeed(alone_s=1e-3, fed_token_s=1.0 / backlog.tokens_per_s),
+            speed=WorkerSpeed(step_s=1e-3, step_token_s=1.0 / backlog.tokens_per_s),
         )
-        return Candidate(
-            name, Occupancy(load), leased_tokens=unreported, age_s=age_s, own=False
-        )
+        return Candidate(name, Occupancy(load), leased_tokens=unreported, age_s=age_s, own=False)
 
     def _unreported(self, name: str, since_s: float) -> int:
         """Return the tokens that it has sent to a worker since an instant."""

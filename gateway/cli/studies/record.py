@@ -25,7 +25,9 @@ def study_parser(
     """
     parser = argparse.ArgumentParser(prog=f"draftgate bench {name}", description=description)
     if device:
-        parser.add_argument("--profile", default="h100-8b", help="of the device: shipped, or a file")
+        parser.add_argument(
+            "--profile", default="h100-8b", help="of the device: shipped, or a file"
+        )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--html", type=Path, help="write a page here")
     return parser

@@ -1,4 +1,4 @@
-"""Requests of a trace as they came: in order, at its instants at another rate, with its prefixes."""
+"""Requests of a trace as they came: in order, at its instants at another rate, prefixes and all."""
 
 from __future__ import annotations
 

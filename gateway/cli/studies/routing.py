@@ -70,9 +70,7 @@ class Study:
 
     def cell(self, workers: int, mix: str, rate_rps: float) -> dict[str, Any]:
         """Simulate all policies on a cluster; return what each gave, and how ours compares."""
-        found = {
-            policy: self._run(policy, workers, SLOWNESS[mix], rate_rps) for policy in POLICIES
-        }
+        found = {policy: self._run(policy, workers, SLOWNESS[mix], rate_rps) for policy in POLICIES}
         return {
             "workers": workers,
             "cluster": mix,
