@@ -322,7 +322,7 @@ def test_who_has_not_run_yet_is_taken_for_as_fast_as_the_others() -> None:
 
 def test_placement_and_drafts_are_one_decision() -> None:
     """Of two workers that take the same time, one with dear slots: a request whose drafts go well
-    is sent where they pay; to one that may not draft, and for who does not look, all is the same."""
+    is sent where they pay; to one that may not draft, and to who does not look, all is the same."""
     good = replace(ASKED.request, tenant_drafts=DraftCounts(900.0, 50.0))
     drafting = replace(ASKED, request=good)
     plain = replace(ASKED, request=replace(good, mode=SpeculationMode.OFF))
