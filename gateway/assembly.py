@@ -12,26 +12,29 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.leases import Leases
 from gateway.dispatch.placement import Placer
 from gateway.dispatch.queue import CentralQueue
-from gateway.fleet import Choose, Fleet, LeastReserved
+from gateway.dispatch.routing import Router
+from gateway.fleet import Fleet
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
 from policies.protocols import SpeculationPolicy
 from policies.quotas import Ledger, Quota
-from policies.registry import admission_policy, ordering_policy
+from policies.registry import admission_policy, ordering_policy, routing_policy
+from policies.routing import Draw
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingRules:
-    """Who may wait, how long, and who is next.
+    """Who may wait, how long, who is next, and where it goes.
 
     Attributes:
-        ordering, admission: policies by name.
+        ordering, admission, routing: policies by name.
         bounds: of the queue.
     """
 
     ordering: str = "fair"
     admission: str = "deadline"
     bounds: Bounds = DEFAULT_BOUNDS
+    routing: str = "price"
 
 
 def loop_time_s() -> float:
@@ -48,24 +51,28 @@ def build_dispatcher(
     rules: WaitingRules,
     *,
     quotas: Mapping[str, Quota],
-    choose: Choose | None = None,
+    draw: Draw,
 ) -> Dispatcher:
     """Return the dispatcher of a fleet, which need not have started yet.
 
     Args:
         policy: decides about speculation.
         quotas: by tenant; others have none.
-        choose: picks each request's worker among those with room; None takes the one with the
-            fewest reserved tokens.
+        draw: the source of randomness for whoever chooses workers.
 
     Raises:
         ValueError: a policy does not exist.
     """
-    ordering, bounds = ordering_policy(rules.ordering), rules.bounds
-    queue = CentralQueue(fleet, ordering, choose or LeastReserved(), loop_time_s, bounds.timeout_s)
+    ordering, routing, bounds = (
+        ordering_policy(rules.ordering),
+        routing_policy(rules.routing),
+        rules.bounds,
+    )
+    router = Router(routing, draw)
+    queue = CentralQueue(fleet, ordering, router, loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)
     controller = AdmissionController(
         fleet, queue, policy_of_admission, Ledger(quotas), bounds, loop_time_s
     )
-    placer = Placer(fleet, policy, decisions)
+    placer = Placer(fleet, policy, decisions, reads_prompts=routing.reads_prompts)
     return Dispatcher(fleet, lifecycle, Leases(store), placer, queue, controller)

@@ -11,7 +11,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import cast
 
 from backends.base import Backend, Upstream, WorkerConfig
@@ -20,6 +19,7 @@ from backends.tokenizer import Tokenizer
 from backends.types import ModelCard
 from gateway.state.store import new_epoch
 from policies.room import Need, Occupancy
+from policies.routing import Candidate
 
 BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 
@@ -59,6 +59,15 @@ class FleetWorker:
             self._unstarted_prompt_tokens,
             min(self._promised.values(), default=None),
         )
+
+    def candidate(self, at: Occupancy) -> Candidate:
+        """Return what a routing policy may know of it, a worker of this process.
+
+        Args:
+            at: its occupancy.
+        """
+        numerics_class = self.backend.card.numerics_class
+        return Candidate(self.worker_id, at, self.reserved_tokens, numerics_class=numerics_class)
 
     @property
     def generating(self) -> Backend:
@@ -203,38 +212,3 @@ class Fleet:
         if not self.workers:
             raise BackendFailed("the workers have not started")
         return self.workers[0]
-
-
-Choose = Callable[[Sequence[int]], int]
-"""Chooses the index of a worker, given the tokens reserved on each."""
-
-
-class RoundRobin:
-    """Chooses the workers in turn, whatever their load: a baseline."""
-
-    def __init__(self) -> None:
-        """Begin with the first."""
-        self._turns = count()
-
-    def __call__(self, reserved_tokens: Sequence[int]) -> int:
-        """Return the index of the worker whose turn it is."""
-        return next(self._turns) % len(reserved_tokens)
-
-
-class LeastReserved:
-    """Chooses the worker with the fewest reserved tokens, and equals in turn.
-
-    So idle ones share what comes, and what goes wrong on one of them does not meet all.
-    """
-
-    def __init__(self) -> None:
-        """Begin with the first."""
-        self._last = -1
-
-    def __call__(self, reserved_tokens: Sequence[int]) -> int:
-        """Return the index of a worker."""
-        count, least = len(reserved_tokens), min(reserved_tokens)
-        self._last = (self._last + 1) % count
-        while reserved_tokens[self._last] != least:
-            self._last = (self._last + 1) % count
-        return self._last

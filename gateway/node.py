@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from pathlib import Path
+from random import Random
 
 from gateway import __version__
 from gateway.accounts import Accounts, read_accounts
@@ -47,7 +48,7 @@ class Node:
         self.decisions = Decisions(path, time.time)
         self.accounts = _accounts(config)
         bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
-        rules = WaitingRules(config.ordering, config.admission, bounds)
+        rules = WaitingRules(config.ordering, config.admission, bounds, config.routing)
         self.dispatcher = build_dispatcher(
             fleet,
             store,
@@ -56,6 +57,7 @@ class Node:
             self.policy,
             rules,
             quotas={account.name: account.quota for account in self.accounts},
+            draw=Random().random,
         )
         self.heartbeat = Heartbeat(
             fleet, store, self.dispatcher.queue, self.dispatcher.leases, self.decisions

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from policies.admission.types import AdmissionView, Admitted, Refused
 from policies.ordering.ticket import Ticket
+from policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 from policies.step_cost import StepCost
 from policies.types import BatchView, RequestView, SpeculationPlan, StepView, WorkerLoad
 
@@ -152,4 +153,38 @@ class AdmissionPolicy(Protocol):
 
     def learn(self, admitted: Admitted, ttft_s: float) -> None:
         """Learn after how many seconds the first token of an admitted request came."""
+        ...
+
+
+@runtime_checkable
+class RoutingPolicy(Protocol):
+    """Decides which worker a request goes to. It may remember where earlier ones went."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it is chosen, e.g. `price`."""
+        ...
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether it looks at the hashes of prompts: else nobody computes them for it."""
+        ...
+
+    def route(self, request: RouteView, candidates: Candidates, draw: Draw) -> Route:
+        """Choose one of the candidates; others may be offered behind it, each once.
+
+        Asked as often as somebody wants to know: changes nothing, so the same draws give the same
+        answer. Costs no more than a few microseconds a candidate, beside reading the hashes.
+
+        Args:
+            draw: the only source of randomness.
+        """
+        ...
+
+    def placed(self, request: RouteView, worker: Candidate) -> None:
+        """Learn where a request goes.
+
+        Where it was routed, or another that was offered, or the only one with room, about which
+        nobody was asked.
+        """
         ...

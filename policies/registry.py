@@ -19,7 +19,16 @@ from policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
     OrderingPolicy,
+    RoutingPolicy,
     SpeculationPolicy,
+)
+from policies.routing import (
+    Price,
+    least_loaded,
+    power_of_two,
+    prefix_affinity,
+    round_robin,
+    weighted,
 )
 from policies.speculation import (
     AdaptiveVerification,
@@ -81,6 +90,12 @@ def _is_table(rows: object) -> TypeGuard[list[list[int]]]:
 
 def _fixed_budget(argument: str) -> BatchingPolicy:
     return FixedBudget(_whole_number("fixed:TOKENS", argument, "fixed:512"))
+
+
+def _price(argument: str) -> RoutingPolicy:
+    if argument not in {"", "undrafted"}:
+        raise ValueError(f"price takes no argument but `undrafted`, not {argument!r}")
+    return Price("price:undrafted", drafts=False) if argument else Price()
 
 
 def _without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
@@ -174,6 +189,20 @@ _ADMISSION: Final[_Family[AdmissionPolicy]] = _Family(
     {},
 )
 
+_ROUTING: Final[_Family[RoutingPolicy]] = _Family(
+    "routing",
+    "draftgate.policies.routing",
+    {
+        "price": _price,
+        "least_loaded": _without_argument(least_loaded),
+        "prefix_affinity": _without_argument(prefix_affinity),
+        "power_of_two": _without_argument(power_of_two),
+        "round_robin": _without_argument(round_robin),
+        "weighted": weighted,
+    },
+    {"price": "price[:undrafted]", "weighted": "weighted:SCORER=WEIGHT,..."},
+)
+
 
 def speculation_policy(spec: str) -> SpeculationPolicy:
     """Build the policy that `NAME` or `NAME:ARGUMENT` names, e.g. `auto` or `fixed:4`.
@@ -218,3 +247,15 @@ def admission_policy(spec: str) -> AdmissionPolicy:
         ValueError: no such policy, or the argument does not fit it. The message lists the names.
     """
     return _ADMISSION.build(spec)
+
+
+def routing_policy(spec: str) -> RoutingPolicy:
+    """Build the routing policy of that name, e.g. `price` or `weighted:prefix=2,load=1`.
+
+    It has placed nothing yet; each gateway needs one of its own. Others come in by the entry points
+    of `draftgate.policies.routing`.
+
+    Raises:
+        ValueError: no such policy, or the argument does not fit it. The message lists the names.
+    """
+    return _ROUTING.build(spec)

@@ -60,17 +60,11 @@ class Need:
 
 
 def has_room(at: Occupancy, need: Need) -> bool:
-    """Return whether a request should go to a worker now. An empty worker takes anything.
-
-    Who is paused for a slow reader has no seat, nor who has all its tokens and only reads them:
-    else some that stopped would keep all others out.
-    """
+    """Return whether a request should go to a worker now. An empty worker takes anything."""
     if not at.sequences:
         return True
     seats = usable_seats(at, need.tpot_s)
-    on_worker = at.load.running + at.load.waiting
-    seated = at.sequences - at.started + min(at.started - at.load.paused, on_worker)
-    if seated + need.sequences > seats + seats // SPARE_SEATS:
+    if seated(at) + need.sequences > seats + seats // SPARE_SEATS:
         return False
     ahead = at.unstarted_prompt_tokens
     if at.load.step_tokens and ahead and ahead >= STEPS_AHEAD * at.load.step_tokens:
@@ -79,6 +73,16 @@ def has_room(at: Occupancy, need: Need) -> bool:
         return True
     free_tokens = at.load.kv_blocks_free * at.load.kv_block_tokens
     return ahead + need.prompt_tokens <= free_tokens
+
+
+def seated(at: Occupancy) -> int:
+    """Return how many of those sent to a worker have a seat, or are about to take one.
+
+    Who is paused for a slow reader has none, nor who has all its tokens and only reads them: else
+    some that stopped would keep all others out.
+    """
+    on_worker = at.load.running + at.load.waiting
+    return at.sequences - at.started + min(at.started - at.load.paused, on_worker)
 
 
 def usable_seats(at: Occupancy, tpot_s: float | None = None) -> int:

@@ -28,6 +28,7 @@ class SpeedMeter:
 
     def __init__(self, cost: StepCost, step_tokens: int) -> None:
         """Begin with what a step is forecast to take: one decode, and a full step of a prompt."""
+        self._step_tokens = step_tokens
         self._decodes = _Means(cost.seconds(1, 1, 1), 1.0)
         self._prompts = _Means(cost.seconds(step_tokens, step_tokens, 1), step_tokens)
         self._begun_s: float | None = None  # the last step was planned; None when idle
@@ -68,13 +69,16 @@ class SpeedMeter:
             sequences: that decode.
             kv_tokens: that they read in a step.
         """
-        there = max(sequences, 1)
+        there, full = max(sequences, 1), self._step_tokens
         here_s = cost.seconds(there, kv_tokens, there)
-        more_s = cost.seconds(2 * there, 2 * kv_tokens, 2 * there) - here_s
+        more_s = (cost.seconds(2 * there, 2 * kv_tokens, 2 * there) - here_s) / there
         return WorkerSpeed(
             self._decodes.rate_s,
             self._prompts.rate_s,
-            more_s / (there * self._decodes.tokens),
+            more_s / self._decodes.tokens,
+            cost.seconds(1, 0, 1),
+            more_s,
+            cost.seconds(full, full, 1) / full,
         )
 
 

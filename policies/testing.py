@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 
 from policies.admission.types import AdmissionView, Admitted, PoolView, QueueView, Refused
 from policies.ordering.ticket import Ticket
@@ -12,8 +13,11 @@ from policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
     OrderingPolicy,
+    RoutingPolicy,
     SpeculationPolicy,
 )
+from policies.room import Occupancy
+from policies.routing.types import Candidate, Candidates, Route, RouteView
 from policies.step_cost import StepCost
 from policies.types import (
     ANY_PROPOSER,
@@ -233,3 +237,97 @@ def _admission_views() -> list[AdmissionView]:
                 for n in (1, 4)
             ]
     return views
+
+
+def check_routing(build: Callable[[], RoutingPolicy]) -> None:
+    """Run the checks of a routing policy on a spread of requests, workers and rivals.
+
+    Args:
+        build: makes a policy that has placed nothing.
+
+    Raises:
+        AssertionError: the policy breaks the contract of `RoutingPolicy`.
+    """
+    policy = build()
+    for candidates in _candidates():
+        for request in _route_views():
+            _check_route(build(), request, candidates)
+            route = _check_route(policy, request, candidates)
+            by_id = {worker.worker_id: worker for worker in candidates.workers}
+            policy.placed(request, by_id[route.offers[-1].worker_id])
+    assert policy.name == build().name, "a name must not change"
+
+
+def _check_route(policy: RoutingPolicy, request: RouteView, candidates: Candidates) -> Route:
+    def asked() -> Route:
+        draws = cycle((0.0, 0.999, 0.3, 0.6))
+        return policy.route(request, candidates, lambda: next(draws))
+
+    route = asked()
+    assert route == asked(), "the same draws must give the same answer"
+    assert route.policy == policy.name, "a route says who decided"
+    assert route.reason, "the operator must learn why"
+    offered = [offer.worker_id for offer in route.offers]
+    assert offered, "somebody has to take it"
+    assert len(set(offered)) == len(offered), "a worker is offered twice"
+    assert {one.worker_id for one in candidates.workers} >= set(offered), "no such worker"
+    for offer in route.offers:
+        assert math.isfinite(offer.score), "a score must be a number"
+        assert 0.0 <= offer.score_per_token < math.inf, "a lease must not make a worker better"
+    for foreseen in (route.ttft_s, route.tpot_s):
+        assert foreseen is None or 0.0 <= foreseen < math.inf, "no time is negative"
+    assert 0 <= route.cached_tokens <= request.request.prompt_tokens, "more than there is"
+    return route
+
+
+def _route_views() -> list[RouteView]:
+    """Return requests without and with all that can be known of them."""
+    known = DraftCounts(300.0, 100.0)
+    service = ServiceLevel(0.5, 0.01, -1)
+    hashes = tuple(bytes([number]) * 16 for number in range(125))
+    full = RequestView(2005, 500, 0.8, SpeculationMode.AUTO, 3, service, 0.9, known, known)
+    return [
+        RouteView(RequestView(1, 0, 0.0), 1, 0.0),
+        RouteView(RequestView(300, 100, 1.0), 400, 80.0),
+        RouteView(full, 10_020, 250.0, 4, "tenant", hashes),
+        RouteView(replace(full, mode=SpeculationMode.OFF), 10_020, 250.0, 4, "tenant", hashes[:64]),
+    ]
+
+
+def _candidates() -> list[Candidates]:
+    """Return workers idle and busy, new and old, alike and not, with and without rivals."""
+    speeds = (
+        WorkerSpeed(),
+        WorkerSpeed(0.02, 1e-4, 1e-4, 0.01, 1e-4, 2e-5),
+        WorkerSpeed(0.05, 1e-3),
+    )
+    loads = [
+        WorkerLoad(
+            running, waiting, free, 100, price, 0.6, proposers, 0.1, 16, prompts, speed=speed
+        )
+        for running, waiting, free, price, prompts in (
+            (0, 0, 100, 0.0, 0),
+            (8, 0, 40, 0.3, 700),
+            (16, 5, 0, 1.5, 40_000),
+        )
+        for proposers in ((), ("ngram",), ("ngram", "draft_model"))
+        for speed in speeds
+    ]
+    unknown = WorkerLoad(3, 0, 0, 0, 0.0, 0.0, ())
+    found = []
+    for age_s in (0.0, 0.1, 30.0):
+        workers = tuple(
+            Candidate(
+                f"w-{number}",
+                Occupancy(load, load.running, load.running // 2, load.prompt_tokens),
+                50 * number,
+                0 if age_s == 0.0 else 100 * (number % 3),
+                age_s,
+                "class" if number % 2 else None,
+                own=age_s == 0.0,
+            )
+            for number, load in enumerate([*loads, unknown])
+        )
+        few = (workers[-1:], workers[:1], workers[3:5], workers)
+        found += [Candidates(some, rivals) for some in few for rivals in (0, 1, 15)]
+    return found

@@ -110,17 +110,23 @@ class Pace(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """How fast a worker is now: running means over its last steps; 0 where nothing was seen yet.
+    """How fast a worker is: by its last steps (running means) and by its step costs; 0: unknown.
 
     Attributes:
         tpot_s: seconds between two tokens of a decoding sequence, whatever else its steps do.
         prompt_token_s: seconds for each prompt token, of steps that feed some.
         sequence_s: seconds by which one more decoding sequence lengthens `tpot_s`.
+        step_s: seconds of a step with one decoding sequence, as its costs have it.
+        step_sequence_s: by which one more lengthens a step of those that decoded last.
+        step_token_s: seconds for each prompt token of a step that is full of them.
     """
 
     tpot_s: float = 0.0
     prompt_token_s: float = 0.0
     sequence_s: float = 0.0
+    step_s: float = 0.0
+    step_sequence_s: float = 0.0
+    step_token_s: float = 0.0
 
 
 UNKNOWN_SPEED: Final = WorkerSpeed()

@@ -5,7 +5,9 @@ jumps to the next timer when none can. asyncio itself knows when that is: it ask
 wait. So every sleep, timeout and deadline of the program is virtual, not only those that know of
 it, and a run is as deterministic as the tasks in it.
 
-Limits: threads and sockets live in real time, and the virtual loop does not wait for them.
+What is handed to a thread is done at once, by the loop itself, or its end would come at another
+virtual instant each time. Limits: sockets, and threads that somebody starts by himself, live in
+real time, and the virtual loop does not wait for them.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import math
 import selectors
-from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Clock(Protocol):
@@ -53,6 +57,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time."""
         return self._jumping.now_s
+
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        """Run the function now, and return a future that is done."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            future.set_exception(error)
+        return future
 
 
 class _JumpingSelector(selectors.SelectSelector):

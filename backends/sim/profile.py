@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -119,6 +119,28 @@ def load_profile(name_or_file: str) -> Profile:
     except (ValueError, msgspec.MsgspecError) as error:
         raise ValueError(f"damaged profile {path}: {error}") from error
     return Profile(path.stem, read.source, cost, draft, read.kv_token_bytes, read.kv_bytes)
+
+
+def slowed(profile: Profile, times: float) -> Profile:
+    """Return the profile of a device that takes so many times as long for everything."""
+    if times == 1.0:
+        return profile
+    draft = {
+        name: DraftCost(_slower(cost.depths, times), cost.call_s * times)
+        for name, cost in profile.draft.items()
+    }
+    name = f"{profile.name} x {times:g}"
+    return replace(profile, name=name, cost=_slower(profile.cost, times), draft=draft)
+
+
+def _slower(cost: StepCost, times: float) -> StepCost:
+    return replace(
+        cost,
+        step_s=tuple(seconds * times for seconds in cost.step_s),
+        kv_token_s=cost.kv_token_s * times,
+        sequence_s=cost.sequence_s * times,
+        pair_s=cost.pair_s * times,
+    )
 
 
 def _path(name_or_file: str) -> Path:

@@ -23,7 +23,7 @@ from backends.sim.executor import SimExecutor
 from backends.sim.oracle import NAME as ORACLE
 from backends.sim.oracle import Oracle, OracleScheduler
 from backends.sim.parts import BLOCK_TOKENS, EXACT, Parts, num_blocks
-from backends.sim.profile import DraftCost, Profile, load_profile
+from backends.sim.profile import DraftCost, Profile, load_profile, slowed
 from backends.sim.proposer import SimProposer
 from backends.sim.recording import load_recording
 from backends.sim.truth import Truth
@@ -52,12 +52,14 @@ class World:
         seed: of the devices' weather and of what is misjudged.
         belief_error: share by which the workers' step costs are off at first.
         roofline: whether devices are rooflines in weather; else they do just what the profile says.
+        slowness: by what times of the profile are multiplied, of the devices in turn.
         ledger: what came, and when.
     """
 
     seed: int = 0
     belief_error: float = 0.3
     roofline: bool = True
+    slowness: tuple[float, ...] = (1.0,)
     ledger: Ledger = field(default_factory=Ledger)
 
     def parts(self, config: WorkerConfig, clock: Clock) -> Parts:
@@ -66,7 +68,8 @@ class World:
         Raises:
             ValueError: the profile, the policy or a proposer is not known.
         """
-        profile = load_profile(config.profile)
+        slowness = self.slowness[config.device_index % len(self.slowness)]
+        profile = slowed(load_profile(config.profile), slowness)
         believed = misjudged(profile, self.belief_error, self.seed)
         device = self._device(profile, config.device_index, clock)
         truth = Truth(VOCABULARY)

@@ -75,6 +75,8 @@ BENCHES = {
     "capacity": "gateway.cli.studies.capacity",
     "classes": "gateway.cli.studies.classes",
     "gaps": "gateway.cli.studies.gaps",
+    "herd": "gateway.cli.studies.herd",
+    "routing": "gateway.cli.studies.routing",
     "overload": "gateway.cli.studies.overload",
     "tracing": "gateway.cli.studies.tracing",
     "edge": "gateway.cli.studies.edge.command",

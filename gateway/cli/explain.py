@@ -12,6 +12,7 @@ import typer
 from gateway.dispatch.decisions import Decision, read_decisions
 from policies.protocols import SpeculationPolicy
 from policies.registry import speculation_policy
+from policies.routing import Route
 from policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 FAILED = 1
@@ -42,11 +43,16 @@ def _as_json(decision: Decision, replayed: SpeculationPlan | None) -> str:
 def _as_text(decision: Decision, replayed: SpeculationPlan | None) -> str:
     plans = [decision.plan] if replayed is None else [decision.plan, replayed]
     lines = [
-        f"{decision.request_id} on {decision.worker_id}",
+        f"{decision.request_id} on {decision.worker_id}{_routed(decision.route)}",
         f"{_asked(decision.request)}; {_there(decision.load)}",
         _known(decision.request),
     ]
     return "\n  ".join([*filter(None, lines), *map(_plan, plans)])
+
+
+def _routed(route: Route | None) -> str:
+    """Return why it went there; empty if it was the only worker with room."""
+    return "" if route is None else f", routed by {route.policy}, {route.reason}"
 
 
 def _asked(request: RequestView) -> str:

@@ -113,7 +113,7 @@ def metavar(setting: Setting) -> str:
         return "TEXT ..."
     if setting.kind in {"url", "store"}:
         return "URL"
-    if setting.kind in {"speculation", "batching", "ordering", "admission"}:
+    if setting.kind in {"speculation", "batching", "ordering", "admission", "routing"}:
         return "POLICY"
     if setting.kind == "pool":
         return "NAME"

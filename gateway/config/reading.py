@@ -31,6 +31,7 @@ from policies.registry import (
     admission_policy,
     batching_policy,
     ordering_policy,
+    routing_policy,
     speculation_policy,
 )
 
@@ -50,6 +51,7 @@ _POLICIES: Final[Mapping[str, Callable[[str], object]]] = {
     "batching": batching_policy,
     "ordering": ordering_policy,
     "admission": admission_policy,
+    "routing": routing_policy,
 }
 """Kinds of settings that name a policy; each refuses names that it does not know."""
 

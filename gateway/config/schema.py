@@ -214,6 +214,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             gateway=True,
         ),
     ] = "deadline"
+    routing: Annotated[
+        str,
+        _meta(
+            "Which worker a request goes to: price, least_loaded, prefix_affinity, power_of_two, "
+            "round_robin, weighted:prefix=2,load=1, ...",
+            kind="routing",
+            gateway=True,
+        ),
+    ] = "price"
     max_queued: Annotated[int, _meta("Most prompts that wait for a worker", gateway=True, ge=0)] = (
         1024
     )

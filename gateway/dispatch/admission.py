@@ -60,6 +60,7 @@ class Entry:
         answered: whether it has had its first delta, which has no tokens if it is embedded.
         output_tokens: tokens that it has generated.
         ended: its sequences that ended by themselves or at their limit.
+        expected_tokens: of output of each of its sequences, as far as could be told.
     """
 
     ask: Ask
@@ -69,6 +70,7 @@ class Entry:
     answered: bool = False
     output_tokens: int = 0
     ended: int = 0
+    expected_tokens: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class AdmissionController:
             if isinstance(decision, Refused):
                 retry_after_s = min(decision.retry_after_s, MOST_RETRY_S)
                 raise Overloaded(decision.reason, retry_after_s, decision.kind)
-            return Entry(ask, decision, now_s)
+            return Entry(ask, decision, now_s, expected_tokens=view.output_tokens)
         except BaseException:  # a policy may be anybody's
             self.ledger.release(ask.request_id)
             raise

@@ -1,4 +1,4 @@
-"""What was decided about speculation, and from what: for people, for replays, for the page.
+"""What was decided about requests, and from what: for people, for replays, for the page.
 
 The latest decisions are kept; with a file all are written to it, a JSON object a line. They hold
 what the policy saw and what it answered, nothing of a prompt or an output.
@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from policies.protocols import SpeculationPolicy
+from policies.routing import Route
 from policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000
@@ -32,6 +33,8 @@ class Decision(msgspec.Struct, frozen=True):
         worker_id: where the request goes.
         request, load: what the policy saw.
         plan: what it answered.
+        route: why it goes to that worker, and not to the others with room; None where there were
+            none.
     """
 
     request_id: str
@@ -40,6 +43,7 @@ class Decision(msgspec.Struct, frozen=True):
     request: RequestView
     load: WorkerLoad
     plan: SpeculationPlan
+    route: Route | None = None
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
         """Return what a policy decides from the same inputs."""
@@ -67,9 +71,10 @@ class Decisions:
         request: RequestView,
         load: WorkerLoad,
         plan: SpeculationPlan,
+        route: Route | None = None,
     ) -> None:
         """Keep a decision."""
-        decision = Decision(request_id, self._now_s(), worker_id, request, load, plan)
+        decision = Decision(request_id, self._now_s(), worker_id, request, load, plan, route)
         self._latest.append(decision)
         if self._path is not None:
             self._unwritten.append(decision)

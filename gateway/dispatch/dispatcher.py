@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 
 from backends.types import Delta, GenerationRequest
 from gateway.dispatch.admission import AdmissionController, Ask
@@ -17,8 +18,9 @@ from gateway.dispatch.leases import Leases
 from gateway.dispatch.placement import Placement, Placer
 from gateway.dispatch.prompts import merged
 from gateway.dispatch.queue import CentralQueue
+from gateway.dispatch.routing import Routed
 from gateway.dispatch.run import Run
-from gateway.fleet import Fleet, FleetWorker
+from gateway.fleet import Fleet
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Offer
 from gateway.telemetry.hops import WorkerHops, dispatched
@@ -117,13 +119,17 @@ class Dispatcher:
         """Let a prompt have its turn, decide about it, run it, and learn from what comes."""
         entry = run.entry
         waiting = self.admission.waiting(entry, index)
+        view = partial(
+            self._placer.route_view, run.job, index, run.requests[index], entry.expected_tokens
+        )
         with run.span.child("queue"):
-            worker = await self.queue.turn(waiting)
+            routed = await self.queue.turn(waiting, view)
+        worker = routed.worker
         try:
-            with run.span.child("route") as route:
-                describe_route(route, worker, self._fleet.serving)
+            with run.span.child("route") as span:
+                describe_route(span, routed)
             entry.prompt_tokens += waiting.need.prompt_tokens
-            placed = self._decide(run, index, worker)
+            placed = self._decide(run, index, routed)
             unstarted = True
             async with self._leased(run, placed) as (deltas, hops):
                 async for delta in deltas:
@@ -143,10 +149,10 @@ class Dispatcher:
             worker.release(waiting.request_id)
             self.queue.pump()
 
-    def _decide(self, run: Run, index: int, worker: FleetWorker) -> Placement:
+    def _decide(self, run: Run, index: int, routed: Routed) -> Placement:
         """Decide how far a prompt may speculate on the worker that has room for it."""
         with run.span.child("decide") as span:
-            placed = self._placer.place(run.job, index, run.requests[index], worker)
+            placed = self._placer.place(run.job, index, run.requests[index], routed)
             describe_decision(span, placed.view, placed.load)
         run.place(index, placed)
         return placed

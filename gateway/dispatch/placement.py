@@ -12,10 +12,12 @@ from backends.types import GenerationRequest, SpeculationOutcome, Task
 from gateway.aside import aside
 from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.job import Job
+from gateway.dispatch.routing import Routed
 from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker
 from policies.acceptance_history import AcceptanceHistory
 from policies.protocols import SpeculationPolicy
+from policies.routing import RouteView
 from policies.types import (
     PROPOSER_MODES,
     RequestView,
@@ -34,7 +36,8 @@ NOTHING_TO_DRAFT: Final = SpeculationPlan(
 INLINE_PROMPTS: Final = 64
 INLINE_TOKENS: Final = 16 << 10
 """More prompts, and longer ones, are checked in a thread: so many take some 0.5 and 0.4 ms (one
-core, Zen 4, 2026-11-21). There the blocks of longer ones are hashed, too: 1.8 us each."""
+core, Zen 4, 2026-11-21). There the blocks of longer ones are hashed, too: 1.8 us each. Those of all
+are where prompts decide where requests go: 1.8 ms for so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,23 @@ class Placement:
 class Placer:
     """Sizes requests, and decides about their speculation; remembers how drafts fared."""
 
-    def __init__(self, fleet: Fleet, policy: SpeculationPolicy, decisions: Decisions) -> None:
-        """Place requests on the workers of a fleet, which are alike but for their load."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: SpeculationPolicy,
+        decisions: Decisions,
+        *,
+        reads_prompts: bool,
+    ) -> None:
+        """Place requests on the workers of a fleet, which serve the same model.
+
+        Args:
+            reads_prompts: whether prompts decide which of several workers a request goes to.
+        """
         self._fleet = fleet
         self._policy = policy
         self._decisions = decisions
+        self._reads_prompts = reads_prompts
         self._history = AcceptanceHistory()
 
     async def size(self, job: Job) -> tuple[GenerationRequest, ...]:
@@ -76,26 +91,45 @@ class Placer:
         workers = self._fleet.serving
         if not workers:
             raise BackendFailed(self._fleet.failure or "there is no worker")
+        unhashed = 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
         if job.grammar is not None:
-            return await aside(_all_sized, job, workers)
+            return await aside(_all_sized, job, workers, unhashed)
         if len(job.prompts) > INLINE_PROMPTS or sum(map(len, job.prompts)) > INLINE_TOKENS:
-            return await aside(_all_sized, job, workers[:1])
-        return _all_sized(job, workers[:1])
+            return await aside(_all_sized, job, workers[:1], unhashed)
+        return _all_sized(job, workers[:1], unhashed)
 
-    def place(
-        self, job: Job, index: int, request: GenerationRequest, worker: FleetWorker
-    ) -> Placement:
-        """Decide how far a job's sized request may speculate on a worker, and record it.
+    def route_view(
+        self, job: Job, index: int, request: GenerationRequest, expected_tokens: float
+    ) -> RouteView:
+        """Return what a routing policy may know of one prompt of a job.
+
+        Args:
+            expected_tokens: of output of each of its sequences.
+        """
+        first = self._fleet.workers[0].backend
+        return RouteView(
+            self._view(job, index, request, first.card.model_id),
+            request.most_tokens,
+            expected_tokens,
+            request.n,
+            job.tenant,
+            request.block_hashes,
+            first.load().kv_block_tokens,
+        )
+
+    def place(self, job: Job, index: int, request: GenerationRequest, routed: Routed) -> Placement:
+        """Decide how far a job's sized request may speculate on its worker, and record it.
 
         About one that is to be embedded nothing is decided.
         """
+        worker = routed.worker
         load = worker.backend.load()
-        view = self._view(job, index, request, worker)
+        view = self._view(job, index, request, worker.backend.card.model_id)
         if job.task is Task.EMBED:
             plan = NOTHING_TO_DRAFT
         else:
             plan = self._policy.decide(view, load)
-            self._decisions.record(job.request_id, worker.worker_id, view, load, plan)
+            self._decisions.record(job.request_id, worker.worker_id, view, load, plan, routed.route)
         return Placement(request.planned(plan), worker, view, load)
 
     def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
@@ -110,11 +144,9 @@ class Placer:
                 histogram=outcome.acceptance_histogram,
             )
 
-    def _view(
-        self, job: Job, index: int, request: GenerationRequest, worker: FleetWorker
-    ) -> RequestView:
-        """Return what the policy may know of one prompt of a job."""
-        temperature, model = job.sampling.temperature, worker.backend.card.model_id
+    def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
+        """Return what a policy may know of one prompt of a job."""
+        temperature = job.sampling.temperature
         of_tenant, of_model = self._history.of(job.tenant, model, greedy=temperature == 0)
         return RequestView(
             len(request.prompt_ids),
@@ -129,18 +161,26 @@ class Placer:
         )
 
 
-def _all_sized(job: Job, workers: Sequence[FleetWorker]) -> tuple[GenerationRequest, ...]:
-    """Return every prompt's request; all of these workers know its grammar then."""
+def _all_sized(
+    job: Job, workers: Sequence[FleetWorker], unhashed: int
+) -> tuple[GenerationRequest, ...]:
+    """Return every prompt's request; all of these workers know its grammar then.
+
+    Args:
+        unhashed: prompts of so many tokens or fewer are not hashed.
+    """
     for worker in workers[1:]:
         _sized(job, 0, worker)
     first = workers[0]
-    return tuple(_hashed(_sized(job, index, first), first) for index in range(len(job.prompts)))
+    sized = (_sized(job, index, first) for index in range(len(job.prompts)))
+    return tuple(
+        request if len(request.prompt_ids) <= unhashed else _hashed(request, first)
+        for request in sized
+    )
 
 
 def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationRequest:
-    """Return a request with the hashes of its blocks if those of its prompt take long."""
-    if len(request.prompt_ids) <= INLINE_TOKENS:
-        return request
+    """Return a request with the hashes of its prompt's blocks."""
     hashes: list[bytes] = []
     block_tokens = worker.backend.load().kv_block_tokens
     extend_chain(hashes, request.tenant, request.prompt_ids, block_tokens)

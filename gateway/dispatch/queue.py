@@ -2,7 +2,8 @@
 
 They are bound late. As long as they wait here a more urgent one can overtake them, and they go to
 whichever worker has room first, by its load at that moment; each worker has no more before it than
-its next steps take (`policies/room.py`). Who is next is the ordering policy's business.
+its next steps take (`policies/room.py`). Who is next is the ordering policy's business, and where
+it goes the routing policy's, where several have room.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from backends.errors import BackendFailed
+from gateway.dispatch.routing import Routed, Router, View
 from gateway.errors import QueueTimeout
-from gateway.fleet import Choose, Fleet, FleetWorker
+from gateway.fleet import Fleet
 from policies.ordering.ticket import Ticket
 from policies.protocols import OrderingPolicy
 from policies.room import Need, has_room
@@ -35,7 +37,8 @@ class _Place:
     """A place in the queue."""
 
     waiting: Waiting
-    turn: asyncio.Future[FleetWorker]
+    view: View
+    turn: asyncio.Future[Routed]
 
 
 RETRY_TIMEOUT_S: Final = 5.0
@@ -49,7 +52,7 @@ class CentralQueue:
         self,
         fleet: Fleet,
         ordering: OrderingPolicy,
-        choose: Choose,
+        router: Router,
         now_s: Callable[[], float],
         timeout_s: float,
     ) -> None:
@@ -57,13 +60,13 @@ class CentralQueue:
 
         Args:
             ordering: who is next; the queue's own.
-            choose: which of the workers with room.
+            router: chooses among the workers with room.
             now_s: the clock of the tickets.
             timeout_s: longest wait.
         """
         self.ordering = ordering
         self._fleet = fleet
-        self._choose = choose
+        self.router = router
         self._now_s = now_s
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
         self._places: dict[int, _Place] = {}  # by ticket
@@ -73,20 +76,22 @@ class CentralQueue:
         """Return how many requests wait."""
         return len(self._places)
 
-    async def turn(self, waiting: Waiting) -> FleetWorker:
+    async def turn(self, waiting: Waiting, view: View) -> Routed:
         """Wait until a worker has room and it is this request's turn; it is reserved there then.
 
         The caller releases it there, and calls `pump` when it has.
+
+        Args:
+            view: of the request, for whoever chooses its worker.
 
         Raises:
             BackendFailed: no worker is left.
             QueueTimeout: it waited too long.
         """
-        worker = None if self._places else self._with_room(waiting.need)
-        if worker is not None:
-            worker.reserve(waiting.request_id, waiting.need)
-            return worker
-        place = _Place(waiting, asyncio.get_running_loop().create_future())
+        routed = None if self._places else self._routed(waiting, view)
+        if routed is not None:
+            return routed
+        place = _Place(waiting, view, asyncio.get_running_loop().create_future())
         self._push(place)
         self.pump()
         try:
@@ -112,21 +117,24 @@ class CentralQueue:
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
             gone = place.turn.cancelled()  # and has not been able to leave by itself yet
-            worker = None if gone else self._with_room(place.waiting.need)
-            if worker is None and not gone:
+            routed = None if gone else self._routed(place.waiting, place.view)
+            if routed is None and not gone:
                 return
             self.ordering.take(now_s)
             self._forget(place)
-            if worker is not None:
-                worker.reserve(place.waiting.request_id, place.waiting.need)
-                place.turn.set_result(worker)
+            if routed is not None:
+                place.turn.set_result(routed)
 
-    def _with_room(self, need: Need) -> FleetWorker | None:
-        """Return the worker that takes a request now, if one does."""
-        open_ = [worker for worker in self._fleet.open if has_room(worker.occupancy, need)]
-        if not open_:
+    def _routed(self, waiting: Waiting, view: View) -> Routed | None:
+        """Reserve a worker for a request and return it, if one takes it now."""
+        need = waiting.need
+        there = [(worker, worker.occupancy) for worker in self._fleet.open]
+        there = [(worker, at) for worker, at in there if has_room(at, need)]
+        if not there:
             return None
-        return open_[self._choose([worker.reserved_tokens for worker in open_])]
+        routed = self.router.choose(view, there, alone=len(self._fleet.workers) == 1)
+        routed.worker.reserve(waiting.request_id, need)
+        return routed
 
     def _push(self, place: _Place) -> None:
         self._places[place.waiting.ticket.key] = place
@@ -144,7 +152,7 @@ class CentralQueue:
             self.ordering.remove(ticket.key)
             self._forget(place)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
-            turn.result().release(place.waiting.request_id)
+            turn.result().worker.release(place.waiting.request_id)
         self.pump()  # it may have kept others waiting
 
     def _fail_all(self) -> None:

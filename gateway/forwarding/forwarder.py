@@ -6,7 +6,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from typing import Final
 
 from backends.base import TokenUsage, UpstreamCall
@@ -14,12 +14,14 @@ from backends.errors import BackendFailed, UpstreamFailed
 from gateway.accounts import Account
 from gateway.dispatch.admission import AdmissionController, Ask, Entry
 from gateway.dispatch.queue import CentralQueue, Waiting
+from gateway.dispatch.routing import View
 from gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from gateway.fleet import Fleet, FleetWorker
 from gateway.forwarding.answer import ERRORS, NO_TOKENS, Forwarded, Refusal, begin, refused
 from gateway.telemetry.tracing import NO_SPAN, Span
-from policies.room import Need, has_room
-from policies.types import ServiceLevel
+from policies.room import Need, Occupancy, has_room
+from policies.routing import RouteView
+from policies.types import RequestView, ServiceLevel
 
 MOST_ATTEMPTS: Final = 3
 """Of one request. More would multiply the load on those that are left when some are out."""
@@ -63,17 +65,34 @@ def forward_ask(
     return Ask(request_id, (need,), max_tokens, capped, account.name, account.share)
 
 
-class _Seat:
-    """Where a request has its place: with one upstream at a time."""
+def _route_view(ask: Ask, expected_tokens: float) -> RouteView:
+    """Return what a routing policy may know of a request that nobody has tokenised."""
+    (need,) = ask.needs
+    known = RequestView(need.prompt_tokens, ask.max_tokens, 1.0, service=ask.service)
+    return RouteView(known, need.most_tokens, expected_tokens, need.sequences, ask.tenant)
 
-    def __init__(self, waiting: Waiting | None = None) -> None:
+
+def _nothing_to_run() -> RouteView:
+    """Return what takes none of a worker's time."""
+    return RouteView(RequestView(0, 0, 0.0), 0, 0.0)
+
+
+class _Seat:
+    """Where a request has its place: with one upstream at a time.
+
+    Attributes:
+        view: of the request, for whoever chooses its upstream.
+    """
+
+    def __init__(self, waiting: Waiting | None = None, view: View = _nothing_to_run) -> None:
         """Begin nowhere; without `waiting` nothing is reserved."""
         self.worker: FleetWorker | None = None
+        self.view = view
         self._waiting = waiting
 
-    def fits(self, worker: FleetWorker) -> bool:
+    def fits(self, at: Occupancy) -> bool:
         """Return whether an upstream has room."""
-        return self._waiting is None or has_room(worker.occupancy, self._waiting.need)
+        return self._waiting is None or has_room(at, self._waiting.need)
 
     def move(self, worker: FleetWorker) -> FleetWorker:
         """Reserve the place with another upstream, and return that."""
@@ -97,8 +116,6 @@ class Forwarder:
         self._fleet = fleet
         self._queue = queue
         self._admission = admission
-        self._turns = count(1)
-        self._last_turn: dict[str, int] = {}
 
     @asynccontextmanager
     async def run(self, job: ForwardJob, span: Span = NO_SPAN) -> AsyncIterator[Forwarded]:
@@ -154,14 +171,15 @@ class Forwarder:
             UpstreamUnavailable: the last upstream went out.
         """
         waiting = self._admission.waiting(entry, 0)
-        seat = _Seat(waiting)
+        view = partial(_route_view, entry.ask, entry.expected_tokens)
+        seat = _Seat(waiting, view)
         with span.child("queue"):
             try:
-                worker = await self._queue.turn(waiting)
+                routed = await self._queue.turn(waiting, view)
             except BackendFailed as error:
                 raise self._nobody() from error
         try:
-            seat.move(self._taken(worker))
+            seat.move(routed.worker)
             yield seat
         finally:
             seat.leave()
@@ -203,33 +221,23 @@ class Forwarder:
                 seat.move(worker)
         yield self._last_word(refusal, failure)
 
-    def _taken(self, worker: FleetWorker) -> FleetWorker:
-        """Note that it is a worker's turn, and return it."""
-        self._last_turn[worker.worker_id] = next(self._turns)
-        return worker
-
     def _choose(self, tried: list[str], seat: _Seat, *, again: bool) -> FleetWorker | None:
-        """Return the upstream with the fewest requests in flight; of equals, the one longest idle.
+        """Return the upstream that the routing policy takes of those that may be asked.
 
         Args:
             tried: ids of those that were asked already: they come last.
             seat: there must be room for it.
             again: whether one of these may be asked again.
         """
-        there = [worker for worker in self._fleet.open if seat.fits(worker)]
-        fresh = [worker for worker in there if worker.worker_id not in tried]
-        asked = [worker for worker in there if tried.count(worker.worker_id) < MOST_CALLS]
+        there = [(worker, worker.occupancy) for worker in self._fleet.open]
+        there = [(worker, at) for worker, at in there if seat.fits(at)]
+        fresh = [pair for pair in there if pair[0].worker_id not in tried]
+        asked = [pair for pair in there if tried.count(pair[0].worker_id) < MOST_CALLS]
         candidates = fresh or (asked if again else [])
         if not candidates:
             return None
-        chosen = min(
-            candidates,
-            key=lambda worker: (
-                worker.backend.load().running,
-                self._last_turn.get(worker.worker_id, 0),
-            ),
-        )
-        return self._taken(chosen)
+        alone = len(self._fleet.workers) == 1
+        return self._queue.router.choose(seat.view, candidates, alone=alone).worker
 
     def _last_word(self, refusal: Refusal | None, failure: UpstreamFailed | None) -> Forwarded:
         """Return the last refusal if it says how to go on.

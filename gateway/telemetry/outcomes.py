@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from backends.types import SpeculationOutcome, Task
 from gateway.dispatch.admission import Entry
 from gateway.dispatch.job import Job
 from gateway.dispatch.placement import Placement
-from gateway.fleet import FleetWorker
+from gateway.dispatch.routing import Routed
 from gateway.state.store import Reservation
 from gateway.telemetry import figures
 from gateway.telemetry.metrics import Metrics
@@ -65,15 +63,27 @@ def admission_attributes(entry: Entry) -> Attributes:
     }
 
 
-def describe_route(span: Span, chosen: FleetWorker, candidates: Sequence[FleetWorker]) -> None:
-    """Put which worker was chosen, and among how many, on the span that covers it."""
-    if span.recording:
+def describe_route(span: Span, routed: Routed) -> None:
+    """Put which worker was chosen on the span that covers it, and why, if there was a choice."""
+    if not span.recording:
+        return
+    span.set({"draftgate.worker_id": routed.worker.worker_id})
+    route = routed.route
+    if route is None:
+        return
+    span.set(
+        {
+            "draftgate.routing.policy": route.policy,
+            "draftgate.routing.reason": route.reason,
+            "draftgate.routing.candidates": [offer.worker_id for offer in route.offers],
+            "draftgate.routing.scores": [offer.level for offer in route.offers],
+            "draftgate.routing.load_ages_s": [offer.age_s for offer in route.offers],
+            "draftgate.routing.cached_tokens": route.cached_tokens,
+        }
+    )
+    if route.ttft_s is not None and route.tpot_s is not None:
         span.set(
-            {
-                "draftgate.worker_id": chosen.worker_id,
-                "draftgate.candidates": len(candidates),
-                "draftgate.reserved_tokens": [one.reserved_tokens for one in candidates],
-            }
+            {"draftgate.predicted_ttft_s": route.ttft_s, "draftgate.predicted_tpot_s": route.tpot_s}
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypeAlias
 
 from gateway.errors import as_gateway_error
 from gateway.telemetry.logs import log
@@ -18,7 +18,10 @@ from gateway.telemetry.logs import log
 PROTOCOL: Final = "http/protobuf"
 """Of OTLP, in the words of `OTEL_EXPORTER_OTLP_PROTOCOL`."""
 
-Attributes = Mapping[str, str | int | float | bool | Sequence[str] | Sequence[int]]
+AttributeValue: TypeAlias = (
+    str | int | float | bool | Sequence[str] | Sequence[int] | Sequence[float]
+)
+Attributes: TypeAlias = Mapping[str, AttributeValue]
 
 
 class Span(Protocol):

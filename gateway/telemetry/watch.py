@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import StrEnum
 
 from backends.base import TokenUsage
@@ -21,7 +21,7 @@ from gateway.telemetry.outcomes import (
     job_attributes,
     outcome_attributes,
 )
-from gateway.telemetry.tracing import Attributes, Span
+from gateway.telemetry.tracing import Attributes, AttributeValue, Span
 from policies.types import SpeculationPlan
 
 
@@ -249,7 +249,7 @@ class RequestWatch:
 
     def _figures(self, ending: Ending, status: int) -> Attributes:
         """Return what the span says of the end."""
-        found: dict[str, str | int | float | Sequence[str] | Sequence[int]] = {
+        found: dict[str, AttributeValue] = {
             "http.response.status_code": status,
             "draftgate.ending": ending.value,
             "gen_ai.usage.input_tokens": self.prompt_tokens,

@@ -16,7 +16,7 @@ from backends.types import GenerationRequest, SamplingParams
 from gateway.app import Listening, StartError, drain, start_workers
 from gateway.config import ServeConfig
 from gateway.dispatch.job import Job
-from gateway.fleet import FleetWorker, LeastReserved, RoundRobin
+from gateway.fleet import FleetWorker
 from gateway.lifecycle import NodeState
 from gateway.state.store import WorkerReport
 from policies.room import Need
@@ -81,14 +81,6 @@ async def submitted(backend: ScriptedBackend) -> GenerationRequest:
 def is_idle_of_tokens(where: Listening) -> bool:
     """Whether no worker has tokens reserved."""
     return all(worker.reserved_tokens == 0 for worker in where.node.fleet.workers)
-
-
-@pytest.mark.parametrize(
-    ("reserved", "chosen"), [([0], 0), ([0, 0], 0), ([5, 3], 1), ([7, 7, 7], 0), ([9, 4, 4], 1)]
-)
-def test_the_least_reserved_worker_is_chosen(reserved: list[int], chosen: int) -> None:
-    """Fewest tokens win, and the first of equals."""
-    assert LeastReserved()(reserved) == chosen
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
@@ -333,17 +325,3 @@ def test_reserved_tokens_are_those_of_open_requests() -> None:
     assert worker.reserved_tokens == 5
     worker.release("b")
     assert worker.reserved_tokens == 0
-
-
-def test_equals_are_chosen_in_turn() -> None:
-    """Idle workers share what comes: the one behind the last chosen is next."""
-    choose = LeastReserved()
-    assert [choose([0, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
-    assert choose([5, 9, 5]) == 2
-    assert choose([0, 0, 7]) == 0
-
-
-def test_round_robin_takes_turns_whatever_the_load() -> None:
-    """Every worker gets every n-th request."""
-    choose = RoundRobin()
-    assert [choose([9, 0, 5]) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]

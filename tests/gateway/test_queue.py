@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -14,19 +15,23 @@ from backends.errors import BackendFailed
 from backends.sim.clock import run_virtual
 from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Ask
 from gateway.dispatch.queue import CentralQueue, Waiting
+from gateway.dispatch.routing import Router
 from gateway.errors import Overloaded, QueueTimeout
-from gateway.fleet import FleetWorker, LeastReserved
+from gateway.fleet import FleetWorker
 from policies.admission.types import AdmissionView, RefusalKind, Refused
 from policies.ordering.fair import STARVATION_S
 from policies.ordering.ticket import Ticket
 from policies.quotas import Ledger
-from policies.registry import ordering_policy
+from policies.registry import ordering_policy, routing_policy
 from policies.room import Need
-from policies.types import WorkerLoad
+from policies.routing import RouteView
+from policies.types import RequestView, WorkerLoad
 
 
 class Backend:
     """A worker with so many seats."""
+
+    card = SimpleNamespace(numerics_class=None)
 
     def __init__(self, seats: int) -> None:
         self.seats = seats
@@ -51,8 +56,8 @@ def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[F
     """A queue in front of workers with so many seats each."""
     workers = [FleetWorker(f"w-{index}", Backend(count)) for index, count in enumerate(seats)]
     clock = asyncio.get_running_loop().time
-    fleet = Fleet(workers=workers)
-    return CentralQueue(fleet, ordering_policy("fair"), LeastReserved(), clock, timeout_s), workers
+    fleet, router = Fleet(workers=workers), Router(routing_policy("least_loaded"), Random(0).random)
+    return CentralQueue(fleet, ordering_policy("fair"), router, clock, timeout_s), workers
 
 
 def one(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
@@ -60,6 +65,13 @@ def one(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
     now_s = asyncio.get_running_loop().time()
     ticket = Ticket(key, now_s, now_s + 10.0, priority, work_s=1.0)
     return Waiting(f"r-{key}", ticket, Need(sequences, 10, 30 * sequences))
+
+
+async def turn(queue: CentralQueue, waiting: Waiting) -> FleetWorker:
+    """The worker that a request gets."""
+    need = waiting.need
+    view = RouteView(RequestView(need.prompt_tokens, 20, 1.0), need.most_tokens, 20.0)
+    return (await queue.turn(waiting, lambda: view)).worker
 
 
 async def settled() -> None:
@@ -73,8 +85,8 @@ def test_the_first_to_go_is_the_most_urgent_and_it_goes_where_room_is_first() ->
 
     async def scenario() -> None:
         queue, workers = queue_of(1, 1)
-        assert [await queue.turn(one(key)) for key in range(2)] == workers
-        usual, urgent = (asyncio.create_task(queue.turn(one(2 + p, -p))) for p in range(2))
+        assert [await turn(queue, one(key)) for key in range(2)] == workers
+        usual, urgent = (asyncio.create_task(turn(queue, one(2 + p, -p))) for p in range(2))
         await settled()
         assert len(queue) == 2
         assert queue.prompt_tokens == 20
@@ -96,8 +108,8 @@ def test_a_clock_that_goes_on_between_two_looks_confuses_nobody() -> None:
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        await queue.turn(one(0))
-        waiting = [asyncio.create_task(queue.turn(one(key, key))) for key in range(1, 6)]
+        await turn(queue, one(0))
+        waiting = [asyncio.create_task(turn(queue, one(key, key))) for key in range(1, 6)]
         await settled()
         ticks = count(STARVATION_S - 0.25, 0.1)  # becomes overdue between two readings
         queue._now_s = lambda: next(ticks)
@@ -119,12 +131,12 @@ def test_nobody_waits_for_ever() -> None:
 
     async def scenario() -> None:
         queue, workers = queue_of(2, timeout_s=5.0)
-        await queue.turn(one(0))
+        await turn(queue, one(0))
         with pytest.raises(QueueTimeout) as caught:
-            await queue.turn(one(1, sequences=2))
+            await turn(queue, one(1, sequences=2))
         assert caught.value.retry_after_s is not None
         assert asyncio.get_running_loop().time() == pytest.approx(5.0)
-        assert await queue.turn(one(2)) is workers[0]
+        assert await turn(queue, one(2)) is workers[0]
 
     run_virtual(scenario())
 
@@ -134,8 +146,8 @@ def test_who_waits_learns_that_no_worker_is_left() -> None:
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        await queue.turn(one(0))
-        waiting = asyncio.create_task(queue.turn(one(1)))
+        await turn(queue, one(0))
+        waiting = asyncio.create_task(turn(queue, one(1)))
         await settled()
         workers[0].backend.failure = "device lost"
         queue.pump()
@@ -151,8 +163,8 @@ def test_who_leaves_at_the_moment_of_its_turn_leaves_its_place_to_the_next() -> 
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        await queue.turn(one(0))
-        leaving, next_ = (asyncio.create_task(queue.turn(one(key))) for key in (1, 2))
+        await turn(queue, one(0))
+        leaving, next_ = (asyncio.create_task(turn(queue, one(key))) for key in (1, 2))
         await settled()
         workers[0].release("r-0")
         queue.pump()  # its turn, and before it hears of it
@@ -182,7 +194,7 @@ def test_no_worker_gets_more_than_it_has_room_for_and_nothing_is_left_over(
         for key, (what, who, sequences) in enumerate(steps):
             task = tasks.get(who)
             if what == "come":
-                tasks[key] = asyncio.create_task(queue.turn(one(key, sequences=sequences)))
+                tasks[key] = asyncio.create_task(turn(queue, one(key, sequences=sequences)))
             elif task is not None and what == "leave":
                 task.cancel()
             elif task is not None and task.done() and not task.cancelled():

@@ -7,6 +7,7 @@ dispatcher in front of several is a multi-server system whose waits are known.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from heapq import heapify, heapreplace
 from itertools import pairwise
 from math import factorial, sqrt
@@ -18,7 +19,7 @@ from backends.base import WorkerConfig
 from backends.sim.service import ServiceDevice, constant_service
 from backends.sim.simulated import World
 from backends.types import GenerationRequest, SamplingParams
-from gateway.cli.simulate.cluster import Cluster, simulate
+from gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from gateway.dispatch.job import Job
 from loadgen.types import Planned, Question, Record
 
@@ -50,6 +51,9 @@ def poisson(count: int, rate: float, seed: int) -> list[float]:
     return instants
 
 
+ROUTINGS = ("price", "least_loaded", "power_of_two", "round_robin")
+
+
 def run(arrivals: list[float], workers: int, routing: str, world: World) -> list[Record]:
     config = WorkerConfig(speculation="off", profile="h100-8b", max_num_seqs=1)
     planned = [Planned(i, at_s, Question("", (), 1, i)) for i, at_s in enumerate(arrivals)]
@@ -57,7 +61,8 @@ def run(arrivals: list[float], workers: int, routing: str, world: World) -> list
     def job(one: Planned) -> Job:
         return Job(f"completion/{one.index}", ((1,),), SamplingParams(1, one.index), 1)
 
-    return simulate(Cluster(config, workers, routing, world), planned, to_job=job)
+    rules = replace(EVERYBODY_WAITS, routing=routing)
+    return simulate(Cluster(config, workers, world, rules), planned, to_job=job)
 
 
 def waits(records: list[Record], service_s: Callable[[int], float]) -> list[float]:
@@ -94,7 +99,7 @@ def test_one_worker_is_an_mm1_queue() -> None:
     """
     rho, count = 0.6, 8000
     arrivals = poisson(count, rho / SERVICE_S, seed=3)
-    found = waits(run(arrivals, 1, "least-loaded", ExponentialWorld()), exponential_s)
+    found = waits(run(arrivals, 1, "price", ExponentialWorld()), exponential_s)
     wait = 0.0
     for number, (before, now) in enumerate(pairwise(arrivals)):
         wait = max(0.0, wait + exponential_s(number) - (now - before))
@@ -103,7 +108,7 @@ def test_one_worker_is_an_mm1_queue() -> None:
     assert mean(found) == pytest.approx(expected, rel=4 * sqrt(4 / (1 - rho) ** 2 / count))
 
 
-@pytest.mark.parametrize("routing", ["least-loaded", "round-robin"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("workers", [2, 5])
 def test_requests_bound_late_are_one_queue_before_all_workers(workers: int, routing: str) -> None:
     """c workers with constant service are M/D/c, request by request.
@@ -120,12 +125,12 @@ def test_the_mean_wait_for_several_workers_is_erlangs() -> None:
     """With exponential service the mean wait is that of M/M/c, within 4 standard errors."""
     workers, count, rho = 4, 8000, 0.7
     arrivals = poisson(count, rho * workers / SERVICE_S, seed=11)
-    found = mean(waits(run(arrivals, workers, "least-loaded", ExponentialWorld()), exponential_s))
+    found = mean(waits(run(arrivals, workers, "price", ExponentialWorld()), exponential_s))
     central = erlang_c(workers, rho * workers) * SERVICE_S / (workers * (1 - rho))
     assert found == pytest.approx(central, rel=4 * sqrt(4 / (1 - rho) ** 2 / count))
 
 
-@pytest.mark.parametrize("routing", ["least-loaded", "round-robin"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 def test_littles_law_holds_for_a_cluster(routing: str) -> None:
     """Requests in the system, integrated over time, are the sum of the times in the system.
 
@@ -148,7 +153,7 @@ def test_littles_law_holds_for_a_cluster(routing: str) -> None:
 def test_work_is_conserved() -> None:
     """A cluster is busy for the sum of the service times, however requests are placed."""
     arrivals = poisson(400, 2.0 / SERVICE_S, seed=9)
-    records = run(arrivals, 3, "least-loaded", ExponentialWorld())
+    records = run(arrivals, 3, "price", ExponentialWorld())
     served: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         own_s = exponential_s(record.planned.index)

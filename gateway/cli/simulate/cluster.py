@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from typing import Final
 
 from backends.base import WorkerConfig
@@ -25,18 +26,11 @@ from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.job import Job
 from gateway.errors import TooMany
-from gateway.fleet import BackendFactory, Choose, Fleet, LeastReserved, RoundRobin
+from gateway.fleet import BackendFactory, Fleet
 from gateway.heartbeat import Heartbeat
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
 from loadgen.types import Planned, Record
-
-ROUTINGS: Final[dict[str, Callable[[], Choose]]] = {
-    "least-loaded": LeastReserved,
-    "round-robin": RoundRobin,
-}
-"""How the dispatcher chooses workers: by fewest reserved tokens, or in turn."""
-
 
 EVERYBODY_WAITS: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
 """What a simulation compares is not who is refused, unless it says so."""
@@ -49,14 +43,12 @@ class Cluster:
     Attributes:
         config: of every worker; the policy is `config.speculation`.
         workers: how many there are.
-        routing: of `ROUTINGS`.
         world: what is true; its ledger must be this cluster's own.
-        rules: who may wait, and who is next.
+        rules: who may wait, who is next, and where it goes.
     """
 
     config: WorkerConfig
     workers: int
-    routing: str
     world: World
     rules: WaitingRules = EVERYBODY_WAITS
 
@@ -84,9 +76,8 @@ async def _simulate(
 ) -> list[Record]:
     factory = partial(SimBackend, build=cluster.world.parts)
     take = cluster.world.ledger.take
-    async with started(
-        factory, cluster.config, cluster.workers, cluster.routing, cluster.rules
-    ) as dispatcher:
+    seed = cluster.world.seed
+    async with started(factory, cluster.config, cluster.workers, cluster.rules, seed) as dispatcher:
         return await send(dispatcher, requests, to_job, on_record, take)
 
 
@@ -95,10 +86,14 @@ async def started(
     factory: BackendFactory,
     config: WorkerConfig,
     workers: int,
-    routing: str,
     rules: WaitingRules = EVERYBODY_WAITS,
+    seed: int = 0,
 ) -> AsyncIterator[Dispatcher]:
-    """Start the workers of a node, as a gateway does; stop them at the end."""
+    """Start the workers of a node, as a gateway does; stop them at the end.
+
+    Args:
+        seed: of what is drawn to choose workers.
+    """
     configs = [replace(config, device_index=index) for index in range(workers)]
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
@@ -113,7 +108,7 @@ async def started(
         simulation_policy(config.speculation),
         rules,
         quotas={},
-        choose=ROUTINGS[routing](),
+        draw=Random(f"routing/{seed}").random,
     )
     heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
     try:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from backends.base import WorkerConfig
 from backends.sim.simulated import World
-from gateway.cli.simulate.cluster import ROUTINGS, Cluster, simulate
+from gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from gateway.cli.simulate.intervals import batch_means
 from loadgen.measuring.figures import latency_s, tpot_s, ttft_s
 from loadgen.measuring.slo import met
@@ -18,9 +18,13 @@ from loadgen.planning.plan import Load, make_plan
 from loadgen.planning.traces import TraceRow, read_trace
 from loadgen.sending.health import without_full_collections
 from loadgen.types import ClientHealth, Record, Run
+from policies.registry import routing_policy
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
 """The health of a generator whose clock waits for it."""
+
+TRUTHS: Final = ("roofline", "profile")
+"""What a simulated device may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Setup:
         load: an open loop; `load.seed` is the first seed.
         config: of every worker; its policy is replaced.
         policies: names, e.g. `fixed:4`.
+        routing: the policy that chooses workers, by name.
         repeat: how many seeds.
         belief_error: share by which workers misjudge step costs at first.
         truth: `roofline`, or `profile` for devices that do just what the profile says.
@@ -40,7 +45,7 @@ class Setup:
     config: WorkerConfig
     policies: tuple[str, ...]
     workers: int = 1
-    routing: str = "least-loaded"
+    routing: str = "price"
     repeat: int = 1
     belief_error: float = 0.3
     truth: str = "roofline"
@@ -51,12 +56,9 @@ class Setup:
         Raises:
             ValueError: the load is no open loop, a policy is named twice, or a name is unknown.
         """
-        for what, name, known in (
-            ("routing", self.routing, ROUTINGS),
-            ("truth", self.truth, ("roofline", "profile")),
-        ):
-            if name not in known:
-                raise ValueError(f"{what}: expected one of {', '.join(known)}, not {name!r}")
+        routing_policy(self.routing)
+        if self.truth not in TRUTHS:
+            raise ValueError(f"truth: expected one of {', '.join(TRUTHS)}, not {self.truth!r}")
         if self.load.clients is not None:
             raise ValueError("a simulation has a schedule: give a rate, or a trace")
         if len(set(self.policies)) < len(self.policies):
@@ -130,7 +132,8 @@ def _run(setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], told: T
     config = replace(setup.config, speculation=policy)
     plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
     world = World(seed, setup.belief_error, setup.truth == "roofline")
-    cluster = Cluster(config, setup.workers, setup.routing, world)
+    rules = replace(EVERYBODY_WAITS, routing=setup.routing)
+    cluster = Cluster(config, setup.workers, world, rules)
     records = simulate(cluster, plan.requests, lambda record: told(policy, seed, record))
     return Run(
         {"model": config.profile, "url": "simulated", "policy": policy, "seed": seed},

@@ -36,7 +36,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     seed: Annotated[int, typer.Option(min=0, help="Of all that is random")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="Seeds to run, from that one on")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Devices, a worker each")] = 1,
-    routing: Annotated[str, typer.Option(help="least-loaded or round-robin")] = "least-loaded",
+    routing: Annotated[
+        str, typer.Option(help="What chooses workers: price, least_loaded, prefix_affinity, ...")
+    ] = "price",
     speculation: Annotated[
         list[str] | None,
         typer.Option(help="Policies, with commas or repeated; oracle is one, too (default: auto)"),

@@ -131,7 +131,7 @@ def _simulated(
     config: WorkerConfig, seed: int, planned: list[Planned], to_job: Callable[[Planned], Job]
 ) -> list[Record]:
     world = World(seed, belief_error=0.0, roofline=False)
-    return simulate(Cluster(config, 1, "least-loaded", world), planned, to_job=to_job)
+    return simulate(Cluster(config, 1, world), planned, to_job=to_job)
 
 
 def _command(arguments: Sequence[str] | None) -> str:
@@ -163,7 +163,7 @@ async def _engine_run(
 ) -> list[Record]:
     jobs = {one.index: to_job(one) for one in planned}  # encoding takes the engine's time
     factory = backend_factory("engine")
-    async with started(factory, config, 1, "least-loaded") as dispatcher:
+    async with started(factory, config, 1) as dispatcher:
         return await send(dispatcher, planned, lambda one: jobs[one.index])
 
 

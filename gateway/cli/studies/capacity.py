@@ -81,7 +81,7 @@ class Setting:
     def point(self, rate_rps: float) -> Point:
         """Simulate a rate."""
         planned = self.drawn.planned(rate_rps, Slo(tpot_s=self.slo_s))
-        cluster = Cluster(self.config, 1, "least-loaded", World(self.drawn.seed))
+        cluster = Cluster(self.config, 1, World(self.drawn.seed))
         return measured(rate_rps, simulate(cluster, planned, to_job=self.drawn.job))
 
 

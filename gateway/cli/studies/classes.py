@@ -74,7 +74,7 @@ class Classes:
             for one in plan.requests
         ]
         config = replace(self.config, speculation=speculation)
-        return simulate(Cluster(config, 1, "least-loaded", World(seed)), planned, to_job=_job)
+        return simulate(Cluster(config, 1, World(seed)), planned, to_job=_job)
 
     def _promised(self, question: Question, name: str) -> Question:
         return replace(question, class_name=name, slo=Slo(tpot_s=self.targets.get(name)))

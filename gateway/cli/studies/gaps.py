@@ -46,7 +46,7 @@ def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
         Planned(one.index, row.at_s, one.question)
         for one, row in zip(drawn.planned(1.0, Slo(tpot_s=slo_s)), drawn.rows, strict=True)
     ]
-    return simulate(Cluster(config, 1, "least-loaded", World()), planned, to_job=drawn.job)
+    return simulate(Cluster(config, 1, World()), planned, to_job=drawn.job)
 
 
 def watched(records: Sequence[Record]) -> list[tuple[float, float]]:

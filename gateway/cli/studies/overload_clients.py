@@ -93,7 +93,7 @@ class Overload:
         world = World(self.seed)
         factory = partial(SimBackend, build=world.parts)
         rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))
-        async with started(factory, self.config, self.workers, "least-loaded", rules) as dispatcher:
+        async with started(factory, self.config, self.workers, rules) as dispatcher:
             clients = [Client(one, one.at_s or 0.0) for one in planned]
             await asyncio.gather(*(self._live(dispatcher, one, world) for one in clients))
         return clients

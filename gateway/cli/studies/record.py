@@ -15,10 +15,19 @@ from gateway import __version__
 from loadgen.report.html import document
 
 
-def study_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what all studies take."""
+def study_parser(
+    name: str, description: str | None, *, device: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with what all studies take.
+
+    Args:
+        device: whether one is simulated, by a profile.
+    """
     parser = argparse.ArgumentParser(prog=f"draftgate bench {name}", description=description)
-    parser.add_argument("--profile", default="h100-8b", help="of the device: shipped, or a file")
+    if device:
+        parser.add_argument(
+            "--profile", default="h100-8b", help="of the device: shipped, or a file"
+        )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--html", type=Path, help="write a page here")
     return parser

@@ -1,0 +1,104 @@
+"""`price`: each request goes where it costs least, to itself and to all who are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+from policies.routing.choosing import Offers, ranked, spread
+from policies.routing.placements import Placements
+from policies.routing.prediction import Prediction, predicted
+from policies.routing.scored import MOST_OFFERS, Scored
+from policies.routing.scorers import cached_tokens
+from policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
+
+WITHIN: Final = 0.05
+"""A worker that costs at most so much more than the best one, has no more to do and as much of the
+prompt is its equal: speeds are measured, and idle workers that are alike never measure quite the
+same."""
+
+_There: TypeAlias = Mapping[str, tuple[Candidate, Prediction]]
+"""The candidates by id, with what is foreseen there."""
+
+
+class Price:
+    """The least cost in seconds wins (`prediction`).
+
+    Where a request runs and how far drafts pay there is one decision, for the worker's price is in
+    both. Where no speed is known, cached prompts and tokens decide, as by `prefix_affinity`.
+    """
+
+    reads_prompts = True
+
+    def __init__(self, name: str = "price", *, drafts: bool = True) -> None:
+        """Remember nothing yet.
+
+        Args:
+            drafts: whether what drafting brings at a worker's price counts (`price:undrafted`).
+        """
+        self.name = name
+        self._drafts = drafts
+        self._placements = Placements()
+        self._blind = Scored(name, {"prefix": 2.0, "load": 1.0}, placements=self._placements)
+
+    def route(self, request: RouteView, candidates: Candidates, draw: Draw) -> Route:
+        """Take the least cost, or one that rivals leave."""
+        workers, memory = candidates.workers, self._placements
+        cached = [cached_tokens(request, worker, memory.index) for worker in workers]
+        found = predicted(request, workers, cached, drafts=self._drafts)
+        if found is None:
+            route = self._blind.route(request, candidates, draw)
+            return replace(route, reason=f"no speed is known yet; {route.reason}")
+        there = {one.worker_id: (one, told) for one, told in zip(workers, found, strict=True)}
+        offers: Offers = ranked(candidates, [told.score for told in found], memory.last)
+        if candidates.rivals:
+            offers, how = spread(request, candidates, offers, draw), "drawn"
+        else:
+            offers, how = _in_turn(offers, there, memory.last), "best"
+        _, foreseen = there[offers[0].worker_id]
+        return Route(
+            self.name,
+            tuple(offers[:MOST_OFFERS]),
+            _reason(request, foreseen, f"{how} of {len(workers)}"),
+            foreseen.ttft_s,
+            foreseen.tpot_s,
+            foreseen.cached_tokens,
+            foreseen.draft_tokens if self._drafts else None,
+        )
+
+    def placed(self, request: RouteView, worker: Candidate) -> None:
+        """Remember whose turn it was, and who has seen the prompt."""
+        self._placements.note(request, worker)
+
+
+def _in_turn(offers: Offers, there: _There, last: str) -> Offers:
+    """Return the offers with the next in turn of the best one's equals first."""
+    most = offers[0].level * (1.0 + WITHIN)
+    best, foreseen = there[offers[0].worker_id]
+    equals = [offers[0]]
+    for offer in offers[1:]:
+        one, told = there[offer.worker_id]
+        if offer.level > most:
+            break
+        if told.cached_tokens >= foreseen.cached_tokens and _no_busier(one, best):
+            equals.append(offer)
+    chosen = min(equals, key=lambda offer: (offer.worker_id <= last, offer.worker_id))
+    return [chosen, *(offer for offer in offers if offer is not chosen)]
+
+
+def _no_busier(one: Candidate, other: Candidate) -> bool:
+    """Return whether a worker has no more to do than another, whatever one looks at."""
+    return (
+        one.tokens + one.leased_tokens <= other.tokens + other.leased_tokens
+        and one.sequences <= other.sequences
+        and one.prompt_tokens <= other.prompt_tokens
+    )
+
+
+def _reason(request: RouteView, foreseen: Prediction, how: str) -> str:
+    """Return in words what is foreseen where it goes."""
+    words = f"{how}: TTFT {foreseen.ttft_s:.3f} s, TPOT {foreseen.tpot_s * 1e3:.1f} ms"
+    if foreseen.cached_tokens:
+        words += f", {foreseen.cached_tokens} of {request.request.prompt_tokens} tokens cached"
+    return words

@@ -1,0 +1,90 @@
+"""Scorers: what speaks against a worker, each from 0 (nothing) to 1.
+
+`weighted:prefix=2,load=1` adds them up; the least sum wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from policies.routing.choosing import Score
+from policies.routing.prediction import predicted
+from policies.routing.prefix_index import PrefixIndex
+from policies.routing.types import Candidate, RouteView
+
+Scorer: TypeAlias = Callable[[RouteView, Sequence[Candidate], PrefixIndex], Sequence[Score]]
+"""Returns the score of each candidate. Changes nothing."""
+
+OVERLOAD: Final = 1.25
+"""Beyond so many times the mean of all, what a worker has cached counts for nothing: consistent
+hashing with bounded loads (Mirrokni et al. 2018) has its best balance of the two near there."""
+
+STALE_S: Final = 1.0
+"""The age at which a load is worth half: the second between two heartbeats."""
+
+
+def load(request: RouteView, workers: Sequence[Candidate], _index: PrefixIndex) -> Sequence[Score]:
+    """Tokens there, as a share of the most that would be anywhere."""
+    most = request.most_tokens + max(one.tokens + one.leased_tokens for one in workers)
+    per_token = 1.0 / max(most, 1)
+    return [Score(one.tokens * per_token, per_token) for one in workers]
+
+
+def prefix(request: RouteView, workers: Sequence[Candidate], index: PrefixIndex) -> Sequence[Score]:
+    """The share of the prompt that is not in the cache; all of it where there is too much to do."""
+    mean = sum(one.tokens + one.leased_tokens for one in workers) / len(workers)
+    most = OVERLOAD * (mean + request.most_tokens)
+    prompt_tokens = max(request.request.prompt_tokens, 1)
+    return [
+        Score(
+            1.0
+            if one.tokens + one.leased_tokens > most
+            else 1.0 - cached_tokens(request, one, index) / prompt_tokens
+        )
+        for one in workers
+    ]
+
+
+def price(
+    _request: RouteView, workers: Sequence[Candidate], _index: PrefixIndex
+) -> Sequence[Score]:
+    """The tokens that a draft slot must promise there: at 1 nobody drafts."""
+    return [Score(min(one.load.price, 1.0)) for one in workers]
+
+
+def staleness(
+    _request: RouteView, workers: Sequence[Candidate], _index: PrefixIndex
+) -> Sequence[Score]:
+    """How little the load tells, by its age."""
+    return [Score(one.age_s / (one.age_s + STALE_S)) for one in workers]
+
+
+def latency(
+    request: RouteView, workers: Sequence[Candidate], index: PrefixIndex
+) -> Sequence[Score]:
+    """The seconds that `price` foresees, as a share of the most anywhere; `load` if unknown."""
+    found = predicted(request, workers, [cached_tokens(request, one, index) for one in workers])
+    if found is None:
+        return load(request, workers, index)
+    scores = [one.score for one in found]
+    most = max(score.value for score in scores)
+    return [Score(score.value / most, score.per_token / most) for score in scores]
+
+
+SCORERS: Final[Mapping[str, Scorer]] = {
+    "load": load,
+    "prefix": prefix,
+    "price": price,
+    "staleness": staleness,
+    "latency": latency,
+}
+
+READ_PROMPTS: Final = frozenset({"prefix", "latency"})
+"""Those that look at block hashes."""
+
+
+def cached_tokens(request: RouteView, worker: Candidate, index: PrefixIndex) -> int:
+    """Return how many of a prompt's tokens a worker may have cached; the last one is computed."""
+    blocks = index.cached_blocks(worker.worker_id, request.block_hashes)
+    return max(min(blocks * request.block_tokens, request.request.prompt_tokens - 1), 0)
