@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
 from gateway.dispatch.decisions import Decisions
@@ -15,6 +16,8 @@ from gateway.dispatch.queue import CentralQueue
 from gateway.fleet import Choose, Fleet, LeastReserved
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
+from policies.failover import MOST_RESUMES
+from policies.ordering.returning import ReturningFirst
 from policies.protocols import SpeculationPolicy
 from policies.quotas import Ledger, Quota
 from policies.registry import admission_policy, ordering_policy
@@ -49,6 +52,7 @@ def build_dispatcher(
     *,
     quotas: Mapping[str, Quota],
     choose: Choose | None = None,
+    most_resumes: int = MOST_RESUMES,
 ) -> Dispatcher:
     """Return the dispatcher of a fleet, which need not have started yet.
 
@@ -57,15 +61,17 @@ def build_dispatcher(
         quotas: by tenant; others have none.
         choose: picks each request's worker among those with room; None takes the one with the
             fewest reserved tokens.
+        most_resumes: how often a prompt whose worker is lost may go on with another one.
 
     Raises:
         ValueError: a policy does not exist.
     """
-    ordering, bounds = ordering_policy(rules.ordering), rules.bounds
+    ordering, bounds = ReturningFirst(partial(ordering_policy, rules.ordering)), rules.bounds
     queue = CentralQueue(fleet, ordering, choose or LeastReserved(), loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)
     controller = AdmissionController(
         fleet, queue, policy_of_admission, Ledger(quotas), bounds, loop_time_s
     )
     placer = Placer(fleet, policy, decisions)
-    return Dispatcher(fleet, lifecycle, Leases(store), placer, queue, controller)
+    leases = Leases(store)
+    return Dispatcher(fleet, lifecycle, leases, placer, queue, controller, most_resumes)

@@ -56,6 +56,7 @@ class Node:
             self.policy,
             rules,
             quotas={account.name: account.quota for account in self.accounts},
+            most_resumes=config.max_resumes,
         )
         self.heartbeat = Heartbeat(
             fleet, store, self.dispatcher.queue, self.dispatcher.leases, self.decisions

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from backends.errors import BackendFailed
@@ -23,11 +23,20 @@ from policies.room import Need, has_room
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request on its way to a worker."""
+    """A request on its way to a worker.
+
+    Attributes:
+        avoid: ids of workers that it goes to only if there is no other.
+    """
 
     request_id: str
     ticket: Ticket
     need: Need
+    avoid: frozenset[str] = frozenset()
+
+    def again(self, request_id: str, need: Need, avoid: frozenset[str]) -> Waiting:
+        """Return what is left of the request, with the place that it had."""
+        return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
 
 
 @dataclass(slots=True)
@@ -82,7 +91,7 @@ class CentralQueue:
             BackendFailed: no worker is left.
             QueueTimeout: it waited too long.
         """
-        worker = None if self._places else self._with_room(waiting.need)
+        worker = None if self._places else self._with_room(waiting)
         if worker is not None:
             worker.reserve(waiting.request_id, waiting.need)
             return worker
@@ -112,7 +121,7 @@ class CentralQueue:
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
             gone = place.turn.cancelled()  # and has not been able to leave by itself yet
-            worker = None if gone else self._with_room(place.waiting.need)
+            worker = None if gone else self._with_room(place.waiting)
             if worker is None and not gone:
                 return
             self.ordering.take(now_s)
@@ -121,9 +130,12 @@ class CentralQueue:
                 worker.reserve(place.waiting.request_id, place.waiting.need)
                 place.turn.set_result(worker)
 
-    def _with_room(self, need: Need) -> FleetWorker | None:
+    def _with_room(self, waiting: Waiting) -> FleetWorker | None:
         """Return the worker that takes a request now, if one does."""
-        open_ = [worker for worker in self._fleet.open if has_room(worker.occupancy, need)]
+        there = self._fleet.open
+        if waiting.avoid:
+            there = [w for w in there if w.worker_id not in waiting.avoid] or there
+        open_ = [worker for worker in there if has_room(worker.occupancy, waiting.need)]
         if not open_:
             return None
         return open_[self._choose([worker.reserved_tokens for worker in open_])]
