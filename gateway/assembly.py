@@ -30,11 +30,13 @@ class WaitingRules:
     Attributes:
         ordering, admission: policies by name.
         bounds: of the queue.
+        most_resumes: how often who loses its worker may wait again, for another one.
     """
 
     ordering: str = "fair"
     admission: str = "deadline"
     bounds: Bounds = DEFAULT_BOUNDS
+    most_resumes: int = MOST_RESUMES
 
 
 def loop_time_s() -> float:
@@ -52,7 +54,6 @@ def build_dispatcher(
     *,
     quotas: Mapping[str, Quota],
     choose: Choose | None = None,
-    most_resumes: int = MOST_RESUMES,
 ) -> Dispatcher:
     """Return the dispatcher of a fleet, which need not have started yet.
 
@@ -61,7 +62,6 @@ def build_dispatcher(
         quotas: by tenant; others have none.
         choose: picks each request's worker among those with room; None takes the one with the
             fewest reserved tokens.
-        most_resumes: how often a prompt whose worker is lost may go on with another one.
 
     Raises:
         ValueError: a policy does not exist.
@@ -74,4 +74,4 @@ def build_dispatcher(
     )
     placer = Placer(fleet, policy, decisions)
     leases = Leases(store)
-    return Dispatcher(fleet, lifecycle, leases, placer, queue, controller, most_resumes)
+    return Dispatcher(fleet, lifecycle, leases, placer, queue, controller, rules.most_resumes)

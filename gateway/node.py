@@ -47,7 +47,7 @@ class Node:
         self.decisions = Decisions(path, time.time)
         self.accounts = _accounts(config)
         bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
-        rules = WaitingRules(config.ordering, config.admission, bounds)
+        rules = WaitingRules(config.ordering, config.admission, bounds, config.max_resumes)
         self.dispatcher = build_dispatcher(
             fleet,
             store,
@@ -56,7 +56,6 @@ class Node:
             self.policy,
             rules,
             quotas={account.name: account.quota for account in self.accounts},
-            most_resumes=config.max_resumes,
         )
         self.heartbeat = Heartbeat(
             fleet, store, self.dispatcher.queue, self.dispatcher.leases, self.decisions

@@ -132,4 +132,3 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
         chunk = await aside(answer.chunk, delta)
     if chunk:
         await events.write(chunk)
-
