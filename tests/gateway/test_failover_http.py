@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from backends.tokenizer import Tokenizer
 from backends.types import ResumedChoice
 from gateway.app import Listening
 from gateway.http import heartbeats
 from tests.gateway.harness import ScriptedBackend, client, events, is_idle, running, until
+from tests.gateway.tool_models import TOOLS, with_template
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 ASKS: dict[str, dict[str, Any]] = {
@@ -23,6 +27,8 @@ ASKS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100},
     RESPONSES: {"input": "x", "max_output_tokens": 100},
 }
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
 
 Pair = tuple[ScriptedBackend, ScriptedBackend]
 
@@ -239,6 +245,22 @@ async def test_a_stream_that_waits_to_go_on_shows_signs_of_life(
     assert set(lines[first + 1 : last]) == {": waiting"}
     assert lines[-1] == "data: [DONE]"
     assert (await beside).status_code == 200
+
+
+async def test_a_call_that_two_workers_wrote_is_one_call(pair: Pair, tmp_path: Path) -> None:
+    """Calls are parsed from the text: where it was cut, and who went on, cannot be seen."""
+    for backend in pair:
+        backend.tokenizer = Tokenizer(with_template(tmp_path / str(id(backend)), "qwen2_5"))
+        backend.kv_tokens = 1000
+    body = {**ASKS[CHAT], "tools": TOOLS}
+    async with running(backends=pair) as where, client(where) as http:
+        asking = asyncio.create_task(http.post(CHAT, json=body))
+        await goes_on(pair, CALL[:33], CALL[33:])
+        choice = (await asking).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "days": 2}
 
 
 async def test_health_names_a_hung_worker(node: Listening, http: httpx.AsyncClient) -> None:
