@@ -49,7 +49,11 @@ class Attempt:
 
     def observe(self, delta: Delta) -> None:
         """Take note of a delta as it passes: for watchdog, queue, trace, account and forecasts."""
-        self._reading.got(delta)
+        reading = self._reading
+        reading.reader = None
+        reading.deltas += 1
+        if delta.phases is not None:
+            reading.decodes = True
         if self._on_first is not None:
             self._on_first()
             self._on_first = None

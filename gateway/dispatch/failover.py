@@ -25,30 +25,30 @@ from policies.failover import Cause, GivenUp, Loss, given_up
 
 
 class Said:
-    """What the choices of a prompt have said so far, whichever worker said it.
-
-    Attributes:
-        tokens: of output, of all choices.
-    """
+    """What the choices of a prompt have said so far, whichever worker said it."""
 
     def __init__(self, request: GenerationRequest) -> None:
         """Begin with what the request begins with."""
         self._request = request
         self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
-        self.tokens = 0
+        self._ended_tokens = 0
 
     @property
     def is_complete(self) -> bool:
         """Whether every choice has ended."""
         return not self._open
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of output, of all choices."""
+        return self._ended_tokens + sum(map(len, self._open.values()))
+
     def add(self, delta: Delta) -> None:
         """Add what a worker said; every delta must pass here, in order."""
-        self.tokens += len(delta.token_ids)
         if delta.finish_reason is None:
             self._open[delta.choice].extend(delta.token_ids)
         else:
-            del self._open[delta.choice]
+            self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
 
     def rest(self, request_id: str) -> GenerationRequest:
         """Return the request for what is left; there is something.

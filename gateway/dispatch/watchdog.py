@@ -16,7 +16,7 @@ from contextvars import Context
 from typing import Any, Final
 
 from backends.errors import WorkerStalled
-from backends.types import Delta, Pace
+from backends.types import Pace
 from gateway.dispatch.run import Run
 from gateway.fleet import FleetWorker
 from gateway.telemetry.logs import log
@@ -29,44 +29,45 @@ its streams costs about as much as a delta of each."""
 
 
 class Reading:
-    """Somebody reads what a worker says of one prompt."""
+    """Somebody reads what a worker says of one prompt.
+
+    Attributes:
+        deltas: that have come.
+        decodes: whether a choice has its first token from this worker.
+        reader: the task that waits for the next delta, while it does.
+    """
+
+    __slots__ = ("_run", "_silence", "_stalled", "decodes", "deltas", "reader")
 
     def __init__(self, run: Run) -> None:
         """Begin before anything came."""
         self._run = run
-        self._deltas = 0
-        self._decodes = False
-        self._reader: asyncio.Task[Any] | None = None  # while it waits for a delta
+        self.deltas = 0
+        self.decodes = False
+        self.reader: asyncio.Task[Any] | None = None
         self._stalled: str | None = None
         self._silence = StreamSilence()
 
     def waits(self) -> None:
-        """Note that this task waits for the next delta."""
-        self._reader = asyncio.current_task()
-
-    def got(self, delta: Delta) -> None:
-        """Note that it has come."""
-        self._reader = None
-        self._deltas += 1
-        if delta.phases is not None:
-            self._decodes = True
+        """Note that this task waits for the next delta; whoever gets that clears `reader`."""
+        self.reader = asyncio.current_task()
 
     @property
     def is_owed(self) -> bool:
         """Whether the worker has to go on for it."""
-        return self._reader is not None and self._run.pace is not Pace.PAUSED
+        return self.reader is not None and self._run.pace is not Pace.PAUSED
 
     def look(self, load: WorkerLoad) -> None:
         """Wake the reader if its stream is lost, though the worker goes on."""
-        runs = self.is_owed and self._decodes and self._run.pace is Pace.FULL
-        if self._silence.look(self._deltas, load, LOOK_S, runs=runs):
+        runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
+        if self._silence.look(self.deltas, load, LOOK_S, runs=runs):
             self.wake("nothing more came of a stream that it runs")
 
     def wake(self, reason: str) -> None:
         """Let whoever waits have `WorkerStalled`; no-op for one that is being cancelled anyway."""
-        reader = self._reader
+        reader = self.reader
         if reader is not None and not reader.cancelling():
-            self._stalled, self._reader = reason, None
+            self._stalled, self.reader = reason, None
             reader.cancel()
 
     def stalled(self) -> WorkerStalled | None:
