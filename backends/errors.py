@@ -4,6 +4,7 @@ BackendError
 ├── CheckpointError     a model cannot be loaded: says what and where
 ├── RequestRejected     this request can never run here: names the parameter
 └── BackendFailed       the worker is broken; its streams end with this
+    ├── WorkerStalled   it makes no progress any more, and nobody knows why
     └── UpstreamFailed  an upstream broke, or does not answer as it should
         └── UpstreamUnreachable  nothing of an answer came: another upstream may be asked
 """
@@ -37,6 +38,10 @@ class RequestRejected(BackendError):
 
 class BackendFailed(BackendError):
     """The worker failed or stopped while requests were running."""
+
+
+class WorkerStalled(BackendFailed):
+    """The worker said nothing any more, though it had not failed: the watchdog left it."""
 
 
 class UpstreamFailed(BackendFailed):

@@ -214,6 +214,7 @@ def _check_details(deltas: list[Delta], *, traced: bool) -> None:
 
 async def check_load(backend: Backend) -> None:
     """Check that the load says how much room and how fast a worker is, or that nobody knows."""
+    before = backend.load().steps
     await collect(backend, make_request(backend, max_tokens=8))
     await _until_idle(backend)
     load = backend.load()
@@ -222,6 +223,8 @@ async def check_load(backend: Backend) -> None:
     assert load.kv_block_tokens >= 1
     assert (load.prompt_tokens, load.paused) == (0, 0), "an idle worker owes nobody anything"
     assert min(load.speed.tpot_s, load.speed.prompt_token_s, load.speed.sequence_s) >= 0.0
+    counted = before is None or (load.steps is not None and load.steps > before)
+    assert counted, "steps that ran are counted, or none ever is"
 
 
 async def check_unread_tokens(backend: Backend) -> None:

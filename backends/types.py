@@ -189,8 +189,8 @@ class GenerationRequest:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of prompt and output that all choices take at most."""
-        return (len(self.prompt_ids) + self.sampling.max_tokens) * self.n
+        """Tokens of prompt and output that its choices take at most."""
+        return (len(self.prompt_ids) + self.sampling.max_tokens) * len(self.choices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
 from gateway.dispatch.decisions import Decisions
@@ -16,6 +17,8 @@ from gateway.dispatch.routing import Router
 from gateway.fleet import Fleet
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
+from policies.failover import MOST_RESUMES
+from policies.ordering.returning import ReturningFirst
 from policies.protocols import SpeculationPolicy
 from policies.quotas import Ledger, Quota
 from policies.registry import admission_policy, ordering_policy, routing_policy
@@ -29,12 +32,14 @@ class WaitingRules:
     Attributes:
         ordering, admission, routing: policies by name.
         bounds: of the queue.
+        most_resumes: how often who loses its worker may wait again, for another one.
     """
 
     ordering: str = "fair"
     admission: str = "deadline"
     bounds: Bounds = DEFAULT_BOUNDS
     routing: str = "price"
+    most_resumes: int = MOST_RESUMES
 
 
 def loop_time_s() -> float:
@@ -63,11 +68,8 @@ def build_dispatcher(
     Raises:
         ValueError: a policy does not exist.
     """
-    ordering, routing, bounds = (
-        ordering_policy(rules.ordering),
-        routing_policy(rules.routing),
-        rules.bounds,
-    )
+    ordering = ReturningFirst(partial(ordering_policy, rules.ordering))
+    routing, bounds = routing_policy(rules.routing), rules.bounds
     router = Router(routing, draw)
     queue = CentralQueue(fleet, ordering, router, loop_time_s, bounds.timeout_s)
     policy_of_admission = admission_policy(rules.admission)
@@ -75,4 +77,5 @@ def build_dispatcher(
         fleet, queue, policy_of_admission, Ledger(quotas), bounds, loop_time_s
     )
     placer = Placer(fleet, policy, decisions, reads_prompts=routing.reads_prompts)
-    return Dispatcher(fleet, lifecycle, Leases(store), placer, queue, controller)
+    leases = Leases(store)
+    return Dispatcher(fleet, lifecycle, leases, placer, queue, controller, rules.most_resumes)

@@ -33,6 +33,7 @@ class FleetWorker:
         backend: what runs them; `generating` and `upstream` say which of the two it is.
         forwards: whether requests go on as they came, to an upstream.
         reserved_tokens: tokens of prompt and output that these take at most.
+        hung: whether it makes no progress, as the watchdog found (`dispatch.watchdog`).
     """
 
     def __init__(self, worker_id: str, backend: Backend | Upstream, epoch: str = "") -> None:
@@ -43,6 +44,7 @@ class FleetWorker:
         self.backend = backend
         self.forwards = hasattr(backend, "forward")
         self.reserved_tokens = 0
+        self.hung = False
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
         self._sent: dict[str, Need] = {}
@@ -134,8 +136,15 @@ class Fleet:
 
     @property
     def open(self) -> list[FleetWorker]:
-        """Of these, those that may be sent something now: an upstream may have to be left alone."""
-        return [w for w in self.serving if not w.forwards or w.upstream.rest is None]
+        """Of these, those that may be sent something now.
+
+        Not who is hung, nor an upstream that has to be left alone.
+        """
+        return [
+            worker
+            for worker in self.serving
+            if not worker.hung and (not worker.forwards or worker.upstream.rest is None)
+        ]
 
     @property
     def failure(self) -> str | None:

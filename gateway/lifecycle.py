@@ -1,8 +1,8 @@
 """The states of a node, every transition, and what each state answers.
 
-starting --> ready --> draining        A failed node still answers /health with the reason and
-    |          |          ^            waits to be stopped. A worker that broke never recovers; a
-    +-> failed <+         |            node fails with its last one, or if one cannot start.
+starting --> ready --> draining        A failed node still answers /health with the reason, drains
+    |          |          ^            and ends. A worker that broke never recovers; a node fails
+    +-> failed <+         |            with its last one, or if one cannot start.
           +---------------+
 """
 

@@ -48,7 +48,9 @@ class Node:
         self.decisions = Decisions(path, time.time)
         self.accounts = _accounts(config)
         bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
-        rules = WaitingRules(config.ordering, config.admission, bounds, config.routing)
+        rules = WaitingRules(
+            config.ordering, config.admission, bounds, config.routing, config.max_resumes
+        )
         self.dispatcher = build_dispatcher(
             fleet,
             store,

@@ -152,6 +152,7 @@ class WorkerLoad:
         speed: what its steps take now.
         paused: sequences whose readers have fallen far behind: they take no seat, nor any memory
             that others need, and count neither as running nor as waiting.
+        steps: that it has completed since it was started; None where nobody counts.
     """
 
     running: int
@@ -168,6 +169,7 @@ class WorkerLoad:
     kv_block_tokens: int = 16
     speed: WorkerSpeed = UNKNOWN_SPEED
     paused: int = 0
+    steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,26 +13,30 @@ from rich.panel import Panel
 from rich.text import Text
 
 from gateway import __version__
-from gateway.app import Listening, StartError, serve
+from gateway.app import Listening, NodeFailed, StartError, serve
 from gateway.cli.loading import loading_shown, stderr
 from gateway.config import ServeConfig
 from gateway.node import Node
 from gateway.telemetry.logs import configure, log
 
-CANNOT_START = 1
+FAILED = 1
+"""Exit status of a node that cannot start, or has lost its last worker."""
 
 
 def run_server(config: ServeConfig) -> None:
-    """Serve until a signal; exits with 1 and one line on stderr if the node cannot start."""
+    """Serve until a signal.
+
+    Exits with 1 and one line on stderr if the node cannot start, or once its last worker is lost.
+    """
     configure(config.log_level, config.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
                 serve(config, lambda fleet: loading_shown(fleet, config, stderr()), show_banner)
             )
-    except StartError as error:
+    except (StartError, NodeFailed) as error:
         sys.stderr.write(f"draftgate: {error}\n")
-        sys.exit(CANNOT_START)
+        sys.exit(FAILED)
     log(logging.INFO, "stopped")
 
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from backends.base import WorkerConfig
+from policies.failover import MOST_RESUMES
 
 
 def _meta(
@@ -239,6 +240,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ]
         | None
     ) = None
+    max_resumes: Annotated[
+        int,
+        _meta(
+            "How often a request whose worker is lost may go on with another one",
+            gateway=True,
+            ge=0,
+        ),
+    ] = MOST_RESUMES
     api_keys_file: (
         Annotated[str, _meta("YAML file of API keys with their limits", gateway=True)] | None
     ) = None

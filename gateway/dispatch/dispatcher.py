@@ -1,37 +1,30 @@
 """Dispatch: the path of a job from its admission to its last delta.
 
-Size it, admit it (quotas, deadline), let each prompt wait its turn, decide there how far it may
-speculate, lease capacity, run, release.
+Size it, admit it (quotas, deadline), and lead each prompt through queue and workers (`failover`):
+wait its turn, decide there how far it may speculate, lease capacity, run, release.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from functools import partial
 
-from backends.types import Delta, GenerationRequest
+from backends.types import GenerationRequest
 from gateway.dispatch.admission import AdmissionController, Ask
+from gateway.dispatch.attempt import Attempts
+from gateway.dispatch.failover import Failover
 from gateway.dispatch.job import Job
 from gateway.dispatch.leases import Leases
-from gateway.dispatch.placement import Placement, Placer
+from gateway.dispatch.placement import Placer, need_of
 from gateway.dispatch.prompts import merged
 from gateway.dispatch.queue import CentralQueue
-from gateway.dispatch.routing import Routed
-from gateway.dispatch.run import Run
+from gateway.dispatch.run import UNWATCHED, Run, Watch
+from gateway.dispatch.watchdog import Watchdog
 from gateway.fleet import Fleet
 from gateway.lifecycle import Lifecycle
-from gateway.state.store import Offer
-from gateway.telemetry.hops import WorkerHops, dispatched
-from gateway.telemetry.outcomes import (
-    admission_attributes,
-    describe_decision,
-    describe_reservation,
-    describe_route,
-)
+from gateway.telemetry.outcomes import admission_attributes
 from gateway.telemetry.tracing import NO_SPAN, Span
-from policies.room import Need
 
 
 class Dispatcher:
@@ -45,13 +38,20 @@ class Dispatcher:
         placer: Placer,
         queue: CentralQueue,
         admission: AdmissionController,
+        most_resumes: int,
     ) -> None:
-        """Serve a fleet; it need not have started yet."""
+        """Serve a fleet; it need not have started yet.
+
+        Args:
+            most_resumes: how often a prompt whose worker is lost may go on with another one.
+        """
         self.queue = queue
         self.admission = admission
+        self.leases = leases
         self._fleet = fleet
         self._placer = placer
-        self.leases = leases
+        attempts = Attempts(queue, admission, placer, leases, Watchdog())
+        self._failover = Failover(fleet, queue, admission, attempts, most_resumes)
         self._lifecycle = lifecycle
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -86,16 +86,13 @@ class Dispatcher:
 
     @asynccontextmanager
     async def run(
-        self,
-        job: Job,
-        span: Span = NO_SPAN,
-        on_placed: Callable[[Placement], None] = lambda _placed: None,
+        self, job: Job, span: Span = NO_SPAN, watch: Watch = UNWATCHED
     ) -> AsyncIterator[Run]:
         """Admit a job on entering; leaving the context cancels what still runs of it.
 
         Args:
             span: whose children its stages become.
-            on_placed: is told where each prompt goes, once it has had its turn.
+            watch: is told where its prompts go.
 
         Raises:
             InvalidRequest, RequestRejected: it can never run here.
@@ -108,89 +105,19 @@ class Dispatcher:
             if admit.recording:
                 admit.set(admission_attributes(entry))
         try:
-            run = Run(job, requests, entry, span, on_placed)
-            run.deltas = self._one(run, 0) if len(requests) == 1 else merged(run, self._one)
+            run, prompt = Run(job, requests, entry, span, watch), self._failover.deltas
+            run.deltas = prompt(run, 0) if len(requests) == 1 else merged(run, prompt)
             async with aclosing(run.deltas):
                 yield run
         finally:
             self.admission.settle(entry)
 
-    async def _one(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
-        """Let a prompt have its turn, decide about it, run it, and learn from what comes."""
-        entry = run.entry
-        waiting = self.admission.waiting(entry, index)
-        view = partial(
-            self._placer.route_view, run.job, index, run.requests[index], entry.expected_tokens
-        )
-        with run.span.child("queue"):
-            routed = await self.queue.turn(waiting, view)
-        worker = routed.worker
-        try:
-            with run.span.child("route") as span:
-                describe_route(span, routed)
-            entry.prompt_tokens += waiting.need.prompt_tokens
-            placed = self._decide(run, index, routed)
-            unstarted = True
-            async with self._leased(run, placed) as (deltas, hops):
-                async for delta in deltas:
-                    if unstarted:
-                        unstarted = False
-                        worker.started(waiting.request_id)
-                        self.admission.answered(entry)
-                        self.queue.pump()
-                    if hops is not None:
-                        hops.observe(delta)
-                    entry.output_tokens += len(delta.token_ids)
-                    if delta.outcome is not None:
-                        entry.ended += 1
-                        self._placer.learn(placed, delta.outcome)
-                    yield delta
-        finally:
-            worker.release(waiting.request_id)
-            self.queue.pump()
-
-    def _decide(self, run: Run, index: int, routed: Routed) -> Placement:
-        """Decide how far a prompt may speculate on the worker that has room for it."""
-        with run.span.child("decide") as span:
-            placed = self._placer.place(run.job, index, run.requests[index], routed)
-            describe_decision(span, placed.view, placed.load)
-        run.place(index, placed)
-        return placed
-
-    @asynccontextmanager
-    async def _leased(
-        self, run: Run, placed: Placement
-    ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerHops | None]]:
-        """Run a request under a lease on its worker's capacity.
-
-        Without one it runs, too: the queue has found room on this worker, with its seats and memory
-        as they are, and nobody else can send it anything.
-        """
-        request, worker = placed.request, placed.worker
-        try:
-            with run.span.child("reserve") as span:
-                here = Offer(worker.worker_id, worker.epoch)
-                found = await self.leases.take(request.request_id, request.most_tokens, (here,))
-                describe_reservation(span, found)
-            with dispatched(run.span) as hops:
-                async with aclosing(worker.generating.generate(request)) as deltas:
-                    if found.lease is not None:
-                        worker.sent(found.lease.number)
-                    yield deltas, hops
-        finally:
-            await self.leases.give_back(request.request_id)
-
 
 def _ask(job: Job, requests: Sequence[GenerationRequest]) -> Ask:
     """Return a job as admission and queue look at it."""
-    tpot_s = job.service.tpot_s
-    needs = tuple(
-        Need(request.n, len(request.prompt_ids), request.most_tokens, tpot_s)
-        for request in requests
-    )
     return Ask(
         job.request_id,
-        needs,
+        tuple(map(need_of, requests)),
         max(request.sampling.max_tokens for request in requests),
         job.service,
         job.tenant,

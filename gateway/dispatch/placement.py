@@ -17,6 +17,7 @@ from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker
 from policies.acceptance_history import AcceptanceHistory
 from policies.protocols import SpeculationPolicy
+from policies.room import Need
 from policies.routing import RouteView
 from policies.types import (
     PROPOSER_MODES,
@@ -52,6 +53,13 @@ class Placement:
     worker: FleetWorker
     view: RequestView
     load: WorkerLoad
+
+
+def need_of(request: GenerationRequest) -> Need:
+    """Return what a request takes of a worker; what its choices have said is computed anew."""
+    kept = sum(len(choice.output_ids) for choice in request.resumed)
+    prompt_tokens = len(request.prompt_ids) + kept
+    return Need(len(request.choices), prompt_tokens, request.most_tokens, request.service.tpot_s)
 
 
 class Placer:
@@ -145,12 +153,16 @@ class Placer:
             )
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
-        """Return what a policy may know of one prompt of a job."""
+        """Return what a policy may know of one prompt of a job.
+
+        Of choices that go on, as if what the shortest has said was prompt.
+        """
+        kept = min(len(choice.output_ids) for choice in request.choices)
         temperature = job.sampling.temperature
         of_tenant, of_model = self._history.of(job.tenant, model, greedy=temperature == 0)
         return RequestView(
-            len(request.prompt_ids),
-            request.sampling.max_tokens,
+            len(request.prompt_ids) + kept,
+            request.sampling.max_tokens - kept,
             temperature,
             job.mode,
             job.max_draft_tokens,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from backends.errors import BackendFailed
@@ -25,11 +25,20 @@ from policies.room import Need, has_room
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request on its way to a worker."""
+    """A request on its way to a worker.
+
+    Attributes:
+        avoid: ids of workers that it goes to only if there is no other.
+    """
 
     request_id: str
     ticket: Ticket
     need: Need
+    avoid: frozenset[str] = frozenset()
+
+    def again(self, request_id: str, need: Need, avoid: frozenset[str]) -> Waiting:
+        """Return what is left of the request, with the place that it had."""
+        return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
 
 
 @dataclass(slots=True)
@@ -127,8 +136,10 @@ class CentralQueue:
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
         """Reserve a worker for a request and return it, if one takes it now."""
-        need = waiting.need
-        there = [(worker, worker.occupancy) for worker in self._fleet.open]
+        need, open_ = waiting.need, self._fleet.open
+        if waiting.avoid:
+            open_ = [w for w in open_ if w.worker_id not in waiting.avoid] or open_
+        there = [(worker, worker.occupancy) for worker in open_]
         there = [(worker, at) for worker, at in there if has_room(at, need)]
         if not there:
             return None

@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from backends.types import Delta, GenerationRequest
 from gateway.dispatch.admission import Entry
 from gateway.dispatch.job import Job
 from gateway.dispatch.placement import Placement
 from gateway.telemetry.tracing import Span
+from policies.failover import Cause, GivenUp
 from policies.types import Pace
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A prompt that another worker goes on with.
+
+    Attributes:
+        index: of the prompt.
+        lost: where it was.
+        placed: where it goes on, from the tokens that it has.
+        cause: how its worker was lost.
+        reason: the same in words.
+    """
+
+    index: int
+    lost: Placement
+    placed: Placement
+    cause: Cause
+    reason: str
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of output that it goes on from, of all choices that had not ended."""
+        return sum(len(choice.output_ids) for choice in self.placed.request.resumed)
+
+    @property
+    def same_numerics_class(self) -> bool:
+        """Whether the text is promised to be that of a worker which was not lost."""
+        lost, placed = self.lost.worker.backend.card, self.placed.worker.backend.card
+        known = lost.numerics_class is not None
+        return known and lost.numerics_class == placed.numerics_class
+
+
+class Watch(Protocol):
+    """Who is told where the prompts of a job go."""
+
+    def placed(self, placed: Placement) -> None:
+        """A prompt has had its turn, and goes to its first worker."""
+        ...
+
+    def resumed(self, resume: Resume) -> None:
+        """A prompt has lost its worker, and goes on with another one."""
+        ...
+
+    def given_up(self, cause: Cause, why: GivenUp) -> None:
+        """A prompt has lost its worker, and does not go on."""
+        ...
+
+
+class _Nobody:
+    """Watches nothing."""
+
+    def placed(self, placed: Placement) -> None:
+        """See `Watch`."""
+
+    def resumed(self, resume: Resume) -> None:
+        """See `Watch`."""
+
+    def given_up(self, cause: Cause, why: GivenUp) -> None:
+        """See `Watch`."""
+
+
+UNWATCHED: Final[Watch] = _Nobody()
 
 
 class Run:
@@ -18,9 +84,12 @@ class Run:
     Attributes:
         requests: one for each prompt, sized.
         entry: its admission.
-        placements: where each went; None while it waits.
-        deltas: of all choices: choice c of prompt p is numbered `p * n + c`. They end with
-            `BackendFailed` if a worker broke.
+        watch: is told where its prompts go.
+        placements: where each is, or was last; None while it waits for its first turn.
+        resumes: those of its prompts that went on elsewhere, in turn.
+        pace: how far its workers go on.
+        deltas: of all choices: choice c of prompt p is numbered `p * n + c`. They end once all have
+            ended, or with `BackendFailed` if a worker was lost and no other one could go on.
     """
 
     deltas: AsyncGenerator[Delta, None]
@@ -31,15 +100,17 @@ class Run:
         requests: Sequence[GenerationRequest],
         entry: Entry,
         span: Span,
-        on_placed: Callable[[Placement], None],
+        watch: Watch,
     ) -> None:
         """Begin with nothing placed."""
         self.job = job
         self.requests = requests
         self.entry = entry
         self.span = span
+        self.watch = watch
         self.placements: list[Placement | None] = [None] * len(self.requests)
-        self._on_placed = on_placed
+        self.resumes: list[Resume] = []
+        self.pace = Pace.FULL
 
     @property
     def placed(self) -> list[Placement]:
@@ -63,12 +134,21 @@ class Run:
         )
 
     def set_pace(self, pace: Pace) -> None:
-        """Let the workers go on like this with what was placed."""
+        """Let the workers go on like this."""
+        self.pace = pace
         for placed in self.placements:
             if placed is not None:
                 placed.worker.generating.pace(placed.request.request_id, pace)
 
     def place(self, index: int, placement: Placement) -> None:
-        """Note where a prompt goes."""
+        """Note where a prompt goes. It is charged, and told, the first time."""
+        first = self.placements[index] is None
         self.placements[index] = placement
-        self._on_placed(placement)
+        if first:
+            self.entry.prompt_tokens += len(placement.request.prompt_ids)
+            self.watch.placed(placement)
+
+    def resume(self, resume: Resume) -> None:
+        """Note that a prompt goes on where it was placed last."""
+        self.resumes.append(resume)
+        self.watch.resumed(resume)

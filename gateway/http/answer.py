@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from backends.errors import BackendFailed
 from backends.types import Delta, SpeculationOutcome
 from gateway.aside import aside
 from gateway.dispatch.placement import Placement
-from gateway.dispatch.run import Run
+from gateway.dispatch.run import Resume, Run
 from gateway.http.replies.rendering import Rendering, WholeChoice
 from gateway.http.replies.shapes import (
     PromptMetrics,
     PromptTokensDetails,
     ResponseMetrics,
+    ResumeReply,
     SpeculativeDecoding,
     Usage,
 )
@@ -46,15 +46,6 @@ class Answer:
         if delta.outcome is not None:
             self._outcomes[delta.choice // self.call.job.n] += delta.outcome
 
-    def check_complete(self) -> None:
-        """Return if every choice has finished.
-
-        Raises:
-            BackendFailed: the deltas ended before that.
-        """
-        if not self.complete:
-            raise BackendFailed("the worker ended the stream too early")
-
     def usage(self) -> Usage:
         """Return the tokens so far."""
         prompt, output = self.watch.prompt_tokens, self.watch.output_tokens
@@ -75,6 +66,7 @@ class Answer:
             first.worker.worker_id,
             speculation_reply(first, self.watch.outcome),
             prompts if len(prompts) > 1 else UNSET,
+            [_resume_reply(one) for one in self.run.resumes] or UNSET,
         )
 
     def chunk(self, delta: Delta) -> bytes:
@@ -99,11 +91,21 @@ class Answer:
         async for delta in self.run.deltas:
             self.observe(delta)
             choices[delta.choice].add(delta)
-        self.check_complete()
         if self.call.job.sampling.logprobs is None and not self.call.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
         # Spelling 500 tokens with 20 alternatives each takes some 20 ms, and the loop has 5.
         return await aside(self.rendering.response, choices, self.usage(), self.metrics())
+
+
+def _resume_reply(resume: Resume) -> ResumeReply:
+    """Return where a prompt was and where it went on."""
+    return ResumeReply(
+        resume.index,
+        resume.lost.worker.worker_id,
+        resume.placed.worker.worker_id,
+        resume.kept_tokens,
+        resume.same_numerics_class,
+    )
 
 
 def speculation_reply(placed: Placement, outcome: SpeculationOutcome) -> SpeculativeDecoding:

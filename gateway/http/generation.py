@@ -101,7 +101,7 @@ async def _respond(
     with named_as(api.params):
         call = await _parsed(request, node, api, watch)
         answer = Answer(call, api.rendering(_frame(call, node), call), watch)
-        running = node.dispatcher.run(call.job, watch.span, watch.placed)
+        running = node.dispatcher.run(call.job, watch.span, watch)
         if call.stream:
             events = EventStream(request, request.app[SLOW_READERS])
             await stream_answer(events, answer, running)

@@ -1,4 +1,4 @@
-"""Signs of life for a client that waits for the first event of a stream."""
+"""Signs of life for a client whose stream is silent."""
 
 from __future__ import annotations
 
@@ -8,24 +8,35 @@ from contextlib import suppress
 from typing import Final
 
 KEEPALIVE_S: Final = 5.0
-"""A stream that waits for its first token sends a comment this often: proxies cut silent ones."""
+"""A stream to which nothing was written for so long is sent a comment: proxies cut silent ones. It
+waits for its first token, or for another worker to go on with it."""
 
 COMMENT: Final = b": waiting\n\n"
 
 
 class Heartbeats:
-    """Comments beside a wait.
+    """Comments where a stream is silent.
 
     A timer, since most waits are short: to wait in a task of its own costs each stream 9 us (one
     core, Zen 4, 2026-11-21).
     """
 
-    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Begin: the first comment is sent in `KEEPALIVE_S`."""
+    def __init__(
+        self,
+        send: Callable[[bytes], Awaitable[None]],
+        written_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Begin: the first comment is sent in `KEEPALIVE_S`.
+
+        Args:
+            send: writes complete events.
+            written_bytes: how much was written to the stream; what has grown is not silent.
+        """
         self._send = send
+        self._written_bytes = written_bytes
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(KEEPALIVE_S, self._due)
         self._sending: asyncio.Task[None] | None = None
+        self._wait()
 
     async def sent(self) -> None:
         """Wait for a comment that is being sent."""
@@ -38,11 +49,18 @@ class Heartbeats:
         if self._sending is not None:
             self._sending.cancel()
 
+    def _wait(self) -> None:
+        self._seen_bytes = self._written_bytes()
+        self._timer = self._loop.call_later(KEEPALIVE_S, self._due)
+
     def _due(self) -> None:
-        self._sending = self._loop.create_task(self._beat())
+        if self._written_bytes() > self._seen_bytes:
+            self._wait()
+        else:
+            self._sending = self._loop.create_task(self._beat())
 
     async def _beat(self) -> None:
-        # If the client is gone, aiohttp cancels the handler, which waits for the first event.
+        # If the client is gone, aiohttp cancels the handler, which waits for the next event.
         with suppress(ConnectionResetError):
             await self._send(COMMENT)
-            self._timer = self._loop.call_later(KEEPALIVE_S, self._due)
+            self._wait()

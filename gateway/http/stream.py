@@ -7,6 +7,7 @@ instead.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from typing import Final
@@ -42,6 +43,7 @@ class EventStream:
         self.response = web.StreamResponse(headers=EVENT_HEADERS)
         self._writer: AbstractStreamWriter | None = None
         self._chunked = False
+        self._beginning = asyncio.Lock()
 
     @property
     def begun(self) -> bool:
@@ -65,12 +67,13 @@ class EventStream:
             await self.reader.drained(writer)
 
     async def _begin(self) -> AbstractStreamWriter:
-        """Send the status line and the headers."""
-        writer = await self.response.prepare(self._request)
-        assert writer is not None  # only websockets have none
-        self._writer = writer
-        self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
-        return writer
+        """Send the status line and the headers, once: a comment may come beside the first event."""
+        async with self._beginning:
+            if self._writer is None:
+                self._writer = await self.response.prepare(self._request)
+                self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+            assert self._writer is not None  # only websockets have none
+            return self._writer
 
     async def end(self) -> None:
         """Send the end of the response."""
@@ -93,7 +96,6 @@ async def stream_answer(
         async with running as run:
             answer.run = events.reader.paced = run
             await _send_deltas(events, answer, run.deltas)
-        answer.check_complete()
         await events.write(answer.ending())
     except ConnectionResetError:
         raise
@@ -112,12 +114,12 @@ async def stream_answer(
 async def _send_deltas(
     events: EventStream, answer: Answer, deltas: AsyncGenerator[Delta, None]
 ) -> None:
-    first = await _first(events, deltas)
-    if first is None:
-        return
-    await _send(events, answer, first)
-    async for delta in deltas:
-        await _send(events, answer, delta)
+    beats = Heartbeats(events.write, lambda: events.reader.written_bytes)
+    try:
+        async for delta in deltas:
+            await _send(events, answer, delta)
+    finally:
+        beats.stop()
 
 
 async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
@@ -130,14 +132,3 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
         chunk = await aside(answer.chunk, delta)
     if chunk:
         await events.write(chunk)
-
-
-async def _first(events: EventStream, deltas: AsyncGenerator[Delta, None]) -> Delta | None:
-    """Wait for the first delta, with a comment now and then; None if there is none."""
-    beats = Heartbeats(events.write)
-    try:
-        first = await anext(deltas, None)
-        await beats.sent()
-        return first
-    finally:
-        beats.stop()

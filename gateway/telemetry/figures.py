@@ -242,6 +242,12 @@ TO_WORKER: Final = _histogram(
     _PHASE_S,
     "vllm:request_queue_time_seconds",
 )
+RESUMES: Final = _counter(
+    "draftgate_resumes",
+    "Prompts that lost their worker, by how, and by whether and where they went on",
+    "resumes",
+    labels=("cause", "outcome"),
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens",
     "Tokens of prompts and outputs by tenant",

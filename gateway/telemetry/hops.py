@@ -2,7 +2,7 @@
 
 Below `dispatch`, for each choice: `worker.queue`, `prefill`, `decode`. They are made when the first
 token comes, with the instants the worker noted; `decode` ends with the choice, or with `dispatch`
-if that ends before. Phases that come again are those of another worker, which resumed the choice.
+if that ends before. A worker that goes on with what another began has a `dispatch` of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WorkerHops:
         """Begin without a choice."""
         self._dispatch = dispatch
         self._decodes: dict[int, Span] = {}
-        self._traced: set[int] = set()
+        self._traced = 0  # choices
 
     def observe(self, delta: Delta) -> None:
         """Take note of a delta as it passes: spans begin and end with what it tells."""
@@ -59,13 +59,10 @@ class WorkerHops:
 
     def begun(self, choice: int, phases: Phases) -> None:
         """Make the spans of a choice whose first token is there, on this worker."""
-        if choice in self._traced:
-            self._dispatch.event("resume", {"draftgate.choice": choice}, phases.queued_s)
-            self._end(choice, phases.queued_s)
-        elif len(self._traced) == MOST_CHOICES:
+        if self._traced == MOST_CHOICES:
             self._dispatch.set({"draftgate.traced_choices": MOST_CHOICES})
             return
-        self._traced.add(choice)
+        self._traced += 1
         which = {"draftgate.choice": choice}
         self._dispatch.child("worker.queue", which, phases.queued_s).end(phases.scheduled_s)
         self._prefill(choice, phases)

@@ -7,6 +7,7 @@ from gateway.dispatch.admission import Entry
 from gateway.dispatch.job import Job
 from gateway.dispatch.placement import Placement
 from gateway.dispatch.routing import Routed
+from gateway.dispatch.run import Resume
 from gateway.state.store import Reservation
 from gateway.telemetry import figures
 from gateway.telemetry.metrics import Metrics
@@ -117,6 +118,18 @@ def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:
     )
     if view.repetition is not None:
         span.set({"draftgate.repetition": view.repetition})
+
+
+def resume_attributes(resume: Resume) -> Attributes:
+    """Return where a prompt was and where it goes on, and from where."""
+    return {
+        "draftgate.prompt": resume.index,
+        "draftgate.resume.cause": resume.cause.value,
+        "draftgate.resume.from": resume.lost.worker.worker_id,
+        "draftgate.resume.to": resume.placed.worker.worker_id,
+        "draftgate.resume.kept_tokens": resume.kept_tokens,
+        "draftgate.resume.same_numerics_class": resume.same_numerics_class,
+    }
 
 
 def outcome_attributes(outcome: SpeculationOutcome) -> Attributes:

@@ -11,6 +11,7 @@ from backends.base import TokenUsage
 from backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
 from gateway.dispatch.job import Job
 from gateway.dispatch.placement import Placement
+from gateway.dispatch.run import Resume
 from gateway.errors import TooMany
 from gateway.telemetry import figures
 from gateway.telemetry.logs import log
@@ -20,8 +21,10 @@ from gateway.telemetry.outcomes import (
     decision_attributes,
     job_attributes,
     outcome_attributes,
+    resume_attributes,
 )
 from gateway.telemetry.tracing import Attributes, AttributeValue, Span
+from policies.failover import Cause, GivenUp
 from policies.types import SpeculationPlan
 
 
@@ -76,6 +79,7 @@ class RequestWatch:
         self._n = 1  # choices of a prompt
         self._choices = 0  # of all prompts, once they are dispatched
         self._outputs = 0  # events of an upstream's
+        self._resumes = 0
         self._finish_reasons: list[str] = []
         self._failure: tuple[Ending, int, BaseException] | None = None
         self._ended = False
@@ -105,16 +109,43 @@ class RequestWatch:
         self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
 
     def placed(self, placed: Placement) -> None:
-        """Record where a prompt goes; in span and log the plan of the first one there stands."""
+        """Record where a prompt goes first; the plan of the first one stands in span and log."""
         tokens = len(placed.request.prompt_ids)
         self._metrics.observe(figures.PROMPT_LENGTH, tokens)
         self._metrics.add(figures.PROMPT_TOKENS, tokens)
-        if placed.worker.worker_id not in self.workers:
-            self.workers.append(placed.worker.worker_id)
+        self._goes_to(placed)
         if self._generates:
             self._decided(placed)
         else:
             self.span.set({"draftgate.worker_id": ",".join(self.workers)})
+
+    def resumed(self, resume: Resume) -> None:
+        """Record that a prompt has lost its worker and goes on with another one."""
+        self._resumes += 1
+        self._goes_to(resume.placed)
+        outcome = "same_class" if resume.same_numerics_class else "other_class"
+        self._metrics.add(figures.RESUMES, 1, resume.cause.value, outcome)
+        self.span.event("resume", resume_attributes(resume))
+        log(
+            logging.WARNING,
+            "resumed",
+            prompt=resume.index,
+            cause=resume.cause.value,
+            reason=resume.reason,
+            from_worker=resume.lost.worker.worker_id,
+            to_worker=resume.placed.worker.worker_id,
+            kept_tokens=resume.kept_tokens,
+            same_numerics_class=resume.same_numerics_class,
+        )
+
+    def given_up(self, cause: Cause, why: GivenUp) -> None:
+        """Record that a prompt has lost its worker and does not go on."""
+        self._metrics.add(figures.RESUMES, 1, cause.value, why.value)
+
+    def _goes_to(self, placed: Placement) -> None:
+        """Note where a prompt goes."""
+        if placed.worker.worker_id not in self.workers:
+            self.workers.append(placed.worker.worker_id)
 
     def _decided(self, placed: Placement) -> None:
         """Record what was decided about a prompt."""
@@ -198,7 +229,7 @@ class RequestWatch:
         metrics = self._metrics
         metrics.observe(figures.WORKER_QUEUE, phases.scheduled_s - phases.queued_s)
         metrics.observe(figures.PREFILL, phases.first_token_s - phases.scheduled_s)
-        self._begun_s[choice] = phases.first_token_s
+        self._begun_s.setdefault(choice, phases.first_token_s)  # a second time where it goes on
 
     def _finished(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
         """Record a choice's last delta."""
@@ -277,6 +308,7 @@ class RequestWatch:
             seconds=seconds,
             ttft_s=self._ttft_s(),
             worker=",".join(self.workers) or None,
+            resumes=self._resumes or None,
             tenant=self.tenant,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,

@@ -18,6 +18,7 @@ class Ticket:
         share: its tenant's weight among tenants, more than 0.
         work_s: seconds of the whole pool that it takes, by which it delays all behind it; 0 where
             nobody knows.
+        returning: it had its turn once, and its worker broke (`returning`).
     """
 
     key: int
@@ -27,3 +28,4 @@ class Ticket:
     tenant: str = ""
     share: float = 1.0
     work_s: float = 0.0
+    returning: bool = False

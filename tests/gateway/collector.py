@@ -46,6 +46,11 @@ class Sent:
     def events(self) -> list[str]:
         return [event.name for event in self.span.events]
 
+    def attributes_of(self, event: str) -> dict[str, Any]:
+        """What the only event of that name says."""
+        (found,) = (one for one in self.span.events if one.name == event)
+        return _plain(found.attributes)
+
     @property
     def failed(self) -> bool:
         return self.span.status.code == Status.STATUS_CODE_ERROR

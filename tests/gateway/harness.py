@@ -53,12 +53,15 @@ class ScriptedBackend:
         self.failure: str | None = None
         self.progress = 1.0
         self.kv_tokens = 500
+        self.seats = 0  # unknown
+        self.waiting = 0
+        self.steps: int | None = None  # unknown
 
     async def start(self) -> None:
         await self.gate.wait()
 
     async def stop(self) -> None:
-        self.streams.fail("stopped")
+        self.crash(self.failure or "stopped")
 
     def check(self, request: GenerationRequest) -> None:
         asked = len(request.prompt_ids) + request.sampling.max_tokens
@@ -81,7 +84,9 @@ class ScriptedBackend:
         return self.streams.unread_tokens(request_id)
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(len(self.streams), 0, 8, 8, 0.0, 0.5, ("ngram",))
+        running = len(self.streams) - self.waiting
+        known = {"seats": self.seats, "steps": self.steps}
+        return WorkerLoad(running, self.waiting, 8, 8, 0.0, 0.5, ("ngram",), **known)
 
     def emit(
         self,

@@ -32,12 +32,12 @@ PARENT = "b7ad6b7169203331"
 
 @asynccontextmanager
 async def traced(
-    collector: Collector, backend: ScriptedBackend
+    collector: Collector, *backends: ScriptedBackend
 ) -> AsyncIterator[tuple[Listening, Tracing]]:
     """A node that traces to the collector; at the end everything has been sent."""
     tracing = open_tracing(collector.url, {})
     try:
-        async with running(backends=[backend], tracing=tracing) as where:
+        async with running(backends=backends, tracing=tracing) as where:
             yield where, tracing
     finally:
         await asyncio.to_thread(tracing.shutdown)
@@ -201,23 +201,48 @@ async def test_choices_and_chunks_of_a_trace_are_bounded(scripted: ScriptedBacke
     assert all(told["draftgate.spec_steps"] == 0 for told in decodes)
 
 
-async def test_a_choice_that_another_worker_resumes_says_so(scripted: ScriptedBackend) -> None:
-    """Its phases come a second time: an event, and the spans of the second worker."""
-    async with collecting() as collector, traced(collector, scripted) as (where, _):
+async def test_a_request_that_loses_its_worker_is_one_trace(scripted: ScriptedBackend) -> None:
+    """Each worker has hops of its own, the lost one's end with the error; the request says why."""
+    other = ScriptedBackend()
+    async with collecting() as collector, traced(collector, scripted, other) as (where, _):
+        ids = [worker.worker_id for worker in where.node.fleet.workers]
         reader, writer = await post_raw(where, PATH, BODY)
         request = await submitted(scripted)
-        scripted.emit(request, "one", phases=phases_now())
+        scripted.emit(request, "one two", phases=phases_now())
         await reader.readuntil(b"data: ")
-        scripted.emit(request, "two", phases=phases_now(), last=True)
+        scripted.crash("device lost")
+        rest = await submitted(other)
+        other.emit(rest, "three", phases=phases_now(), last=True)
         await reader.readuntil(b"[DONE]")
         writer.close()
         await until(lambda: where.node.dispatcher.in_flight == 0)
-    dispatch = collector.named("dispatch")
-    assert dispatch.events == ["resume"]
-    for name in WORKER_HOPS:
+    server = collector.named(SERVER)
+    assert not server.failed
+    assert server.events == ["first_token", "resume"]
+    resume = server.attributes_of("resume")
+    assert resume == {
+        "draftgate.prompt": 0,
+        "draftgate.resume.cause": "failed",
+        "draftgate.resume.from": ids[0],
+        "draftgate.resume.to": ids[1],
+        "draftgate.resume.kept_tokens": 2,
+        "draftgate.resume.same_numerics_class": True,
+    }
+    for name in GATEWAY_HOPS:
         found = [span for span in collector.spans if span.name == name]
-        assert [span.parent for span in found] == [dispatch.id] * 2
-        assert all(span.within(dispatch) for span in found)
+        assert len(found) == (1 if name == "admit" else 2)
+        assert all(span.parent == server.id and span.within(server) for span in found)
+        assert [span.failed for span in found] == ([name == "dispatch", False])[: len(found)]
+    dispatches = [span for span in collector.spans if span.name == "dispatch"]
+    assert dispatches[0].attributes["error.type"] == "BackendFailed"
+    for dispatch in dispatches:
+        hops = [span for span in collector.spans if span.parent == dispatch.id]
+        assert [hop.name for hop in hops] == list(WORKER_HOPS)
+        assert all(hop.within(dispatch) for hop in hops)
+    routed = [
+        span.attributes["draftgate.worker_id"] for span in collector.spans if span.name == "route"
+    ]
+    assert routed == ids
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,17 @@ COMMAND = [
 ]  # fmt: skip
 BODY = {"prompt": "x", "max_tokens": 100, "stream": True}
 
+POISON = """
+from backends.sim.executor import SimExecutor
+execute = SimExecutor.execute
+def breaks(self, plan):
+    if any(work.sequence.output_tokens >= 200 for work in plan.work):
+        raise RuntimeError("device lost")
+    return execute(self, plan)
+SimExecutor.execute = breaks
+"""
+"""Breaks each simulated worker that comes to a request's token 200."""
+
 
 async def test_draining_finishes_open_streams_and_refuses_new_ones(
     scripted: ScriptedBackend,
@@ -131,4 +142,27 @@ def test_sigterm_while_loading_exits_0() -> None:
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
     assert process.returncode == 0
+    assert "Traceback" not in log
+
+
+def test_a_node_ends_with_its_last_worker() -> None:
+    """Streams go on where they can, then end in one error event; the process exits with 1."""
+    command = [*COMMAND, "--devices", "0,1"]
+    command[2] = POISON + command[2]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        url = ""
+        while "/v1" not in url:
+            url = process.stdout.readline()
+            assert url, process.stderr.read()
+        with _stream(url[url.index("http") : url.index("/v1")], 600) as answer:
+            found = events(answer.read().decode())
+        _, log = process.communicate(timeout=30)
+    assert len(found) > 20
+    assert found[-1]["error"]["code"] == "worker_failed"
+    assert "device lost" in found[-1]["error"]["message"]
+    assert process.returncode == 1
+    assert log.count(" resumed ") == 1
+    assert log.rstrip().endswith("draftgate: the last worker failed: RuntimeError: device lost")
     assert "Traceback" not in log

@@ -84,7 +84,7 @@ async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
     """
     states: dict[int, bytes] = {}
     try:
-        async with node.dispatcher.run(job, watch.span, watch.placed) as run:
+        async with node.dispatcher.run(job, watch.span, watch) as run:
             async for delta in run.deltas:
                 watch.observe(delta)
                 if delta.embedding is not None:

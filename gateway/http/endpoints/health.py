@@ -49,6 +49,8 @@ async def ready(request: web.Request) -> web.Response:
 def _described(worker: FleetWorker, number: int) -> WorkerHealth:
     failure = worker.backend.failure
     if failure is None:
+        if worker.hung:
+            return WorkerHealth(worker.worker_id, "hung", "it completes no step any more")
         status = "ok" if worker.backend.progress >= 1.0 else "loading"
         return WorkerHealth(worker.worker_id, status)
     reason = f"upstream {number}: {failure}" if worker.forwards else failure

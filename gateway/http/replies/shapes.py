@@ -44,11 +44,25 @@ class PromptMetrics(Struct):
     speculative_decoding: SpeculativeDecoding
 
 
+class ResumeReply(Struct):
+    """A worker went on with a prompt whose own was lost, from the tokens that it had.
+
+    The text is that of an undisturbed run where the numerics class is the same and promises it.
+    """
+
+    prompt: int
+    from_worker_id: str
+    to_worker_id: str
+    kept_tokens: int
+    same_numerics_class: bool
+
+
 class ResponseMetrics(Struct):
     """What is needed to repeat the request, and what speculation did (contract).
 
     With several prompts, worker and decision are the first one's and the outcome is the sum;
-    `prompts` has each by itself.
+    `prompts` has each by itself. Where a worker was lost, these are of the one that went on, and
+    `resumes` tells of each time; what the lost one drafted for unfinished choices nobody knows.
     """
 
     seed: int
@@ -56,6 +70,7 @@ class ResponseMetrics(Struct):
     worker_id: str
     speculative_decoding: SpeculativeDecoding
     prompts: list[PromptMetrics] | UnsetType = UNSET
+    resumes: list[ResumeReply] | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -265,7 +280,7 @@ class DetokenizeReply(Struct):
 
 
 class WorkerHealth(Struct):
-    """A worker of the node; `reason` says why it failed."""
+    """A worker of the node; `reason` says why it failed, or is left alone."""
 
     id: str
     status: str

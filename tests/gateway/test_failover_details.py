@@ -1,0 +1,285 @@
+"""What exactly goes on, and in which place: workers whose every step the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from backends.errors import BackendFailed
+from backends.types import (
+    Capabilities,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    ModelCard,
+    Pace,
+    ResumedChoice,
+    SamplingParams,
+    Task,
+)
+from gateway.dispatch.job import Job
+from policies.failover import Cause, GivenUp
+from policies.types import ServiceLevel
+from tests.gateway.harness import ScriptedBackend
+from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching, play, read, texts
+
+
+def job(name: str = "r", n: int = 1, **fields: object) -> Job:
+    return Job(name, ((1, 2, 3, 4, 5),), SamplingParams(1, 0), 10, n, **fields)
+
+
+async def settled() -> None:
+    """Let everything that can happen now happen."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def serving(*backends: ScriptedBackend, **settings: object):
+    """A dispatcher of these workers."""
+    return dispatching(lambda config: backends[config.device_index], len(backends), **settings)
+
+
+async def asked(
+    there: Dispatched, backend: ScriptedBackend, one: Job, watch: Told | None = None
+) -> tuple[asyncio.Task, GenerationRequest]:
+    """Send a job, which goes to this worker; return its answer to come, and what was submitted."""
+    answering = asyncio.create_task(answer(there.dispatcher, one, watch or Told()))
+    return answering, await backend.submitted.get()
+
+
+def test_only_what_is_left_of_unfinished_choices_goes_on() -> None:
+    """Of three choices, one ended, one begun and one not: the rest has two, by their numbers."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        async with serving(one, other) as there:
+            answering, request = await asked(there, one, job(n=3))
+            one.emit(request, "it ends", last=True)
+            one.emit(request, "it goes ", choice=1)
+            await settled()
+            one.emit(request, "on ", choice=1)
+            one.crash("device lost")
+            rest = await other.submitted.get()
+            assert rest.resumed == (ResumedChoice(1, (0, 1, 0)), ResumedChoice(2, ()))
+            same = replace(rest, request_id=request.request_id, resumed=())
+            assert same == replace(request, speculation=rest.speculation)
+            assert rest.request_id != request.request_id
+            worker = there.fleet.workers[1]
+            assert worker.reserved_tokens == rest.most_tokens == 2 * (5 + 10)
+            (view,) = [v for v in await there.store.snapshot() if v.worker_id == "w-1"]
+            assert view.leased_tokens == rest.most_tokens
+            other.emit(rest, "begins late", last=True, choice=2)
+            other.emit(rest, "to its end", last=True, choice=1)
+            assert texts(await answering) == ["it ends", "it goes on to its end", "begins late"]
+            assert await there.is_idle()
+
+    play(scenario())
+
+
+def test_what_had_said_nothing_begins_anew() -> None:
+    """A request without a token is sent as it was, also to workers that cannot resume."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        for backend in (one, other):
+            backend.card = replace(backend.card, capabilities=Capabilities(resume=False))
+        async with serving(one, other) as there:
+            answering, _ = await asked(there, one, job(n=2))
+            one.crash("device lost")
+            again = await other.submitted.get()
+            assert (again.resumed, again.n) == ((), 2)
+            for choice in range(2):
+                other.emit(again, "all", last=True, choice=choice)
+            assert texts(await answering) == ["all", "all"]
+
+    play(scenario())
+
+
+def test_workers_that_cannot_resume_end_what_has_begun() -> None:
+    """Where the workers say that they cannot go on, a stream with tokens ends with its error."""
+
+    async def scenario() -> None:
+        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
+        for backend in (one, other):
+            backend.card = replace(backend.card, capabilities=Capabilities(resume=False))
+        async with serving(one, other) as there:
+            answering, request = await asked(there, one, job(), told)
+            one.emit(request, "half")
+            await settled()
+            one.crash("device lost")
+            with pytest.raises(BackendFailed, match=r"^device lost$"):
+                await answering
+            assert other.submitted.empty()
+        assert told.losses == [(Cause.FAILED, GivenUp.UNABLE)]
+
+    play(scenario())
+
+
+def test_a_stream_that_ends_too_early_goes_on_elsewhere() -> None:
+    """A worker that ends a stream whose choices have not ended is as good as broken for it."""
+
+    async def scenario() -> None:
+        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
+
+        async def short(request: GenerationRequest):
+            yield Delta(0, (7, 8), "cut ")
+
+        one.generate = short
+        async with serving(one, other) as there:
+            answering = asyncio.create_task(answer(there.dispatcher, job(), told))
+            rest = await other.submitted.get()
+            assert rest.resumed == (ResumedChoice(0, (7, 8)),)
+            other.emit(rest, "off", last=True)
+            assert texts(await answering) == ["cut off"]
+            assert "too early" in told.resumes[0].reason
+
+    play(scenario())
+
+
+def test_a_worker_that_is_well_is_the_last_to_be_asked_again() -> None:
+    """Where a connection broke, not the worker: others come first, then that one again."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        async with serving(one, other) as there:
+            answering, request = await asked(there, one, job())
+            one.streams.fail("connection reset")  # and the worker is well
+            again = await other.submitted.get()
+            other.emit(again, "then ")
+            other.crash("device lost")
+            third = await one.submitted.get()
+            assert len({request.request_id, again.request_id, third.request_id}) == 3
+            one.emit(third, "at last", last=True)
+            assert texts(await answering) == ["then at last"]
+
+    play(scenario())
+
+
+def test_who_lost_its_worker_goes_before_all_who_wait() -> None:
+    """However urgent those are that wait for their first turn; and it waits no turn's length."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        one.seats = other.seats = 1
+        urgent = {"service": ServiceLevel(ttft_s=0.1, priority=-5)}
+        async with serving(one, other) as there:
+            first, request = await asked(there, one, job("a"))
+            second, beside = await asked(there, other, job("b"))
+            waiting = asyncio.create_task(answer(there.dispatcher, job("c", **urgent)))
+            await settled()
+            one.emit(request, "half ")
+            await settled()
+            one.crash("device lost")
+            await settled()
+            assert len(there.dispatcher.queue) == 2
+            other.emit(beside, "done", last=True)
+            rest = await other.submitted.get()
+            assert rest.resumed == (ResumedChoice(0, (0,)),)
+            other.emit(rest, "whole", last=True)
+            other.emit(await other.submitted.get(), "late", last=True)
+            assert [texts(await task) for task in (first, second, waiting)] == [
+                ["half whole"],
+                ["done"],
+                ["late"],
+            ]
+
+    play(scenario())
+
+
+def test_who_finds_no_room_in_time_ends_with_its_loss() -> None:
+    """Not with a 429: the error says what it lost, and that nobody else had room."""
+
+    async def scenario() -> None:
+        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
+        one.seats = other.seats = 1
+        async with serving(one, other, timeout_s=5.0) as there:
+            answering, _ = await asked(there, one, job("a"), told)
+            beside, request = await asked(there, other, job("b"))
+            one.crash("device lost")
+            with pytest.raises(BackendFailed, match=r"^device lost; then no worker had room"):
+                await answering
+            assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+            other.emit(request, "done", last=True)
+            await beside
+            assert await there.is_idle()
+        assert told.losses == [(Cause.FAILED, GivenUp.NO_WORKER)]
+
+    play(scenario())
+
+
+def test_who_leaves_while_it_waits_to_go_on_leaves_nothing_behind() -> None:
+    """A client that goes between two workers frees its place, its account and its lease."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        one.seats = other.seats = 1
+        async with serving(one, other) as there:
+            leaving, request = await asked(there, one, job("a"))
+            beside, running = await asked(there, other, job("b"))
+            one.emit(request, "half ")
+            await settled()
+            one.crash("device lost")
+            await settled()
+            assert len(there.dispatcher.queue) == 1
+            leaving.cancel()
+            await asyncio.wait({leaving})
+            other.emit(running, "done", last=True)
+            await beside
+            assert await there.is_idle()
+            assert there.dispatcher.admission.ledger.totals("").open == 0
+            assert other.submitted.empty()
+
+    play(scenario())
+
+
+def test_a_reader_that_is_behind_stays_behind() -> None:
+    """The worker that goes on is told at once how far to go on for a slow reader."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        async with serving(one, other) as there, there.dispatcher.run(job()) as run:
+            choice = Choice()
+            reading = asyncio.create_task(read(run, [choice]))
+            await one.submitted.get()
+            run.set_pace(Pace.SPARING)
+            one.crash("device lost")
+            rest = await other.submitted.get()
+            await settled()
+            assert other.paces == [(rest.request_id, Pace.SPARING)]
+            other.emit(rest, "slowly", last=True)
+            await reading
+            assert choice.text == "slowly"
+
+    play(scenario())
+
+
+def test_an_embedding_starts_again() -> None:
+    """It has no tokens to go on from, and is computed anew, as often as a request may go on."""
+
+    async def scenario() -> None:
+        backends = [ScriptedBackend() for _ in range(4)]
+        state = b"\0\0\x80?" * 4
+        for backend in backends:
+            able = Capabilities(embeddings=True, embedding_size=4)
+            backend.card = ModelCard("m", "m", 1000, "test", 1, able)
+        async with serving(*backends) as there:
+            one = replace(job(), max_tokens=0, sampling=SamplingParams(0, 0), task=Task.EMBED)
+            async with there.dispatcher.run(one) as run:
+                reading = asyncio.ensure_future(anext(run.deltas))
+                for _ in range(2):
+                    await settled()
+                    (chosen,) = (backend for backend in backends if len(backend.streams))
+                    chosen.crash("device lost")
+                await settled()
+                (chosen,) = (backend for backend in backends if len(backend.streams))
+                request = await chosen.submitted.get()
+                assert (request.task, request.resumed) == (Task.EMBED, ())
+                done = Delta(0, (), "", finish_reason=FinishReason.STOP, embedding=state)
+                chosen.streams.deliver([(request.request_id, done)])
+                assert (await reading).embedding == state
+                assert [delta async for delta in run.deltas] == []
+            assert there.dispatcher.admission.ledger.totals("").settled == 5
+
+    play(scenario())

@@ -1,0 +1,240 @@
+"""Failover between engines that run the shipped model: errors injected, processes killed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from backends.shipped import SHIPPED_MODEL
+from gateway.app import Listening
+from gateway.lifecycle import NodeState
+from gateway.telemetry import figures
+from policies import stall
+from tests.gateway.harness import client, events, is_idle, running, until
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None
+    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
+    reason="needs torch and the shipped model",
+)
+
+TWO: dict[str, Any] = {
+    "backend": "engine",
+    "devices": (0, 1),
+    "threads": 1,
+    "kv_bytes": 16 << 20,
+    "max_model_len": 512,
+}
+"""Two engines, on one CPU."""
+
+PROMPT = "def area(width, height):\n    "
+CHAT = [{"role": "user", "content": "Describe the function add(a, b)."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "arguments": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "f", "schema": SCHEMA, "strict": True}}
+
+TEXT = {"prompt": PROMPT, "max_tokens": 48, "seed": 5}
+ASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/v1/completions", {**TEXT, "temperature": 0}),
+    "seeded": ("/v1/completions", {**TEXT, "temperature": 0.9, "top_p": 0.95}),
+    "drafted": ("/v1/completions", {**TEXT, "temperature": 0, "speculation": {"mode": "ngram"}}),
+    "several": ("/v1/completions", {**TEXT, "prompt": [PROMPT, "import os\n"], "n": 2}),
+    "penalties": ("/v1/completions", {**TEXT, "frequency_penalty": 0.7, "min_tokens": 30}),
+    "logprobs": ("/v1/completions", {**TEXT, "logprobs": 2, "temperature": 0}),
+    "stop": ("/v1/completions", {**TEXT, "temperature": 0, "stop": ["\n\n"]}),
+    "chat": ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 48, "seed": 5}),
+    "schema": (
+        "/v1/chat/completions",
+        {"messages": CHAT, "max_tokens": 120, "seed": 5, "response_format": FORMAT},
+    ),
+    "embedding": ("/v1/embeddings", {"input": [PROMPT * 8, "import os\n" * 20]}),
+}
+"""One of each kind."""
+
+
+@dataclass
+class StickyError:
+    """A device that fails for good, as CUDA's contexts do: every call from then on fails, too.
+
+    Attributes:
+        after_steps: of a runner, by the order in which runners first ran since this was armed;
+            those without a number are well.
+        goes_on: while it is not set, no step is made.
+    """
+
+    after_steps: list[int] = field(default_factory=list)
+    left: dict[int, int | None] = field(default_factory=dict)
+    goes_on: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
+
+    def check(self, runner: object) -> None:
+        """Raise if a runner is broken."""
+        assert self.goes_on.wait(60)
+        if not self.after_steps and not self.left:
+            return
+        if id(runner) not in self.left:
+            self.left[id(runner)] = self.after_steps.pop(0) if self.after_steps else None
+        left = self.left[id(runner)]
+        if left is None:
+            return
+        if left <= 0:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.left[id(runner)] = left - 1
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> StickyError:
+    """What befalls the devices of this process's engines."""
+    from backends.engine.runner import Runner
+
+    sticky, execute = StickyError(), Runner.execute
+
+    def checked(self: Runner, plan: Any) -> Any:
+        sticky.check(self)
+        return execute(self, plan)
+
+    monkeypatch.setattr(Runner, "execute", checked)
+    return sticky
+
+
+def told(answer: dict[str, Any]) -> Any:
+    """What clients read of an answer, without what is ours, and what names the answer."""
+    kept = {key: value for key, value in answer.items() if key not in {"id", "created", "metrics"}}
+    kept["usage"].pop("prompt_tokens_details", None)  # what was cached is another matter
+    return kept
+
+
+async def ask(http: httpx.AsyncClient, kind: str) -> dict[str, Any]:
+    """The answer to one kind of request."""
+    path, body = ASKS[kind]
+    answer = await http.post(path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@asynccontextmanager
+async def two_engines(**settings: Any) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
+    """A node of two engines and a client of it."""
+    async with running(**{**TWO, **settings}) as where, client(where) as http:
+        yield where, http
+
+
+@pytest.mark.parametrize(("steps", "undisturbed"), [(1, set()), (17, {"stop", "embedding"})])
+async def test_whatever_an_engine_ran_goes_on_in_the_other(
+    device: StickyError, steps: int, undisturbed: set[str]
+) -> None:
+    """An engine breaks with every kind of request on it: all answers are as without, to the bit."""
+    kinds = [kind for kind in ASKS for _ in range(2)]  # one on each engine
+    async with two_engines() as (where, http):
+        dispatcher = where.node.dispatcher
+        plain = {kind: told(await ask(http, kind)) for kind in ASKS}
+        device.goes_on.clear()
+        asking = []
+        for kind in kinds:
+            asking.append(asyncio.create_task(ask(http, kind)))
+            await until(lambda: dispatcher.in_flight == len(asking) and is_placed(where))
+        device.after_steps = [steps]
+        device.goes_on.set()
+        answers = await asyncio.gather(*asking)
+        for kind, answer in zip(kinds, answers, strict=True):
+            assert told(answer) == plain[kind], kind
+        lost = [worker.backend.failure for worker in where.node.fleet.workers]
+        assert lost.count(None) == 1
+        assert where.node.state is NodeState.READY
+        resumes = [answer.get("metrics", {}).get("resumes", []) for answer in answers]
+        disturbed = {kind for kind, found in zip(kinds, resumes, strict=True) if found}
+        counted = where.node.metrics.amount(figures.RESUMES, "failed", "same_class").value
+        if counted > sum(map(len, resumes)):
+            disturbed.add("embedding")  # whose answer does not say so
+        assert disturbed >= set(ASKS) - undisturbed
+        await until(lambda: dispatcher.in_flight == 0)
+
+
+def is_placed(where: Listening) -> bool:
+    """Whether all that came has gone to a worker."""
+    reserved = [worker.occupancy.sequences for worker in where.node.fleet.workers]
+    return not len(where.node.dispatcher.queue) and sum(reserved) >= where.node.dispatcher.in_flight
+
+
+async def test_with_the_second_engine_the_node_has_failed(device: StickyError) -> None:
+    """A stream that loses both engines ends with one error event, and the node is gateway only."""
+    async with two_engines() as (where, http):
+        device.after_steps = [5, 5]
+        answer = await http.post("/v1/completions", json={**TEXT, "stream": True}, timeout=60)
+        found = events(answer.text)
+        assert found[-1]["error"]["code"] == "worker_failed"
+        assert "illegal memory access" in found[-1]["error"]["message"]
+        assert sum("error" in event for event in found) == 1
+        assert len(found) > 5
+        assert where.node.state is NodeState.FAILED
+        assert (await http.post("/v1/completions", json=TEXT)).status_code == 503
+
+
+def children() -> set[int]:
+    """Processes that this one started and that have not ended."""
+    lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
+    return {int(pid) for found in lists for pid in found.read_text().split()}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_streams_of_an_engines_process_outlive_it(
+    how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed or stopped in the middle of its streams: both streams are what they would be."""
+    monkeypatch.setattr(stall, "LEAST_PATIENCE_S", 2.0)
+    before = children()
+    body = {**TEXT, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    async with two_engines(own_process=True) as (where, http):
+        alone = await http.post("/v1/completions", json=body, timeout=60)
+        first, _second = sorted(children() - before)
+        pieces: list[str] = []
+
+        async def stream() -> list[Any]:
+            lines = []
+            async with http.stream("POST", "/v1/completions", json=body, timeout=60) as answer:
+                async for line in answer.aiter_lines():
+                    lines.append(line)
+                    pieces.append(line)
+            return events("\n".join(lines))
+
+        streams = [asyncio.create_task(stream()) for _ in range(2)]
+        await until(lambda: len(pieces) > 40)
+        os.kill(first, how)
+        try:
+            found = await asyncio.gather(*streams)
+        finally:
+            if how is signal.SIGSTOP:
+                os.kill(first, signal.SIGCONT)
+        expected = text_of(events(alone.text))
+        assert [text_of(one) for one in found] == [expected] * 2
+        assert [one[-1] for one in found] == ["[DONE]"] * 2
+        resumes = [one[-2]["metrics"].get("resumes", []) for one in found]
+        assert sorted(map(len, resumes)) == [0, 1]
+        if how is signal.SIGSTOP:
+            await until(lambda: not any(worker.hung for worker in where.node.fleet.workers))
+            await until(lambda: is_idle(where.node))
+
+
+def text_of(found: list[Any]) -> str:
+    """The text of a completion's events."""
+    return "".join(event["choices"][0]["text"] for event in found[:-1])

@@ -1,0 +1,286 @@
+"""The watchdog: a worker that says nothing any more is left, and one that need not speak is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from backends.errors import BackendFailed
+from backends.types import GenerationRequest, Pace, Phases
+from gateway.dispatch.watchdog import LOOK_S, Reading
+from policies.failover import Cause, GivenUp
+from policies.stall import LEAST_PATIENCE_S, RETRY_S
+from tests.gateway.harness import ScriptedBackend
+from tests.gateway.test_failover import CONFIG, job, outcome
+from tests.gateway.test_failover_details import asked, serving, settled
+from tests.gateway.test_failover_details import job as short_job
+from tests.gateway.troubles import (
+    Choice,
+    Look,
+    Told,
+    Trouble,
+    answer,
+    behind,
+    dispatching,
+    in_step,
+    play,
+    quick_starts,
+    read,
+    simulated,
+    texts,
+)
+
+LATEST_S = LEAST_PATIENCE_S + 2.5 * LOOK_S
+"""By when a silence has been found too long that began just behind a look."""
+
+DECODING = Phases(0.0, 0.0, (), 0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """Many workers start here."""
+    with quick_starts():
+        yield
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+@pytest.mark.parametrize("look", [in_step(0), in_step(6), behind(12)], ids=["first", "7th", "all"])
+def test_a_worker_that_hangs_in_a_step_is_left(look: Look) -> None:
+    """Its stream goes on elsewhere within the patience and two looks, and says the same."""
+    plain = outcome(job(n=2)).choices
+
+    async def scenario() -> None:
+        told = Told()
+        async with dispatching(simulated({0: Trouble(hangs=look)}), 2, config=CONFIG) as there:
+            assert await answer(there.dispatcher, job(n=2), told) == plain
+            assert LEAST_PATIENCE_S < now_s() < LATEST_S + 1.0
+            (resume,) = told.resumes
+            assert resume.cause is Cause.STALLED
+            assert [worker.hung for worker in there.fleet.workers] == [True, False]
+            beside = Told()
+            assert await answer(there.dispatcher, replace(job(), request_id="next"), beside)
+            assert beside.workers == ["w-1"]
+            assert await there.is_idle()
+
+    play(scenario())
+
+
+def test_a_worker_that_wakes_up_serves_again() -> None:
+    """Alone and hung it is waited for; with its next step it is well, and the stream goes on."""
+    plain = outcome(job()).choices
+
+    async def scenario() -> None:
+        told = Told()
+        factory = simulated({0: Trouble(hangs=in_step(6), hung_s=3 * LEAST_PATIENCE_S)})
+        async with dispatching(factory, 1, config=CONFIG) as there:
+            answering = asyncio.create_task(answer(there.dispatcher, job(), told))
+            await asyncio.sleep(LATEST_S)
+            assert there.fleet.workers[0].hung
+            assert len(there.dispatcher.queue) == 1
+            assert await answering == plain
+            assert not there.fleet.workers[0].hung
+            assert 3 * LEAST_PATIENCE_S < now_s() < 3 * LEAST_PATIENCE_S + 3.0
+            assert [resume.placed.worker.worker_id for resume in told.resumes] == ["w-0"]
+
+    play(scenario())
+
+
+def test_a_worker_that_hangs_for_good_ends_its_streams() -> None:
+    """With no other one it is waited for no longer than for any worker; then there is one error."""
+
+    async def scenario() -> None:
+        told = Told()
+        factory = simulated({0: Trouble(hangs=in_step(6))})
+        async with dispatching(factory, 1, config=CONFIG, timeout_s=20.0) as there:
+            with pytest.raises(BackendFailed, match="completes no step"):
+                await answer(there.dispatcher, job(), told)
+            assert now_s() < LATEST_S + 21.0
+            assert there.dispatcher.admission.ledger.totals("").open == 0
+        assert told.losses == [(Cause.STALLED, GivenUp.NO_WORKER)]
+
+    play(scenario())
+
+
+def test_a_slow_worker_is_no_hung_one() -> None:
+    """Steps of almost the patience each: every one of them shows that it lives."""
+    slow = Trouble(hangs=lambda _plan: True, hung_s=LEAST_PATIENCE_S - 2 * LOOK_S)
+
+    async def scenario() -> None:
+        told = Told()
+        async with dispatching(simulated({0: slow}), 2, config=CONFIG) as there:
+            await answer(there.dispatcher, job(), told)
+            assert now_s() > 5 * LEAST_PATIENCE_S
+            assert not told.resumes
+
+    play(scenario())
+
+
+def test_a_long_prompt_is_no_silence() -> None:
+    """While a prompt is computed step by step nothing is said, and nobody is hung."""
+    one = job()
+    one = replace(one, prompts=(one.prompts[0] * 50,))
+    slow = Trouble(hangs=lambda plan: plan.chunks > 0, hung_s=LEAST_PATIENCE_S / 2)
+
+    async def scenario() -> None:
+        told = Told()
+        config = replace(CONFIG, max_step_tokens=16)
+        async with dispatching(simulated({0: slow}), 2, config=config) as there:
+            async with there.dispatcher.run(one, watch=told) as run:
+                await anext(run.deltas)
+            assert now_s() > 5 * LEAST_PATIENCE_S
+            assert not told.resumes
+
+    play(scenario())
+
+
+class Talker:
+    """A worker that completes a step each second, and says what the test wants."""
+
+    def __init__(self) -> None:
+        self.backend = ScriptedBackend()
+        self.backend.steps = 0
+
+    async def live(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if self.backend.steps is not None:
+                self.backend.steps += 1
+
+    async def wait(self, seconds: float) -> None:
+        """Let it live so long."""
+        living = asyncio.create_task(self.live())
+        await asyncio.sleep(seconds)
+        living.cancel()
+
+    def speak(self, request: GenerationRequest) -> None:
+        """Let a request decode."""
+        self.backend.emit(request, "half ", phases=DECODING)
+
+
+def test_a_lost_stream_of_a_worker_that_lives_goes_on_elsewhere() -> None:
+    """It decodes, nobody waits there, steps are made, and nothing comes: its stream was lost."""
+
+    async def scenario() -> None:
+        talker, other, told = Talker(), ScriptedBackend(), Told()
+        async with serving(talker.backend, other) as there:
+            answering, request = await asked(there, talker.backend, short_job(), told)
+            talker.speak(request)
+            await talker.wait(LATEST_S)
+            assert [resume.cause for resume in told.resumes] == [Cause.STALLED]
+            other.emit(await other.submitted.get(), "whole", last=True)
+            assert texts(await answering) == ["half whole"]
+            assert not there.fleet.workers[0].hung
+            assert talker.backend.abandoned.get_nowait() == request.request_id
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("why", ["queued", "preempted", "sparing", "paused", "unknown"])
+def test_who_need_not_speak_is_let_be(why: str) -> None:
+    """In the worker's queue, out of its memory, for a slow reader, or where nobody counts steps."""
+
+    async def scenario() -> None:
+        talker, other, told = Talker(), ScriptedBackend(), Told()
+        async with (
+            serving(talker.backend, other) as there,
+            there.dispatcher.run(short_job(), watch=told) as run,
+        ):
+            choice = Choice()
+            reading = asyncio.create_task(read(run, [choice]))
+            request = await talker.backend.submitted.get()
+            if why in {"preempted", "sparing", "paused"}:
+                talker.speak(request)
+                await settled()
+            if why == "preempted":
+                talker.backend.waiting = 1
+            if why in {"sparing", "paused"}:
+                run.set_pace(Pace.SPARING if why == "sparing" else Pace.PAUSED)
+            if why == "unknown":
+                talker.backend.steps = None
+            await talker.wait(100 * LEAST_PATIENCE_S)
+            assert not told.resumes
+            talker.backend.emit(request, "end", last=True)
+            await reading
+            assert choice.text.endswith("end")
+
+    play(scenario())
+
+
+def test_a_client_that_does_not_read_is_no_silence() -> None:
+    """Nobody waits for the worker while a delta lies with whoever is to take it."""
+
+    async def scenario() -> None:
+        talker, other, told = Talker(), ScriptedBackend(), Told()
+        async with (
+            serving(talker.backend, other) as there,
+            there.dispatcher.run(short_job(), watch=told) as run,
+        ):
+            reading = asyncio.ensure_future(anext(run.deltas))
+            request = await talker.backend.submitted.get()
+            talker.speak(request)
+            await reading
+            await talker.wait(100 * LEAST_PATIENCE_S)
+            await asyncio.sleep(100 * LEAST_PATIENCE_S)  # without a step
+            assert not there.fleet.workers[0].hung
+            talker.backend.emit(request, "end", last=True)
+            assert (await anext(run.deltas)).text == "end"
+        assert not told.resumes
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("order", ["before", "behind"])
+def test_a_cancel_that_comes_with_the_watchdog_wins(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that leaves in the very moment in which its stream is given up has left."""
+    leaving: list[asyncio.Task] = []
+    wake = Reading.wake
+
+    def wake_and_leave(self: Reading, reason: str) -> None:
+        acts = [lambda: wake(self, reason), leaving[0].cancel]
+        for act in acts if order == "behind" else reversed(acts):
+            act()
+
+    async def scenario() -> None:
+        talker, other, told = Talker(), ScriptedBackend(), Told()
+        async with serving(talker.backend, other) as there:
+            answering, request = await asked(there, talker.backend, short_job(), told)
+            leaving.append(answering)
+            talker.speak(request)
+            await talker.wait(LATEST_S)
+            assert answering.cancelled()
+            assert not told.resumes
+            assert other.submitted.empty()
+            assert await there.is_idle()
+
+    monkeypatch.setattr(Reading, "wake", wake_and_leave)
+    play(scenario())
+
+
+def test_who_was_hung_outside_of_a_step_is_tried_again() -> None:
+    """With nothing to show by, it is left alone for a while and then sent something again."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        one.steps = other.steps = 0
+        async with serving(one, other) as there:
+            answering, _ = await asked(there, one, short_job())
+            rest = await other.submitted.get()
+            other.emit(rest, "whole", last=True)
+            await answering
+            worker = there.fleet.workers[0]
+            assert worker.hung
+            await asyncio.sleep(RETRY_S / 2)
+            assert worker.hung
+            await asyncio.sleep(RETRY_S)
+            assert not worker.hung
+            assert worker in there.fleet.open
+
+    play(scenario())

@@ -1,0 +1,246 @@
+"""Workers that break or hang when a test says so, behind the production dispatcher.
+
+The workers are the simulator's, on any clock; only what their device does is the test's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import pytest
+
+from backends.base import Backend, WorkerConfig
+from backends.core.steps import StepPlan, StepResult
+from backends.sim import parts
+from backends.sim.backend import SimBackend
+from backends.sim.clock import Clock, run_virtual
+from backends.sim.executor import SimExecutor
+from backends.tokenizer import Tokenizer
+from backends.types import Delta, FinishReason, SpeculationOutcome, TokenLogprob
+from gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
+from gateway.dispatch.admission import Bounds
+from gateway.dispatch.decisions import Decisions
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.job import Job
+from gateway.dispatch.run import UNWATCHED, Resume, Run, Watch
+from gateway.fleet import Fleet
+from gateway.heartbeat import Heartbeat
+from gateway.lifecycle import Lifecycle, NodeState
+from gateway.state.memory import MemoryStore
+from policies.failover import MOST_RESUMES, Cause, GivenUp
+from policies.quotas import Quota
+from policies.registry import speculation_policy
+
+T = TypeVar("T")
+
+DEVICE_ERROR = "an illegal memory access was encountered"
+NEVER_S = 1e6
+"""Longer than any test."""
+
+PLAY_S = 7200.0
+"""Of virtual time, that a test may take: else what it waits for does not come."""
+
+Look = Callable[[StepPlan], bool]
+"""Whether it happens in a step."""
+
+
+def never(_plan: StepPlan) -> bool:
+    return False
+
+
+def behind(tokens: int) -> Look:
+    """In the first step in which somebody has so many tokens of output, and says more."""
+    return lambda plan: any(w.samples and w.sequence.output_tokens >= tokens for w in plan.work)
+
+
+def in_step(number: int) -> Look:
+    """In the n-th step that is asked about, from 0 on, and in none after it."""
+    steps = iter(range(number + 1))
+    return lambda _plan: next(steps, None) == number
+
+
+@dataclass
+class Trouble:
+    """What befalls a device.
+
+    Attributes:
+        breaks: it fails in a step, and in all steps from then on.
+        hangs: a step takes `hung_s`.
+    """
+
+    breaks: Look = never
+    hangs: Look = never
+    hung_s: float = NEVER_S
+
+
+class TroubledExecutor:
+    """A simulated device that befalls trouble."""
+
+    def __init__(self, device: SimExecutor, trouble: Trouble) -> None:
+        self._device = device
+        self._trouble = trouble
+        self._broken = False
+
+    @property
+    def drafting_s(self) -> float:
+        return self._device.drafting_s
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._broken = self._broken or self._trouble.breaks(plan)
+        if self._broken:
+            raise RuntimeError(DEVICE_ERROR)
+        result = self._device.execute(plan)
+        return replace(result, step_s=self._trouble.hung_s) if self._trouble.hangs(plan) else result
+
+
+def simulated(
+    troubles: Mapping[int, Trouble], profiles: Mapping[int, str] | None = None
+) -> Callable[[WorkerConfig], Backend]:
+    """Make simulated workers, some of which befalls trouble, by device; others are well.
+
+    Args:
+        profiles: of some workers, each a numerics class of its own.
+    """
+
+    def factory(config: WorkerConfig) -> Backend:
+        index = config.device_index
+        own = replace(config, profile=(profiles or {}).get(index, config.profile))
+
+        def build(config: WorkerConfig, clock: Clock) -> parts.Parts:
+            made = parts.serving_parts(config, clock)
+            executor = TroubledExecutor(made.executor, troubles.get(index, Trouble()))
+            return replace(made, executor=executor)
+
+        return SimBackend(own, build=build)
+
+    return factory
+
+
+def play(scenario: Coroutine[Any, Any, T]) -> T:
+    """Run a test's scenario in virtual time."""
+
+    async def timed() -> T:
+        async with asyncio.timeout(PLAY_S):
+            return await scenario
+
+    return run_virtual(timed())
+
+
+@contextmanager
+def quick_starts() -> Iterator[None]:
+    """Read the simulator's tokenizer once instead of for each worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "Tokenizer", cache(Tokenizer))
+        patch.setattr(parts, "printable_vocabulary", cache(parts.printable_vocabulary))
+        yield
+
+
+@dataclass
+class Dispatched:
+    """A dispatcher with its workers, started."""
+
+    dispatcher: Dispatcher
+    fleet: Fleet
+    store: MemoryStore
+
+    async def is_idle(self) -> bool:
+        """Whether nothing of any request is held by queue, store, or a worker that is well."""
+        loads = [worker.backend.load() for worker in self.fleet.serving]
+        busy = any(load.running + load.waiting + load.paused for load in loads)
+        reserved = sum(worker.reserved_tokens for worker in self.fleet.workers)
+        leased = sum(view.leased_tokens for view in await self.store.snapshot())
+        return not (busy or reserved or leased or len(self.dispatcher.queue))
+
+
+@asynccontextmanager
+async def dispatching(
+    factory: Callable[[WorkerConfig], Backend],
+    workers: int,
+    *,
+    config: WorkerConfig | None = None,
+    quotas: Mapping[str, Quota] | None = None,
+    most_resumes: int = MOST_RESUMES,
+    timeout_s: float = 60.0,
+) -> AsyncIterator[Dispatched]:
+    """Start workers behind a dispatcher, as a node does, without HTTP; on any clock."""
+    config = config or WorkerConfig()
+    configs = [replace(config, device_index=index) for index in range(workers)]
+    fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
+    await fleet.start_with(factory, "w")
+    lifecycle.move_to(NodeState.READY)
+    store, decisions = MemoryStore(loop_time_s), Decisions(None, loop_time_s)
+    bounds = Bounds(timeout_s=timeout_s)
+    rules = WaitingRules(admission="none", bounds=bounds, most_resumes=most_resumes)
+    policy = speculation_policy(config.speculation)
+    dispatcher = build_dispatcher(
+        *(fleet, store, lifecycle, decisions, policy, rules), quotas=quotas or {}
+    )
+    heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
+    beating = asyncio.create_task(heartbeat.run())
+    try:
+        yield Dispatched(dispatcher, fleet, store)
+    finally:
+        beating.cancel()
+        await asyncio.wait({beating})
+        await fleet.stop()
+
+
+@dataclass
+class Told:
+    """Takes note of what a job's watch is told."""
+
+    workers: list[str] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+    losses: list[tuple[Cause, GivenUp]] = field(default_factory=list)
+
+    def placed(self, placed) -> None:
+        self.workers.append(placed.worker.worker_id)
+
+    def resumed(self, resume: Resume) -> None:
+        self.resumes.append(resume)
+
+    def given_up(self, cause: Cause, why: GivenUp) -> None:
+        self.losses.append((cause, why))
+
+
+@dataclass
+class Choice:
+    """What a client has of one choice; equal where clients cannot tell the difference."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    outcome: SpeculationOutcome | None = field(default=None, compare=False)
+
+    def add(self, delta: Delta) -> None:
+        """Take a delta; nothing may follow an ending."""
+        assert self.finish_reason is None, "a delta behind the end"
+        self.token_ids.extend(delta.token_ids)
+        self.text += delta.text
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason, self.outcome = delta.finish_reason, delta.outcome
+
+
+async def answer(dispatcher: Dispatcher, job: Job, watch: Watch = UNWATCHED) -> list[Choice]:
+    """Run a job to its end, which every choice must have once."""
+    async with dispatcher.run(job, watch=watch) as run:
+        choices = [Choice() for _ in range(job.n * len(job.prompts))]
+        await read(run, choices)
+    assert all(choice.finish_reason is not None for choice in choices)
+    return choices
+
+
+async def read(run: Run, choices: Sequence[Choice]) -> None:
+    """Add what is left of a job to what there is of its choices."""
+    async for delta in run.deltas:
+        choices[delta.choice].add(delta)
+
+
+def texts(choices: Sequence[Choice]) -> list[str]:
+    return [choice.text for choice in choices]

@@ -1,0 +1,79 @@
+"""Who returns goes first: two lines of one policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.ordering import Ticket
+from policies.ordering.returning import ReturningFirst
+from policies.protocols import OrderingPolicy
+from policies.registry import ordering_policy
+from policies.testing import check_ordering
+
+SPECS = ("fair", "fcfs", "edf")
+
+
+def line(spec: str) -> ReturningFirst:
+    return ReturningFirst(partial(ordering_policy, spec))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_conformance(spec: str) -> None:
+    """Around any policy it keeps the contract of `OrderingPolicy`, under that one's name."""
+    queue = line(spec)
+    assert isinstance(queue, OrderingPolicy)
+    assert queue.name == spec
+    check_ordering(partial(line, spec))
+    queue.push(Ticket(1, 0.0, 1.0, returning=True))
+    with pytest.raises(ValueError, match="waits already"):
+        queue.push(Ticket(1, 0.0, 1.0, returning=True))
+
+
+TICKETS = st.lists(
+    st.tuples(st.integers(-2, 2), st.floats(0, 9), st.sampled_from("abc"), st.booleans()),
+    max_size=30,
+)
+
+
+@given(st.sampled_from(SPECS), TICKETS)
+def test_who_returns_comes_before_all_others(spec: str, asked: list[tuple]) -> None:
+    """Of whatever class and however urgent these are; among themselves the policy decides."""
+    queue, returning, others = line(spec), ordering_policy(spec), ordering_policy(spec)
+    for key, (priority, deadline_s, tenant, again) in enumerate(asked):
+        ticket = Ticket(key, float(key), 50.0 + deadline_s, priority, tenant, 1.0, 0.1, again)
+        queue.push(ticket)
+        (returning if again else others).push(ticket)
+    expected = [one.take(40.0) for one in (returning, others) for _ in range(len(one))]
+    assert [queue.take(40.0) for _ in asked] == expected
+
+
+@given(st.sampled_from(SPECS), TICKETS)
+def test_what_returns_is_ahead_of_newcomers(spec: str, asked: list[tuple]) -> None:
+    """A newcomer's forecast counts all that returns; who returns waits for no newcomer."""
+    queue = line(spec)
+    for key, (priority, deadline_s, tenant, again) in enumerate(asked):
+        queue.push(Ticket(key, float(key), deadline_s, priority, tenant, 1.0, 0.1, again))
+    returning_s = 0.1 * sum(again for *_, again in asked)
+    newcomer = Ticket(99, 99.0, 100.0)
+    assert queue.ahead_s(newcomer, 99.0) >= returning_s - 1e-9
+    assert queue.ahead_s(replace(newcomer, returning=True), 99.0) <= returning_s + 1e-9
+
+
+def test_a_tenant_pays_once() -> None:
+    """Among newcomers a tenant is charged for its first turn, and not for the second."""
+    queue = line("fair")
+    queue.push(Ticket(0, 0.0, 9.0, tenant="a", work_s=5.0))
+    queue.push(Ticket(1, 0.0, 9.0, tenant="b", work_s=5.0))
+    queue.push(Ticket(2, 0.0, 9.0, tenant="c", work_s=9.0))
+    first, second = queue.take(1.0), queue.take(1.0)
+    assert (first.tenant, second.tenant) == ("a", "b")
+    queue.push(replace(first, returning=True))
+    assert queue.take(1.0) == replace(first, returning=True)
+    for key, tenant in ((3, "b"), (4, "a")):
+        queue.push(Ticket(key, 2.0, 9.0 if tenant == "b" else 8.9, tenant=tenant, work_s=1.0))
+    assert [queue.take(2.0).tenant for _ in range(3)] == ["c", "a", "b"]
