@@ -68,7 +68,7 @@ def test_only_what_is_left_of_unfinished_choices_goes_on() -> None:
             assert rest.request_id != request.request_id
             worker = there.fleet.workers[1]
             assert worker.reserved_tokens == rest.most_tokens == 2 * (5 + 10)
-            (view,) = [v for v in await there.store.snapshot() if v.worker_id == "w-1"]
+            (view,) = [v for v in (await there.store.snapshot()).workers if v.worker_id == "w-1"]
             assert view.leased_tokens == rest.most_tokens
             other.emit(rest, "begins late", last=True, choice=2)
             other.emit(rest, "to its end", last=True, choice=1)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from random import Random
 from typing import Any, TypeVar
 
 import pytest
@@ -153,7 +154,7 @@ class Dispatched:
         loads = [worker.backend.load() for worker in self.fleet.serving]
         busy = any(load.running + load.waiting + load.paused for load in loads)
         reserved = sum(worker.reserved_tokens for worker in self.fleet.workers)
-        leased = sum(view.leased_tokens for view in await self.store.snapshot())
+        leased = sum(view.leased_tokens for view in (await self.store.snapshot()).workers)
         return not (busy or reserved or leased or len(self.dispatcher.queue))
 
 
@@ -178,15 +179,15 @@ async def dispatching(
     rules = WaitingRules(admission="none", bounds=bounds, most_resumes=most_resumes)
     policy = speculation_policy(config.speculation)
     dispatcher = build_dispatcher(
-        *(fleet, store, lifecycle, decisions, policy, rules), quotas=quotas or {}
+        *(fleet, store, lifecycle, decisions, policy, rules),
+        quotas=quotas or {},
+        draw=Random(0).random,
     )
     heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
-    beating = asyncio.create_task(heartbeat.run())
     try:
-        yield Dispatched(dispatcher, fleet, store)
+        async with heartbeat.beating():
+            yield Dispatched(dispatcher, fleet, store)
     finally:
-        beating.cancel()
-        await asyncio.wait({beating})
         await fleet.stop()
 
 
