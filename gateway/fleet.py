@@ -121,7 +121,7 @@ class Fleet:
     @property
     def failure(self) -> str | None:
         """Why no worker is left, or None while there is one, or may be again, or none was built."""
-        return None if self.forwards else self.outage
+        return None if any(worker.backend.recovers for worker in self.workers) else self.outage
 
     @property
     def forwards(self) -> bool:

@@ -16,13 +16,13 @@ from yarl import URL
 
 from backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
 from backends.errors import UpstreamUnreachable
-from backends.openai.breaker import Breaker
 from backends.openai.exchange import HttpExchange
 from backends.openai.probing import PROBE_S, Prober
-from backends.openai.reasons import plain_reason
 from backends.openai.retry_after import retry_after_s
 from backends.openai.speed import ObservedSpeed
+from backends.reasons import plain_reason
 from backends.types import Capabilities, ModelCard
+from policies.breaker import Breaker, Patience
 from policies.types import WorkerLoad
 
 CONNECT_S: Final = 5.0
@@ -38,6 +38,12 @@ LAST_BYTES_S: Final = 0.25
 DEFAULT_REST_S: Final = 1.0
 """Pause of an upstream that refuses (429, 503) without saying for how long."""
 
+PATIENCE: Final = Patience(
+    failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0
+)
+"""With an upstream. One failure in a row may be a connection that it closed when idle; a restart of
+an engine takes tens of seconds to minutes."""
+
 LARGE_BYTES: Final = 64 << 10
 
 _REFUSALS: Final = (429, 503)
@@ -46,6 +52,8 @@ _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=F
 
 class OpenAIUpstream:
     """Implements `Upstream`. One session, whose connections are kept and shared."""
+
+    recovers = True
 
     def __init__(
         self,
@@ -70,7 +78,7 @@ class OpenAIUpstream:
         self._seats = config.upstream_concurrency
         self._clock = clock
         self._probe_s = probe_s
-        self._breaker = Breaker()
+        self._breaker = Breaker(PATIENCE)
         self._speed = ObservedSpeed()
         self._rest = Rest(0.0, 503, "")
         self._rest_until_s = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 
 from backends.types import Delta, GenerationRequest
 from gateway.dispatch.admission import AdmissionController, Ask
@@ -124,6 +125,8 @@ class Dispatcher:
             placed = self._decide(run, index, worker)
             unstarted = True
             with dispatched(run.span) as hops:
+                if hops is not None:
+                    placed = replace(placed, request=hops.carried(placed.request))
                 async with self._leased(placed) as deltas:
                     async for delta in deltas:
                         if unstarted:

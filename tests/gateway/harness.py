@@ -40,6 +40,8 @@ PATIENCE_S = 10.0
 class ScriptedBackend:
     """Implements `Backend`; the test plays the worker."""
 
+    recovers = False
+
     def __init__(self) -> None:
         self.submitted: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()

@@ -1,0 +1,44 @@
+"""What the pauses of upstreams mean, and how fast they are."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from backends.openai.retry_after import retry_after_s
+from backends.openai.speed import ObservedSpeed
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0.0),
+        (" 120 ", 120.0),
+        ("Sat, 21 Nov 2026 12:00:30 GMT", 30.0),
+        ("Saturday, 21-Nov-26 12:00:30 GMT", 30.0),
+        ("Sat Nov 21 12:00:30 2026", 30.0),
+        ("Sat, 21 Nov 2026 11:00:00 GMT", 0.0),
+        ("-1", None),
+        ("1.5", None),
+        ("soon", None),
+        ("9" * 400, None),
+        ("\u0663", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_retry_after_is_read_in_all_its_forms(text: str | None, seconds: float | None) -> None:
+    """Seconds and the three kinds of dates count; what is neither counts as not said."""
+    assert retry_after_s(text, datetime(2026, 11, 21, 12, tzinfo=UTC)) == seconds
+
+
+def test_speed_is_that_of_one_choice() -> None:
+    """Two choices that share a stream each have half of its tokens; no gap shows nothing."""
+    seen = ObservedSpeed()
+    seen.streamed(1.0, 1, 1)
+    assert seen.speed().tpot_s == 0.0
+    seen.streamed(1.0, 22, 2)
+    assert seen.speed().tpot_s == pytest.approx(0.1)
+    seen.streamed(2.0, 11, 1)
+    assert seen.speed().tpot_s == pytest.approx(0.12)
