@@ -65,7 +65,7 @@ class DeltaStreams:
             stream.fail(message)
 
     def break_off(self, request_id: str, message: str) -> None:
-        """End a stream, which the worker has ended, with `BackendFailed(message)`, if it is open."""
+        """End a stream that the worker has ended, if it is open, with `BackendFailed(message)`."""
         stream = self._open.pop(request_id, None)
         if stream is not None:
             stream.fail(message)

@@ -22,8 +22,7 @@ class Codec(Generic[Received]):
         """Read messages of this type: a struct, or a union of structs."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(
-            received,  # type: ignore[arg-type]  # mypy has no word for a union as a value
-            dec_hook=_of_bytes,
+            received, dec_hook=_of_bytes
         )
 
     def encode(self, message: msgspec.Struct) -> bytes:

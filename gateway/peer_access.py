@@ -21,9 +21,7 @@ NO_PROOF: Final = ""
 class PeerAccess:
     """Decides who is a peer."""
 
-    def __init__(
-        self, secret: SharedSecret | None, now_s: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, secret: SharedSecret | None, now_s: Callable[[], float] = time.time) -> None:
         """Ask for proofs of a secret; None asks for none."""
         self._proofs = None if secret is None else ProofChecker(secret)
         self._now_s = now_s

@@ -38,9 +38,7 @@ LAST_BYTES_S: Final = 0.25
 DEFAULT_REST_S: Final = 1.0
 """Pause of an upstream that refuses (429, 503) without saying for how long."""
 
-PATIENCE: Final = Patience(
-    failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0
-)
+PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
 """With an upstream. One failure in a row may be a connection that it closed when idle; a restart of
 an engine takes tens of seconds to minutes."""
 

@@ -262,7 +262,7 @@ class PeerBackend:
                 self._streams.break_off(request_id, reason)
 
     def _addressed(self, report: Update) -> Iterator[tuple[str, Delta]]:
-        """Yield deltas with their requests' ids; those of requests that were given up are dropped."""
+        """Yield deltas with their requests' ids, but for those of requests that were given up."""
         for number, delta in report.deltas:
             request_id = self._numbers.request_id(number)
             if request_id is None:

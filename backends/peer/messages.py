@@ -1,13 +1,13 @@
 """What a gateway and a peer say to each other, over a WebSocket (RFC 6455).
 
 One connection carries all requests of a gateway to a worker, so that a step costs one message for
-all of them, and one silence tells that the machine is gone. On it they have numbers, each used once:
-what comes late for one that was given up is not taken for one that came again. It is opened by
+all of them, and one silence tells that the machine is gone. On it they have numbers, each used
+once: what comes late for one that was given up is not taken for one that came again. It begins with
 
     GET /peer/v1/workers/NUMBER        with a proof that the secret is known (`proof`)
 
-on the peer's own port. First the peer says `Welcome`; only a gateway that accepts its proof goes on.
-From then on there are commands one way and reports the other, one to a WebSocket message, as
+on the peer's own port. First the peer says `Welcome`; only a gateway that accepts its proof goes
+on. From then on there are commands one way and reports the other, one to a WebSocket message, as
 `backends.wire` writes them. The end of the connection cancels every request on it.
 """
 

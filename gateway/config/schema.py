@@ -67,7 +67,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 8000
     backend: Annotated[
         str,
-        _meta("What runs requests: engine, sim, openai, peer, or one installed beside", kind="backend"),
+        _meta(
+            "What runs requests: engine, sim, openai, peer, or one installed beside", kind="backend"
+        ),
     ] = "engine"
     speculation: Annotated[
         str,
@@ -177,7 +179,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     upstream: Annotated[
         tuple[str, ...],
         _meta(
-            "openai, peer: address of a server that runs requests; again for more", kind="urls", gateway=True
+            "openai, peer: address of a server that runs requests; again for more",
+            kind="urls",
+            gateway=True,
         ),
     ] = ()
     upstream_api_key_env: (

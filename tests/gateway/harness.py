@@ -123,9 +123,9 @@ async def running(
     fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
     node = Node(config, fleet, MemoryStore(), tracing or NoTracing())
     async with listening(node) as where:
-        if start:
-            await start_workers(node)
         try:
+            if start:
+                await start_workers(node)
             yield where
         finally:
             await node.fleet.stop()

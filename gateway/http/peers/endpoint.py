@@ -25,7 +25,8 @@ from gateway.telemetry.logs import log
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
 """The answer to a node's proof; only requests of nodes have one."""
 
-SESSIONS: Final = web.AppKey("peer_sessions", WeakSet[web.WebSocketResponse])
+Sessions = WeakSet[web.WebSocketResponse]
+SESSIONS: Final = web.AppKey("peer_sessions", Sessions)
 
 PING_S: Final = 10.0
 """A node that says nothing for so long is asked whether it is there. If it is cut off without a

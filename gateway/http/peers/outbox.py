@@ -8,8 +8,8 @@ from typing import Final
 from backends.types import Delta
 
 MOST_DELTAS: Final = 1024
-"""Beyond so many nobody adds any: what comes then waits where it is made, merged by request. A batch
-of 256 sequences fills it in four steps."""
+"""Beyond so many nobody adds any: what comes then waits where it is made, merged by request. A
+batch of 256 sequences fills it in four steps."""
 
 
 class Outbox:
