@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from typing import Final
-from weakref import WeakSet
 
 import aiohttp
 from aiohttp import web
@@ -25,8 +24,7 @@ from gateway.telemetry.logs import log
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
 """The answer to a node's proof; only requests of nodes have one."""
 
-Sessions = WeakSet[web.WebSocketResponse]
-SESSIONS: Final = web.AppKey("peer_sessions", Sessions)
+SESSIONS: Final = web.AppKey("peer_sessions", set[web.WebSocketResponse])
 
 PING_S: Final = 10.0
 """A node that says nothing for so long is asked whether it is there. If it is cut off without a
@@ -37,7 +35,7 @@ def add_peer_routes(app: web.Application) -> None:
     """Let other nodes use the workers of this one, if any may."""
     if app[NODE].peer_access is None:
         return
-    app[SESSIONS] = WeakSet()
+    app[SESSIONS] = set()
     app.router.add_route("*", WORKER_PATH + "{number:[0-9]{1,3}}", _serve_peer)
     app.on_shutdown.append(_end_sessions)
 
@@ -78,6 +76,7 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
     try:
         await PeerSession(node, worker, socket).run(request[PROOF_ANSWER])
     finally:
+        request.app[SESSIONS].discard(socket)
         log(logging.INFO, "a peer left", remote=request.remote, worker=worker.worker_id)
     return socket
 
@@ -93,5 +92,6 @@ def _worker(node: Node, number: int) -> FleetWorker | None:
 
 async def _end_sessions(app: web.Application) -> None:
     """Say goodbye to every node: their requests have ended by now."""
-    for socket in tuple(app[SESSIONS]):
+    sockets = app[SESSIONS]
+    for socket in tuple(sockets):
         await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
