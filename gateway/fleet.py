@@ -169,6 +169,9 @@ class Fleet:
         """
         factory = await asyncio.to_thread(self._load_factory)
         await self.start_with(factory, f"w-{secrets.token_hex(4)}")
+        models = sorted({worker.backend.card.model_id for worker in self.workers})
+        if len(models) > 1 and not self.forwards:
+            raise ValueError(f"the workers serve different models: {', '.join(models)}")
 
     async def start_with(self, factory: BackendFactory, name: str) -> None:
         """As `start`, with a factory that is there already.

@@ -12,6 +12,7 @@ import aiohttp
 from yarl import URL
 
 from backends.errors import BackendFailed
+from backends.peer.channel import MOST_FRAME_BYTES, Channel
 from backends.peer.messages import (
     MOST_REPORT_BYTES,
     AskTokenizer,
@@ -23,7 +24,6 @@ from backends.peer.messages import (
 )
 from backends.peer.proof import Proof, SharedSecret, is_answer
 from backends.reasons import plain_reason
-from backends.wire import Codec
 
 CONNECT_S: Final = 5.0
 """For a connection and the welcome on it. A node whose event loop is later serves nobody well."""
@@ -65,7 +65,7 @@ class Link:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Take a connection on which nothing was said yet."""
         self._socket = socket
-        self._codec = Codec[Report](Report)
+        self._channel = Channel[Report](socket, Report, MOST_REPORT_BYTES)
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._heard = False
 
@@ -79,14 +79,17 @@ class Link:
         Raises:
             BackendFailed: the connection has ended, or what came is none.
         """
-        message = await self._socket.receive()
-        self._heard = True
-        if message.type is not aiohttp.WSMsgType.BINARY:
-            raise BackendFailed(self._closing(message))
-        try:
-            return self._codec.decode(message.data)
-        except ValueError:
-            raise BackendFailed(_CLOSINGS[aiohttp.WSCloseCode.PROTOCOL_ERROR]) from None
+        report = None
+        while report is None:
+            message = await self._socket.receive()
+            self._heard = True
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                raise BackendFailed(self._closing(message))
+            try:
+                report = self._channel.read(message.data)
+            except ValueError:
+                raise BackendFailed(_CLOSINGS[aiohttp.WSCloseCode.PROTOCOL_ERROR]) from None
+        return report
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
         """Return the files of the peer's tokenizer.
@@ -96,7 +99,7 @@ class Link:
         """
         try:
             async with asyncio.timeout(TOKENIZER_S):
-                await self._socket.send_bytes(self._codec.encode(AskTokenizer()))
+                await self._channel.send(AskTokenizer())
                 while not isinstance(report := await self.receive(), TokenizerFiles):
                     pass  # it goes on reporting meanwhile
         except TimeoutError:
@@ -157,7 +160,7 @@ class Link:
     async def _send(self) -> BackendFailed:
         try:
             while True:
-                await self._socket.send_bytes(self._codec.encode(await self._commands.get()))
+                await self._channel.send(await self._commands.get())
         except ConnectionError:
             return BackendFailed("the connection broke")
 
@@ -221,7 +224,7 @@ async def _connected(
         return await session.ws_connect(
             url,
             headers=headers,
-            max_msg_size=MOST_REPORT_BYTES,
+            max_msg_size=MOST_FRAME_BYTES,
             timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
         )
     except aiohttp.WSServerHandshakeError as error:

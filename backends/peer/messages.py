@@ -8,7 +8,8 @@ once: what comes late for one that was given up is not taken for one that came a
 
 on the peer's own port. First the peer says `Welcome`; only a gateway that accepts its proof goes
 on. From then on there are commands one way and reports the other, one to a WebSocket message, as
-`backends.wire` writes them. The end of the connection cancels every request on it.
+`backends.wire` writes them, large ones in pieces (`channel`). The end of the connection cancels
+every request on it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ class SetPace(msgspec.Struct, tag=True, frozen=True):
 
     number: int
     pace: Pace
+
+
+class Piece(msgspec.Struct, tag=True, frozen=True):
+    """Either way: a part of a large message (`channel`), whose pieces come in their order."""
+
+    data: bytes
+    last: bool
 
 
 class AskTokenizer(msgspec.Struct, tag=True, frozen=True):

@@ -9,7 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from backends.peer.backend import PeerBackend
+from backends.peer.channel import Channel
 from backends.peer.messages import (
+    MOST_COMMAND_BYTES,
     WORKER_PATH,
     AskTokenizer,
     Command,
@@ -22,7 +24,6 @@ from backends.peer.tokenizer import files_digest
 from backends.shipped import SHIPPED_MODEL
 from backends.tokenizer import Tokenizer
 from backends.types import Capabilities, Delta, ModelCard
-from backends.wire import Codec
 from gateway.app import Listening
 from policies.types import WorkerLoad
 from tests.gateway.harness import running
@@ -66,6 +67,7 @@ class Impostor:
     """
 
     connection: web.WebSocketResponse
+    channel: Channel[Command]
 
     def __init__(self, welcome: Welcome | None) -> None:
         self.url = ""
@@ -75,19 +77,20 @@ class Impostor:
     async def say(self, *messages: Any) -> None:
         """Send reports."""
         for message in messages:
-            await self.connection.send_bytes(Codec[Any](Any).encode(message))
+            await self.channel.send(message)
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
         """Serve one connection."""
         self.connection = web.WebSocketResponse()
         await self.connection.prepare(request)
+        self.channel = Channel[Command](self.connection, Command, MOST_COMMAND_BYTES)
         if self.welcome is not None:
             await self.say(self.welcome, an_update())
         async for message in self.connection:
-            command = Codec[Command](Command).decode(message.data)
+            command = self.channel.read(message.data)
             if isinstance(command, AskTokenizer):
                 await self.say(TokenizerFiles(FILES), an_update())
-            else:
+            elif command is not None:
                 self.commands.append(command)
         return self.connection
 

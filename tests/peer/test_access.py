@@ -121,7 +121,7 @@ async def test_nonsense_ends_the_connection_and_nothing_else(
     data: bytes, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No message, a message of no kind, one beyond the bound: that peer has to begin anew."""
-    monkeypatch.setattr("gateway.http.peers.endpoint.MOST_COMMAND_BYTES", 1000)
+    monkeypatch.setattr("gateway.http.peers.endpoint.MOST_FRAME_BYTES", 1000)
     async with (
         running() as where,
         linked_to(where.url) as backend,

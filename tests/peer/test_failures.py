@@ -16,8 +16,8 @@ import pytest
 
 from backends.errors import BackendFailed, CheckpointError, RequestRejected
 from backends.peer.backend import PeerBackend
+from backends.peer.channel import MOST_FRAME_BYTES
 from backends.peer.link import PeerRefused
-from backends.peer.messages import MOST_REPORT_BYTES
 from backends.testing import collect, make_request
 from backends.types import Delta, FinishReason, SpeculationOutcome
 from gateway.app import drain, start_workers
@@ -76,7 +76,7 @@ def in_messages_that_are_none(proxy: TcpProxy) -> None:
 
 def with_a_message_beyond_the_bound(proxy: TcpProxy) -> None:
     """The head of a frame that announces more than is taken."""
-    proxy.spoil(b"\x82\x7f" + (MOST_REPORT_BYTES + 1).to_bytes(8, "big"))
+    proxy.spoil(b"\x82\x7f" + (MOST_FRAME_BYTES + 1).to_bytes(8, "big"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ same question for an API key. These paths are no part of the OpenAPI document, w
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Final
 
@@ -13,7 +14,8 @@ import aiohttp
 from aiohttp import web
 
 from backends.peer.backend import PeerBackend
-from backends.peer.messages import MOST_COMMAND_BYTES, PREFIX, WORKER_PATH
+from backends.peer.channel import MOST_FRAME_BYTES
+from backends.peer.messages import PREFIX, WORKER_PATH
 from gateway.errors import RouteNotFound
 from gateway.fleet import FleetWorker
 from gateway.http.context import NODE
@@ -29,6 +31,9 @@ SESSIONS: Final = web.AppKey("peer_sessions", set[web.WebSocketResponse])
 PING_S: Final = 10.0
 """A node that says nothing for so long is asked whether it is there. If it is cut off without a
 word, what it left running is ended after one and a half of this."""
+
+GOODBYE_S: Final = 0.25
+"""For the other side's goodbye, which one that hangs never says."""
 
 
 def add_peer_routes(app: web.Application) -> None:
@@ -68,7 +73,7 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
     if worker is None:
         raise RouteNotFound(f"there is no {request.path}")
     socket = web.WebSocketResponse(
-        heartbeat=PING_S, compress=False, max_msg_size=MOST_COMMAND_BYTES
+        heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MOST_FRAME_BYTES
     )
     await socket.prepare(request)
     request.app[SESSIONS].add(socket)
@@ -93,5 +98,5 @@ def _worker(node: Node, number: int) -> FleetWorker | None:
 async def _end_sessions(app: web.Application) -> None:
     """Say goodbye to every node: their requests have ended by now."""
     sockets = app[SESSIONS]
-    for socket in tuple(sockets):
-        await socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
+    goodbyes = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in sockets)
+    await asyncio.gather(*goodbyes)

@@ -12,7 +12,9 @@ import aiohttp
 from aiohttp import web
 
 from backends.errors import BackendFailed, CheckpointError, RequestRejected
+from backends.peer.channel import Channel
 from backends.peer.messages import (
+    MOST_COMMAND_BYTES,
     REPORT_S,
     AskTokenizer,
     Command,
@@ -24,7 +26,6 @@ from backends.peer.messages import (
 )
 from backends.peer.tokenizer import files_digest
 from backends.types import Delta
-from backends.wire import Codec
 from gateway.errors import GatewayError
 from gateway.fleet import FleetWorker
 from gateway.http.peers.outbox import Outbox
@@ -45,7 +46,7 @@ class PeerSession:
         self._node = node
         self._worker = worker
         self._socket = socket
-        self._codec = Codec[Command](Command)
+        self._channel = Channel[Command](socket, Command, MOST_COMMAND_BYTES)
         self._outbox = Outbox()
         self._name = secrets.token_hex(4)
         self._streams: dict[int, tuple[PeerStream, asyncio.Task[None]]] = {}
@@ -57,7 +58,7 @@ class PeerSession:
             answer: to the other node's proof.
         """
         try:
-            await self._socket.send_bytes(self._codec.encode(await self._welcome(answer)))
+            await self._channel.send(await self._welcome(answer))
             reporting = asyncio.create_task(self._report())
             try:
                 await self._obey_all()
@@ -84,19 +85,20 @@ class PeerSession:
             try:
                 if message.type is not aiohttp.WSMsgType.BINARY:
                     raise ValueError("no message of this protocol: a text")
-                command = self._codec.decode(message.data)
+                command = self._channel.read(message.data)
             except ValueError as error:
                 log(logging.ERROR, "a peer sends what cannot be read", error=error)
                 await self._socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR)
                 return
-            await self._obey(command)
+            if command is not None:
+                await self._obey(command)
 
     async def _obey(self, command: Command) -> None:
         if isinstance(command, Submit):
             self._begin(command)
         elif isinstance(command, AskTokenizer):
             files = await asyncio.to_thread(self._worker.generating.tokenizer.files)
-            await self._socket.send_bytes(self._codec.encode(TokenizerFiles(files)))
+            await self._channel.send(TokenizerFiles(files))
         elif command.number in self._streams:
             stream, task = self._streams[command.number]
             if isinstance(command, SetPace):
@@ -135,7 +137,7 @@ class PeerSession:
         try:
             while True:
                 await self._outbox.news()
-                await self._socket.send_bytes(self._codec.encode(self._update()))
+                await self._channel.send(self._update())
         except ConnectionError:
             pass  # whoever receives sees it, too
         except Exception as error:  # noqa: BLE001 - silence would look as if this node hung
