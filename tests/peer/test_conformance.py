@@ -92,7 +92,7 @@ async def test_a_request_begun_here_goes_on_there() -> None:
 async def test_closing_a_stream_frees_the_memory_there(read: bool) -> None:
     """Decoding or not even begun: the other worker has nothing of it any more."""
     async with running() as where, linked_to(where.url) as backend:
-        async with aclosing(backend.generate(make_request(backend, max_tokens=400))) as stream:
+        async with aclosing(backend.generate(make_request(backend, max_tokens=8000))) as stream:
             if read:
                 await anext(stream)
                 assert load_of(where.node).running == 1
@@ -103,7 +103,7 @@ async def test_closing_a_stream_frees_the_memory_there(read: bool) -> None:
 async def test_stopping_the_gateway_frees_the_memory_there() -> None:
     """The end of the connection is the end of everything that came over it."""
     async with running() as where, linked_to(where.url) as backend:
-        streams = [backend.generate(make_request(backend, max_tokens=400)) for _ in range(3)]
+        streams = [backend.generate(make_request(backend, max_tokens=8000)) for _ in range(3)]
         for stream in streams:
             await anext(stream)
         assert load_of(where.node).running == 3

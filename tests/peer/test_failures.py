@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -19,10 +20,11 @@ from backends.peer.backend import PeerBackend
 from backends.peer.channel import MOST_FRAME_BYTES
 from backends.peer.link import PeerRefused
 from backends.testing import collect, make_request
-from backends.types import Delta, FinishReason, SpeculationOutcome
+from backends.token_ids import compact
+from backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome
 from gateway.app import drain, start_workers
 from tests.gateway.harness import is_idle, running, until
-from tests.gateway.tcp_proxy import TcpProxy
+from tests.gateway.tcp_proxy import TcpProxy, proxied
 from tests.gateway.test_cli import COMMAND
 from tests.peer.harness import (
     SILENCE_S,
@@ -34,7 +36,7 @@ from tests.peer.harness import (
     linked_to,
 )
 
-LONG = 400
+LONG = 8000
 """Tokens of a stream that is not over when something happens to it."""
 
 
@@ -125,6 +127,35 @@ async def test_a_slow_network_is_no_failure() -> None:
         proxy.delay_s = SILENCE_S / 4
         assert await collect(backend, make_request(backend)) == before
         assert backend.load_age_s < SILENCE_S
+
+
+async def test_a_gateway_that_is_cut_off_without_a_word_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer asks it whether it is there, and ends what it left, though no connection closed."""
+    monkeypatch.setattr("gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
+    async with (
+        running() as where,
+        proxied(where.url) as proxy,
+        linked_to(proxy.url, silence_s=60.0) as backend,
+    ):
+        stream = backend.generate(make_request(backend, max_tokens=LONG))
+        await anext(stream)
+        proxy.freeze()
+        await until(lambda: is_idle(where.node))
+        assert backend.failure is None
+        await stream.aclose()
+
+
+async def test_a_gateway_that_only_waits_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing to say while it reads, and answers when it is asked."""
+    monkeypatch.setattr("gateway.http.peers.endpoint.PING_S", 0.05)
+    async with (
+        running() as where,
+        linked_to(where.url) as backend,
+        aclosing(backend.generate(make_request(backend, max_tokens=100))) as stream,
+    ):
+        assert sum([len(delta.token_ids) async for delta in stream]) == 100
 
 
 async def test_a_stall_of_this_event_loop_is_no_silence_of_the_peer() -> None:
@@ -342,3 +373,25 @@ async def test_a_server_that_says_nothing_is_not_waited_for(
         await backend.stop()
         with pytest.raises(BackendFailed):
             await starting
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt_ids": compact([1 << 40])}, "token ids must be between"),
+        ({"prompt_ids": compact([])}, "no tokens"),
+        ({"resumed": (ResumedChoice(0, (-1,)),)}, "token ids must be between"),
+        ({"prompt_ids": compact([1]) * (1 << 15)}, "context holds"),
+    ],
+)
+async def test_what_cannot_run_there_is_refused_and_the_worker_lives(
+    change: dict[str, object], reason: str
+) -> None:
+    """The peer does not trust what comes over a network to have been checked."""
+    async with running() as where, linked_to(where.url) as backend:
+        wanted = replace(make_request(backend), **change)
+        with pytest.raises(RequestRejected, match=reason):
+            backend.check(wanted)
+        assert reason in await ending(backend.generate(wanted))
+        assert is_idle(where.node)
+        await collect(backend, make_request(backend))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from backends.shipped import SHIPPED_MODEL
 from gateway.app import StartError, build_node, drain, start_workers
 from gateway.config import ServeConfig
 from gateway.lifecycle import NodeState
@@ -117,6 +120,16 @@ async def test_of_two_peers_the_one_that_is_about_to_stop_gets_nothing_new() -> 
         answers = [http.post("/v1/completions", json=BODY) for _ in range(8)]
         assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
         assert await draining
+
+
+async def test_peers_with_different_models_are_no_fleet(tmp_path: Path) -> None:
+    """Token ids of one mean something else to another: the node does not start, and names both."""
+    other = tmp_path / "another"
+    shutil.copytree(SHIPPED_MODEL, other)
+    async with running() as first, running(model=str(other)) as second:
+        with pytest.raises(StartError, match="different models: another, draftgate-demo"):
+            async with running(backend="peer", upstream=(first.url, second.url)):
+                pass
 
 
 async def test_peers_of_peers_are_not_passed_on() -> None:
