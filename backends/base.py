@@ -51,6 +51,8 @@ class WorkerConfig:
         upstream: address of the server that runs the requests, for backends that forward.
         upstream_api_key_env: environment variable that holds the upstream's key; None sends none.
         upstream_concurrency: most requests the upstream runs at once; 0 where nobody knows.
+        peer_secret_env: environment variable that holds the secret which the nodes of a cluster
+            share; None where there is none.
     """
 
     model: str | None = None
@@ -81,6 +83,7 @@ class WorkerConfig:
     upstream: str | None = None
     upstream_api_key_env: str | None = None
     upstream_concurrency: int = 0
+    peer_secret_env: str | None = None
 
 
 class Worker(Protocol):
@@ -118,7 +121,12 @@ class Worker(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why it serves nobody now, or None while it is well. A `Backend` never recovers."""
+        """Why it serves nobody now, or None while it is well."""
+        ...
+
+    @property
+    def recovers(self) -> bool:
+        """Whether its failure may pass: it is asked in the background whether it is back."""
         ...
 
 
@@ -253,10 +261,7 @@ class Exchange(Protocol):
 
 
 class Upstream(Worker, Protocol):
-    """Runs requests as they came, in a server of its own that speaks OpenAI's API.
-
-    Its `failure` may pass: it is asked in the background whether it is back.
-    """
+    """Runs requests as they came, in a server of its own that speaks OpenAI's API."""
 
     @property
     def rest(self) -> Rest | None:

@@ -34,6 +34,9 @@ DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
 """The names by which checkpoints with several templates tell which is for what."""
 
+TEMPLATE_FILES: Final = ("chat_template.jinja", "additional_chat_templates/*.jinja")
+"""Where a checkpoint has templates, beside its `tokenizer_config.json`."""
+
 
 class ChatTemplate:
     """The chat template of a checkpoint, and its sibling for tools where it has one.

@@ -15,6 +15,7 @@ _BUILT_IN = {
     "engine": "backends.engine.backend:EngineBackend",
     "sim": "backends.sim.backend:SimBackend",
     "openai": "backends.openai.upstream:OpenAIUpstream",
+    "peer": "backends.peer.backend:static_peer",
 }
 
 

@@ -64,6 +64,12 @@ class DeltaStreams:
         for stream in streams.values():
             stream.fail(message)
 
+    def break_off(self, request_id: str, message: str) -> None:
+        """End a stream that the worker has ended, if it is open, with `BackendFailed(message)`."""
+        stream = self._open.pop(request_id, None)
+        if stream is not None:
+            stream.fail(message)
+
     def close(self, request_id: str) -> None:
         """Forget a stream, and tell the worker if it still owed it deltas."""
         if self._open.pop(request_id, None) is not None:
@@ -71,6 +77,9 @@ class DeltaStreams:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
 
 
 class _Stream(AsyncGenerator[Delta, None]):

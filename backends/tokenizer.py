@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from backends.chat_template import ChatTemplate, template_sources
+from backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
 from backends.errors import CheckpointError
 from backends.token_texts import TokenTexts
+
+FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    *TEMPLATE_FILES,
+)
+"""Of a checkpoint, what a tokenizer is made from; `*` stands for part of a name."""
 
 BRIEF_TOKENS: Final = 1024
 """Decoding so many holds other threads up for 0.1 ms (one core, Zen 4, 2026-11-21)."""
@@ -54,6 +62,7 @@ class Tokenizer:
         self.texts = TokenTexts(self.decode, decoder, self.encode("a", add_special_tokens=False))
         settings = read_json(directory / "tokenizer_config.json", missing={})
         self._special_tokens = _special_tokens(directory, settings)
+        self._directory = directory
         sources = template_sources(directory, settings)
         try:
             self._template = ChatTemplate(sources, self._special_tokens, now)
@@ -64,6 +73,18 @@ class Tokenizer:
         """Return a `tokenizer.json` that neither truncates nor pads."""
         settings = json.loads(self._fast.to_str())
         return json.dumps({**settings, "truncation": None, "padding": None})
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files that it was made from, by path: another process can make it of them.
+
+        Raises:
+            CheckpointError: they cannot be read any more.
+        """
+        paths = sorted(path for pattern in FILES for path in self._directory.glob(pattern))
+        try:
+            return {p.relative_to(self._directory).as_posix(): p.read_bytes() for p in paths}
+        except OSError as error:
+            raise CheckpointError(f"the tokenizer is gone: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
@@ -145,3 +166,12 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
         for role, token in named.items()
     }
     return {role: content for role, content in contents.items() if isinstance(content, str)}
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Return whether a relative path is one of `FILES`: a stranger's path may lead anywhere."""
+    path = PurePosixPath(name)
+    return any(
+        len(path.parts) == len(PurePosixPath(pattern).parts) and path.match(pattern)
+        for pattern in FILES
+    )

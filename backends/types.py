@@ -150,6 +150,8 @@ class GenerationRequest:
         task: whether to continue the prompt or to embed it; an embedding has one choice.
         block_hashes: of the prompt's full KV blocks, from the first on (`core.prefix_cache`), as
             far as they are known; a worker computes those that it lacks.
+        trace_context: headers (W3C Trace Context) by which a worker on another machine makes its
+            spans part of the request's trace; empty where nobody reads them.
     """
 
     request_id: str
@@ -164,6 +166,7 @@ class GenerationRequest:
     traced: bool = False
     task: Task = Task.GENERATE
     block_hashes: tuple[bytes, ...] = ()
+    trace_context: tuple[tuple[str, str], ...] = ()
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
         """Return the request with a plan; `replace` would take twice as long."""
@@ -180,6 +183,7 @@ class GenerationRequest:
             self.traced,
             self.task,
             self.block_hashes,
+            self.trace_context,
         )
 
     @property
@@ -259,19 +263,22 @@ class StepTrace(NamedTuple):
 class Phases(NamedTuple):
     """When a choice came how far on its worker.
 
-    By that worker's clock: `time.monotonic`, or the event loop's in a simulation.
+    By `time.monotonic`, or the event loop's clock in a simulation; what comes from another machine
+    has been moved to this one's clock by whoever received it (`backends.peer.clock`).
 
     Attributes:
         queued_s: it came to the worker.
         scheduled_s: the first step that it was in began.
         chunks: of its prompt, each with when its step ended and how many tokens it had.
         first_token_s: its first token was there.
+        recorded: whether the worker's own node has made spans of it.
     """
 
     queued_s: float
     scheduled_s: float
     chunks: tuple[tuple[float, int], ...]
     first_token_s: float
+    recorded: bool = False
 
 
 class Delta(NamedTuple):
@@ -315,6 +322,7 @@ class Capabilities:
         speculation: it drafts and verifies as it is told.
         embeddings: it gives pooled hidden states.
         embedding_size: numbers of one; 0 without.
+        formats: it holds outputs to grammars.
     """
 
     token_ids: bool = True
@@ -323,6 +331,7 @@ class Capabilities:
     speculation: bool = True
     embeddings: bool = False
     embedding_size: int = 0
+    formats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +346,8 @@ class ModelCard:
             which promise nothing.
         created_s: Unix time of loading.
         capabilities: what it can do.
+        pool_tokens: tokens that its KV pool holds; 0 where nobody knows.
+        eos_ids: tokens that end a sequence, ascending.
     """
 
     model_id: str
@@ -345,3 +356,5 @@ class ModelCard:
     numerics_class: str | None
     created_s: int
     capabilities: Capabilities = Capabilities()
+    pool_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()

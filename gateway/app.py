@@ -75,7 +75,9 @@ def build_fleet(config: ServeConfig) -> Fleet:
         ValueError: there are upstreams for a backend that has its own device.
     """
     if config.upstream and config.backend in {"engine", "sim"}:
-        raise ValueError(f"--upstream goes with --backend openai, not with {config.backend}")
+        raise ValueError(
+            f"--upstream goes with --backend openai or peer, not with {config.backend}"
+        )
     return Fleet(lambda: backend_factory(config.backend), config.worker_configs())
 
 

@@ -149,7 +149,7 @@ class Fleet:
     @property
     def failure(self) -> str | None:
         """Why no worker is left, or None while there is one, or may be again, or none was built."""
-        return None if self.forwards else self.outage
+        return None if any(worker.backend.recovers for worker in self.workers) else self.outage
 
     @property
     def forwards(self) -> bool:
@@ -198,6 +198,9 @@ class Fleet:
         factory = await asyncio.to_thread(self._load_factory)
         epoch = new_epoch(time.time(), secrets.token_hex(4))
         await self.start_with(factory, f"w-{secrets.token_hex(4)}", epoch)
+        models = sorted({worker.backend.card.model_id for worker in self.workers})
+        if len(models) > 1 and not self.forwards:
+            raise ValueError(f"the workers serve different models: {', '.join(models)}")
 
     async def start_with(self, factory: BackendFactory, name: str, epoch: str = "") -> None:
         """As `start`, with a factory that is there already.

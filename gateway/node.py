@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import secrets
 import time
 from pathlib import Path
 from random import Random
@@ -18,6 +19,7 @@ from gateway.fleet import Fleet
 from gateway.forwarding.forwarder import Forwarder
 from gateway.heartbeat import Heartbeat
 from gateway.lifecycle import Lifecycle, NodeState
+from gateway.peer_access import peer_access
 from gateway.served import Served
 from gateway.state.store import Store
 from gateway.telemetry import figures
@@ -29,13 +31,20 @@ from policies.types import WorkerLoad
 
 
 class Node:
-    """What this process consists of."""
+    """What this process consists of.
+
+    Attributes:
+        epoch: tells this life of the node from those before and after a restart; later ones are
+            greater, as texts.
+        peer_access: which other nodes may use its workers; None if none may.
+    """
 
     def __init__(self, config: ServeConfig, fleet: Fleet, store: Store, tracing: Tracing) -> None:
         """Join the parts; nothing starts yet.
 
         Raises:
-            ValueError: the configured policy does not exist, or the keys cannot be read.
+            ValueError: the configured policy does not exist, the keys cannot be read, or the
+                peers' secret is not there.
         """
         self._served: Served | None = None
         self.config = config
@@ -47,6 +56,8 @@ class Node:
         path = None if config.decisions_file is None else Path(config.decisions_file)
         self.decisions = Decisions(path, time.time)
         self.accounts = _accounts(config)
+        self.epoch = _new_epoch()
+        self.peer_access = peer_access(config, keys=self.accounts.required)
         bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
         rules = WaitingRules(
             config.ordering, config.admission, bounds, config.routing, config.max_resumes
@@ -126,3 +137,7 @@ class Node:
 def _accounts(config: ServeConfig) -> Accounts:
     path = None if config.api_keys_file is None else Path(config.api_keys_file)
     return read_accounts(path, config.api_keys)
+
+
+def _new_epoch() -> str:
+    return f"{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(4)}"

@@ -75,7 +75,8 @@ class Admission:
                     param="max_tokens",
                 )
         vocab = self.tokenizer.vocab_size
-        if not _all_below(vocab, request.prompt_ids):
+        begun = (choice.output_ids for choice in request.choices)
+        if not all(_all_below(vocab, ids) for ids in (request.prompt_ids, *begun)):
             raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
         if any(not 0 <= token < vocab for token, _ in request.sampling.logit_bias):
             raise RequestRejected(

@@ -51,6 +51,8 @@ class EngineHost(Protocol):
 class EngineBackend:
     """Runs a checkpoint; satisfies `backends.base.Backend`."""
 
+    recovers = False
+
     def __init__(self, config: WorkerConfig) -> None:
         """Prepare; nothing is loaded before `start`."""
         self._streams = DeltaStreams(on_abandon=self._abandon)

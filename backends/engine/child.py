@@ -49,8 +49,7 @@ class Reports:
 
     def ready(self, served: ServedModel) -> None:
         """Tell what the gateway needs to know."""
-        eos_ids = tuple(sorted(served.eos_ids))
-        self._send(Ready(served.card, served.admission.pool_tokens, eos_ids))
+        self._send(Ready(served.card))
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
         """Send a step's deltas."""

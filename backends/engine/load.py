@@ -131,9 +131,9 @@ def load_engine(
     numerics = numerics_class(
         weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
     )
-    card = _card(config, numerics, max_model_len, _embedding_size(model, directory), exact=exact)
+    card = _card(config, model, directory, numerics, max_model_len, num_blocks, exact=exact)
     worker = _worker(scheduler, tokenizer, model, card)
-    served = ServedModel(card, worker.admission, model.eos_ids)
+    served = ServedModel(card, worker.admission)
     return LoadedEngine(worker, runner, served, proposers)
 
 
@@ -299,12 +299,21 @@ def _embedding_size(model: ModelConfig, directory: Path) -> int:
 
 
 def _card(
-    config: WorkerConfig, numerics: str, max_model_len: int, embedding_size: int, *, exact: bool
+    config: WorkerConfig,
+    model: ModelConfig,
+    directory: Path,
+    numerics: str,
+    max_model_len: int,
+    num_blocks: int,
+    *,
+    exact: bool,
 ) -> ModelCard:
+    embedding_size = _embedding_size(model, directory)
     capabilities = Capabilities(
         exact=exact and config.verify == "coupled",  # else a text depends on what was drafted
         embeddings=embedding_size > 0,
         embedding_size=embedding_size,
+        formats=True,
     )
     return ModelCard(
         checkpoint_id(config.model),
@@ -313,4 +322,6 @@ def _card(
         numerics,
         int(time.time()),
         capabilities,
+        num_blocks * BLOCK_TOKENS,
+        tuple(sorted(model.eos_ids)),
     )

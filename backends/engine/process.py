@@ -17,7 +17,6 @@ from typing import Final
 
 from backends.base import WorkerConfig
 from backends.checkpoints import find_checkpoint
-from backends.core.admission import Admission
 from backends.engine.loop import LoopEvents
 from backends.engine.served import ServedModel
 from backends.engine.wire import (
@@ -34,7 +33,7 @@ from backends.engine.wire import (
     Submit,
 )
 from backends.errors import BackendFailed, CheckpointError
-from backends.grammar import LlGrammars
+from backends.remote import remote_admission
 from backends.tokenizer import Tokenizer
 from backends.types import GenerationRequest, Pace
 
@@ -120,12 +119,7 @@ class EngineProcess(threading.Thread):
 
     def _served(self, ready: Ready) -> ServedModel:
         directory = find_checkpoint(self._config.model, weights=False)
-        tokenizer, eos_ids = Tokenizer(directory), frozenset(ready.eos_ids)
-        grammars = LlGrammars(tokenizer, eos_ids)
-        longest, pool_tokens = ready.card.max_model_len, ready.pool_tokens
-        embeds = ready.card.capabilities.embeddings
-        admission = Admission(tokenizer, longest, pool_tokens, grammars, embeds=embeds)
-        return ServedModel(ready.card, admission, eos_ids)
+        return ServedModel(ready.card, remote_admission(ready.card, Tokenizer(directory)))
 
     def _deliver(self, channel: Channel[Report]) -> None:
         """Send what is to be sent, in a thread: a long prompt is more than the socket takes."""

@@ -14,9 +14,7 @@ class ServedModel:
 
     Attributes:
         admission: what can run there, with the tokenizer.
-        eos_ids: tokens that end a sequence.
     """
 
     card: ModelCard
     admission: Admission
-    eos_ids: frozenset[int]

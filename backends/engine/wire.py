@@ -1,6 +1,6 @@
 """What a gateway's process and an engine's own process say to each other, over a socket.
 
-Messages are msgpack behind a length of four bytes. Whoever ends closes the socket.
+Messages (`backends.wire`) stand behind a length of four bytes. Whoever ends closes the socket.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from backends.base import WorkerConfig
-from backends.token_ids import TokenIds, from_bytes
 from backends.types import Delta, GenerationRequest, ModelCard, Pace
+from backends.wire import Codec
 from policies.types import WorkerLoad
 
 _LENGTH_BYTES: Final = 4
@@ -53,15 +53,9 @@ class Loading(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: loaded, and what the gateway needs to check requests by itself.
-
-    Attributes:
-        pool_tokens: tokens that the KV pool holds.
-    """
+    """From the engine: loaded, and what the gateway needs to check requests by itself."""
 
     card: ModelCard
-    pool_tokens: int
-    eos_ids: tuple[int, ...]
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):
@@ -87,14 +81,6 @@ Report = Loading | Ready | Stepped | Failed
 Received = TypeVar("Received", Command, Report)
 
 
-def _to_bytes(ids: TokenIds) -> bytes:
-    return ids.tobytes()
-
-
-def _of_bytes(_: type, data: bytes) -> TokenIds:
-    return from_bytes(data)
-
-
 class Channel(Generic[Received]):
     """One end of the socket. One thread receives; any may send."""
 
@@ -102,8 +88,7 @@ class Channel(Generic[Received]):
         """Take an end; `received` is what the other one sends."""
         self._end = end
         self._file = end.makefile("rb")
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
-        self._decoder = msgspec.msgpack.Decoder(received, dec_hook=_of_bytes)
+        self._codec: Codec[Received] = Codec(received)
         self._sending = Lock()
 
     def send(self, message: Command | Report) -> None:
@@ -113,15 +98,15 @@ class Channel(Generic[Received]):
             OSError: the other end is closed.
         """
         with self._sending:
-            data = self._encoder.encode(message)
+            data = self._codec.encode(message)
             self._end.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
     def __iter__(self) -> Iterator[Received]:
         """Yield what comes, until the other end is closed."""
         try:
             while len(head := self._file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
-                yield self._decoder.decode(self._file.read(int.from_bytes(head, "little")))
-        except (ConnectionResetError, msgspec.DecodeError):
+                yield self._codec.decode(self._file.read(int.from_bytes(head, "little")))
+        except (ConnectionResetError, ValueError):
             return  # cut off in the middle
 
     def hang_up(self) -> None:

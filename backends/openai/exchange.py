@@ -10,7 +10,7 @@ import aiohttp
 from backends.base import TokenUsage
 from backends.errors import UpstreamFailed
 from backends.openai.events import EventScan, StreamEnding, usage_in
-from backends.openai.reasons import plain_reason
+from backends.reasons import plain_reason
 
 _TAIL_BYTES: Final = 16 << 10
 """Of a whole answer the end is kept, where `usage` stands."""

@@ -18,9 +18,9 @@ from backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
 from backends.errors import UpstreamUnreachable
 from backends.openai.exchange import HttpExchange
 from backends.openai.probing import PROBE_S, Prober
-from backends.openai.reasons import plain_reason
 from backends.openai.retry_after import retry_after_s
 from backends.openai.speed import ObservedSpeed
+from backends.reasons import plain_reason
 from backends.types import Capabilities, ModelCard
 from policies.breaker import Breaker, Patience
 from policies.types import WorkerLoad
@@ -50,6 +50,8 @@ _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=F
 
 class OpenAIUpstream:
     """Implements `Upstream`. One session, whose connections are kept and shared."""
+
+    recovers = True
 
     def __init__(
         self,

@@ -20,6 +20,8 @@ from policies.types import WorkerLoad
 class SimBackend:
     """Runs requests on a simulated device. Everything but the forward pass is the real thing."""
 
+    recovers = False
+
     def __init__(
         self, config: WorkerConfig, clock: Clock | None = None, build: Builder = serving_parts
     ) -> None:

@@ -108,9 +108,10 @@ def serving_parts(config: WorkerConfig, clock: Clock) -> Parts:
     proposer = SimProposer(
         PROPOSER, truth, ConstantAcceptance(truth, config.sim_acceptance), DraftCost(), device
     )
+    blocks = KvBlocks(num_blocks(config.kv_bytes, profile), BLOCK_TOKENS)
     scheduler = Scheduler(
         SchedulerConfig(config.max_num_seqs, config.max_step_tokens),
-        KvBlocks(num_blocks(config.kv_bytes, profile), BLOCK_TOKENS),
+        blocks,
         speculation_policy(config.speculation),
         {PROPOSER: proposer},
         profile.cost,
@@ -124,6 +125,7 @@ def serving_parts(config: WorkerConfig, clock: Clock) -> Parts:
         numerics_class=f"sim:{profile.name}",
         created_s=int(time.time()),
         capabilities=EXACT,
+        pool_tokens=blocks.num_blocks * BLOCK_TOKENS,
     )
     worker = Worker(scheduler, tokenizer, max_model_len)
     return Parts(worker, SimExecutor(truth, device), tokenizer, card)

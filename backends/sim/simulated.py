@@ -90,10 +90,10 @@ class World:
         )
         tokenizer = _tokenizer()
         max_model_len = config.max_model_len or MAX_MODEL_LEN
-        admission = Admission(tokenizer, max_model_len, blocks.num_blocks * BLOCK_TOKENS)
-        card = ModelCard(
-            profile.name, profile.source, max_model_len, f"sim:{profile.name}", 0, EXACT
-        )
+        pool_tokens = blocks.num_blocks * BLOCK_TOKENS
+        admission = Admission(tokenizer, max_model_len, pool_tokens)
+        name, numerics = profile.name, f"sim:{profile.name}"
+        card = ModelCard(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens)
         worker = TextlessWorker(scheduler, admission, self.ledger)
         return Parts(worker, SimExecutor(truth, device), tokenizer, card)
 

@@ -69,7 +69,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 8000
     backend: Annotated[
         str,
-        _meta("What runs requests: engine, sim, openai, or one installed beside", kind="backend"),
+        _meta(
+            "What runs requests: engine, sim, openai, peer, or one installed beside", kind="backend"
+        ),
     ] = "engine"
     speculation: Annotated[
         str,
@@ -179,7 +181,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     upstream: Annotated[
         tuple[str, ...],
         _meta(
-            "openai: address of a server to forward to; again for more", kind="urls", gateway=True
+            "openai, peer: address of a server that runs requests; again for more",
+            kind="urls",
+            gateway=True,
         ),
     ] = ()
     upstream_api_key_env: (
@@ -196,6 +200,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             gateway=True,
         ),
     ] = 0
+    peer_secret_env: (
+        Annotated[
+            str,
+            _meta(
+                "Environment variable with the secret that the nodes of a cluster share "
+                "(default: only this machine's nodes are peers)",
+                gateway=True,
+            ),
+        ]
+        | None
+    ) = None
     decisions_file: (
         Annotated[str, _meta("Append every decision about speculation to this file, as JSON lines")]
         | None

@@ -151,6 +151,8 @@ class Attempts:
                 found = await self._leases.take(request.request_id, request.most_tokens, (here,))
                 describe_reservation(span, found)
             with dispatched(run.span) as hops:
+                if hops is not None:
+                    request = hops.carried(request)
                 async with aclosing(worker.generating.generate(request)) as deltas:
                     if found.lease is not None:
                         worker.sent(found.lease.number)

@@ -15,6 +15,7 @@ from gateway.accounts import EVERYBODY, Account
 from gateway.dispatch.job import Job
 from gateway.errors import Unauthorized
 from gateway.http.context import NODE
+from gateway.http.peers.endpoint import is_peer
 
 ACCOUNT: Final = web.RequestKey("account", Account)
 """Whose request it is."""
@@ -27,13 +28,15 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Find the account of a request.
+    """Find the account of a request. Other nodes have none: they prove that they are such.
 
     Raises:
         Unauthorized: keys are required, and the request has none that is known.
     """
     accounts = request.app[NODE].accounts
     request[ACCOUNT] = EVERYBODY
+    if is_peer(request):
+        return await handler(request)
     if accounts.required and request.path not in _OPEN_PATHS:
         key = _key(request.headers.get("Authorization", ""))
         account = None if key is None else accounts.find(key)

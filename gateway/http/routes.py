@@ -39,6 +39,7 @@ from gateway.http.endpoints import (
 from gateway.http.endpoints.chat import CHAT
 from gateway.http.endpoints.completions import COMPLETIONS
 from gateway.http.endpoints.responses import RESPONSES
+from gateway.http.peers.endpoint import add_peer_routes
 from gateway.http.readers import SlowReaders
 from gateway.node import Node
 from gateway.telemetry.logs import about_request, log
@@ -77,6 +78,7 @@ def build_app(node: Node) -> web.Application:
             web.get("/openapi.json", openapi.get_document),
         ]
     )
+    add_peer_routes(app)
     return app
 
 

@@ -2,7 +2,9 @@
 
 Below `dispatch`, for each choice: `worker.queue`, `prefill`, `decode`. They are made when the first
 token comes, with the instants the worker noted; `decode` ends with the choice, or with `dispatch`
-if that ends before. A worker that goes on with what another began has a `dispatch` of its own.
+if that ends before. A worker that goes on with what another began has a `dispatch` of its own. What
+another node has made spans of itself, below the `peer.generate` span that continues this one, has
+none here.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Final
 
-from backends.types import Delta, Phases
+from backends.types import Delta, GenerationRequest, Phases
 from gateway.telemetry.outcomes import outcome_attributes
 from gateway.telemetry.tracing import Span
 
@@ -50,6 +53,10 @@ class WorkerHops:
         self._decodes: dict[int, Span] = {}
         self._traced = 0  # choices
 
+    def carried(self, request: GenerationRequest) -> GenerationRequest:
+        """Return a request that takes the trace along, for a worker on another machine."""
+        return replace(request, trace_context=tuple(self._dispatch.propagation().items()))
+
     def observe(self, delta: Delta) -> None:
         """Take note of a delta as it passes: spans begin and end with what it tells."""
         if delta.phases is not None:
@@ -63,6 +70,8 @@ class WorkerHops:
             self._dispatch.set({"draftgate.traced_choices": MOST_CHOICES})
             return
         self._traced += 1
+        if phases.recorded:
+            return
         which = {"draftgate.choice": choice}
         self._dispatch.child("worker.queue", which, phases.queued_s).end(phases.scheduled_s)
         self._prefill(choice, phases)

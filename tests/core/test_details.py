@@ -10,7 +10,7 @@ from backends.core.drafts import ROOT, Draft
 from backends.core.kv_blocks import KvBlocks
 from backends.core.scheduler import Scheduler, SchedulerConfig
 from backends.core.worker import Worker
-from backends.types import Delta, GenerationRequest
+from backends.types import Delta, GenerationRequest, Phases
 from policies.registry import speculation_policy
 from policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
@@ -183,4 +183,4 @@ def test_without_a_clock_time_is_that_of_the_steps() -> None:
     told.worker.submit(request(max_tokens=2))
     plan = told.worker.plan()
     ((_, delta),) = told.worker.complete(plan, told.device.execute(plan))
-    assert delta.phases == (0.0, 0.0, ((STEP_S, 4),), STEP_S)
+    assert delta.phases == Phases(0.0, 0.0, ((STEP_S, 4),), STEP_S)

@@ -28,10 +28,10 @@ from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan, Worke
 
 PLAN = SpeculationPlan("auto", SpeculationMode.AUTO, "ngram", 4, "because", 0.1)
 REQUESTS = [
-    GenerationRequest("a", compact((1, 2)), SamplingParams(5, (1 << 64) - 1), PLAN),
+    GenerationRequest("a", compact([1, 2]), SamplingParams(5, (1 << 64) - 1), PLAN),
     GenerationRequest(
         "b",
-        compact((3,)),
+        compact([3]),
         SamplingParams(5, 0, 0.8, logit_bias=((7, -1.5),), stop=("x",)),
         PLAN,
         n=2,
@@ -41,7 +41,7 @@ REQUESTS = [
         service=ServiceLevel(1.5, 0.0125, -(1 << 31)),
         traced=True,
     ),
-    GenerationRequest("c", compact((1, 2)), SamplingParams(0, 0), PLAN, task=Task.EMBED),
+    GenerationRequest("c", compact([1, 2]), SamplingParams(0, 0), PLAN, task=Task.EMBED),
 ]
 OUTCOME = SpeculationOutcome(3, 9, 4, (1, 1, 0, 1))
 STEP = StepTrace(2, "ngram", 3, (5, 9), 1, (0.75, 0.5), 0.125)
@@ -56,7 +56,7 @@ REPORT = Stepped(
         *(64, 900, 512, 16, WorkerSpeed(0.02, 1e-4, 3e-4), 5),
     ),
 )
-READY = Ready(ModelCard("m", "r", 512, "c", 1, Capabilities(exact=True)), 640, (0,))
+READY = Ready(ModelCard("m", "r", 512, "c", 1, Capabilities(exact=True), 640, (0,)))
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=["plain", "with everything", "to embed"])

@@ -41,6 +41,8 @@ PATIENCE_S = 10.0
 class ScriptedBackend:
     """Implements `Backend`; the test plays the worker."""
 
+    recovers = False
+
     def __init__(self) -> None:
         self.submitted: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         self.abandoned: asyncio.Queue[str] = asyncio.Queue()
@@ -128,9 +130,9 @@ async def running(
     fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
     node = Node(config, fleet, store or MemoryStore(), tracing or NoTracing())
     async with listening(node) as where:
-        if start:
-            await start_workers(node)
         try:
+            if start:
+                await start_workers(node)
             yield where
         finally:
             await node.fleet.stop()

@@ -200,7 +200,7 @@ async def test_every_route_is_served(sim: Listening) -> None:
         "/v1/embeddings", "/tokenize", "/detokenize",
         "/health", "/ready", "/version", "/metrics", "/decisions",
         "/live", "/", "/web/{name}",
-        "/v1/responses", "/openapi.json",
+        "/v1/responses", "/openapi.json", "/peer/v1/workers/{number}",
     }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def engine_of(model: Model) -> LoadedEngine:
     longest = model.config.max_position_embeddings
     worker = Worker(scheduler, Tokenizer(SHIPPED_MODEL), longest)
     card = ModelCard(SHIPPED_MODEL_ID, SHIPPED_MODEL_ID, longest, None, 0)
-    served = ServedModel(card, worker.admission, model.config.eos_ids)
+    served = ServedModel(card, worker.admission)
     return LoadedEngine(worker, model.runner, served, proposers)
 
 

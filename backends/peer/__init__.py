@@ -1,0 +1,1 @@
+"""Another Draftgate node as a worker: token ids over HTTP."""

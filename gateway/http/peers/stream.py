@@ -1,0 +1,117 @@
+"""A request that another node sent: admitted and decided about there, run here."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from typing import Final
+
+from backends.types import Delta, GenerationRequest, Pace
+from gateway.aside import aside
+from gateway.dispatch.placement import INLINE_TOKENS
+from gateway.fleet import FleetWorker
+from gateway.node import Node
+from gateway.telemetry.hops import WorkerHops
+from gateway.telemetry.tracing import NO_SPAN, Span
+from policies.room import Need
+
+SPAN: Final = "peer.generate"
+"""The SERVER span of such a request; below it are the worker's."""
+
+
+class PeerStream:
+    """One request on one of this node's workers, from its coming to its last delta."""
+
+    def __init__(
+        self, node: Node, worker: FleetWorker, request: GenerationRequest, worker_id: str
+    ) -> None:
+        """Take a request.
+
+        Args:
+            worker_id: what the worker knows it by. By its own id it may be there twice, when it
+                comes again over a new connection before the end of the old one is known.
+        """
+        self._node = node
+        self._worker = worker
+        self._sent_as = request.request_id
+        self._request = replace(request, request_id=worker_id)
+        self._pace = Pace.FULL
+        self._runs = False
+        self._speaks = False
+
+    def set_pace(self, pace: Pace) -> None:
+        """Let the worker go on with it so far, as soon as it has it."""
+        self._pace = pace
+        if self._runs:
+            self._worker.generating.pace(self._request.request_id, pace)
+
+    async def run(self, deliver: Callable[[Delta], Awaitable[None]]) -> None:
+        """Run it, delivering what comes; a cancel frees what it has within one step.
+
+        Raises:
+            Unavailable: this node takes no requests now.
+            RequestRejected: it can never run here, whatever its node thought.
+            BackendFailed: the worker broke.
+        """
+        with self._node.dispatcher.counted(), self._span() as span, self._seat():
+            await self._check()
+            hops = WorkerHops(span) if span.recording else None
+            try:
+                async with aclosing(self._worker.generating.generate(self._request)) as deltas:
+                    self._runs = True
+                    if self._pace is not Pace.FULL:
+                        self.set_pace(self._pace)
+                    async for delta in deltas:
+                        await deliver(self._noted(delta, hops))
+            finally:
+                if hops is not None:
+                    hops.end()
+
+    async def _check(self) -> None:
+        """Hold it against the worker's bounds: it comes over a network, from another version."""
+        check, request = self._worker.generating.check, self._request
+        if request.grammar is None and len(request.prompt_ids) <= INLINE_TOKENS:
+            check(request)
+        else:
+            await aside(check, request)
+
+    def _span(self) -> Span:
+        """Return the span that continues the trace of its node, if there is one."""
+        if not self._request.trace_context:
+            return NO_SPAN
+        attributes = {
+            "draftgate.worker_id": self._worker.worker_id,
+            "draftgate.request_id": self._sent_as,
+        }
+        return self._node.tracing.server(SPAN, dict(self._request.trace_context), attributes)
+
+    @contextmanager
+    def _seat(self) -> Iterator[None]:
+        """Count it in among what this node itself sends to the worker."""
+        request, queue = self._request, self._node.dispatcher.queue
+        need = Need(
+            len(request.choices),
+            len(request.prompt_ids),
+            request.most_tokens,
+            request.service.tpot_s,
+        )
+        self._worker.reserve(request.request_id, need)
+        try:
+            yield
+        finally:
+            self._worker.release(request.request_id)
+            queue.pump()
+
+    def _noted(self, delta: Delta, hops: WorkerHops | None) -> Delta:
+        """Take note of a delta as it passes; return it with whether spans were made of it."""
+        if not self._speaks:
+            self._speaks = True
+            self._worker.started(self._request.request_id)
+            self._node.dispatcher.queue.pump()
+        if hops is None:
+            return delta
+        hops.observe(delta)
+        if delta.phases is None:
+            return delta
+        return delta._replace(phases=delta.phases._replace(recorded=True))

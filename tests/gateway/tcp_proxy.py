@@ -1,0 +1,148 @@
+"""A TCP proxy between two parts of a test, which can cut, freeze, delay and spoil what passes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from urllib.parse import urlsplit
+
+BLOCK_BYTES = 1 << 16
+
+
+class TcpProxy:
+    """Listens on a free port of this machine and passes everything on.
+
+    Attributes:
+        url: of the proxy, to be used in place of the server's.
+        delay_s: how long each block is held before it goes on, either way.
+        passed_bytes: that the server said and clients were sent.
+        most_bytes: of the server's that may pass, in all; the connection is cut behind them.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Stand in front of the server at this address."""
+        parts = urlsplit(url)
+        self._to = str(parts.hostname), int(parts.port or 80)
+        self.url = ""
+        self.delay_s = 0.0
+        self.passed_bytes = 0
+        self.most_bytes: int | None = None
+        self._spoilt: bytes | None = None
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._refuses = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open on the clients' side."""
+        return len(self._writers) // 2
+
+    def cut(self, *, refuse: bool = False) -> None:
+        """Reset every connection, as a machine does that was restarted.
+
+        Args:
+            refuse: reset those that come later, too, until `accept`.
+        """
+        self._refuses = refuse
+        for writer in tuple(self._writers):
+            _reset(writer)
+
+    def accept(self) -> None:
+        """Let connections come again."""
+        self._refuses = False
+
+    def freeze(self) -> None:
+        """Let nothing pass, and close nothing: what a broken network and a stopped machine do."""
+        self._flows.clear()
+
+    def thaw(self) -> None:
+        """Let everything pass again, what was held first."""
+        self._flows.set()
+
+    def spoil(self, garbage: bytes) -> None:
+        """Put garbage in place of the next block that the server sends."""
+        self._spoilt = garbage
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Stand between a client and the server until one of them ends."""
+        if self._refuses:
+            _reset(writer)
+            return
+        try:
+            its_reader, its_writer = await asyncio.open_connection(*self._to)
+        except OSError:
+            _reset(writer)
+            return
+        both = {writer, its_writer}
+        self._writers |= both
+        ways = {
+            asyncio.create_task(self._pass(reader, its_writer, from_server=False)),
+            asyncio.create_task(self._pass(its_reader, writer, from_server=True)),
+        }
+        self._tasks |= ways
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            for end in both:
+                end.close()
+            self._writers -= both
+            self._tasks -= ways
+
+    async def stop(self) -> None:
+        """End every connection."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.sleep(0)
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, from_server: bool
+    ) -> None:
+        with suppress(ConnectionError):
+            while block := await reader.read(BLOCK_BYTES):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                await self._flows.wait()
+                writer.write(self._allowed(block) if from_server else block)
+                await writer.drain()
+                if from_server and self.passed_bytes == self.most_bytes:
+                    return
+        await self._flows.wait()  # an end passes no more than anything else
+
+    def _allowed(self, block: bytes) -> bytes:
+        """Return what of the server's block goes on."""
+        if self._spoilt is not None:
+            block, self._spoilt = self._spoilt, None
+        if self.most_bytes is not None:
+            block = block[: self.most_bytes - self.passed_bytes]
+        self.passed_bytes += len(block)
+        return block
+
+
+@asynccontextmanager
+async def proxied(url: str) -> AsyncIterator[TcpProxy]:
+    """Stand in front of the server at an address."""
+    proxy = TcpProxy(url)
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield proxy
+    finally:
+        server.close()
+        proxy.thaw()
+        proxy.cut()
+        await proxy.stop()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection with a reset instead of a goodbye."""
+    connection = writer.get_extra_info("socket")
+    if connection is not None and connection.fileno() >= 0:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

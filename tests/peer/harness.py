@@ -1,0 +1,128 @@
+"""A worker of another node, reached over a socket of this machine, and what stands in its place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from backends.peer.backend import PeerBackend
+from backends.peer.channel import Channel
+from backends.peer.messages import (
+    MOST_COMMAND_BYTES,
+    WORKER_PATH,
+    AskTokenizer,
+    Command,
+    TokenizerFiles,
+    Update,
+    Welcome,
+)
+from backends.peer.proof import SharedSecret
+from backends.peer.tokenizer import files_digest
+from backends.shipped import SHIPPED_MODEL
+from backends.tokenizer import Tokenizer
+from backends.types import Capabilities, Delta, ModelCard
+from gateway.app import Listening
+from policies.types import WorkerLoad
+from tests.gateway.harness import running
+from tests.gateway.tcp_proxy import TcpProxy, proxied
+
+FILES = Tokenizer(SHIPPED_MODEL).files()
+SECRET = SharedSecret("a secret of the cluster")
+SILENCE_S = 0.6
+"""Short, so that tests of silence are; six reports would have come."""
+
+
+@asynccontextmanager
+async def linked_to(url: str, **settings: Any) -> AsyncIterator[PeerBackend]:
+    """A backend that is linked to the node at an address."""
+    backend = PeerBackend(url, settings.pop("secret", None), **settings)
+    await backend.start()
+    try:
+        yield backend
+    finally:
+        await backend.stop()
+
+
+@asynccontextmanager
+async def behind_proxy(**settings: Any) -> AsyncIterator[tuple[PeerBackend, TcpProxy, Listening]]:
+    """A node, a proxy in front of it, and a backend that is linked through that."""
+    async with (
+        running(**settings) as where,
+        proxied(where.url) as proxy,
+        linked_to(proxy.url, silence_s=SILENCE_S) as backend,
+    ):
+        yield backend, proxy, where
+
+
+class Impostor:
+    """A server at the address of a peer, which says what a test wants.
+
+    Attributes:
+        welcome: what it says first; with None it says nothing.
+        commands: what it was sent, of any connection, but for questions for the tokenizer.
+        connection: the latest.
+    """
+
+    connection: web.WebSocketResponse
+    channel: Channel[Command]
+
+    def __init__(self, welcome: Welcome | None) -> None:
+        self.url = ""
+        self.welcome = welcome
+        self.commands: list[Command] = []
+
+    async def say(self, *messages: Any) -> None:
+        """Send reports."""
+        for message in messages:
+            await self.channel.send(message)
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        """Serve one connection."""
+        self.connection = web.WebSocketResponse()
+        await self.connection.prepare(request)
+        self.channel = Channel[Command](self.connection, Command, MOST_COMMAND_BYTES)
+        if self.welcome is not None:
+            await self.say(self.welcome, an_update())
+        async for message in self.connection:
+            command = self.channel.read(message.data)
+            if isinstance(command, AskTokenizer):
+                await self.say(TokenizerFiles(FILES), an_update())
+            elif command is not None:
+                self.commands.append(command)
+        return self.connection
+
+
+@asynccontextmanager
+async def impostor(welcome: Welcome | None) -> AsyncIterator[Impostor]:
+    """Serve an impostor on a free port."""
+    served = Impostor(welcome)
+    app = web.Application()
+    app.router.add_get(WORKER_PATH + "0", served.serve)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    served.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield served
+    finally:
+        await runner.cleanup()
+
+
+def a_card(**changes: Any) -> ModelCard:
+    """The card of a worker with the shipped tokenizer."""
+    facts = {"model_id": "m", "root": "r", "max_model_len": 512, "numerics_class": "c"}
+    return ModelCard(**{**facts, "created_s": 1, "capabilities": Capabilities(), **changes})
+
+
+def a_welcome(**changes: Any) -> Welcome:
+    """The welcome of such a worker, without a secret."""
+    facts = {"proof": "", "epoch": "e", "card": a_card(), "tokenizer": files_digest(FILES)}
+    return Welcome(**{**facts, **changes})
+
+
+def an_update(*deltas: tuple[int, Delta]) -> Update:
+    """An update with these deltas."""
+    return Update(list(deltas), [], WorkerLoad(0, 0, 8, 8, 0.0, 0.5, ()), 1.0, "")

@@ -1,0 +1,216 @@
+"""Who may use a node's workers: those that prove that they know the cluster's secret."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import aiohttp
+import httpx
+import pytest
+
+from backends.peer.backend import PeerBackend
+from backends.peer.link import PeerRefused
+from backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
+from backends.testing import make_request
+from gateway.app import Listening, StartError, build_node
+from gateway.config import ServeConfig
+from gateway.peer_access import NO_PROOF, PeerAccess, is_loopback, peer_access
+from tests.gateway.harness import client, running
+from tests.peer.harness import SECRET, a_welcome, impostor, linked_to
+
+PATH = "/peer/v1/workers/0"
+VARIABLE = "CLUSTER_SECRET"
+OTHER = SharedSecret("a secret of another cluster")
+KEY = "a client's own key"
+
+
+@pytest.fixture
+async def where(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listening]:
+    """A node with clients' keys and the cluster's secret."""
+    monkeypatch.setenv(VARIABLE, "a secret of the cluster")
+    async with running(peer_secret_env=VARIABLE, api_keys=(KEY,)) as listening:
+        yield listening
+
+
+async def test_who_knows_the_secret_is_let_in_without_a_clients_key(where: Listening) -> None:
+    """And both ends have proved themselves before a request is sent."""
+    async with (
+        linked_to(where.url, secret=SECRET) as backend,
+        aclosing(backend.generate(make_request(backend))) as stream,
+    ):
+        assert (await anext(stream)).token_ids
+
+
+@pytest.mark.parametrize("secret", [None, OTHER], ids=["none", "another"])
+async def test_who_does_not_know_it_is_told_so_at_once(
+    where: Listening, secret: SharedSecret | None
+) -> None:
+    """`start` fails; waiting would not help."""
+    backend = PeerBackend(where.url, secret)
+    with pytest.raises(PeerRefused, match="knows no peers, or has another secret"):
+        await backend.start()
+    await backend.stop()
+
+
+async def test_a_server_that_does_not_know_it_gets_no_request() -> None:
+    """It could have been set up to read along: nothing is sent to who cannot answer the proof."""
+    async with impostor(a_welcome()) as there:
+        backend = PeerBackend(there.url, SECRET)
+        with pytest.raises(PeerRefused, match="has another secret, or none"):
+            await backend.start()
+        await backend.stop()
+        assert there.commands == []
+
+
+async def test_strangers_find_nothing(where: Listening) -> None:
+    """With any key, any method and any header, it is answered as a path that does not exist."""
+    proof = OTHER.proof(PATH, 0.0)
+    tries = [{}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": proof.header}]
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    async with client(where) as http:
+        for headers in (*tries, *({**one, **upgrade} for one in tries)):
+            for method in ("GET", "POST", "OPTIONS"):
+                there = await http.request(method, PATH, headers=headers)
+                nowhere = await http.request(method, "/peer/v1/nothing", headers=headers)
+                assert told(there, PATH) == told(nowhere, "/peer/v1/nothing")
+                assert there.status_code == (404 if KEY in str(headers) else 401)
+        document = await http.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"})
+        assert "peer" not in str(list(document.json()["paths"]))
+
+
+def told(answer: httpx.Response, path: str) -> tuple[object, ...]:
+    """All that an answer says, but for the path and what is new in each."""
+    headers = {k: v for k, v in answer.headers.items() if k not in {"date", "x-request-id"}}
+    headers.pop("content-length", None)
+    return answer.status_code, headers, answer.text.replace(path, "PATH")
+
+
+async def test_a_proof_counts_once(where: Listening) -> None:
+    """Who heard one on the way cannot use it again."""
+    headers = {"Authorization": SECRET.proof(PATH, time.time()).header}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(where.url + PATH, headers=headers) as first,
+    ):
+        assert (await first.receive()).type is aiohttp.WSMsgType.BINARY
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(where.url + PATH, headers=headers)
+        assert refused.value.status == 401
+
+
+async def test_a_browsers_page_is_no_peer() -> None:
+    """Browsers say from where a page is that opens a connection; no node does."""
+    async with running() as where, aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await session.ws_connect(where.url + PATH, origin="http://example.com")
+        assert refused.value.status == 404
+        async with session.ws_connect(where.url + PATH) as plain:
+            assert (await plain.receive()).type is aiohttp.WSMsgType.BINARY
+
+
+@pytest.mark.parametrize(("data", "code"), [(b"\xc1", 1002), (b"\x90", 1002), (b"x" * 2000, 1009)])
+async def test_nonsense_ends_the_connection_and_nothing_else(
+    data: bytes, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message, a message of no kind, one beyond the bound: that peer has to begin anew."""
+    monkeypatch.setattr("gateway.http.peers.endpoint.MOST_FRAME_BYTES", 1000)
+    async with (
+        running() as where,
+        linked_to(where.url) as backend,
+        aclosing(backend.generate(make_request(backend, max_tokens=60))) as stream,
+        aiohttp.ClientSession() as session,
+    ):
+        await anext(stream)
+        async with session.ws_connect(where.url + PATH) as connection, asyncio.timeout(5):
+            await connection.send_bytes(data)
+            async for _ in connection:
+                pass
+            assert connection.close_code == code
+        assert [delta async for delta in stream][-1].finish_reason is not None
+
+
+def test_a_proof_is_for_one_path_one_minute_and_one_secret() -> None:
+    """The answer to it is right only for those who know the secret."""
+    checker = ProofChecker(SECRET)
+    proof = SECRET.proof(PATH, 1000.0)
+    assert checker.answer(proof.header, "/peer/v1/workers/1", 1000.0) is None
+    assert checker.answer(proof.header, PATH, 1002.0 + WINDOW_S) is None
+    assert checker.answer(proof.header, PATH, 998.0 - WINDOW_S) is None
+    assert ProofChecker(OTHER).answer(proof.header, PATH, 1000.0) is None
+    answer = checker.answer(proof.header, PATH, 1000.0 + WINDOW_S)
+    assert answer is not None
+    assert is_answer(proof, answer)
+    assert not is_answer(SECRET.proof(PATH, 1000.0), answer)
+    assert checker.answer(proof.header, PATH, 1000.0 + WINDOW_S) is None
+
+
+def test_proofs_that_were_used_are_remembered_for_as_long_as_they_could_count() -> None:
+    """And no longer, so that memory does not grow with connections."""
+    checker = ProofChecker(SECRET)
+    ahead = SECRET.proof(PATH, 1000.0 + WINDOW_S)
+    assert checker.answer(ahead.header, PATH, 1000.0) is not None
+    assert checker.answer(ahead.header, PATH, 1000.0 + 2 * WINDOW_S) is None
+    for number in range(100):
+        now_s = 2000.0 + number * 10 * WINDOW_S
+        assert checker.answer(SECRET.proof(PATH, now_s).header, PATH, now_s) is not None
+        assert len(checker._seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys", "proofs"),
+    [
+        ({}, False, NO_PROOF),
+        ({"host": "::1"}, False, NO_PROOF),
+        ({"host": "localhost"}, False, NO_PROOF),
+        ({}, True, None),
+        ({"host": "0.0.0.0"}, False, None),
+        ({"host": "10.0.0.5"}, False, None),
+        ({"host": "node.example"}, False, None),
+        ({"host": "0.0.0.0", "peer_secret_env": VARIABLE}, False, "asked for"),
+        ({"peer_secret_env": VARIABLE}, True, "asked for"),
+    ],
+)
+def test_without_a_secret_only_this_machine_has_peers_and_only_if_it_needs_no_keys(
+    settings: dict[str, str], keys: bool, proofs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that others reach serves no peers until it has a secret."""
+    monkeypatch.setenv(VARIABLE, "a secret of the cluster")
+    access = peer_access(ServeConfig(**settings), keys=keys)
+    if proofs is None:
+        assert access is None
+        return
+    assert isinstance(access, PeerAccess)
+    assert access.admit(PATH, {}) == (NO_PROOF if proofs == NO_PROOF else None)
+
+
+def test_an_address_is_loopback_or_not() -> None:
+    """Names are not looked up: what they lead to may change."""
+    assert [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost")] == [True] * 3
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.4", "loopback"))
+
+
+@pytest.mark.parametrize(("value", "reason"), [(None, "is not set"), ("short", "fewer than 16")])
+def test_a_secret_that_is_missing_or_short_stops_the_start(
+    value: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line names the setting and the variable, and not the secret."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(VARIABLE, value)
+    config = ServeConfig(backend="sim", peer_secret_env=VARIABLE)
+    with pytest.raises(StartError, match=f"--peer-secret-env: .*{VARIABLE}.*{reason}") as stopped:
+        build_node(config)
+    assert value is None or value not in str(stopped.value).replace(VARIABLE, "")
+
+
+def test_no_secret_is_named_no_secret_is_there() -> None:
+    """Without the setting there is none to prove."""
+    assert secret_of(None) is None

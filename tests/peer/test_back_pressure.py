@@ -1,0 +1,134 @@
+"""Readers that fall behind, on either side of the connection: bounded memory, and every token."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from backends.testing import make_request
+from backends.types import Delta, Pace
+from gateway.http import readers
+from gateway.http.peers.outbox import MOST_DELTAS, Outbox
+from gateway.http.peers.session import PeerSession
+from tests.gateway.harness import ScriptedBackend, running, until
+from tests.gateway.tcp_proxy import proxied
+from tests.gateway.test_slow_readers import StoppedReader, generated
+from tests.peer.harness import linked_to
+
+WORDS = "word " * 200
+
+
+async def test_a_client_that_reads_slowly_holds_the_peer_back(
+    scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker two sockets away spares, pauses and goes on with it; no token is lost."""
+    seconds = count()
+    monkeypatch.setattr(readers, "LOOK_S", 0.001)
+    monkeypatch.setattr(
+        "gateway.http.routes.time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    )
+    async with (
+        running(backends=[scripted]) as there,
+        running(backend="peer", upstream=(there.url,)) as where,
+    ):
+        reader = StoppedReader()
+        await reader.ask(where, {"prompt": "x", "max_tokens": 400, "stream": True})
+        request = await scripted.submitted.get()
+        paused = (request.request_id, Pace.PAUSED)
+        steps = await generated(scripted, request, lambda: paused in scripted.paces)
+        reading = asyncio.create_task(reader.read())
+        await until(lambda: scripted.paces[-1] == (request.request_id, Pace.FULL))
+        scripted.emit(request, "end", last=True)
+        text = await reading
+        reader.leave()
+    assert text.count("word ") == steps * 40
+    assert text.count("data: [DONE]") == 1
+
+
+async def test_a_gateway_that_stops_reading_is_waited_for_in_bounded_memory(
+    scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes meanwhile lies in the outbox, up to its bound, and beyond it merged by request."""
+    sessions: list[PeerSession] = []
+    run = PeerSession.run
+
+    async def noted(session: PeerSession, answer: str) -> None:
+        sessions.append(session)
+        await run(session, answer)
+
+    monkeypatch.setattr(PeerSession, "run", noted)
+    async with (
+        running(backends=[scripted]) as there,
+        proxied(there.url) as proxy,
+        linked_to(proxy.url, silence_s=60.0) as backend,
+        aclosing(backend.generate(make_request(backend, max_tokens=400))) as stream,
+    ):
+        request = await scripted.submitted.get()
+        proxy.freeze()
+        (outbox,) = [session._outbox for session in sessions]
+        steps = 0
+        async with asyncio.timeout(20):
+            while scripted.unread_tokens(request.request_id) < 100 * 200:
+                scripted.emit(request, WORDS)
+                steps += 1
+                await asyncio.sleep(0)
+                assert len(outbox._deltas) <= MOST_DELTAS
+        proxy.thaw()
+        scripted.emit(request, "end", last=True)
+        texts = [delta.text async for delta in stream]
+        assert "".join(texts) == WORDS * steps + "end"
+        assert len(texts) < steps
+
+
+async def test_an_outbox_holds_so_much_and_lets_everybody_wait_in_turn() -> None:
+    """Order is kept for each stream; what is taken makes room."""
+    outbox = Outbox()
+    most = 3 * MOST_DELTAS
+
+    async def fill(number: int) -> None:
+        for token in range(most):
+            await outbox.put(number, Delta(0, (token,), ""))
+
+    filling = [asyncio.create_task(fill(number)) for number in range(2)]
+    taken: dict[int, list[int]] = {0: [], 1: []}
+    while sum(map(len, taken.values())) < 2 * most:
+        await outbox.news()
+        deltas, broken = outbox.take()
+        assert len(deltas) <= MOST_DELTAS
+        assert not broken
+        for number, delta in deltas:
+            taken[number] += delta.token_ids
+        await asyncio.sleep(0)
+    assert taken == {0: list(range(most)), 1: list(range(most))}
+    await asyncio.gather(*filling)
+
+
+async def test_all_deltas_of_a_step_go_in_one_message(
+    scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests a step had, it is encoded and sent once."""
+    sizes: list[int] = []
+    take = Outbox.take
+
+    def counted(outbox: Outbox) -> object:
+        taken = take(outbox)
+        sizes.append(len(taken[0]))
+        return taken
+
+    monkeypatch.setattr(Outbox, "take", counted)
+    async with running(backends=[scripted]) as there, linked_to(there.url) as backend:
+        wanted = [make_request(backend, max_tokens=9) for _ in range(20)]
+        streams = [backend.generate(request) for request in wanted]
+        requests = [await scripted.submitted.get() for _ in wanted]
+        for _ in range(5):
+            batch = [(request.request_id, Delta(0, (1,), "a")) for request in requests]
+            scripted.streams.deliver(batch)
+            for stream in streams:
+                assert (await anext(stream)).text == "a"
+        for stream in streams:
+            await stream.aclose()
+    assert [size for size in sizes if size] == [20] * 5

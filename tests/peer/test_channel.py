@@ -1,0 +1,121 @@
+"""Messages of any size over a connection: whole, bounded, and with room for others between."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.peer import channel as channels
+from backends.peer.channel import MOST_FRAME_BYTES, PIECE_BYTES, Channel
+from backends.peer.messages import (
+    MOST_COMMAND_BYTES,
+    Cancel,
+    Command,
+    Piece,
+    Report,
+    Submit,
+    TokenizerFiles,
+)
+from backends.testing import make_request
+from backends.token_ids import compact
+from backends.wire import Codec
+from tests.gateway.harness import ScriptedBackend, running, until
+from tests.peer.harness import linked_to
+
+PROMPT_TOKENS = 500_000
+"""Of a prompt of a megabyte, roughly."""
+
+
+class Line:
+    """The socket that a channel writes to."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    async def send_bytes(self, data: bytes) -> None:
+        self.frames.append(data)
+
+
+def a_channel(line: Line, most_bytes: int = MOST_COMMAND_BYTES) -> Channel[Report]:
+    return Channel[Report](line, Report, most_bytes)
+
+
+@given(st.integers(0, 5000), st.integers(1, 2000))
+def test_a_message_of_any_size_arrives_whole(size: int, piece_bytes: int) -> None:
+    """Below, at and above the size of a piece; the next one begins anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channels, "PIECE_BYTES", piece_bytes)
+        line = Line()
+        channel = a_channel(line)
+        messages = [TokenizerFiles({"a": bytes(size)}), TokenizerFiles({"b": bytes(size // 2)})]
+        for message in messages:
+            asyncio.run(channel.send(message))
+        assert max(map(len, line.frames)) <= piece_bytes + 64
+        read = [channel.read(frame) for frame in line.frames]
+        assert [message for message in read if message is not None] == messages
+
+
+@given(st.integers(1, 3))
+def test_a_message_beyond_the_bound_is_known_before_its_last_piece(over: int) -> None:
+    """What has no end does not fill memory."""
+    line = Line()
+    channel = a_channel(line, most_bytes=3 * PIECE_BYTES)
+    asyncio.run(channel.send(TokenizerFiles({"a": bytes((3 + over) * PIECE_BYTES)})))
+    for frame in line.frames[:3]:
+        assert channel.read(frame) is None
+    with pytest.raises(ValueError, match="exceeds"):
+        channel.read(line.frames[3])
+
+
+def test_pieces_of_pieces_are_no_message() -> None:
+    """Else a small message could stand for a large one, again and again."""
+    codec = Codec[Report](Report)
+    inner = codec.encode(Piece(b"x", last=True))
+    with pytest.raises(ValueError, match="a piece of a piece"):
+        a_channel(Line()).read(codec.encode(Piece(inner, last=True)))
+
+
+async def test_others_have_their_turn_between_the_pieces_of_a_prompt() -> None:
+    """A megabyte holds nobody up: each frame is small, and small messages pass between them."""
+    line = Line()
+    channel = a_channel(line)
+    wanted = make_request_of(PROMPT_TOKENS)
+    large = asyncio.create_task(channel.send(Submit(1, wanted)))
+    between = 0
+    while not large.done():
+        await asyncio.sleep(0)
+        await channel.send(Cancel(between))
+        between += 1
+    pieces = len(line.frames) - between
+    assert pieces >= 8 * PROMPT_TOKENS // PIECE_BYTES
+    assert between >= pieces
+    assert max(map(len, line.frames)) < MOST_FRAME_BYTES
+    commands = Channel[Command](Line(), Command, MOST_COMMAND_BYTES)
+    read = [commands.read(frame) for frame in line.frames]
+    assert [command for command in read if isinstance(command, Submit)] == [Submit(1, wanted)]
+    assert sum(isinstance(command, Cancel) for command in read) == between
+
+
+def make_request_of(tokens: int):
+    backend = ScriptedBackend()
+    return replace(make_request(backend), prompt_ids=compact(range(tokens)))
+
+
+async def test_a_prompt_of_a_megabyte_reaches_the_worker(scripted: ScriptedBackend) -> None:
+    """Over a real connection, and a cancel behind it does, too."""
+    scripted.card = replace(scripted.card, max_model_len=1 << 20)
+    scripted.kv_tokens = 1 << 20
+    async with running(backends=[scripted]) as there, linked_to(there.url) as backend:
+        wanted = make_request_of(PROMPT_TOKENS)
+        async with aclosing(backend.generate(wanted)) as stream:
+            came = await scripted.submitted.get()
+            assert came.prompt_ids == wanted.prompt_ids
+            scripted.emit(came, "one")
+            assert (await anext(stream)).text == "one"
+        assert await scripted.abandoned.get() == came.request_id
+        await until(lambda: len(scripted.streams) == 0)

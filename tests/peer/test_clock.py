@@ -1,0 +1,49 @@
+"""Instants of another machine, moved to this one's clock."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.peer.clock import DRIFT, RemoteClock
+from backends.types import Phases
+
+OFFSETS = st.floats(-1e6, 1e6)
+DELAYS = st.lists(st.floats(1e-5, 0.5), min_size=1, max_size=30)
+
+
+@given(OFFSETS, DELAYS)
+def test_moved_instants_keep_their_order_with_what_happens_here(
+    offset_s: float, delays_s: list[float]
+) -> None:
+    """Behind the sending of a request, before the arrival of the news, off by the quickest way."""
+    clock, arrived_s, quickest_s = RemoteClock(), 0.0, math.inf
+    for number, delay_s in enumerate(delays_s):
+        sent_s = 100.0 + 0.1 * number  # by our clock, which nobody there knows
+        arrived_s = max(arrived_s, sent_s + delay_s)  # a connection keeps the order
+        clock.heard(sent_s + offset_s, arrived_s)
+        quickest_s = min(quickest_s, arrived_s - sent_s)
+        found_s = clock.ours_s(sent_s + offset_s)
+        assert sent_s - 1e-6 <= found_s <= arrived_s + 1e-6
+        assert found_s <= sent_s + quickest_s + DRIFT * (arrived_s - 100.0) + 1e-6
+
+
+@pytest.mark.parametrize("rate", [1 - 1e-4, 1 + 1e-4])
+def test_a_clock_that_drifts_is_followed(rate: float) -> None:
+    """After a day in which two clocks part by seconds, instants are right to the way here."""
+    clock = RemoteClock()
+    for minute in range(24 * 60):
+        ours_s = 60.0 * minute
+        clock.heard(ours_s * rate, ours_s + 1e-3)
+        assert abs(clock.ours_s(ours_s * rate) - ours_s) < 1.1e-3
+
+
+def test_phases_are_moved_as_one() -> None:
+    """What lies between two of them stays what it was; who recorded them, too."""
+    clock = RemoteClock()
+    clock.heard(1000.0, 7.5)
+    theirs = Phases(999.0, 999.25, ((999.5, 16), (999.75, 8)), 999.75, recorded=True)
+    assert clock.ours(theirs) == Phases(6.5, 6.75, ((7.0, 16), (7.25, 8)), 7.25, recorded=True)

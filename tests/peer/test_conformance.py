@@ -1,0 +1,143 @@
+"""A worker of another node keeps the contract of backends, and gives the texts it gives there."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from backends.base import WorkerConfig
+from backends.errors import RequestRejected
+from backends.peer.backend import PeerBackend
+from backends.shipped import SHIPPED_MODEL
+from backends.sim.backend import SimBackend
+from backends.testing import check_backend, collect, make_request
+from backends.types import GrammarKind, GrammarSpec, ResumedChoice
+from tests.gateway.harness import is_idle, load_of, running, until
+from tests.peer.harness import linked_to
+
+ENGINE = {"backend": "engine", "max_model_len": 512, "kv_bytes": 4 << 20, "threads": 1}
+needs_engine = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None
+    or not (SHIPPED_MODEL / "model.safetensors").is_file(),
+    reason="needs torch and the shipped model",
+)
+
+
+async def test_it_keeps_the_contract_of_backends() -> None:
+    """The conformance suite passes over a socket, and the other node holds nothing behind it."""
+    async with running() as where:
+        await check_backend(PeerBackend(where.url, None))
+        await until(lambda: is_idle(where.node))
+
+
+@pytest.mark.long
+@needs_engine
+async def test_an_engine_there_keeps_it_too() -> None:
+    """The same with the shipped model on a device: drafts, resumes, embeddings and all."""
+    async with running(**ENGINE) as where:
+        await check_backend(PeerBackend(where.url, None))
+        await until(lambda: is_idle(where.node))
+
+
+async def test_the_card_and_the_tokenizer_are_those_of_the_worker() -> None:
+    """A node without a worker counts, checks, renders and decodes as the one with it does."""
+    messages = [{"role": "user", "content": "héllo"}]
+    async with running(max_model_len=300) as where, linked_to(where.url) as backend:
+        there = where.node.fleet.workers[0].generating
+        assert backend.card == there.card
+        assert backend.epoch == where.node.epoch
+        assert backend.tokenizer.encode("def f(x):") == there.tokenizer.encode("def f(x):")
+        assert backend.tokenizer.texts[5] == there.tokenizer.texts[5]
+        rendered = [one.tokenizer.render_chat(messages) for one in (backend, there)]
+        assert rendered[0] == rendered[1]
+        for one in (backend, there):
+            with pytest.raises(RequestRejected) as refused:
+                one.check(make_request(backend, max_tokens=300))
+            assert refused.value.limit_tokens == 300
+
+
+async def test_texts_are_those_of_a_worker_in_this_process() -> None:
+    """For every seed and number of choices, together and one by one."""
+    local = SimBackend(WorkerConfig())
+    await local.start()
+    async with running() as where, linked_to(where.url) as backend:
+        wanted = [make_request(local, n=1 + seed % 3, seed=seed) for seed in range(6)]
+        there = await asyncio.gather(*(collect(backend, request) for request in wanted))
+        assert there == [await collect(local, request) for request in wanted]
+    await local.stop()
+
+
+async def test_a_request_begun_here_goes_on_there() -> None:
+    """Its rest is the rest of the undisturbed text, at every token at which it may change."""
+    local = SimBackend(WorkerConfig())
+    await local.start()
+    async with running() as where, linked_to(where.url) as backend:
+        wanted = make_request(local, n=2, max_tokens=12)
+        first, second = await collect(local, wanted)
+        for done in range(12):
+            begun = (ResumedChoice(1, second.token_ids[:done]),)
+            again = replace(wanted, request_id=f"again-{done}", resumed=begun)
+            (rest,) = await collect(backend, again)
+            assert rest.token_ids == second.token_ids[done:]
+            assert second.text.endswith(rest.text)
+        assert first.token_ids != second.token_ids
+    await local.stop()
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["read", "unread"])
+async def test_closing_a_stream_frees_the_memory_there(read: bool) -> None:
+    """Decoding or not even begun: the other worker has nothing of it any more."""
+    async with running() as where, linked_to(where.url) as backend:
+        async with aclosing(backend.generate(make_request(backend, max_tokens=8000))) as stream:
+            if read:
+                await anext(stream)
+                assert load_of(where.node).running == 1
+        await until(lambda: is_idle(where.node))
+        await until(lambda: backend.load().kv_blocks_free == backend.load().kv_blocks_total)
+
+
+async def test_stopping_the_gateway_frees_the_memory_there() -> None:
+    """The end of the connection is the end of everything that came over it."""
+    async with running() as where, linked_to(where.url) as backend:
+        streams = [backend.generate(make_request(backend, max_tokens=8000)) for _ in range(3)]
+        for stream in streams:
+            await anext(stream)
+        assert load_of(where.node).running == 3
+        await backend.stop()
+        await until(lambda: is_idle(where.node))
+
+
+async def test_a_node_has_as_many_peers_as_it_has_workers() -> None:
+    """Each worker has an address of its own; there is none behind the last."""
+    async with running(devices=(0, 1)) as where:
+        for number in (0, 1):
+            address = f"{where.url}/peer/v1/workers/{number}"
+            async with (
+                linked_to(address) as backend,
+                aclosing(backend.generate(make_request(backend))) as stream,
+            ):
+                await anext(stream)
+                assert load_of(where.node, number).running == 1
+                assert load_of(where.node, 1 - number).running == 0
+            await until(lambda: is_idle(where.node))
+
+
+@pytest.mark.long
+@needs_engine
+async def test_formats_and_texts_of_an_engine_there() -> None:
+    """What is held to a format is compiled here, and is the same text with and without a socket."""
+    regex = GrammarSpec(GrammarKind.REGEX, "(ab|ba){3,9}")
+    async with running(**ENGINE) as where, linked_to(where.url) as backend:
+        local = where.node.fleet.workers[0].generating
+        for number, grammar in enumerate([None, regex]):
+            wanted = replace(make_request(backend, n=2, max_tokens=24), grammar=grammar)
+            backend.check(wanted)
+            here = await collect(local, replace(wanted, request_id=f"here-{number}"))
+            assert await collect(backend, wanted) == here
+        broken = replace(wanted, grammar=GrammarSpec(GrammarKind.REGEX, "("))
+        with pytest.raises(RequestRejected, match="regular expression"):
+            backend.check(broken)

@@ -1,0 +1,397 @@
+"""A peer that is cut off, hangs, talks nonsense, is another one, or comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from backends.errors import BackendFailed, CheckpointError, RequestRejected
+from backends.peer.backend import PeerBackend
+from backends.peer.channel import MOST_FRAME_BYTES
+from backends.peer.link import PeerRefused
+from backends.testing import collect, make_request
+from backends.token_ids import compact
+from backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome
+from gateway.app import drain, start_workers
+from tests.gateway.harness import is_idle, running, until
+from tests.gateway.tcp_proxy import TcpProxy, proxied
+from tests.gateway.test_cli import COMMAND
+from tests.peer.harness import (
+    SILENCE_S,
+    a_card,
+    a_welcome,
+    an_update,
+    behind_proxy,
+    impostor,
+    linked_to,
+)
+
+LONG = 8000
+"""Tokens of a stream that is not over when something happens to it."""
+
+
+async def broken(backend: PeerBackend, happen: Callable[[], None]) -> str:
+    """What three streams, of which one is not read, end with after something happened."""
+    streams = [backend.generate(make_request(backend, max_tokens=LONG)) for _ in range(3)]
+    for stream in streams[:2]:
+        await anext(stream)
+    happen()
+    (reason,) = {await ending(stream) for stream in streams}
+    return reason
+
+
+async def ending(stream: AsyncGenerator[Delta, None]) -> str:
+    """What a stream fails with, which it must do soon."""
+    try:
+        async with asyncio.timeout(5):
+            async for _ in stream:
+                pass
+    except BackendFailed as error:
+        return str(error)
+    raise AssertionError("the stream came to its end")
+
+
+def in_the_middle_of_a_message(proxy: TcpProxy) -> None:
+    """Let five more bytes pass, which is less than any message has."""
+    proxy.most_bytes = proxy.passed_bytes + 5
+
+
+def in_frames_that_are_none(proxy: TcpProxy) -> None:
+    """Reserved bits that nobody negotiated."""
+    proxy.spoil(b"\xff" * 64)
+
+
+def in_messages_that_are_none(proxy: TcpProxy) -> None:
+    """A binary frame of six bytes, which are no msgpack of ours."""
+    proxy.spoil(b"\x82\x06\xc1\xc1\xc1\xc1\xc1\xc1")
+
+
+def with_a_message_beyond_the_bound(proxy: TcpProxy) -> None:
+    """The head of a frame that announces more than is taken."""
+    proxy.spoil(b"\x82\x7f" + (MOST_FRAME_BYTES + 1).to_bytes(8, "big"))
+
+
+@pytest.mark.parametrize(
+    ("happen", "reason"),
+    [
+        (TcpProxy.cut, "the connection broke"),
+        (in_the_middle_of_a_message, "the connection broke|it closed the connection"),
+        (in_frames_that_are_none, "what was sent is no message"),
+        (in_messages_that_are_none, "what was sent is no message"),
+        (with_a_message_beyond_the_bound, "a message was too large"),
+        (TcpProxy.freeze, f"nothing was heard of it for {SILENCE_S:g} s"),
+    ],
+)
+async def test_a_broken_connection_ends_every_stream_and_is_made_anew(
+    happen: Callable[[TcpProxy], None], reason: str
+) -> None:
+    """All say why; the peer frees what they had, and serves again without being asked to."""
+    async with behind_proxy() as (backend, proxy, where):
+        before = await collect(backend, make_request(backend))
+        assert re.search(reason, await broken(backend, partial(happen, proxy)))
+        assert backend.failure is None or "the peer is lost" in backend.failure
+        proxy.most_bytes = None
+        proxy.thaw()
+        await until(lambda: is_idle(where.node))
+        await until(lambda: backend.failure is None)
+        assert await collect(backend, make_request(backend)) == before
+
+
+async def test_what_cannot_be_reached_is_asked_with_pauses() -> None:
+    """While it is gone it takes no requests and says why; once it is back it does."""
+    async with behind_proxy() as (backend, proxy, _):
+        proxy.cut(refuse=True)
+        await until(lambda: backend.failure is not None)
+        with pytest.raises(BackendFailed, match="the peer is lost"):
+            backend.generate(make_request(backend))
+        assert backend.recovers
+        proxy.accept()
+        await until(lambda: backend.failure is None)
+        await collect(backend, make_request(backend))
+
+
+async def test_a_slow_network_is_no_failure() -> None:
+    """Every block is late, each way, by more than the peer's reports are apart."""
+    async with behind_proxy() as (backend, proxy, _):
+        before = await collect(backend, make_request(backend))
+        proxy.delay_s = SILENCE_S / 4
+        assert await collect(backend, make_request(backend)) == before
+        assert backend.load_age_s < SILENCE_S
+
+
+async def test_a_gateway_that_is_cut_off_without_a_word_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer asks it whether it is there, and ends what it left, though no connection closed."""
+    monkeypatch.setattr("gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
+    async with (
+        running() as where,
+        proxied(where.url) as proxy,
+        linked_to(proxy.url, silence_s=60.0) as backend,
+    ):
+        stream = backend.generate(make_request(backend, max_tokens=LONG))
+        await anext(stream)
+        proxy.freeze()
+        await until(lambda: is_idle(where.node))
+        assert backend.failure is None
+        await stream.aclose()
+
+
+async def test_a_gateway_that_only_waits_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing to say while it reads, and answers when it is asked."""
+    monkeypatch.setattr("gateway.http.peers.endpoint.PING_S", 0.05)
+    async with (
+        running() as where,
+        linked_to(where.url) as backend,
+        aclosing(backend.generate(make_request(backend, max_tokens=100))) as stream,
+    ):
+        assert sum([len(delta.token_ids) async for delta in stream]) == 100
+
+
+async def test_a_stall_of_this_event_loop_is_no_silence_of_the_peer() -> None:
+    """However long nothing was read here, what came meanwhile is read before anybody is blamed."""
+    async with behind_proxy() as (backend, _, _):
+        async with aclosing(backend.generate(make_request(backend, max_tokens=LONG))) as stream:
+            await anext(stream)
+            blocked = socket.socketpair()
+            blocked[0].settimeout(3 * SILENCE_S)
+            with pytest.raises(TimeoutError):
+                blocked[0].recv(1)  # in this thread: the loop stands
+            for end in blocked:
+                end.close()
+            for _ in range(3):
+                await anext(stream)
+        assert backend.failure is None
+
+
+@contextmanager
+def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A node with the simulator in a process of its own, and its address."""
+    command = [*COMMAND, "serve", "--backend", "sim", "--port", "0"]
+    node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert node.stdout is not None
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", node.stdout.readline())):
+            assert node.poll() is None
+        yield node, found[0]
+    finally:
+        node.kill()
+        node.wait()
+        if node.stdout is not None:
+            node.stdout.close()
+
+
+async def test_a_process_that_is_killed_ends_every_stream_at_once() -> None:
+    """Its system resets the connection: nobody waits for a silence."""
+    with process() as (node, url):
+        async with linked_to(url, silence_s=60.0) as backend:
+            assert "nothing was heard" not in await broken(backend, node.kill)
+            with pytest.raises(BackendFailed, match="the peer is lost"):
+                backend.generate(make_request(backend))
+
+
+async def test_a_process_that_is_stopped_is_known_by_its_silence_and_comes_back() -> None:
+    """Its system still takes what is sent, so nothing else tells; it goes on where it stood."""
+    with process() as (node, url):
+        async with linked_to(url, silence_s=SILENCE_S) as backend:
+            before = await collect(backend, make_request(backend))
+            reason = await broken(backend, partial(os.kill, node.pid, signal.SIGSTOP))
+            assert f"nothing was heard of it for {SILENCE_S:g} s" in reason
+            os.kill(node.pid, signal.SIGCONT)
+            await until(lambda: backend.failure is None)
+            assert await collect(backend, make_request(backend)) == before
+            await until(lambda: backend.load().running + backend.load().waiting == 0)
+
+
+async def test_a_node_that_starts_later_is_waited_for() -> None:
+    """`start` ends once it is there; until then the backend says what is wrong."""
+    async with running(start=False) as where:
+        backend = PeerBackend(where.url, None)
+        starting = asyncio.create_task(backend.start())
+        await until(lambda: "it answered 503" in str(backend.failure))
+        assert (backend.progress, starting.done()) == (0.0, False)
+        await start_workers(where.node)
+        await starting
+        assert (backend.progress, backend.failure) == (1.0, None)
+        await backend.stop()
+
+
+async def test_one_that_never_comes_can_be_given_up() -> None:
+    """`stop` ends a `start` that waits, with an error."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        backend = PeerBackend(f"http://127.0.0.1:{taken.getsockname()[1]}", None)
+        starting = asyncio.create_task(backend.start())
+        await until(lambda: "connection refused" in str(backend.failure))
+        await backend.stop()
+    with pytest.raises(BackendFailed, match="stopped"):
+        await starting
+
+
+async def test_a_node_that_is_about_to_stop_takes_no_more_and_ends_what_it_has() -> None:
+    """New requests are refused on this side already; the open stream comes to its end."""
+    async with (
+        running() as where,
+        linked_to(where.url) as backend,
+        aclosing(backend.generate(make_request(backend, max_tokens=60))) as stream,
+    ):
+        first = await anext(stream)
+        draining = asyncio.create_task(drain(where.node, 30))
+        await until(lambda: backend.failure is not None)
+        with pytest.raises(BackendFailed, match="the node is draining"):
+            backend.generate(make_request(backend))
+        rest = [delta async for delta in stream]
+        assert sum(len(delta.token_ids) for delta in (first, *rest)) == 60
+        assert await draining
+
+
+async def test_a_request_that_crosses_the_news_is_refused_by_itself() -> None:
+    """Sent before this side knew that the node drains: its stream ends, and no other."""
+    async with (
+        running() as where,
+        linked_to(where.url) as backend,
+        aclosing(backend.generate(make_request(backend, max_tokens=60))) as open_,
+    ):
+        await anext(open_)
+        draining = asyncio.create_task(drain(where.node, 30))
+        await asyncio.sleep(0)
+        crossing = backend.generate(make_request(backend))
+        with pytest.raises(BackendFailed, match="shutting down"):
+            await anext(crossing)
+        assert [delta async for delta in open_][-1].finish_reason is FinishReason.LENGTH
+        assert await draining
+
+
+async def test_a_worker_that_breaks_there_ends_its_streams_with_its_own_reason() -> None:
+    """The connection stays; what it was told of the failure, clients are told here."""
+    async with running(devices=(0, 1)) as where, linked_to(where.url) as backend:
+        worker = where.node.fleet.workers[0].backend
+        stopping: list[asyncio.Task[None]] = []
+        reason = await broken(backend, lambda: stopping.append(asyncio.create_task(worker.stop())))
+        assert reason == "the worker was stopped"
+        await stopping[0]
+        await until(lambda: "the worker was stopped" in str(backend.failure))
+
+
+async def test_another_life_of_a_peer_is_not_the_one_that_was_meant() -> None:
+    """Asked for one epoch, the backend never serves with another, at first or later."""
+    async with impostor(a_welcome(epoch="first")) as there:
+        backend = PeerBackend(there.url, None, epoch="another")
+        with pytest.raises(PeerRefused, match="epoch first, not another"):
+            await backend.start()
+        await backend.stop()
+        async with linked_to(there.url, epoch="first") as backend:
+            there.welcome = a_welcome(epoch="second")
+            await there.connection.close()
+            await until(lambda: "epoch second, not first" in str(backend.failure))
+            assert backend._linking is not None
+            await until(backend._linking.done)  # it never asks again
+
+
+async def test_without_an_epoch_a_restarted_peer_is_taken_as_it_comes() -> None:
+    """Its bounds may have changed, and are the ones that count from then on."""
+    async with impostor(a_welcome(epoch="first")) as there, linked_to(there.url) as backend:
+        wanted = make_request(backend, max_tokens=100)
+        backend.check(wanted)
+        there.welcome = a_welcome(epoch="second", card=a_card(max_model_len=64))
+        await there.connection.close()
+        await until(lambda: backend.epoch == "second")
+        assert backend.failure is None
+        with pytest.raises(RequestRejected):
+            backend.check(wanted)
+
+
+@pytest.mark.parametrize("change", [{"tokenizer": "0" * 64}, {"card": a_card(model_id="other")}])
+async def test_a_restarted_peer_with_another_model_is_of_no_use(change: dict[str, object]) -> None:
+    """Token ids would mean something else; it is asked again, as it may be set right."""
+    async with impostor(a_welcome()) as there, linked_to(there.url) as backend:
+        there.welcome = a_welcome(**change)
+        await there.connection.close()
+        await until(lambda: "it serves another model now" in str(backend.failure))
+        there.welcome = a_welcome()
+        await until(lambda: backend.failure is None)
+
+
+async def test_what_comes_late_for_a_request_is_not_taken_for_its_second_try() -> None:
+    """The same id over the same connection: each try has a number of its own."""
+    async with impostor(a_welcome()) as there, linked_to(there.url, silence_s=60.0) as backend:
+        wanted = make_request(backend)
+        async with aclosing(backend.generate(wanted)):
+            pass
+        async with aclosing(backend.generate(wanted)) as again:
+            await until(lambda: len(there.commands) == 3)
+            begin, cancel, second = there.commands
+            assert (begin.number, second.number) == (cancel.number, cancel.number + 1)
+            last = Delta(0, (7,), "new", (), FinishReason.STOP, SpeculationOutcome())
+            await there.say(
+                an_update((begin.number, Delta(0, (9,), "old"))), an_update((second.number, last))
+            )
+            assert [delta async for delta in again] == [last]
+        assert backend._numbers.of(wanted.request_id) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"tokenizer.json": b"{}"}, "not the one that it announced"),
+        ({"../tokenizer.json": b"{}"}, "no file of a tokenizer"),
+        ({"/etc/passwd": b""}, "no file of a tokenizer"),
+        ({"additional_chat_templates/../../x.jinja": b""}, "no file of a tokenizer"),
+    ],
+)
+async def test_files_that_are_not_the_tokenizers_are_refused(
+    files: dict[str, bytes], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to where a peer wants it, and nothing read that it did not announce."""
+    monkeypatch.setattr("tests.peer.harness.FILES", files)
+    async with impostor(a_welcome(tokenizer="0" * 64)) as there:
+        backend = PeerBackend(there.url, None)
+        with pytest.raises(CheckpointError, match=reason):
+            await backend.start()
+        await backend.stop()
+
+
+async def test_a_server_that_says_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever takes the connection and does not say who it is, is no peer."""
+    monkeypatch.setattr("backends.peer.link.CONNECT_S", 0.2)
+    async with impostor(None) as there:
+        backend = PeerBackend(there.url, None)
+        starting = asyncio.create_task(backend.start())
+        await until(lambda: "it did not answer in time" in str(backend.failure))
+        await backend.stop()
+        with pytest.raises(BackendFailed):
+            await starting
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt_ids": compact([1 << 40])}, "token ids must be between"),
+        ({"prompt_ids": compact([])}, "no tokens"),
+        ({"resumed": (ResumedChoice(0, (-1,)),)}, "token ids must be between"),
+        ({"prompt_ids": compact([1]) * (1 << 15)}, "context holds"),
+    ],
+)
+async def test_what_cannot_run_there_is_refused_and_the_worker_lives(
+    change: dict[str, object], reason: str
+) -> None:
+    """The peer does not trust what comes over a network to have been checked."""
+    async with running() as where, linked_to(where.url) as backend:
+        wanted = replace(make_request(backend), **change)
+        with pytest.raises(RequestRejected, match=reason):
+            backend.check(wanted)
+        assert reason in await ending(backend.generate(wanted))
+        assert is_idle(where.node)
+        await collect(backend, make_request(backend))

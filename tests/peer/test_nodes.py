@@ -1,0 +1,173 @@
+"""A node without a worker in front of others: `--backend peer --upstream URL`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backends.shipped import SHIPPED_MODEL
+from gateway.app import StartError, build_node, drain, start_workers
+from gateway.config import ServeConfig
+from gateway.lifecycle import NodeState
+from tests.gateway.harness import ScriptedBackend, client, events, is_idle, running, until
+from tests.gateway.tcp_proxy import proxied
+
+BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 3}
+
+
+async def test_clients_see_no_difference() -> None:
+    """Texts, usage, models and tokens of a node in front are those of the node behind it."""
+    async with (
+        running() as there,
+        running(backend="peer", upstream=(there.url,)) as where,
+        client(there) as direct,
+        client(where) as http,
+    ):
+        for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
+            theirs = (await direct.post(path, json=body)).json()
+            ours = (await http.post(path, json=body)).json()
+            assert ours["choices"] == theirs["choices"]
+            assert ours["usage"]["completion_tokens"] == theirs["usage"]["completion_tokens"]
+            streamed = await http.post(path, json={**body, "stream": True})
+            assert events(streamed.text)[-1] == "[DONE]"
+        tokens = {"prompt": "def f(x): return x"}
+        for path, body in (("/tokenize", tokens), ("/detokenize", {"tokens": [5, 6, 7]})):
+            assert (await http.post(path, json=body)).json() == (
+                await direct.post(path, json=body)
+            ).json()
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in models] == [there.node.served.name]
+        too_long = {**BODY, "max_tokens": 1 << 20}
+        refused = await http.post("/v1/completions", json=too_long)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert is_idle(there.node)
+        assert where.node.dispatcher.in_flight == 0
+
+
+async def test_a_client_that_leaves_frees_the_memory_two_nodes_away() -> None:
+    """Closing an HTTP stream here ends the sequence there."""
+    body = {**BODY, "max_tokens": 4000, "stream": True}
+    async with (
+        running() as there,
+        running(backend="peer", upstream=(there.url,)) as where,
+        client(where) as http,
+    ):
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_lines())
+            assert not is_idle(there.node)
+        await until(lambda: is_idle(there.node))
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+
+
+async def test_a_node_counts_what_others_send_to_its_worker() -> None:
+    """Its own clients wait for seats that another node's requests have, and get them then."""
+    async with (
+        running(max_num_seqs=1) as there,
+        running(backend="peer", upstream=(there.url,)) as where,
+        client(there) as direct,
+        client(where) as http,
+    ):
+        long = {**BODY, "max_tokens": 4000, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=long) as answer:
+            await anext(answer.aiter_lines())
+            asked = asyncio.create_task(direct.post("/v1/completions", json=BODY))
+            await until(lambda: len(there.node.dispatcher.queue) == 1)
+        assert (await asked).status_code == 200
+
+
+async def test_a_node_of_peers_outlives_them() -> None:
+    """While all are out it is not ready, and says so; it serves again with the first that is."""
+    async with (
+        running() as there,
+        proxied(there.url) as proxy,
+        running(backend="peer", upstream=(proxy.url,)) as where,
+        client(where) as http,
+    ):
+        proxy.cut(refuse=True)
+        (worker,) = where.node.fleet.workers
+        await until(lambda: worker.backend.failure is not None)
+        ready = await http.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "unavailable")
+        assert "the peer is lost" in ready.json()["reason"]
+        refused = await http.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "worker_failed"
+        assert "127.0.0.1" not in ready.text + refused.text
+        assert (await http.get("/health")).status_code == 200
+        proxy.accept()
+        await until(lambda: worker.backend.failure is None)
+        assert where.node.state is NodeState.READY
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_of_two_peers_the_one_that_is_about_to_stop_gets_nothing_new() -> None:
+    """A rolling restart of the workers: every request is answered."""
+    async with (
+        running() as first,
+        running() as second,
+        running(backend="peer", upstream=(first.url, second.url)) as where,
+        client(where) as http,
+    ):
+        workers = where.node.fleet.workers
+        draining = asyncio.create_task(drain(first.node, 30))
+        await until(lambda: workers[0].backend.failure is not None)
+        answers = [http.post("/v1/completions", json=BODY) for _ in range(8)]
+        assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+        assert await draining
+
+
+async def test_peers_with_different_models_are_no_fleet(tmp_path: Path) -> None:
+    """Token ids of one mean something else to another: the node does not start, and names both."""
+    other = tmp_path / "another"
+    shutil.copytree(SHIPPED_MODEL, other)
+    async with running() as first, running(model=str(other)) as second:
+        with pytest.raises(StartError, match="different models: another, draftgate-demo"):
+            async with running(backend="peer", upstream=(first.url, second.url)):
+                pass
+
+
+async def test_peers_of_peers_are_not_passed_on() -> None:
+    """A node offers the workers of its own process only, so that no request goes in circles."""
+    async with (
+        running() as there,
+        running(backend="peer", upstream=(there.url,)) as where,
+        client(where) as http,
+    ):
+        assert (await http.get("/peer/v1/workers/0")).status_code == 404
+        with pytest.raises(StartError, match="knows no peers"):
+            async with running(backend="peer", upstream=(where.url,)):
+                pass
+
+
+async def test_there_is_no_worker_behind_the_last(scripted: ScriptedBackend) -> None:
+    """A number that no worker has is a path that does not exist."""
+    async with running(backends=[scripted]) as there:
+        with pytest.raises(StartError, match="knows no peers"):
+            async with running(backend="peer", upstream=(f"{there.url}/peer/v1/workers/1",)):
+                pass
+
+
+def test_peers_need_an_address() -> None:
+    """Without one the node does not start, and says what is missing."""
+    config = ServeConfig(backend="peer")
+    node = build_node(config)
+    with pytest.raises(StartError, match="needs --upstream URL"):
+        asyncio.run(start_workers(node))
+
+
+def test_a_peer_is_made_by_name_without_torch() -> None:
+    """A gateway needs none to send requests to those that do."""
+    code = (
+        "import sys; from backends.base import WorkerConfig\n"
+        "from backends.registry import create_backend\n"
+        "create_backend('peer', WorkerConfig(upstream='http://127.0.0.1:1'))\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

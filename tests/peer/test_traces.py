@@ -1,0 +1,161 @@
+"""One trace over two nodes: right parents, no hop twice, instants of one clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from backends.types import Phases
+from gateway.app import Listening
+from gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
+from tests.gateway.collector import Collector, collecting
+from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
+
+PATH = "/v1/completions"
+SERVER = f"POST {PATH}"
+HOPS = ("worker.queue", "prefill", "decode")
+BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1, "stream": True}
+AHEAD_S = 5000.0
+"""By so much the other machine's monotonic clock differs from this one's."""
+DECODE_SUM = "draftgate_decode_seconds_sum"
+
+
+@asynccontextmanager
+async def two_nodes(
+    collector: Collector, *, there_too: bool, **settings: object
+) -> AsyncIterator[tuple[Listening, Listening]]:
+    """A node that traces, in front of one that does, too, or does not."""
+    tracings: list[Tracing] = [open_tracing(collector.url, {})]
+    tracings.append(open_tracing(collector.url, {}) if there_too else NoTracing())
+    try:
+        async with (
+            running(tracing=tracings[1], **settings) as there,
+            running(backend="peer", upstream=(there.url,), tracing=tracings[0]) as where,
+        ):
+            yield where, there
+    finally:
+        for tracing in tracings:
+            await asyncio.to_thread(tracing.shutdown)
+
+
+async def test_the_peers_hops_are_below_a_server_span_of_its_own() -> None:
+    """Which is below `dispatch`; the gateway makes none of the worker's hops a second time."""
+    async with (
+        collecting() as collector,
+        two_nodes(collector, there_too=True) as (where, there),
+        client(where) as http,
+    ):
+        assert (await http.post(PATH, json=BODY)).status_code == 200
+        worker_id = there.node.fleet.workers[0].worker_id
+    dispatch, peer = collector.named("dispatch"), collector.named("peer.generate")
+    assert peer.parent == dispatch.id
+    assert peer.span.kind == Span.SPAN_KIND_SERVER
+    assert peer.attributes["draftgate.worker_id"] == worker_id
+    for name in HOPS:
+        assert collector.named(name).parent == peer.id
+        assert collector.named(name).within(peer)
+    assert dispatch.parent == collector.named(SERVER).id
+    assert len({span.trace for span in collector.spans}) == 1
+    assert not any(span.failed for span in collector.spans)
+
+
+async def test_a_peer_that_does_not_trace_is_traced_from_here() -> None:
+    """Its hops are made of what its deltas tell, below `dispatch`, as for a worker of this node."""
+    async with (
+        collecting() as collector,
+        two_nodes(collector, there_too=False) as (where, _),
+        client(where) as http,
+    ):
+        assert (await http.post(PATH, json=BODY)).status_code == 200
+    dispatch = collector.named("dispatch")
+    for name in HOPS:
+        assert collector.named(name).parent == dispatch.id
+        assert collector.named(name).within(dispatch)
+    assert "peer.generate" not in {span.name for span in collector.spans}
+
+
+async def test_what_is_not_sampled_here_is_not_traced_there() -> None:
+    """The client's decision holds on every machine that the request comes to."""
+    headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"}
+    async with (
+        collecting() as collector,
+        two_nodes(collector, there_too=True) as (where, _),
+        client(where) as http,
+    ):
+        assert (await http.post(PATH, json=BODY, headers=headers)).status_code == 200
+    assert collector.spans == []
+
+
+async def test_instants_of_a_machine_with_another_clock_lie_where_they_belong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within `dispatch`, and in the figures of the gateway as durations that were."""
+    theirs = SimpleNamespace(monotonic=lambda: time.monotonic() + AHEAD_S)
+    monkeypatch.setattr("gateway.http.peers.session.time", theirs)
+    backend = ScriptedBackend()
+    async with (
+        collecting() as collector,
+        two_nodes(collector, there_too=False, backends=[backend]) as (where, _),
+    ):
+        reader, writer = await post_raw(where, PATH, BODY)
+        request = await backend.submitted.get()
+        begin_s = time.monotonic()
+        await until(lambda: time.monotonic() > begin_s + 0.01)
+        now_s = theirs.monotonic()
+        phases = Phases(now_s - 4e-3, now_s - 3e-3, ((now_s - 1e-3, 8),), now_s - 1e-3)
+        backend.emit(request, "one", phases=phases)
+        await reader.readuntil(b"data: ")
+        backend.emit(request, "two", last=True)
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+        async with client(where) as http:
+            page = (await http.get("/metrics")).text
+    dispatch, durations = collector.named("dispatch"), {}
+    for name in HOPS:
+        span = collector.named(name)
+        assert span.within(dispatch)
+        durations[name] = span.span.end_time_unix_nano - span.span.start_time_unix_nano
+    assert durations["worker.queue"] == pytest.approx(1e6, abs=1e3)
+    assert durations["prefill"] == pytest.approx(2e6, abs=1e3)
+    (decode,) = (line for line in page.splitlines() if line.startswith(DECODE_SUM))
+    assert 0 < float(decode.split()[-1]) < 60
+
+
+async def test_a_cancel_ends_the_peers_span_too() -> None:
+    """The client leaves: both nodes' spans end, and blame nobody."""
+    async with collecting() as collector:
+        async with two_nodes(collector, there_too=True) as (where, there):
+            body = {**BODY, "max_tokens": 8000, "ignore_eos": True}
+            reader, writer = await post_raw(where, PATH, body)
+            await reader.readuntil(b"data: ")
+            writer.close()
+            await until(lambda: there.node.dispatcher.in_flight == 0)
+        peer = collector.named("peer.generate")
+        assert collector.named("decode").parent == peer.id
+        assert not any(span.failed for span in collector.spans)
+
+
+async def test_an_error_there_is_on_the_span_there_and_here() -> None:
+    """The worker breaks: each node says so on its own part of the trace."""
+    backend = ScriptedBackend()
+    async with (
+        collecting() as collector,
+        two_nodes(collector, there_too=True, backends=[backend, ScriptedBackend()]) as (where, _),
+    ):
+        reader, writer = await post_raw(where, PATH, BODY)
+        request = await backend.submitted.get()
+        backend.emit(request, "one")
+        await reader.readuntil(b"data: ")
+        backend.crash("device lost")
+        await reader.readuntil(b"worker_failed")
+        writer.close()
+        await until(lambda: where.node.dispatcher.in_flight == 0)
+    failed = {span.name for span in collector.spans if span.failed}
+    assert failed == {SERVER, "dispatch", "peer.generate"}
