@@ -210,9 +210,7 @@ class PeerBackend:
         try:
             async with linked(session, self._url, self._secret) as link:
                 await self._adopt(link)
-                reason = await link.carry(self._heard, self._silence_s)
-                self._lose(str(reason))  # before the goodbye, which one that hangs never answers
-                return reason
+                return await link.carry(self._heard, self._silence_s)
         except (BackendFailed, CheckpointError) as error:
             return error
         except Exception as error:  # noqa: BLE001 - whatever it is, streams must learn of it
@@ -279,7 +277,7 @@ class PeerBackend:
             self._numbers.forget(request_id)
 
     def _lose(self, reason: str) -> None:
-        """End every stream; note why, and when to ask again. Idempotent."""
+        """End every stream; note why, and when to ask again."""
         if self._link is not None or self._breaker.reason != reason:
             logger.warning("no link to the peer %s: %s", self._url, reason)
         self._link, self._numbers = None, Numbers()

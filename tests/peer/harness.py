@@ -31,6 +31,8 @@ from tests.gateway.tcp_proxy import TcpProxy, proxied
 
 FILES = Tokenizer(SHIPPED_MODEL).files()
 SECRET = SharedSecret("a secret of the cluster")
+SLOW = "h100-8b"
+"""A simulated device whose steps take 6 ms: 8,000 tokens do not end while a test waits."""
 SILENCE_S = 0.6
 """Short, so that tests of silence are; six reports would have come."""
 

@@ -15,9 +15,16 @@ from backends.peer.backend import PeerBackend
 from backends.shipped import SHIPPED_MODEL
 from backends.sim.backend import SimBackend
 from backends.testing import check_backend, collect, make_request
-from backends.types import GrammarKind, GrammarSpec, ResumedChoice
-from tests.gateway.harness import is_idle, load_of, running, until
-from tests.peer.harness import linked_to
+from backends.types import GrammarKind, GrammarSpec, Pace, ResumedChoice
+from tests.gateway.harness import (
+    PATIENCE_S,
+    ScriptedBackend,
+    is_idle,
+    load_of,
+    running,
+    until,
+)
+from tests.peer.harness import SLOW, linked_to
 
 ENGINE = {"backend": "engine", "max_model_len": 512, "kv_bytes": 4 << 20, "threads": 1}
 needs_engine = pytest.mark.skipif(
@@ -91,7 +98,7 @@ async def test_a_request_begun_here_goes_on_there() -> None:
 @pytest.mark.parametrize("read", [True, False], ids=["read", "unread"])
 async def test_closing_a_stream_frees_the_memory_there(read: bool) -> None:
     """Decoding or not even begun: the other worker has nothing of it any more."""
-    async with running() as where, linked_to(where.url) as backend:
+    async with running(profile=SLOW) as where, linked_to(where.url) as backend:
         async with aclosing(backend.generate(make_request(backend, max_tokens=8000))) as stream:
             if read:
                 await anext(stream)
@@ -100,15 +107,27 @@ async def test_closing_a_stream_frees_the_memory_there(read: bool) -> None:
         await until(lambda: backend.load().kv_blocks_free == backend.load().kv_blocks_total)
 
 
-async def test_stopping_the_gateway_frees_the_memory_there() -> None:
+async def test_stopping_the_gateway_ends_what_it_left_there(scripted: ScriptedBackend) -> None:
     """The end of the connection is the end of everything that came over it."""
-    async with running() as where, linked_to(where.url) as backend:
-        streams = [backend.generate(make_request(backend, max_tokens=8000)) for _ in range(3)]
-        for stream in streams:
-            await anext(stream)
-        assert load_of(where.node).running == 3
+    async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
+        for _ in range(3):
+            backend.generate(make_request(backend))
+        requests = {(await scripted.submitted.get()).request_id for _ in range(3)}
         await backend.stop()
-        await until(lambda: is_idle(where.node))
+        async with asyncio.timeout(PATIENCE_S):
+            assert {await scripted.abandoned.get() for _ in range(3)} == requests
+        assert is_idle(where.node)
+
+
+async def test_a_pace_that_overtakes_its_request_holds(scripted: ScriptedBackend) -> None:
+    """It may come while the request is still being looked through."""
+    async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
+        wanted = make_request(backend)
+        async with aclosing(backend.generate(wanted)):
+            backend.pace(wanted.request_id, Pace.SPARING)
+            backend.pace(wanted.request_id, Pace.PAUSED)
+            came = await scripted.submitted.get()
+            await until(lambda: scripted.paces == [(came.request_id, Pace.PAUSED)])
 
 
 async def test_a_node_has_as_many_peers_as_it_has_workers() -> None:

@@ -18,7 +18,8 @@ import pytest
 from backends.errors import BackendFailed, CheckpointError, RequestRejected
 from backends.peer.backend import PeerBackend
 from backends.peer.channel import MOST_FRAME_BYTES
-from backends.peer.link import PeerRefused
+from backends.peer.link import Link, PeerRefused
+from backends.sim.clock import run_virtual
 from backends.testing import collect, make_request
 from backends.token_ids import compact
 from backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome
@@ -28,6 +29,7 @@ from tests.gateway.tcp_proxy import TcpProxy, proxied
 from tests.gateway.test_cli import COMMAND
 from tests.peer.harness import (
     SILENCE_S,
+    SLOW,
     a_card,
     a_welcome,
     an_update,
@@ -96,7 +98,7 @@ async def test_a_broken_connection_ends_every_stream_and_is_made_anew(
     happen: Callable[[TcpProxy], None], reason: str
 ) -> None:
     """All say why; the peer frees what they had, and serves again without being asked to."""
-    async with behind_proxy() as (backend, proxy, where):
+    async with behind_proxy(profile=SLOW) as (backend, proxy, where):
         before = await collect(backend, make_request(backend))
         assert re.search(reason, await broken(backend, partial(happen, proxy)))
         assert backend.failure is None or "the peer is lost" in backend.failure
@@ -105,6 +107,14 @@ async def test_a_broken_connection_ends_every_stream_and_is_made_anew(
         await until(lambda: is_idle(where.node))
         await until(lambda: backend.failure is None)
         assert await collect(backend, make_request(backend)) == before
+
+
+async def test_streams_do_not_wait_for_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs says none; its streams have ended by the time that one stops waiting."""
+    monkeypatch.setattr("backends.peer.link.CLOSE_S", 60.0)
+    async with behind_proxy() as (backend, proxy, _):
+        assert "nothing was heard" in await broken(backend, proxy.freeze)
+        proxy.thaw()
 
 
 async def test_what_cannot_be_reached_is_asked_with_pauses() -> None:
@@ -135,7 +145,7 @@ async def test_a_gateway_that_is_cut_off_without_a_word_keeps_no_memory(
     """The peer asks it whether it is there, and ends what it left, though no connection closed."""
     monkeypatch.setattr("gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
     async with (
-        running() as where,
+        running(profile=SLOW) as where,
         proxied(where.url) as proxy,
         linked_to(proxy.url, silence_s=60.0) as backend,
     ):
@@ -158,20 +168,38 @@ async def test_a_gateway_that_only_waits_is_not_cut_off(monkeypatch: pytest.Monk
         assert sum([len(delta.token_ids) async for delta in stream]) == 100
 
 
-async def test_a_stall_of_this_event_loop_is_no_silence_of_the_peer() -> None:
+def test_a_silence_is_known_after_its_time_and_not_before() -> None:
+    """In virtual time: a peer that reports is there, and the last report starts the count."""
+
+    async def scenario() -> float:
+        link = Link(None)
+        listening = asyncio.create_task(link._listen(3.0))
+        for _ in range(10):
+            await asyncio.sleep(2.37)
+            link._heard = True
+        await listening
+        return asyncio.get_running_loop().time() - 23.7
+
+    assert 3.0 <= run_virtual(scenario()) <= 3.5
+
+
+def test_a_stall_of_this_event_loop_is_no_silence_of_the_peer() -> None:
     """However long nothing was read here, what came meanwhile is read before anybody is blamed."""
-    async with behind_proxy() as (backend, _, _):
-        async with aclosing(backend.generate(make_request(backend, max_tokens=LONG))) as stream:
-            await anext(stream)
-            blocked = socket.socketpair()
-            blocked[0].settimeout(3 * SILENCE_S)
-            with pytest.raises(TimeoutError):
-                blocked[0].recv(1)  # in this thread: the loop stands
-            for end in blocked:
-                end.close()
-            for _ in range(3):
-                await anext(stream)
-        assert backend.failure is None
+
+    async def scenario() -> None:
+        link, clock = Link(None), asyncio.get_running_loop()._jumping
+        listening = asyncio.create_task(link._listen(3.0))
+        await asyncio.sleep(0.1)
+        for _ in range(10):
+            clock.now_s += 100.0  # the loop stood still: its timers are due, and nothing was read
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            link._heard = True
+            await asyncio.sleep(0.6)
+        assert not listening.done()
+        listening.cancel()
+
+    run_virtual(scenario())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from gateway.config import ServeConfig
 from gateway.lifecycle import NodeState
 from tests.gateway.harness import ScriptedBackend, client, events, is_idle, running, until
 from tests.gateway.tcp_proxy import proxied
+from tests.peer.harness import SLOW
 
 BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 3}
@@ -54,7 +55,7 @@ async def test_a_client_that_leaves_frees_the_memory_two_nodes_away() -> None:
     """Closing an HTTP stream here ends the sequence there."""
     body = {**BODY, "max_tokens": 4000, "stream": True}
     async with (
-        running() as there,
+        running(profile=SLOW) as there,
         running(backend="peer", upstream=(there.url,)) as where,
         client(where) as http,
     ):
