@@ -24,7 +24,7 @@ from tests.deploy.kubernetes import (
 )
 from tests.gateway.harness import running
 
-VERSIONS = ("1.29", "1.33")
+VERSIONS = ("1.29", "1.37")
 """The first and the last that the manifests are meant for."""
 
 WORKLOADS = workloads()
