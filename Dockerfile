@@ -50,7 +50,9 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install -c constraints.txt --no-build-isolation \
        ${TORCH_INDEX:+--extra-index-url https://download.pytorch.org/whl/${TORCH_INDEX}} '.[engine]'
 COPY --from=wheel /wheel /wheel
+# Without a GPU nothing asks for triton, which is a third of all.
 RUN pip install --no-index --no-deps --force-reinstall /wheel/*.whl \
+    && if [ "$TORCH_INDEX" = cpu ]; then pip uninstall --yes triton; fi \
     && pip uninstall --yes pip
 
 

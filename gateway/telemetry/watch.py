@@ -108,6 +108,7 @@ class RequestWatch:
         """Record where a prompt goes; in span and log the plan of the first one there stands."""
         tokens = len(placed.request.prompt_ids)
         self._metrics.observe(figures.PROMPT_LENGTH, tokens)
+        self._metrics.observe(figures.TO_WORKER, self._clock() - self._arrival_s)
         self._metrics.add(figures.PROMPT_TOKENS, tokens)
         if placed.worker.worker_id not in self.workers:
             self.workers.append(placed.worker.worker_id)
