@@ -129,7 +129,7 @@ class LocalService:
         return await self._process.wait()
 
     async def stop(self) -> int:
-        """Stop it as Compose does and return its exit status; it must end in the time it is given."""
+        """Stop it as Compose does, in the time it is given; return its exit status."""
         assert self._process is not None
         self._process.terminate()
         grace = self._service.get("stop_grace_period")
@@ -163,7 +163,7 @@ class LocalService:
 async def running(
     services: Mapping[str, Any], names: Sequence[str], addresses: Addresses, home: Path
 ) -> AsyncIterator[list[LocalService]]:
-    """Start services, each once those that it depends on are healthy; yield when all of them are."""
+    """Start services, each once those before it are healthy; yield when all of them are."""
     started: dict[str, LocalService] = {}
     async with AsyncExitStack() as stack:
         for name in names:

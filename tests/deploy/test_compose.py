@@ -93,7 +93,7 @@ def test_only_the_api_can_be_opened_to_others() -> None:
 
 
 def test_redis_is_for_the_nodes_alone() -> None:
-    """Redis has no password: it is on a network without a way out, with the nodes and nobody else."""
+    """Redis has no password: it is on a network of its own, with the nodes and nobody else."""
     document = read()
     assert document["networks"]["cluster"] == {"internal": True}
     assert SERVICES["redis"]["networks"] == ["cluster"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections import defaultdict
 from typing import Any
 
@@ -12,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.telemetry.figures import FIGURES, Kind
 from gateway.telemetry.watch import Ending
 from tests.deploy.compose import ROOT, services
+from tests.deploy.kubernetes import workloads
 from tests.deploy.promql import (
     dashboard,
     grouped,
@@ -23,6 +26,7 @@ from tests.deploy.promql import (
 from tests.gateway.harness import client, running
 
 DEPLOY = ROOT / "deploy"
+PROVISIONED = "grafana/provisioning/datasources/datasources.yaml"
 OF_PROMETHEUS = {"job", "instance", "namespace", "pod"}
 """Labels that it adds when it scrapes."""
 
@@ -31,27 +35,29 @@ def _yaml(path: str) -> Any:
     return yaml.safe_load((DEPLOY / path).read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-async def told() -> dict[str, set[str]]:
+@pytest.fixture(scope="module")
+def told() -> dict[str, set[str]]:
     """The labels of every series that a node can export, by name, from its own /metrics."""
+    labels: defaultdict[str, set[str]] = defaultdict(set)
+    for family in text_string_to_metric_families(asyncio.run(_page())):
+        for sample in family.samples:
+            labels[sample.name] |= set(sample.labels)
+    return labels
+
+
+async def _page() -> str:
+    """The page of a node on which everything has happened once."""
     async with running() as where, client(where) as http:
         metrics = where.node.metrics
         for figure in FIGURES:
             if figure.of_worker is None and figure.labels:
                 record = metrics.observe if figure.kind is Kind.HISTOGRAM else metrics.add
                 record(figure, 1.0, *("x" for _ in figure.labels))
-        page = (await http.get("/metrics")).text
-    labels: defaultdict[str, set[str]] = defaultdict(set)
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            labels[sample.name] |= set(sample.labels)
-    return labels
+        return (await http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("expression", [*of_dashboard(), *of_adapter()])
-def test_an_expression_asks_for_what_nodes_tell(
-    expression: str, told: dict[str, set[str]]
-) -> None:
+def test_an_expression_asks_for_what_nodes_tell(expression: str, told: dict[str, set[str]]) -> None:
     """Every series of an expression is one of the node's, with the labels that it is asked for."""
     found = list(selected(expression))
     assert found
@@ -103,9 +109,6 @@ def test_panels_do_not_overlap_and_have_a_source() -> None:
         assert panel["type"] == "row" or panel["datasource"]["uid"] in sources
 
 
-PROVISIONED = "grafana/provisioning/datasources/datasources.yaml"
-
-
 def test_what_is_asked_over_the_network_listens() -> None:
     """Scrapes, data sources, exporters and nodes name services of compose and ports they have."""
     exposed = {(name, port) for name, s in services().items() for port in s.get("expose", [])}
@@ -126,7 +129,7 @@ def test_what_is_asked_over_the_network_listens() -> None:
 
 
 def test_jobs_are_those_that_expressions_know() -> None:
-    """The dashboard and the rules tell jobs apart by the names that both Prometheus set-ups give."""
+    """Dashboard and rules tell jobs apart by names that Prometheus gives, here as in Kubernetes."""
     asked = {
         series.matched["job"]
         for expression in (*of_dashboard(), *of_adapter())
@@ -140,6 +143,12 @@ def test_jobs_are_those_that_expressions_know() -> None:
     assert jobs["gateway"] == ["gateway:8000"]
     workers = {f"{name}:8000" for name in services() if name.startswith("worker-")}
     assert set(jobs["worker"]) == workers
+    component = "app.kubernetes.io/component"
+    (job,) = _yaml("kubernetes/monitoring/scrape.yaml")["scrape_configs"]
+    source = "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", component)
+    assert {"source_labels": [source], "target_label": "job"} in job["relabel_configs"]
+    nodes = (workload for (_, name), workload in workloads().items() if name != "redis")
+    assert {node["metadata"]["labels"][component] for node in nodes} == asked
 
 
 def test_the_collector_is_wired() -> None:
