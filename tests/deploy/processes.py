@@ -141,9 +141,8 @@ class LocalService:
 
     async def kill(self) -> None:
         """End it, if it runs."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is not None:
+            await _ended(self._process)
 
     def told(self) -> str:
         """The end of what it printed."""
@@ -156,7 +155,17 @@ class LocalService:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        return await process.wait()
+        try:
+            return await process.wait()
+        finally:
+            await _ended(process)
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """End a process, if it runs."""
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
 
 
 @asynccontextmanager
@@ -173,5 +182,7 @@ async def running(
             started[name] = LocalService(name, services[name], addresses, home)
             stack.push_async_callback(started[name].kill)
             await started[name].start()
-        await asyncio.gather(*(service.until_healthy() for service in started.values()))
+        async with asyncio.TaskGroup() as waiting:
+            for service in started.values():
+                waiting.create_task(service.until_healthy())
         yield list(started.values())
