@@ -1,42 +1,70 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build -t draftgate .                              for a CPU
-#   docker build -t draftgate --build-arg TORCH_INDEX= .     for an NVIDIA GPU (CUDA wheels)
-FROM python:3.12-slim-bookworm AS build
+#   docker build --target core -t draftgate:core .                     without torch: gateways, simulator, load
+#   docker build -t draftgate:engine .                                 with the engine, for CPUs
+#   docker build -t draftgate:engine-cuda --build-arg TORCH_INDEX= .   and for NVIDIA GPUs (CUDA wheels)
+#
+# Where packages come from a mirror, `--secret id=pip,src=pip.conf` says so; no layer keeps the file.
 
-# Which of PyTorch's wheels: a folder of its index (cpu, cu126, ...), or empty for the CUDA default.
-ARG TORCH_INDEX=cpu
+FROM python:3.12.11-slim-bookworm AS python
+
+
+FROM python AS build
+
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-
 RUN python -m venv /opt/draftgate
 ENV PATH=/opt/draftgate/bin:$PATH
 WORKDIR /src
 
-# The dependencies first: this layer stays as long as they do.
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-RUN pip install -c constraints.txt setuptools \
-    && pip install -c constraints.txt --no-build-isolation \
-       ${TORCH_INDEX:+--extra-index-url https://download.pytorch.org/whl/${TORCH_INDEX}} '.[engine]'
+# The dependencies first: this layer stays as long as they do. Its README is empty, so that a word
+# changed there installs nothing anew.
+COPY pyproject.toml constraints.txt LICENSE ./
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    touch README.md \
+    && pip install -c constraints.txt setuptools \
+    && pip install -c constraints.txt --no-build-isolation .
 
+
+FROM build AS wheel
+
+COPY README.md ./
 COPY policies policies
 COPY backends backends
 COPY gateway gateway
 COPY loadgen loadgen
-RUN pip install -c constraints.txt --no-build-isolation --no-deps --force-reinstall .
+RUN pip wheel --no-index --no-deps --no-build-isolation --wheel-dir /wheel .
 
 
-FROM python:3.12-slim-bookworm
+FROM build AS build-core
 
-# On a CPU the worker compiles its operators for the very machine, at its first start; on a GPU
-# Triton compiles a small launcher in C for each kernel.
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 10001 draftgate
+COPY --from=wheel /wheel /wheel
+RUN pip install --no-index --no-deps --force-reinstall /wheel/*.whl \
+    && pip uninstall --yes setuptools pip
 
-COPY --from=build /opt/draftgate /opt/draftgate
+
+FROM build AS build-engine
+
+# Which of PyTorch's wheels: a folder of its index (cpu, cu126, ...), or empty for the CUDA default.
+ARG TORCH_INDEX=cpu
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    pip install -c constraints.txt --no-build-isolation \
+       ${TORCH_INDEX:+--extra-index-url https://download.pytorch.org/whl/${TORCH_INDEX}} '.[engine]'
+COPY --from=wheel /wheel /wheel
+# Without a GPU nothing asks for triton, which is a third of all.
+RUN pip install --no-index --no-deps --force-reinstall /wheel/*.whl \
+    && if [ "$TORCH_INDEX" = cpu ]; then pip uninstall --yes triton; fi \
+    && pip uninstall --yes pip
+
+
+# What both images have: one user, one port, one way to start, stop and ask.
+FROM python AS runtime
+
+# The cache is there so that a volume on it belongs to the user.
+RUN groupadd --gid 10001 draftgate \
+    && useradd --create-home --uid 10001 --gid 10001 draftgate \
+    && install --directory --owner=10001 --group=10001 /home/draftgate/.cache
 ENV PATH=/opt/draftgate/bin:$PATH PYTHONUNBUFFERED=1
-USER draftgate
+USER 10001:10001
 WORKDIR /home/draftgate
 
 EXPOSE 8000
@@ -45,4 +73,25 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
 
 # SIGTERM drains: give running streams time with `docker stop --time`.
 ENTRYPOINT ["draftgate"]
+
+
+FROM runtime AS core
+
+COPY --from=build-core /opt/draftgate /opt/draftgate
+CMD ["serve", "--backend", "sim", "--host", "0.0.0.0", "--port", "8000"]
+
+
+FROM runtime AS engine
+
+# On a CPU the worker compiles its operators for the very machine, at its first start; on a GPU
+# Triton compiles a small launcher in C for each kernel.
+USER root
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+
+# All that is compiled or downloaded lies in one place, for the root may be read-only.
+ENV TRITON_CACHE_DIR=/home/draftgate/.cache/triton
+COPY --from=build-engine /opt/draftgate /opt/draftgate
 CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]

@@ -112,6 +112,7 @@ class RequestWatch:
         """Record where a prompt goes first; the plan of the first one stands in span and log."""
         tokens = len(placed.request.prompt_ids)
         self._metrics.observe(figures.PROMPT_LENGTH, tokens)
+        self._metrics.observe(figures.TO_WORKER, self._clock() - self._arrival_s)
         self._metrics.add(figures.PROMPT_TOKENS, tokens)
         self._goes_to(placed)
         if self._generates:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 from loadgen.types import Record
@@ -21,6 +22,7 @@ class Decision:
 
     Attributes:
         max_draft_tokens: the most tokens to draft in a step: k.
+        price: expected tokens that a draft slot had to promise then, at its worker.
         steps: verifications.
         drafted, accepted: tokens.
         histogram: steps that accepted 0, 1, 2, ... tokens.
@@ -31,6 +33,7 @@ class Decision:
     proposer: str | None
     max_draft_tokens: int | None
     worker_id: str | None
+    price: float | None
     steps: int
     drafted: int
     accepted: int
@@ -44,6 +47,7 @@ class Decisions:
     Attributes:
         prompts: how many decisions were told.
         policies, modes, proposers, max_draft_tokens, workers: how often each was chosen.
+        prices: one for each decision that told it.
         steps, drafted, accepted, histogram: sums.
     """
 
@@ -53,6 +57,7 @@ class Decisions:
     proposers: Counter[str] = field(default_factory=Counter)
     max_draft_tokens: Counter[int] = field(default_factory=Counter)
     workers: Counter[str] = field(default_factory=Counter)
+    prices: list[float] = field(default_factory=list)
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -68,6 +73,11 @@ class Decisions:
         """Accepted draft tokens over verifications; None if there were none."""
         return self.accepted / self.steps if self.steps else None
 
+    @property
+    def mean_price(self) -> float | None:
+        """Mean price of a draft slot; None if the server told none."""
+        return fmean(self.prices) if self.prices else None
+
     def add(self, decision: Decision) -> None:
         """Count one more."""
         self.prompts += 1
@@ -81,6 +91,8 @@ class Decisions:
                 counter[value] += 1
         if decision.max_draft_tokens is not None:
             self.max_draft_tokens[decision.max_draft_tokens] += 1
+        if decision.price is not None:
+            self.prices.append(decision.price)
         self.steps += decision.steps
         self.drafted += decision.drafted
         self.accepted += decision.accepted
@@ -96,6 +108,7 @@ class Decisions:
             "proposers": dict(self.proposers.most_common()),
             "max_draft_tokens": {str(k): n for k, n in sorted(self.max_draft_tokens.items())},
             "workers": dict(sorted(self.workers.items())),
+            "mean_price": self.mean_price,
             "num_spec_steps": self.steps,
             "num_drafted_tokens": self.drafted,
             "num_accepted_tokens": self.accepted,
@@ -133,6 +146,7 @@ def _decision(report: dict[str, Any], worker_id: Any) -> Decision:
         proposer=_text(report.get("proposer")),
         max_draft_tokens=_number(report.get("max_draft_tokens")),
         worker_id=_text(worker_id),
+        price=_amount(report.get("price")),
         steps=_number(report.get("num_spec_steps")) or 0,
         drafted=_number(report.get("num_drafted_tokens")) or 0,
         accepted=_number(report.get("num_accepted_tokens")) or 0,
@@ -146,3 +160,7 @@ def _text(value: Any) -> str | None:
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
+
+
+def _amount(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and value >= 0 else None

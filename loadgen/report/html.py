@@ -109,6 +109,7 @@ def decisions_part(told: Decisions) -> str:
     accepted = f"{told.drafted} drafted, {told.accepted} accepted ({percent(told.acceptance)})"
     rows.append(["draft tokens", accepted])
     rows.append(["accepted per step", number(told.accepted_per_step)])
+    rows.append(["mean price of a slot", number(told.mean_price, 3)])
     return table_part(["decision", "requests"], rows, words=(1,))
 
 

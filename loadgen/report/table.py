@@ -161,6 +161,7 @@ def _decisions(told: Decisions) -> RenderableType:
     accepted = f"{told.drafted} / {told.accepted} ({percent(told.acceptance)})"
     table.add_row("drafted / accepted", accepted)
     table.add_row("accepted per step", number(told.accepted_per_step))
+    table.add_row("mean price of a slot", number(told.mean_price, 3))
     return table
 
 

@@ -178,6 +178,20 @@ def test_phases_of_a_choice_are_the_times_dashboards_read(metrics: Metrics) -> N
     assert total(found, "vllm:request_decode_time_seconds_sum") == pytest.approx(2.0)
 
 
+async def test_the_way_to_the_worker_is_timed(scripted: ScriptedBackend) -> None:
+    """Every prompt's time from arrival to its worker is told, also by vLLM's name."""
+    body = {"prompt": ["a", "b"], "max_tokens": 5, "stream": True}
+    async with running(backends=[scripted]) as where:
+        _, writer = await post_raw(where, "/v1/completions", body)
+        for _ in range(2):
+            await scripted.submitted.get()
+        found = samples(where.node.metrics)
+        writer.close()
+    for name in ("draftgate_time_to_worker_seconds", "vllm:request_queue_time_seconds"):
+        assert total(found, name + "_count") == 2
+        assert total(found, name + "_sum") > 0
+
+
 def test_errors_have_a_duration_of_their_own(metrics: Metrics) -> None:
     """Refusals in a millisecond do not make the latencies of what was served look better."""
     clock = Clock()

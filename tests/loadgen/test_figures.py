@@ -122,7 +122,7 @@ def test_only_intact_answers_have_figures() -> None:
 
 def test_decisions_are_counted() -> None:
     """Choices by how often, sums of tokens, and the histogram added up by places."""
-    longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3])
+    longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3], price=0.4)
     told = decisions([record(metrics=speculation()), record(metrics=longer), record()])
     assert told.prompts == 2
     assert told.max_draft_tokens == {4: 1, 2: 1}
@@ -131,6 +131,7 @@ def test_decisions_are_counted() -> None:
     assert told.histogram == (1, 0, 1, 0, 1, 3)
     assert told.acceptance == pytest.approx(7 / 12)
     assert told.accepted_per_step == pytest.approx(7 / 4)
+    assert told.mean_price == pytest.approx(0.25)
 
 
 def test_each_prompt_has_its_decision() -> None:
@@ -144,9 +145,10 @@ def test_each_prompt_has_its_decision() -> None:
 def test_servers_may_tell_less_or_nonsense() -> None:
     """vLLM's shape has counts alone; what is no report, or of a wrong type, is left out."""
     report = {"num_drafted_tokens": 8, "num_accepted_tokens": 3, "mode": 7, "num_spec_steps": "2"}
+    report["price"] = "dear"
     told = decisions([record(metrics={"speculative_decoding": report})])
     assert (told.drafted, told.accepted, told.steps, told.modes) == (8, 3, 0, {})
-    assert told.accepted_per_step is None
+    assert (told.accepted_per_step, told.mean_price) == (None, None)
     for metrics in (None, {}, {"speculative_decoding": None}, {"prompts": ["?"]}):
         assert decisions([record(metrics=metrics)]) is None
 

@@ -1,0 +1,53 @@
+"""The Kubernetes manifests, as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.deploy.compose import ROOT
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+BASE = FOLDER / "base"
+
+Manifest = dict[str, Any]
+
+
+def kustomization(folder: Path) -> Manifest:
+    """What a folder is made of."""
+    return dict(yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8")))
+
+
+def manifests() -> list[Manifest]:
+    """Every object of the base, in order."""
+    paths = [BASE / name for name in kustomization(BASE)["resources"]]
+    return [m for path in paths for m in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+
+
+def of_kind(*kinds: str) -> dict[tuple[str, str], Manifest]:
+    """Return the objects of these kinds by kind and name."""
+    return {
+        (manifest["kind"], manifest["metadata"]["name"]): manifest
+        for manifest in manifests()
+        if manifest["kind"] in kinds
+    }
+
+
+def workloads() -> dict[tuple[str, str], Manifest]:
+    """What runs pods, by kind and name."""
+    return of_kind("Deployment", "StatefulSet")
+
+
+def pod(workload: Manifest) -> Manifest:
+    """Return the specification of its pods."""
+    return dict(workload["spec"]["template"]["spec"])
+
+
+def containers() -> Iterator[tuple[str, Manifest]]:
+    """Every container, with the name of what runs it."""
+    for (_, name), workload in workloads().items():
+        for container in pod(workload)["containers"]:
+            yield name, container

@@ -1,0 +1,96 @@
+"""What PromQL expressions select, in dashboards and rules."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import promql_parser as promql
+import yaml
+
+from tests.deploy.compose import ROOT
+
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "draftgate.json"
+ADAPTER = ROOT / "deploy" / "kubernetes" / "monitoring" / "adapter.yaml"
+
+GRAFANA = {"$__rate_interval": "1m", "$__range": "15m"}
+"""What Grafana puts in itself."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """A series that an expression reads.
+
+    Attributes:
+        matched: what it asks of labels, by their names.
+    """
+
+    name: str
+    matched: dict[str, str]
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard."""
+    return dict(json.loads(DASHBOARD.read_text(encoding="utf-8")))
+
+
+def variables() -> dict[str, list[str]]:
+    """The dashboard's variables, and the values that they may have."""
+    return {v["name"]: v["query"].split(",") for v in dashboard()["templating"]["list"]}
+
+
+def of_dashboard() -> list[str]:
+    """Every expression of the dashboard, with each variable at its first value."""
+    shown = (t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", []))
+    values = {f"${name}": values[0] for name, values in variables().items()} | GRAFANA
+    return [_replaced(expression, values) for expression in shown]
+
+
+def of_adapter() -> list[str]:
+    """Every expression of the autoscaler's rules, as the adapter fills them in."""
+    rules = yaml.safe_load(ADAPTER.read_text(encoding="utf-8"))["rules"]
+    found = []
+    for rule in (*rules["custom"], *rules["external"]):
+        series = rule["seriesQuery"]
+        templates = {
+            "<<.Series>>": series.partition("{")[0],
+            "<<.LabelMatchers>>": 'namespace="draftgate"',
+            "<<.GroupBy>>": ",".join(rule["resources"]["overrides"]),
+        }
+        found += [series, _replaced(rule["metricsQuery"], templates)]
+    return found
+
+
+def _replaced(expression: str, values: dict[str, str]) -> str:
+    pattern = re.compile("|".join(map(re.escape, sorted(values, key=len, reverse=True))))
+    return pattern.sub(lambda match: values[match[0]], expression)
+
+
+def selected(expression: str) -> Iterator[Selected]:
+    """Find every series that an expression reads.
+
+    Raises:
+        ValueError: it is not PromQL.
+    """
+    for node in _nodes(promql.parse(expression)):
+        if isinstance(node, promql.VectorSelector):
+            matched = {matcher.name: matcher.value for matcher in node.matchers.matchers}
+            yield Selected(node.name, matched)
+
+
+def grouped(expression: str) -> set[str]:
+    """Return the labels by which an expression groups or joins."""
+    modifiers = (getattr(node, "modifier", None) for node in _nodes(promql.parse(expression)))
+    return {label for modifier in modifiers for label in getattr(modifier, "labels", None) or ()}
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    yield node
+    inside = [getattr(node, name, None) for name in ("expr", "param", "lhs", "rhs")]
+    inside += [getattr(node, "vector_selector", None), *(getattr(node, "args", None) or ())]
+    for child in inside:
+        if child is not None:
+            yield from _nodes(child)

@@ -1,0 +1,170 @@
+"""Dashboards, scrapes and rules ask for what nodes tell, and reach each other."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.telemetry.figures import FIGURES, Kind
+from gateway.telemetry.watch import Ending
+from tests.deploy.compose import ROOT, services
+from tests.deploy.kubernetes import workloads
+from tests.deploy.promql import (
+    dashboard,
+    grouped,
+    of_adapter,
+    of_dashboard,
+    selected,
+    variables,
+)
+from tests.gateway.harness import client, running
+
+DEPLOY = ROOT / "deploy"
+PROVISIONED = "grafana/provisioning/datasources/datasources.yaml"
+OF_PROMETHEUS = {"job", "instance", "namespace", "pod"}
+"""Labels that it adds when it scrapes."""
+
+
+def _yaml(path: str) -> Any:
+    return yaml.safe_load((DEPLOY / path).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, set[str]]:
+    """The labels of every series that a node can export, by name, from its own /metrics."""
+    labels: defaultdict[str, set[str]] = defaultdict(set)
+    for family in text_string_to_metric_families(asyncio.run(_page())):
+        for sample in family.samples:
+            labels[sample.name] |= set(sample.labels)
+    return labels
+
+
+async def _page() -> str:
+    """The page of a node on which everything has happened once."""
+    async with running() as where, client(where) as http:
+        metrics = where.node.metrics
+        for figure in FIGURES:
+            if figure.of_worker is None and figure.labels:
+                record = metrics.observe if figure.kind is Kind.HISTOGRAM else metrics.add
+                record(figure, 1.0, *("x" for _ in figure.labels))
+        return (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("expression", [*of_dashboard(), *of_adapter()])
+def test_an_expression_asks_for_what_nodes_tell(expression: str, told: dict[str, set[str]]) -> None:
+    """Every series of an expression is one of the node's, with the labels that it is asked for."""
+    found = list(selected(expression))
+    assert found
+    for series in found:
+        assert series.name in told
+        assert set(series.matched) <= told[series.name] | OF_PROMETHEUS
+    labels = set().union(*(told[series.name] for series in found))
+    assert grouped(expression) <= labels | OF_PROMETHEUS
+
+
+def test_thresholds_are_bounds_of_buckets() -> None:
+    """A target that the dashboard offers is a bound of the histogram, else the share is empty."""
+    bounds = {f.name: {repr(float(bound)) for bound in f.buckets} for f in FIGURES}
+    offered = variables()
+    assert set(offered["ttft_s"]) <= bounds["draftgate_time_to_first_token_seconds"]
+    assert set(offered["tpot_s"]) <= bounds["draftgate_time_per_output_token_seconds"]
+    for variable in dashboard()["templating"]["list"]:
+        assert variable["current"]["value"] in offered[variable["name"]]
+
+
+def test_outcomes_are_those_of_requests() -> None:
+    """Outcomes by which the dashboard tells requests apart exist."""
+    asked = {
+        value
+        for expression in of_dashboard()
+        for series in selected(expression)
+        for value in series.matched.get("outcome", "").split("|")
+    }
+    assert asked - {""} <= {ending.value for ending in Ending}
+    assert asked - {""}
+
+
+def test_panels_do_not_overlap_and_have_a_source() -> None:
+    """Each panel has an id, a place and a data source of its own that is provisioned."""
+    sources = {source["uid"] for source in _yaml(PROVISIONED)["datasources"]}
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert max(x for x, _ in cells) < 24
+        assert not taken & cells, panel["title"]
+        taken |= cells
+        assert panel["type"] == "row" or panel["datasource"]["uid"] in sources
+
+
+def test_what_is_asked_over_the_network_listens() -> None:
+    """Scrapes, data sources, exporters and nodes name services of compose and ports they have."""
+    exposed = {(name, port) for name, s in services().items() for port in s.get("expose", [])}
+    collector = _yaml("otel-collector.yaml")
+    named = [
+        target
+        for job in _yaml("prometheus.yaml")["scrape_configs"]
+        for config in job["static_configs"]
+        for target in config["targets"]
+    ]
+    named += [source["url"] for source in _yaml(PROVISIONED)["datasources"]]
+    named += [exporter["endpoint"] for exporter in collector["exporters"].values()]
+    for service in services().values():
+        named += [service.get("environment", {}).get("DRAFTGATE_OTLP_ENDPOINT")]
+    addresses = [tuple(name.removeprefix("http://").split(":")) for name in named if name]
+    assert len(addresses) >= 9
+    assert set(addresses) <= exposed
+
+
+def test_jobs_are_those_that_expressions_know() -> None:
+    """Dashboard and rules tell jobs apart by names that Prometheus gives, here as in Kubernetes."""
+    asked = {
+        series.matched["job"]
+        for expression in (*of_dashboard(), *of_adapter())
+        for series in selected(expression)
+    }
+    assert asked == {"gateway", "worker"}
+    jobs = {
+        job["job_name"]: job["static_configs"][0]["targets"]
+        for job in _yaml("prometheus.yaml")["scrape_configs"]
+    }
+    assert jobs["gateway"] == ["gateway:8000"]
+    workers = {f"{name}:8000" for name in services() if name.startswith("worker-")}
+    assert set(jobs["worker"]) == workers
+    component = "app.kubernetes.io/component"
+    (job,) = _yaml("kubernetes/monitoring/scrape.yaml")["scrape_configs"]
+    source = "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", component)
+    assert {"source_labels": [source], "target_label": "job"} in job["relabel_configs"]
+    nodes = (workload for (_, name), workload in workloads().items() if name != "redis")
+    assert {node["metadata"]["labels"][component] for node in nodes} == asked
+
+
+def test_the_collector_is_wired() -> None:
+    """Its pipelines name components that are there, and it listens where compose says it does."""
+    config = _yaml("otel-collector.yaml")
+    used = {
+        (kind, name)
+        for pipeline in config["service"]["pipelines"].values()
+        for kind, names in pipeline.items()
+        for name in names
+    }
+    kinds = ("receivers", "processors", "exporters")
+    assert used == {(kind, name) for kind in kinds for name in config[kind]}
+    endpoints = [config["receivers"]["otlp"]["protocols"]["http"]["endpoint"]]
+    (reader,) = config["service"]["telemetry"]["metrics"]["readers"]
+    own = reader["pull"]["exporter"]["prometheus"]
+    endpoints.append(f"{own['host']}:{own['port']}")
+    exposed = services()["otel-collector"]["expose"]
+    assert sorted(endpoints) == sorted(f"0.0.0.0:{port}" for port in exposed)
