@@ -1,7 +1,7 @@
 """Either end of a connection between nodes: messages of any size, a large one in pieces.
 
 A prompt of a megabyte is a message of five. As one frame it would hold the event loop up for 5 to
-7 ms, as the client's end of a WebSocket has to mask each byte (one core, Zen 4, 2026-11-22); as
+7 ms, as the client's end of a WebSocket has to mask each byte (one core, Zen 5, 2026-11-22); as
 pieces each takes a third of a millisecond, and others have their turn between them.
 """
 

@@ -38,7 +38,7 @@ from policies.breaker import Patience
 
 AT_ONCE: Final = 200
 """Leases that are renewed, or released, in one call: 1.0 ms, 2.6 ms where the store lost them, an
-eighth of the deadline (Redis 6.2 on the same machine, Zen 4, 2026-11-22)."""
+eighth of the deadline (Redis 6.2 on the same machine, Zen 5, 2026-11-22)."""
 
 _FORGETFUL: Final = frozenset({Refusal.UNKNOWN, Refusal.STALE})
 """Answers of a store that has just begun, or was out: workers are heard of anew within a heartbeat,

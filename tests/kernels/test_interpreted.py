@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 _FOLDER = Path(__file__).parent / "interpreted"
 _ROOT = Path(__file__).parents[2]
-# The interpreter multiplies with numpy. Which bits a row gets must not depend on where it stands, as
-# it does not on a GPU, but in OpenBLAS' kernels for Haswell and Zen it does; these run anywhere.
+# The interpreter multiplies with numpy. Which bits a row gets must not depend on where it stands,
+# as on a GPU, but in OpenBLAS' kernels for Haswell and Zen it does; these run on any x86-64.
 _SAME_ROWS = {"OPENBLAS_CORETYPE": "Prescott"} if platform.machine() == "x86_64" else {}
 # One process per file keeps failures apart and lets the files run side by side.
 _FILES = sorted(path.name for path in _FOLDER.glob("test_*.py"))
