@@ -64,9 +64,9 @@ class Reading:
             self.wake("nothing more came of a stream that it runs")
 
     def wake(self, reason: str) -> None:
-        """Let whoever waits have `WorkerStalled`; no-op for one that is being cancelled anyway."""
+        """Let whoever waits have `WorkerStalled`."""
         reader = self.reader
-        if reader is not None and not reader.cancelling():
+        if reader is not None:
             self._stalled, self.reader = reason, None
             reader.cancel()
 

@@ -285,7 +285,7 @@ async def test_a_worker_that_breaks_is_told(scene: Scene) -> None:
     first = in_steps(scene.backend.tokenizer, TEXT)[0]
     scene.deliver(request, first)
     await expect(said(scene)).to_have_js_property("textContent", first.text)
-    scene.backend.streams.fail("the device is gone")
+    scene.backend.crash("the device is gone")
     await expect(scene.page.get_by_role("alert")).to_contain_text("the device is gone")
 
 

@@ -145,14 +145,34 @@ def test_a_worker_that_is_well_is_the_last_to_be_asked_again() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
         async with serving(one, other) as there:
             answering, request = await asked(there, one, job())
-            one.streams.fail("connection reset")  # and the worker is well
+            beside, busy = await asked(there, other, job("beside"))
+            one.streams.fail("connection reset")  # and the worker is well, and has nothing to do
             again = await other.submitted.get()
+            other.emit(busy, "done", last=True)
+            await beside
             other.emit(again, "then ")
             other.crash("device lost")
             third = await one.submitted.get()
             assert len({request.request_id, again.request_id, third.request_id}) == 3
             one.emit(third, "at last", last=True)
             assert texts(await answering) == ["then at last"]
+
+    play(scenario())
+
+
+def test_without_a_class_nothing_is_promised() -> None:
+    """Workers that name no numerics class are never of the same one."""
+
+    async def scenario() -> None:
+        one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
+        for backend in (one, other):
+            backend.card = replace(backend.card, numerics_class=None)
+        async with serving(one, other) as there:
+            answering, _ = await asked(there, one, job(), told)
+            one.crash("device lost")
+            other.emit(await other.submitted.get(), "all", last=True)
+            await answering
+        assert [resume.same_numerics_class for resume in told.resumes] == [False]
 
     play(scenario())
 

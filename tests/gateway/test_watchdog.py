@@ -203,6 +203,8 @@ def test_who_need_not_speak_is_let_be(why: str) -> None:
                 run.set_pace(Pace.SPARING if why == "sparing" else Pace.PAUSED)
             if why == "unknown":
                 talker.backend.steps = None
+            if why == "paused":  # and nothing else is on the worker: no step is made
+                await asyncio.sleep(100 * LEAST_PATIENCE_S)
             await talker.wait(100 * LEAST_PATIENCE_S)
             assert not told.resumes
             talker.backend.emit(request, "end", last=True)
