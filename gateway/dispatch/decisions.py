@@ -28,7 +28,8 @@ class Decision(msgspec.Struct, frozen=True):
     """One decision.
 
     Attributes:
-        request_id: of the response; requests with several prompts have one decision for each.
+        request_id: of the response; a request has a decision for each of its prompts, and one more
+            each time that another worker goes on with one.
         decided_s: Unix time.
         worker_id: where the request goes.
         request, load: what the policy saw.

@@ -92,10 +92,12 @@ class _Watched:
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to look at."""
-        lost = self.worker.backend.failure is not None
-        return not self.readings and (lost or not self.worker.hung)
+        return not self.readings and not self.worker.hung
 
     def look(self) -> None:
+        if self.worker.backend.failure is not None:  # its streams hear it from itself
+            self.worker.hung, self._silence = False, WorkerSilence()
+            return
         load, readings = self.worker.backend.load(), tuple(self.readings)
         owes = any(reading.is_owed for reading in readings)
         self._note(self._silence.look(load, LOOK_S, owes=owes))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from backends.errors import BackendFailed
+from backends.token_ids import compact
 from backends.types import (
     Capabilities,
     Delta,
@@ -27,7 +28,7 @@ from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching
 
 
 def job(name: str = "r", n: int = 1, **fields: object) -> Job:
-    return Job(name, ((1, 2, 3, 4, 5),), SamplingParams(1, 0), 10, n, **fields)
+    return Job(name, (compact([1, 2, 3, 4, 5]),), SamplingParams(1, 0), 10, n, **fields)
 
 
 async def settled() -> None:

@@ -263,12 +263,16 @@ async def test_a_call_that_two_workers_wrote_is_one_call(pair: Pair, tmp_path: P
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "days": 2}
 
 
-async def test_health_names_a_hung_worker(node: Listening, http: httpx.AsyncClient) -> None:
-    """An operator sees which worker is left alone; the node is well while another one serves."""
-    node.node.fleet.workers[0].hung = True
-    answer = await http.get("/health")
-    assert answer.status_code == 200
-    assert [worker["status"] for worker in answer.json()["workers"]] == ["hung", "ok"]
+async def test_probes_tell_of_hung_workers(node: Listening, http: httpx.AsyncClient) -> None:
+    """An operator sees which worker is left alone; ready is a node while another one goes on."""
+    for hung, ready in ((1, 200), (2, 503)):
+        node.node.fleet.workers[hung - 1].hung = True
+        health = await http.get("/health")
+        assert health.status_code == 200
+        statuses = [worker["status"] for worker in health.json()["workers"]]
+        assert statuses == ["hung"] * hung + ["ok"] * (2 - hung)
+        assert (await http.get("/ready")).status_code == ready
+    assert "no worker completes steps" in (await http.get("/ready")).json()["reason"]
 
 
 async def test_the_first_token_is_timed_once(http: httpx.AsyncClient, pair: Pair) -> None:

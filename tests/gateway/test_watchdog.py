@@ -286,3 +286,22 @@ def test_who_was_hung_outside_of_a_step_is_tried_again() -> None:
             assert worker in there.fleet.open
 
     play(scenario())
+
+
+def test_a_hung_worker_that_breaks_and_comes_back_is_well() -> None:
+    """What was found of it before it broke does not count against it."""
+
+    async def scenario() -> None:
+        one, other = ScriptedBackend(), ScriptedBackend()
+        one.steps = other.steps = 0
+        async with serving(one, other) as there:
+            answering, _ = await asked(there, one, short_job())
+            other.emit(await other.submitted.get(), "whole", last=True)
+            await answering
+            assert there.fleet.workers[0].hung
+            one.crash("gone")
+            await asyncio.sleep(2 * LOOK_S)
+            one.failure = None  # as a peer's may
+            assert there.fleet.workers[0] in there.fleet.open
+
+    play(scenario())

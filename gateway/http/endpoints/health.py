@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway import __version__
 from gateway.aside import aside
-from gateway.fleet import FleetWorker
+from gateway.fleet import Fleet, FleetWorker
 from gateway.http.context import NODE, SLOW_READERS
 from gateway.http.replies.shapes import HealthReply, ReadyReply, VersionReply, WorkerHealth
 from gateway.lifecycle import NodeState
@@ -34,16 +34,21 @@ async def health(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     """200 while new requests are welcome, else 503; a node that loads says how far it is.
 
-    A node whose upstreams are all out is not ready until one is back.
+    A node whose upstreams are all out, or whose workers all hang, is not ready until one is back.
     """
     node = request.app[NODE]
     state = node.state
     if state is NodeState.STARTING:
         return _json(ReadyReply(state.value, round(node.fleet.progress, 3)), 503)
-    outage = node.fleet.outage
-    if state is NodeState.READY and outage is not None:  # of upstreams: it may pass
+    outage = node.fleet.outage or _hung(node.fleet)
+    if state is NodeState.READY and outage is not None:  # it may pass
         return _json(ReadyReply("unavailable", reason=outage), 503)
     return _json(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
+
+
+def _hung(fleet: Fleet) -> str | None:
+    """Return that all workers hang which have not failed, or None while one goes on."""
+    return "no worker completes steps any more" if all(w.hung for w in fleet.serving) else None
 
 
 def _described(worker: FleetWorker, number: int) -> WorkerHealth:

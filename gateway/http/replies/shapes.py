@@ -299,7 +299,7 @@ class HealthReply(Struct):
 class ReadyReply(Struct):
     """The answer of `/ready`.
 
-    `progress` is the share of loading that is done; `reason` why upstreams do not answer.
+    `progress` is the share of loading that is done; `reason` why no worker serves now.
     """
 
     status: str
