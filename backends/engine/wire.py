@@ -88,7 +88,7 @@ class Channel(Generic[Received]):
         """Take an end; `received` is what the other one sends."""
         self._end = end
         self._file = end.makefile("rb")
-        self._codec = Codec[Received](received)
+        self._codec: Codec[Received] = Codec(received)
         self._sending = Lock()
 
     def send(self, message: Command | Report) -> None:

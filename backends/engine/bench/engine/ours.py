@@ -110,7 +110,7 @@ class Ours:
         )
         worker = Worker(scheduler, self.model.tokenizer, self.max_model_len)
         card = ModelCard(self.model.name, self.model.name, self.max_model_len, None, 0)
-        served = ServedModel(card, worker.admission, frozenset())
+        served = ServedModel(card, worker.admission)
         return LoadedEngine(worker, self.runner, served, proposers)
 
 
