@@ -31,7 +31,7 @@ from backends.types import Delta, GenerationRequest, ModelCard, Pace
 from policies.breaker import Breaker, Patience
 from policies.types import WorkerLoad
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("draftgate.peer")
 
 SILENCE_S: Final = 3.0
 """A peer that says nothing for so long is gone: it reports ten times a second, and an event loop
