@@ -212,7 +212,8 @@ async def test_streams_of_an_engines_process_outlive_it(
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed or stopped in the middle of its streams: both streams are what they would be."""
-    monkeypatch.setattr(stall, "LEAST_PATIENCE_S", 2.0)
+    if how is signal.SIGSTOP:
+        monkeypatch.setattr(stall, "LEAST_PATIENCE_S", 4.0)
     before = children()
     body = {**TEXT, "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with two_engines(own_process=True) as (where, http):
