@@ -1,7 +1,7 @@
 """When a worker that says nothing is taken for lost.
 
-A worker tells how many steps it has completed (`WorkerLoad.steps`). While somebody waits for its
-tokens it owes steps: one that completes none is hung, whatever holds it. A single stream may be
+A worker tells how many steps it has planned (`WorkerLoad.steps`). While somebody waits for its
+tokens it owes steps: one that comes to none is hung, whatever holds it. A single stream may be
 lost, too, while its worker goes on: it decodes, nobody waits for a seat or for memory, so it is in
 each step, and yet nothing comes.
 
@@ -28,9 +28,9 @@ seconds, a machine that swaps for longer; people and proxies give up on a silent
 One that is found hung too early costs a prefill elsewhere. (Chosen, 2026-11-22.)"""
 
 RETRY_S: Final = 60.0
-"""So long after it was found hung a worker is tried again that has completed no step since: it may
-have hung outside of one, and has nothing to do. Who is sent there waits once more, so not often.
-(Chosen, 2026-11-22.)"""
+"""So long after it was found hung a worker is tried again that has come to no step since: it may be
+well, and what it told of itself was lost. Who is sent there waits once more, so not often. (Chosen,
+2026-11-22.)"""
 
 
 def patience_s(load: WorkerLoad) -> float:
@@ -44,10 +44,10 @@ def patience_s(load: WorkerLoad) -> float:
 
 @dataclass(slots=True)
 class WorkerSilence:
-    """For how long a worker has completed no step.
+    """For how long a worker has come to no step.
 
     Attributes:
-        steps: that it had completed at the last look.
+        steps: that it had planned at the last look.
         seconds: of silence, or since it was found hung.
         hung: whether it is taken for hung.
     """

@@ -152,7 +152,8 @@ class WorkerLoad:
         speed: what its steps take now.
         paused: sequences whose readers have fallen far behind: they take no seat, nor any memory
             that others need, and count neither as running nor as waiting.
-        steps: that it has completed since it was started; None where nobody counts.
+        steps: that it has planned since it was started, those included for which there was nothing
+            to do: it stands still where the worker hangs. None where nobody counts.
     """
 
     running: int

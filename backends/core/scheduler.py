@@ -111,7 +111,6 @@ class Scheduler:
         self._queues = Queues(blocks)
         self._accounting = Accounting(self._queues, self._drafts, config.eos_ids, self.finish)
         self._step = 0
-        self._completed = 0  # steps
         self._assumed: StepPlan | None = None  # planned behind, and not applied yet
         self._now_s = 0.0
         self._with_service = 0  # open sequences with a service level
@@ -189,7 +188,7 @@ class Scheduler:
             kv_block_tokens=self.blocks.block_size,
             speed=speed,
             paused=len(self._queues.paused) + len(self._queues.leaving),
-            steps=self._completed,
+            steps=self._step,
         )
 
     def _measured(self) -> tuple[WorkerSpeed, float]:
@@ -265,7 +264,6 @@ class Scheduler:
             now_s: when it ended; None adds its seconds to the time.
         """
         emissions: list[Emission] = []
-        self._completed += 1
         assumed, self._assumed = plan is self._assumed, None
         self._now_s = self._now_s + result.step_s if now_s is None else now_s
         told = self._told

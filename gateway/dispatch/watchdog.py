@@ -103,7 +103,7 @@ class _Watched:
         self._note(self._silence.look(load, LOOK_S, owes=owes))
         for reading in readings:
             if self.worker.hung and reading.is_owed:
-                reading.wake("it completes no step any more")
+                reading.wake("it comes to no further step")
             else:
                 reading.look(load)
 

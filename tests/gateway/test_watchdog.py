@@ -98,7 +98,7 @@ def test_a_worker_that_hangs_for_good_ends_its_streams() -> None:
         told = Told()
         factory = simulated({0: Trouble(hangs=in_step(6))})
         async with dispatching(factory, 1, config=CONFIG, timeout_s=20.0) as there:
-            with pytest.raises(BackendFailed, match="completes no step"):
+            with pytest.raises(BackendFailed, match="comes to no further step"):
                 await answer(there.dispatcher, job(), told)
             assert now_s() < LATEST_S + 21.0
             assert there.dispatcher.admission.ledger.totals("").open == 0
@@ -266,8 +266,8 @@ def test_a_cancel_that_comes_with_the_watchdog_wins(
     play(scenario())
 
 
-def test_who_was_hung_outside_of_a_step_is_tried_again() -> None:
-    """With nothing to show by, it is left alone for a while and then sent something again."""
+def test_who_shows_nothing_is_tried_again_after_a_while() -> None:
+    """A hung worker of which nothing is heard is left alone, and then sent something once more."""
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()

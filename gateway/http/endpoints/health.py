@@ -48,14 +48,14 @@ async def ready(request: web.Request) -> web.Response:
 
 def _hung(fleet: Fleet) -> str | None:
     """Return that all workers hang which have not failed, or None while one goes on."""
-    return "no worker completes steps any more" if all(w.hung for w in fleet.serving) else None
+    return "no worker comes to a further step" if all(w.hung for w in fleet.serving) else None
 
 
 def _described(worker: FleetWorker, number: int) -> WorkerHealth:
     failure = worker.backend.failure
     if failure is None:
         if worker.hung:
-            return WorkerHealth(worker.worker_id, "hung", "it completes no step any more")
+            return WorkerHealth(worker.worker_id, "hung", "it comes to no further step")
         status = "ok" if worker.backend.progress >= 1.0 else "loading"
         return WorkerHealth(worker.worker_id, status)
     reason = f"upstream {number}: {failure}" if worker.forwards else failure
