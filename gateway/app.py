@@ -72,11 +72,18 @@ def build_fleet(config: ServeConfig) -> Fleet:
     """Return the workers that the settings ask for, not built yet.
 
     Raises:
-        ValueError: there are upstreams for a backend that has its own device.
+        ValueError: there are upstreams for a backend that has its own device, or settings that
+            contradict each other.
     """
     if config.upstream and config.backend in {"engine", "sim"}:
         raise ValueError(
             f"--upstream goes with --backend openai or peer, not with {config.backend}"
+        )
+    if config.no_worker and (config.join is None or config.upstream):
+        raise ValueError("--no-worker goes with --join, and without --upstream")
+    if config.backend == "peer" and config.join is not None:
+        raise ValueError(
+            "--backend peer names the workers, --join finds them: use --no-worker --join"
         )
     return Fleet(lambda: backend_factory(config.backend), config.worker_configs())
 
@@ -112,7 +119,8 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
             await web.TCPSite(runner, host, port, backlog=1024).start()
         except OSError as error:
             raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        yield Listening(node, _url(host, int(runner.addresses[0][1])))
+        node.port = int(runner.addresses[0][1])
+        yield Listening(node, _url(host, node.port))
     finally:
         await runner.cleanup()
 
@@ -176,7 +184,7 @@ async def serve(
                     await node.heartbeat.leave()
                     await _drain_until_second(node, signals)
         finally:
-            await node.fleet.stop()
+            await node.stop()
             await _settle(node)
             await node.heartbeat.write_decisions()
     await node.store.close()

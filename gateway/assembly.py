@@ -33,6 +33,7 @@ class WaitingRules:
         ordering, admission, routing: policies by name.
         bounds: of the queue.
         most_resumes: how often who loses its worker may wait again, for another one.
+        shared: whether other gateways send to the same workers: leases are binding then.
     """
 
     ordering: str = "fair"
@@ -40,6 +41,7 @@ class WaitingRules:
     bounds: Bounds = DEFAULT_BOUNDS
     routing: str = "price"
     most_resumes: int = MOST_RESUMES
+    shared: bool = False
 
 
 def loop_time_s() -> float:
@@ -77,5 +79,5 @@ def build_dispatcher(
         fleet, queue, policy_of_admission, Ledger(quotas), bounds, loop_time_s
     )
     placer = Placer(fleet, policy, decisions, reads_prompts=routing.reads_prompts)
-    leases = Leases(store)
+    leases = Leases(store, shared=rules.shared)
     return Dispatcher(fleet, lifecycle, leases, placer, queue, controller, rules.most_resumes)

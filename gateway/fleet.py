@@ -1,8 +1,10 @@
-"""The workers of this node: started together, one chosen for each request, stopped together.
+"""The workers that a node can send requests to: its own, and those of others that it knows.
 
-All are alike but for their device. They are imported and built when the fleet starts, so that the
-node listens while torch is being loaded. A worker that breaks while serving is left out from then
-on; the fleet has failed once none is left. Upstreams come back: without one there is an outage.
+Its own are alike but for their device. They are imported and built when the fleet starts, so that
+the node listens while torch is being loaded, and started and stopped together. One that breaks
+while serving is left out from then on; the node has failed once none of its own is left. Upstreams
+come back: without one there is an outage. Workers of other nodes come and go
+(`gateway.cluster.members`).
 """
 
 from __future__ import annotations
@@ -10,38 +12,43 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Final, cast
 
 from backends.base import Backend, Upstream, WorkerConfig
 from backends.errors import BackendFailed
+from backends.peer.backend import PeerBackend
 from backends.tokenizer import Tokenizer
-from backends.types import ModelCard
+from backends.types import Delta, GenerationRequest, ModelCard
 from gateway.state.store import new_epoch
 from policies.room import Need, Occupancy
 from policies.routing import Candidate
+
+NO_WORKER: Final = "there is no worker"
 
 BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 
 
 class FleetWorker:
-    """A worker of this node, and what was sent to it and has not ended.
+    """A worker, and what this node sent to it that has not ended.
 
     Attributes:
         epoch: which life of the worker this is (`gateway.state.store`).
-        watermark: number of the last lease whose request was sent to it.
+        own: whether it is one of this node's, which tells others of it.
         backend: what runs them; `generating` and `upstream` say which of the two it is.
         forwards: whether requests go on as they came, to an upstream.
         reserved_tokens: tokens of prompt and output that these take at most.
         hung: whether it makes no progress, as the watchdog found (`dispatch.watchdog`).
     """
 
+    own = True
+
     def __init__(self, worker_id: str, backend: Backend | Upstream, epoch: str = "") -> None:
         """Begin with nothing sent."""
         self.worker_id = worker_id
         self.epoch = epoch
-        self.watermark = 0
         self.backend = backend
+        self._watermark = 0
         self.forwards = hasattr(backend, "forward")
         self.reserved_tokens = 0
         self.hung = False
@@ -50,6 +57,16 @@ class FleetWorker:
         self._sent: dict[str, Need] = {}
         self._unstarted: dict[str, Need] = {}  # of these, those without a token
         self._promised: dict[str, float] = {}  # times per token
+
+    @property
+    def watermark(self) -> int:
+        """Number of the last lease that its load includes."""
+        return self._watermark
+
+    @property
+    def load_age_s(self) -> float:
+        """How old its load is, in seconds."""
+        return 0.0
 
     @property
     def occupancy(self) -> Occupancy:
@@ -63,13 +80,19 @@ class FleetWorker:
         )
 
     def candidate(self, at: Occupancy) -> Candidate:
-        """Return what a routing policy may know of it, a worker of this process.
+        """Return what a routing policy may know of it.
 
         Args:
             at: its occupancy.
         """
-        numerics_class = self.backend.card.numerics_class
-        return Candidate(self.worker_id, at, self.reserved_tokens, numerics_class=numerics_class)
+        return Candidate(
+            self.worker_id,
+            at,
+            self.reserved_tokens,
+            age_s=self.load_age_s,
+            numerics_class=self.backend.card.numerics_class,
+            own=self.own,
+        )
 
     @property
     def generating(self) -> Backend:
@@ -93,9 +116,15 @@ class FleetWorker:
         if need.tpot_s is not None:
             self._promised[request_id] = need.tpot_s
 
-    def sent(self, lease_number: int) -> None:
-        """Note that the request of a lease was sent: from now on it is part of the load."""
-        self.watermark = max(self.watermark, lease_number)
+    def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
+        """Send a request under a lease (0: without one) and return its deltas.
+
+        Raises:
+            BackendFailed: the worker takes none, or broke.
+        """
+        deltas = self.generating.generate(request)
+        self._watermark = max(self._watermark, lease_number)  # it is part of the load now
+        return deltas
 
     def started(self, request_id: str) -> bool:
         """Note that a request has its first token; return whether that was news."""
@@ -118,8 +147,38 @@ class FleetWorker:
         self._promised.pop(request_id, None)
 
 
+class PeerWorker(FleetWorker):
+    """A worker of another node, in one of its lives, and what this node sent to it."""
+
+    own = False
+
+    def __init__(self, worker_id: str, backend: PeerBackend, epoch: str) -> None:
+        """Begin with nothing sent."""
+        super().__init__(worker_id, backend, epoch)
+        self._peer = backend
+
+    @property
+    def watermark(self) -> int:
+        """Number of the last lease that its load includes."""
+        return self._peer.watermark
+
+    @property
+    def load_age_s(self) -> float:
+        """How old its load is, in seconds."""
+        return self._peer.load_age_s
+
+    def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
+        """See `FleetWorker`: the lease counts once it is there."""
+        return self._peer.generate(request, lease_number)
+
+
 class Fleet:
-    """The workers, one for each configuration; there are none before `start`."""
+    """The workers: one of its own for each configuration once it started, and those added.
+
+    Attributes:
+        workers: its own first.
+        rivals: other gateways that send to the same workers unseen.
+    """
 
     def __init__(
         self, load_factory: Callable[[], BackendFactory], configs: Sequence[WorkerConfig]
@@ -128,6 +187,13 @@ class Fleet:
         self._load_factory = load_factory
         self._configs = configs
         self.workers: tuple[FleetWorker, ...] = ()
+        self.rivals = 0
+        self._last: FleetWorker | None = None  # that it had
+
+    @property
+    def own(self) -> tuple[FleetWorker, ...]:
+        """This node's workers."""
+        return tuple(worker for worker in self.workers if worker.own)
 
     @property
     def serving(self) -> list[FleetWorker]:
@@ -148,8 +214,12 @@ class Fleet:
 
     @property
     def failure(self) -> str | None:
-        """Why no worker is left, or None while there is one, or may be again, or none was built."""
-        return None if any(worker.backend.recovers for worker in self.workers) else self.outage
+        """Why none of its own workers is left; None while one is, or may be again, or none was.
+
+        Others may still serve what runs: it is the node that should begin anew.
+        """
+        own = self.own
+        return None if any(worker.backend.recovers for worker in own) else _outage(own)
 
     @property
     def forwards(self) -> bool:
@@ -158,13 +228,8 @@ class Fleet:
 
     @property
     def outage(self) -> str | None:
-        """Why no worker serves now, or None while one does, or none was built yet."""
-        if not self.workers or self.serving:
-            return None
-        reasons = (str(worker.backend.failure) for worker in self.workers)
-        if self.forwards:
-            reasons = (f"upstream {number}: {reason}" for number, reason in enumerate(reasons, 1))
-        return "; ".join(dict.fromkeys(reasons))
+        """Why no worker serves now, or None while one does."""
+        return _outage(self.workers) if self.workers else NO_WORKER
 
     @property
     def progress(self) -> float:
@@ -176,8 +241,7 @@ class Fleet:
     @property
     def card(self) -> ModelCard:
         """What is served; of upstreams, what the first of them serves that was ever reached."""
-        self._any()
-        cards = [worker.backend.card for worker in self.workers]
+        cards = [worker.backend.card for worker in self.workers or (self._any(),)]
         return next((card for card in cards if card.model_id), cards[0])
 
     @property
@@ -185,19 +249,24 @@ class Fleet:
         """The model's tokenizer."""
         return self._any().generating.tokenizer
 
-    async def start(self) -> None:
-        """Import in a thread, build all, and start them side by side.
+    async def start(self, name: str | None = None) -> None:
+        """Import in a thread, build its own, and start them side by side.
 
         What cannot start was asked for by mistake, so the first that fails fails them all; call
         `stop` then, too.
+
+        Args:
+            name: the workers' ids are this and their number; None makes one up.
 
         Raises:
             ImportError: what the backend needs is not installed.
             CheckpointError, ValueError: the model cannot be loaded, or a setting does not fit it.
         """
+        if not self._configs:
+            return
         factory = await asyncio.to_thread(self._load_factory)
         epoch = new_epoch(time.time(), secrets.token_hex(4))
-        await self.start_with(factory, f"w-{secrets.token_hex(4)}", epoch)
+        await self.start_with(factory, name or f"w-{secrets.token_hex(4)}", epoch)
         models = sorted({worker.backend.card.model_id for worker in self.workers})
         if len(models) > 1 and not self.forwards:
             raise ValueError(f"the workers serve different models: {', '.join(models)}")
@@ -216,11 +285,31 @@ class Fleet:
         )
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))
 
+    def add(self, worker: PeerWorker) -> None:
+        """Send to another node's worker, too, which is there."""
+        self.workers = (*self.workers, worker)
+
+    def remove(self, worker: PeerWorker) -> None:
+        """Send to it no more. Idempotent."""
+        self._last = worker
+        self.workers = tuple(one for one in self.workers if one is not worker)
+
     async def stop(self) -> None:
         """Stop all at once; open streams end with `BackendFailed`. Idempotent."""
         await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
 
     def _any(self) -> FleetWorker:
-        if not self.workers:
-            raise BackendFailed("the workers have not started")
-        return self.workers[0]
+        found = self.workers[0] if self.workers else self._last
+        if found is None:
+            raise BackendFailed(NO_WORKER)
+        return found
+
+
+def _outage(workers: Sequence[FleetWorker]) -> str | None:
+    """Return why none of these serves; None while one does, or where there are none."""
+    if not workers or any(worker.backend.failure is None for worker in workers):
+        return None
+    reasons = (str(worker.backend.failure) for worker in workers)
+    if workers[0].forwards:
+        reasons = (f"upstream {number}: {reason}" for number, reason in enumerate(reasons, 1))
+    return "; ".join(dict.fromkeys(reasons))

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 import platform
-import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Final
 
+from backends.peer.backend import PeerBackend
+from backends.peer.proof import secret_of
+from backends.peer.tokenizer import Tokenizers
 from gateway import __version__
 from gateway.accounts import Accounts, read_accounts
 from gateway.assembly import WaitingRules, build_dispatcher
+from gateway.cluster.access import peer_access
+from gateway.cluster.address import advertised_url
+from gateway.cluster.heartbeat import Heartbeat
+from gateway.cluster.members import Members
 from gateway.config import ServeConfig
 from gateway.dispatch.admission import Bounds
 from gateway.dispatch.decisions import Decisions
 from gateway.errors import NotOffered
 from gateway.fleet import Fleet
 from gateway.forwarding.forwarder import Forwarder
-from gateway.heartbeat import Heartbeat
 from gateway.lifecycle import Lifecycle, NodeState
-from gateway.peer_access import peer_access
 from gateway.served import Served
-from gateway.state.store import Store
+from gateway.state.store import Store, WorkerReport
 from gateway.telemetry import figures
 from gateway.telemetry.live import Live
+from gateway.telemetry.logs import log
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Tracing
 from policies.registry import speculation_policy
 from policies.types import WorkerLoad
+
+_UNSHARED: Final = "--peer-secret-env is not given"
 
 
 class Node:
     """What this process consists of.
 
     Attributes:
-        epoch: tells this life of the node from those before and after a restart; later ones are
-            greater, as texts.
+        port: where it listens, once it does.
         peer_access: which other nodes may use its workers; None if none may.
     """
 
@@ -56,11 +65,16 @@ class Node:
         path = None if config.decisions_file is None else Path(config.decisions_file)
         self.decisions = Decisions(path, time.time)
         self.accounts = _accounts(config)
-        self.epoch = _new_epoch()
         self.peer_access = peer_access(config, keys=self.accounts.required)
+        self.port = config.port
         bounds = Bounds(config.max_queued, config.queue_timeout_s, config.shed_priority)
         rules = WaitingRules(
-            config.ordering, config.admission, bounds, config.routing, config.max_resumes
+            config.ordering,
+            config.admission,
+            bounds,
+            config.routing,
+            config.max_resumes,
+            shared=config.join is not None,
         )
         self.dispatcher = build_dispatcher(
             fleet,
@@ -72,10 +86,12 @@ class Node:
             quotas={account.name: account.quota for account in self.accounts},
             draw=Random().random,
         )
+        queue = self.dispatcher.queue
+        self.members = _members(config, fleet, store, queue.pump)
         self.heartbeat = Heartbeat(
-            fleet, store, self.dispatcher.queue, self.dispatcher.leases, self.decisions
+            fleet, store, queue, self.dispatcher.leases, self.decisions, self.members
         )
-        self.forwarder = Forwarder(fleet, self.dispatcher.queue, self.dispatcher.admission)
+        self.forwarder = Forwarder(fleet, queue, self.dispatcher.admission)
         self.metrics = Metrics(self._loads, lambda: self.model_name)
         self.live = Live(self._loads, self.metrics.recent, lambda: len(self.dispatcher.queue))
 
@@ -110,12 +126,15 @@ class Node:
         return self._served
 
     async def start(self) -> None:
-        """Load the model; the node is ready when this returns.
+        """Load the model, or find a worker that has one; the node is ready when this returns.
 
         Raises:
             ImportError, CheckpointError, ValueError: as `Fleet.start`.
         """
-        await self.fleet.start()
+        name = await self._advertise() if self.config.join is not None else None
+        await self.fleet.start(name)
+        if self.members is not None:
+            await self.members.first()
         if not self.fleet.forwards:
             card = self.fleet.card
             name = self.config.served_model_name or card.model_id
@@ -123,6 +142,28 @@ class Node:
         self.metrics.set(figures.BUILD, 1, __version__, platform.python_version())
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
+
+    async def stop(self) -> None:
+        """Stop the workers, and leave those of others; open streams end with an error."""
+        if self.members is not None:
+            await self.members.close()
+        await self.fleet.stop()
+
+    async def _advertise(self) -> str:
+        """Settle where others reach this node; return the name of its workers among theirs.
+
+        It is the same after a restart at the same place, so that a worker's later life ends what
+        was leased of the earlier one at once.
+
+        Raises:
+            ValueError: where they do is not known.
+        """
+        url = await advertised_url(self.config, self.port)
+        if self.peer_access is not None:
+            self.heartbeat.url = url
+        elif not self.config.no_worker:
+            log(logging.WARNING, "no other node may use this one's workers", why=_UNSHARED)
+        return url.partition("://")[2]
 
     def _loads(self) -> list[WorkerLoad | None]:
         """Return the load of every worker in order; None stands for one that is broken."""
@@ -134,10 +175,24 @@ class Node:
         ]
 
 
+def _members(
+    config: ServeConfig, fleet: Fleet, store: Store, changed: Callable[[], None]
+) -> Members | None:
+    """Return who finds the workers of others; None for a node that stands alone, or forwards.
+
+    Raises:
+        ValueError: the peers' secret is not there.
+    """
+    if config.join is None or config.upstream:
+        return None
+    secret, tokenizers = secret_of(config.peer_secret_env), Tokenizers()
+
+    def reach(report: WorkerReport) -> PeerBackend:
+        return PeerBackend(report.address, secret, report.epoch, tokenizers=tokenizers)
+
+    return Members(fleet, store, reach, changed)
+
+
 def _accounts(config: ServeConfig) -> Accounts:
     path = None if config.api_keys_file is None else Path(config.api_keys_file)
     return read_accounts(path, config.api_keys)
-
-
-def _new_epoch() -> str:
-    return f"{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(4)}"

@@ -23,7 +23,7 @@ from backends.peer.link import CONNECT_S, Link, PeerRefused, linked
 from backends.peer.messages import WORKER_PATH, Cancel, Report, SetPace, Submit, Update
 from backends.peer.numbers import Numbers
 from backends.peer.proof import SharedSecret, secret_of
-from backends.peer.tokenizer import received_tokenizer
+from backends.peer.tokenizer import Tokenizers
 from backends.remote import remote_admission
 from backends.streams import DeltaStreams
 from backends.tokenizer import Tokenizer
@@ -39,6 +39,11 @@ that is held for a second is not rare where processes share few cores. (Chosen.)
 
 PATIENCE: Final = Patience(failures=1, timeouts_span_s=0.0, first_pause_s=0.25, longest_pause_s=5.0)
 """With a peer that is lost: to ask costs one connection, and a restarted one is wanted back."""
+
+
+def _nothing() -> None:
+    """Tell nobody."""
+
 
 _UNKNOWN: Final = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
@@ -63,6 +68,8 @@ class PeerBackend:
 
     Attributes:
         epoch: the life of the peer that it was linked to last.
+        watermark: number of the last lease that its load includes.
+        on_report: is called whenever the peer has told its load.
     """
 
     recovers = True
@@ -75,6 +82,7 @@ class PeerBackend:
         *,
         silence_s: float = SILENCE_S,
         clock: Callable[[], float] = time.monotonic,
+        tokenizers: Tokenizers | None = None,
     ) -> None:
         """Prepare; nothing is sent before `start`.
 
@@ -86,8 +94,11 @@ class PeerBackend:
                 None takes it as it comes.
             silence_s: one that says nothing for so long is gone.
             clock: that of its pauses, and of what its deltas tell.
+            tokenizers: those that other peers sent, shared with them.
         """
         self.epoch = epoch
+        self.watermark = 0
+        self.on_report: Callable[[], None] = _nothing
         self._url = _worker_url(address)
         self._secret = secret
         self._only_epoch = epoch
@@ -97,6 +108,7 @@ class PeerBackend:
         self._breaker = Breaker(PATIENCE)
         self._link: Link | None = None  # while linked
         self._numbers = Numbers()
+        self._tokenizers = tokenizers or Tokenizers()
         self._served: _Served | None = None
         self._load, self._heard_s = _UNKNOWN, 0.0
         self._refusing = ""
@@ -115,6 +127,11 @@ class PeerBackend:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, made from the peer's files."""
         return self._known().admission.tokenizer
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """What tells the files of its tokenizer from any others."""
+        return self._known().tokenizer
 
     @property
     def progress(self) -> float:
@@ -171,13 +188,16 @@ class PeerBackend:
         """Raise `RequestRejected` if the request can never run there."""
         self._known().admission.check(request)
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Send the request and return its deltas."""
+    def generate(
+        self, request: GenerationRequest, lease_number: int = 0
+    ) -> AsyncGenerator[Delta, None]:
+        """Send the request, and which lease it runs under, and return its deltas."""
         failure = self.failure
         if failure is not None or self._link is None:
             raise BackendFailed(failure)
         stream = self._streams.open(request)
-        self._link.send(Submit(self._numbers.give(request.request_id), request))
+        number = self._numbers.give(request.request_id)
+        self._link.send(Submit(number, request, lease_number))
         return stream
 
     def pace(self, request_id: str, pace: Pace) -> None:
@@ -228,7 +248,8 @@ class PeerBackend:
         if self._only_epoch not in {None, welcome.epoch}:
             raise PeerRefused(f"it was restarted: epoch {welcome.epoch}, not {self._only_epoch}")
         if known is None:
-            tokenizer = await _fetched_tokenizer(link)
+            fetch = link.tokenizer_files
+            tokenizer = await self._tokenizers.get(welcome.tokenizer, fetch)
         elif (known.card.model_id, known.tokenizer) == (welcome.card.model_id, welcome.tokenizer):
             tokenizer = known.admission.tokenizer
         else:
@@ -248,6 +269,7 @@ class PeerBackend:
             return
         now_s = self._clock()
         self._load, self._heard_s, self._refusing = report.load, now_s, report.refusing
+        self.watermark = report.watermark
         self._remote_clock.heard(report.sent_s, now_s)
         self._streams.deliver(self._addressed(report))
         for number, delta in report.deltas:
@@ -258,6 +280,7 @@ class PeerBackend:
             if request_id is not None:
                 self._numbers.forget(request_id)
                 self._streams.break_off(request_id, reason)
+        self.on_report()
 
     def _addressed(self, report: Update) -> Iterator[tuple[str, Delta]]:
         """Yield deltas with their requests' ids, but for those of requests that were given up."""
@@ -319,8 +342,3 @@ def _worker_url(address: str) -> str:
     """Return the URL of a worker, by its own or its node's address."""
     address = address.rstrip("/")
     return address if WORKER_PATH in address else f"{address}{WORKER_PATH}0"
-
-
-async def _fetched_tokenizer(link: Link) -> Tokenizer:
-    files = await link.tokenizer_files()
-    return await asyncio.to_thread(received_tokenizer, files, link.welcome.tokenizer)

@@ -39,10 +39,15 @@ REPORT_S: Final = 0.1
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """To a peer: run this, which was checked."""
+    """To a peer: run this, which was checked.
+
+    Attributes:
+        lease_number: of the lease on its worker's capacity; 0 without one.
+    """
 
     number: int
     request: GenerationRequest
+    lease_number: int = 0
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -74,7 +79,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         proof: that it knows the secret, too; empty if it has none.
-        epoch: of this life of the node: another one after each restart.
+        epoch: of this life of the worker: a greater one after each restart.
         tokenizer: digest of its tokenizer's files.
     """
 
@@ -99,6 +104,7 @@ class Update(msgspec.Struct, tag=True, frozen=True):
         load: of the worker, behind them.
         sent_s: when it was sent, by the clock that the deltas' `phases` are in.
         refusing: why it takes no further requests; empty while it takes some.
+        watermark: number of the last lease that `load` includes.
     """
 
     deltas: list[tuple[int, Delta]]
@@ -106,6 +112,7 @@ class Update(msgspec.Struct, tag=True, frozen=True):
     load: WorkerLoad
     sent_s: float
     refusing: str
+    watermark: int = 0
 
 
 Command = Submit | Cancel | SetPace | AskTokenizer

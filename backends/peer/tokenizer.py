@@ -1,14 +1,43 @@
-"""A peer's tokenizer, made from the files that it sent."""
+"""Peers' tokenizers, made from the files that they sent."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from backends.errors import CheckpointError
 from backends.tokenizer import Tokenizer, is_tokenizer_file
+
+
+class Tokenizers:
+    """The tokenizers of peers, each loaded and kept once: those of a pool have the same.
+
+    Use on the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        """Have none yet."""
+        self._known: dict[str, Tokenizer] = {}
+        self._loading = asyncio.Lock()
+
+    async def get(
+        self, digest: str, fetch: Callable[[], Awaitable[Mapping[str, bytes]]]
+    ) -> Tokenizer:
+        """Return the tokenizer with this digest; its files are fetched if it is not known.
+
+        Raises:
+            BackendFailed: they cannot be fetched.
+            CheckpointError: they are not those that were announced, not a tokenizer's, or damaged.
+        """
+        if digest not in self._known:
+            files = await fetch()  # from several at once: one of them may hang
+            async with self._loading:
+                if digest not in self._known:
+                    self._known[digest] = await asyncio.to_thread(received_tokenizer, files, digest)
+        return self._known[digest]
 
 
 def files_digest(files: Mapping[str, bytes]) -> str:

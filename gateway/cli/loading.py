@@ -31,6 +31,8 @@ def stderr() -> Console:
 async def loading_shown(fleet: Fleet, config: ServeConfig, console: Console) -> AsyncIterator[None]:
     """Show how far the fleet has loaded, until the context is left."""
     what = config.model or ", ".join(config.upstream) or "the shipped model"
+    if config.no_worker:
+        what = f"a worker of the pool {config.pool}"
     if console.is_terminal:
         bar = asyncio.create_task(_bar(lambda: fleet.progress, what, console))
         try:
@@ -41,7 +43,10 @@ async def loading_shown(fleet: Fleet, config: ServeConfig, console: Console) -> 
         return
     begin_s = time.perf_counter()
     workers = len(config.worker_configs())
-    log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
+    if config.no_worker:
+        log(logging.INFO, "waiting for a worker", pool=config.pool)
+    else:
+        log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
     yield
     if fleet.progress >= 1.0:  # and not a signal that ended it
         log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)

@@ -62,7 +62,8 @@ def _model(node: Node) -> list[tuple[str, str]]:
     served, workers = node.served, node.fleet.workers
     proposers = ", ".join(workers[0].backend.load().proposers) or "none"
     several = f", {len(workers)} workers" if len(workers) > 1 else ""
-    what = f"{node.config.backend}{several}, context of {served.max_model_len} tokens"
+    where = f"pool {node.config.pool}" if node.config.no_worker else node.config.backend
+    what = f"{where}{several}, context of {served.max_model_len} tokens"
     return [
         ("model", f"{served.name} ({what})"),
         ("speculation", f"{node.policy.name}; drafts with: {proposers}"),

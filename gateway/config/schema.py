@@ -293,6 +293,21 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             gateway=True,
         ),
     ] = "default"
+    no_worker: Annotated[
+        bool, _meta("Be a gateway only, for the workers of the pool", gateway=True)
+    ] = False
+    advertise: (
+        Annotated[
+            str,
+            _meta(
+                "Where other nodes reach this one, such as http://10.0.0.5:8000 (default: where it "
+                "listens)",
+                kind="url",
+                gateway=True,
+            ),
+        ]
+        | None
+    ) = None
     drain_timeout_s: Annotated[
         float, _meta("Seconds open streams may take to end on SIGTERM", gateway=True, ge=0)
     ] = 30.0
@@ -321,12 +336,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
-        """Return what concerns the workers: a configuration for each upstream, or device."""
+        """Return what concerns its own workers: a configuration for each upstream, or device."""
         shared = {
             field.name: getattr(self, field.name)
             for field in fields(WorkerConfig)
             if field.name not in _OF_ONE_WORKER
         }
+        if self.no_worker:
+            return ()
         if self.upstream:
             return tuple(WorkerConfig(**shared, upstream=url) for url in self.upstream)
         return tuple(

@@ -1,22 +1,32 @@
-"""An attempt: a prompt on the worker whose turn it was, decided about, leased, and watched."""
+"""An attempt: a prompt on the worker whose turn it was, leased, decided about, and watched."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import NamedTuple
 
 from backends.types import Delta, GenerationRequest, Pace
 from gateway.dispatch.admission import AdmissionController
 from gateway.dispatch.leases import Leases
-from gateway.dispatch.placement import Placement, Placer
+from gateway.dispatch.placement import Placement, Placer, need_of
 from gateway.dispatch.queue import CentralQueue
 from gateway.dispatch.routing import Routed
 from gateway.dispatch.run import Run
 from gateway.dispatch.watchdog import Reading, Watchdog
-from gateway.state.store import Offer
+from gateway.state.store import Reservation
 from gateway.telemetry.hops import WorkerHops, dispatched
 from gateway.telemetry.outcomes import describe_decision, describe_reservation, describe_route
 from policies.routing import RouteView
+
+
+class _Booked(NamedTuple):
+    """A prompt's worker, after the reservation."""
+
+    routed: Routed
+    reservation: Reservation
 
 
 class Attempt:
@@ -98,64 +108,90 @@ class Attempts:
             request: the prompt's, or what is left of it.
 
         Raises:
+            NoCapacity: other gateways have filled the workers; nothing was sent.
             BackendFailed: the worker broke, or stalled: on entering, or where deltas are read.
         """
-        worker = routed.worker
+        async with self._booked(routed, run, index, request) as booked:
+            worker = booked.routed.worker
 
-        def first() -> None:
-            worker.started(request.request_id)
-            self._admission.answered(run.entry)
-            self._queue.pump()
+            def first() -> None:
+                worker.started(request.request_id)
+                self._admission.answered(run.entry)
+                self._queue.pump()
 
-        try:
-            with run.span.child("route") as route:
-                describe_route(route, routed)
-            placed = self._decide(routed, run, index, request)
+            placed = self._decide(booked, run, index, request)
             with self._watchdog.watching(worker, run) as reading:
-                async with self._leased(run, placed) as (deltas, hops):
+                async with self._sent(run, placed, booked.reservation) as (deltas, hops):
                     if run.pace is not Pace.FULL:
                         worker.generating.pace(request.request_id, run.pace)
                     reading.waits()
                     yield Attempt(run, placed, deltas, reading, hops, self._placer, first)
-        finally:
-            worker.release(request.request_id)
-            self._queue.pump()
 
     def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
         """Return what a routing policy may know of a prompt, or of what is left of it."""
         return self._placer.route_view(run.job, index, request, run.entry.expected_tokens)
 
-    def _decide(
+    @asynccontextmanager
+    async def _booked(
         self, routed: Routed, run: Run, index: int, request: GenerationRequest
+    ) -> AsyncIterator[_Booked]:
+        """Hold a lease on a worker, and the place there, while the context lasts.
+
+        The worker is another one than was routed to if others have leased that meanwhile.
+
+        Raises:
+            NoCapacity: as `on`.
+        """
+        worker, request_id = routed.worker, request.request_id
+        try:
+            with run.span.child("route") as span:
+                describe_route(span, routed)
+            with run.span.child("reserve") as span:
+                tokens = _lease_tokens(request, run.entry.expected_tokens)
+                found = await self._leases.take(request_id, tokens, routed)
+                describe_reservation(span, found)
+            chosen = found.lease and found.lease.worker_id
+            if chosen not in {None, worker.worker_id}:
+                worker.release(request_id)
+                worker = next(one for one in routed.choices if one.worker_id == chosen)
+                worker.reserve(request_id, need_of(request))
+                view = partial(self.route_view, run, index, request)
+                self._queue.router.moved(view, worker)
+            yield _Booked(routed._replace(worker=worker), found)
+        finally:
+            worker.release(request_id)
+            await self._leases.give_back(request_id)
+            self._queue.pump()
+
+    def _decide(
+        self, booked: _Booked, run: Run, index: int, request: GenerationRequest
     ) -> Placement:
-        """Decide how far a prompt may speculate on the worker that has room for it."""
+        """Decide how far a prompt may speculate on its worker."""
         with run.span.child("decide") as span:
-            placed = self._placer.place(run.job, index, request, routed)
+            placed = self._placer.place(run.job, index, request, booked.routed, booked.reservation)
             describe_decision(span, placed.view, placed.load)
         run.place(index, placed)
         return placed
 
     @asynccontextmanager
-    async def _leased(
-        self, run: Run, placed: Placement
+    async def _sent(
+        self, run: Run, placed: Placement, reservation: Reservation
     ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerHops | None]]:
-        """Run a request under a lease on its worker's capacity.
+        """Run a request on its worker while the context lasts."""
+        request, lease = placed.request, reservation.lease
+        with dispatched(run.span) as hops:
+            if hops is not None:
+                request = hops.carried(request)
+            number = 0 if lease is None else lease.number
+            async with aclosing(placed.worker.run(request, number)) as deltas:
+                yield deltas, hops
 
-        Without one it runs, too: the queue has found room on this worker, with its seats and memory
-        as they are, and nobody else can send it anything.
-        """
-        request, worker = placed.request, placed.worker
-        try:
-            with run.span.child("reserve") as span:
-                here = Offer(worker.worker_id, worker.epoch)
-                found = await self._leases.take(request.request_id, request.most_tokens, (here,))
-                describe_reservation(span, found)
-            with dispatched(run.span) as hops:
-                if hops is not None:
-                    request = hops.carried(request)
-                async with aclosing(worker.generating.generate(request)) as deltas:
-                    if found.lease is not None:
-                        worker.sent(found.lease.number)
-                    yield deltas, hops
-        finally:
-            await self._leases.give_back(request.request_id)
+
+def _lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:
+    """Return what a request is expected to take of its worker's memory.
+
+    Not what it takes at most: clients that name no bound would each lease a whole context, and
+    nobody would fill a worker. One that is too full makes sequences wait, it does not break.
+    """
+    each = len(request.prompt_ids) + math.ceil(expected_tokens)
+    return max(1, min(request.most_tokens, each * len(request.choices)))

@@ -35,7 +35,11 @@ class Decision(msgspec.Struct, frozen=True):
         request, load: what the policy saw.
         plan: what it answered.
         route: why it goes to that worker, and not to the others with room; None where there were
-            none.
+            none. If a reservation that knew all leases took another one of its offers, `worker_id`
+            is that one.
+        load_age_s: how old the load was, in seconds.
+        degraded: whether the state store did not answer: what other gateways had sent meanwhile was
+            not known.
     """
 
     request_id: str
@@ -45,6 +49,8 @@ class Decision(msgspec.Struct, frozen=True):
     load: WorkerLoad
     plan: SpeculationPlan
     route: Route | None = None
+    load_age_s: float = 0.0
+    degraded: bool = False
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
         """Return what a policy decides from the same inputs."""
@@ -73,9 +79,15 @@ class Decisions:
         load: WorkerLoad,
         plan: SpeculationPlan,
         route: Route | None = None,
+        *,
+        load_age_s: float = 0.0,
+        degraded: bool = False,
     ) -> None:
         """Keep a decision."""
-        decision = Decision(request_id, self._now_s(), worker_id, request, load, plan, route)
+        now_s = self._now_s()
+        decision = Decision(
+            *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded)
+        )
         self._latest.append(decision)
         if self._path is not None:
             self._unwritten.append(decision)

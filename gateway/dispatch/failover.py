@@ -17,6 +17,7 @@ from backends.token_ids import compact
 from backends.types import Delta, GenerationRequest, ResumedChoice
 from gateway.dispatch.admission import AdmissionController
 from gateway.dispatch.attempt import Attempts
+from gateway.dispatch.leases import NoCapacity
 from gateway.dispatch.placement import Placement, need_of
 from gateway.dispatch.queue import CentralQueue, Waiting
 from gateway.dispatch.routing import Routed
@@ -123,11 +124,15 @@ class Failover:
                 if not said.is_complete:
                     raise BackendFailed("the worker ended the stream too early")
                 return
+            except NoCapacity:
+                self._queue.hold()
+                waiting = waiting.on()
+                continue
             except BackendFailed as error:
                 if said.is_complete:
                     return
                 lost = _Lost(_placed(run, index), error)
-                losses.append(Loss(routed.worker.worker_id, said.tokens - before))
+                losses.append(Loss(lost.placed.worker.worker_id, said.tokens - before))
                 self._check(run, lost, losses, said)
             request = said.rest(f"{run.requests[index].request_id}.{len(losses)}")
             avoid = frozenset(loss.worker_id for loss in losses)

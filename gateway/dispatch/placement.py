@@ -15,6 +15,7 @@ from gateway.dispatch.job import Job
 from gateway.dispatch.routing import Routed
 from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker
+from gateway.state.store import Reservation
 from policies.acceptance_history import AcceptanceHistory
 from policies.protocols import SpeculationPolicy
 from policies.room import Need
@@ -98,7 +99,7 @@ class Placer:
         """
         workers = self._fleet.serving
         if not workers:
-            raise BackendFailed(self._fleet.failure or "there is no worker")
+            raise BackendFailed(self._fleet.outage)
         unhashed = 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
         if job.grammar is not None:
             return await aside(_all_sized, job, workers, unhashed)
@@ -125,10 +126,20 @@ class Placer:
             first.load().kv_block_tokens,
         )
 
-    def place(self, job: Job, index: int, request: GenerationRequest, routed: Routed) -> Placement:
+    def place(
+        self,
+        job: Job,
+        index: int,
+        request: GenerationRequest,
+        routed: Routed,
+        reservation: Reservation,
+    ) -> Placement:
         """Decide how far a job's sized request may speculate on its worker, and record it.
 
         About one that is to be embedded nothing is decided.
+
+        Args:
+            reservation: of the worker's capacity.
         """
         worker = routed.worker
         load = worker.backend.load()
@@ -137,7 +148,11 @@ class Placer:
             plan = NOTHING_TO_DRAFT
         else:
             plan = self._policy.decide(view, load)
-            self._decisions.record(job.request_id, worker.worker_id, view, load, plan, routed.route)
+            self._decisions.record(
+                *(job.request_id, worker.worker_id, view, load, plan, routed.route),
+                load_age_s=worker.load_age_s,
+                degraded=reservation.degraded,
+            )
         return Placement(request.planned(plan), worker, view, load)
 
     def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:

@@ -19,10 +19,12 @@ class Routed(NamedTuple):
 
     Attributes:
         route: the decision; None where there was nothing to decide.
+        choices: the workers of its offers, the chosen one first.
     """
 
     worker: FleetWorker
     route: Route | None = None
+    choices: tuple[FleetWorker, ...] = ()
 
 
 class Router:
@@ -34,21 +36,33 @@ class Router:
         self._draw = draw
 
     def choose(
-        self, view: View, there: Sequence[tuple[FleetWorker, Occupancy]], *, alone: bool
+        self,
+        view: View,
+        there: Sequence[tuple[FleetWorker, Occupancy]],
+        *,
+        alone: bool,
+        rivals: int = 0,
     ) -> Routed:
         """Return which of these workers, at least one, takes a request.
 
         Args:
             there: the workers with what they have on their hands.
             alone: the node has one worker: nothing is asked, and nothing has to be remembered.
+            rivals: other gateways that send to them unseen.
         """
         if alone:
             return Routed(there[0][0])
         request = view()
-        candidates = Candidates(tuple(worker.candidate(at) for worker, at in there))
-        place, route = 0, None
-        if len(there) > 1:
-            route = self._policy.route(request, candidates, self._draw)
-            place = [worker.worker_id for worker, _ in there].index(route.worker_id)
-        self._policy.placed(request, candidates.workers[place])
-        return Routed(there[place][0], route)
+        candidates = tuple(worker.candidate(at) for worker, at in there)
+        if len(there) == 1:
+            self._policy.placed(request, candidates[0])
+            return Routed(there[0][0])
+        route = self._policy.route(request, Candidates(candidates, rivals), self._draw)
+        workers = {worker.worker_id: worker for worker, _ in there}
+        choices = tuple(workers[offer.worker_id] for offer in route.offers)
+        self._policy.placed(request, choices[0].candidate(choices[0].occupancy))
+        return Routed(choices[0], route, choices)
+
+    def moved(self, view: View, worker: FleetWorker) -> None:
+        """Tell the policy that a request went to another worker than was chosen."""
+        self._policy.placed(view(), worker.candidate(worker.occupancy))

@@ -121,7 +121,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         """Begin with nothing to look at."""
-        self._watched: dict[str, _Watched] = {}  # by worker
+        self._watched: dict[FleetWorker, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
@@ -131,9 +131,9 @@ class Watchdog:
         Raises:
             WorkerStalled: instead of a cancel, if the reader was waked from here.
         """
-        watched = self._watched.get(worker.worker_id)
+        watched = self._watched.get(worker)
         if watched is None:
-            watched = self._watched[worker.worker_id] = _Watched(worker)
+            watched = self._watched[worker] = _Watched(worker)
         reading = Reading(run)
         watched.readings[reading] = None
         self._go_on()
@@ -150,10 +150,10 @@ class Watchdog:
     def _look(self) -> None:
         self._timer = None
         try:
-            for worker_id, watched in tuple(self._watched.items()):
+            for worker, watched in tuple(self._watched.items()):
                 watched.look()
                 if watched.is_over:
-                    del self._watched[worker_id]
+                    del self._watched[worker]
         finally:
             self._go_on()
 

@@ -20,7 +20,7 @@ from tests.gateway.harness import ScriptedBackend, client, post_raw, running, un
 
 PATH = "/v1/completions"
 SERVER = f"POST {PATH}"
-GATEWAY_HOPS = ("admit", "queue", "route", "decide", "reserve", "dispatch")
+GATEWAY_HOPS = ("admit", "queue", "route", "reserve", "decide", "dispatch")
 """Below the SERVER span, in the order of their beginning."""
 WORKER_HOPS = ("worker.queue", "prefill", "decode")
 """Below `dispatch`, in order, one after the other."""

@@ -83,7 +83,7 @@ async def test_the_heartbeat_publishes_and_survives(
     node: Node, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails once does not end the heartbeat: a node must not look dead."""
-    monkeypatch.setattr("gateway.heartbeat.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     calls: list[str] = []
     published = asyncio.Event()
 

@@ -184,7 +184,7 @@ async def test_the_heartbeat_tells_of_every_worker_and_of_a_loss_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each worker is published under its own id; a broken one is withdrawn and logged, once."""
-    monkeypatch.setattr("gateway.heartbeat.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     store, ids = node.node.store, [worker.worker_id for worker in node.node.fleet.workers]
     beats = Counter[str]()
     publish = store.publish

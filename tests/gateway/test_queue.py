@@ -49,7 +49,7 @@ class Fleet(SimpleNamespace):
         return [worker for worker in self.workers if worker.backend.failure is None]
 
     open = serving
-    outage = "device lost"
+    outage, rivals = "device lost", 0
 
 
 def queue_of(*seats: int, timeout_s: float = 60.0) -> tuple[CentralQueue, list[FleetWorker]]:

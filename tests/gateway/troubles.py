@@ -24,13 +24,13 @@ from backends.sim.executor import SimExecutor
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, FinishReason, SpeculationOutcome, TokenLogprob
 from gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
+from gateway.cluster.heartbeat import Heartbeat
 from gateway.dispatch.admission import Bounds
 from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.job import Job
 from gateway.dispatch.run import UNWATCHED, Resume, Run, Watch
 from gateway.fleet import Fleet
-from gateway.heartbeat import Heartbeat
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
 from policies.failover import MOST_RESUMES, Cause, GivenUp

@@ -16,8 +16,8 @@ from backends.peer.link import PeerRefused
 from backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
 from backends.testing import make_request
 from gateway.app import Listening, StartError, build_node
+from gateway.cluster.access import NO_PROOF, PeerAccess, is_loopback, peer_access
 from gateway.config import ServeConfig
-from gateway.peer_access import NO_PROOF, PeerAccess, is_loopback, peer_access
 from tests.gateway.harness import client, running
 from tests.peer.harness import SECRET, a_welcome, impostor, linked_to
 

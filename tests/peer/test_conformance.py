@@ -56,7 +56,7 @@ async def test_the_card_and_the_tokenizer_are_those_of_the_worker() -> None:
     async with running(max_model_len=300) as where, linked_to(where.url) as backend:
         there = where.node.fleet.workers[0].generating
         assert backend.card == there.card
-        assert backend.epoch == where.node.epoch
+        assert backend.epoch == where.node.fleet.workers[0].epoch
         assert backend.tokenizer.encode("def f(x):") == there.tokenizer.encode("def f(x):")
         assert backend.tokenizer.texts[5] == there.tokenizer.texts[5]
         rendered = [one.tokenizer.render_chat(messages) for one in (backend, there)]

@@ -21,13 +21,13 @@ from backends.types import Delta
 from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.cli.simulate.prompts import job_of
 from gateway.cli.simulate.records import record_of, refusal_of
+from gateway.cluster.heartbeat import Heartbeat
 from gateway.dispatch.admission import Bounds
 from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.job import Job
 from gateway.errors import TooMany
 from gateway.fleet import BackendFactory, Fleet
-from gateway.heartbeat import Heartbeat
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
 from loadgen.types import Planned, Record

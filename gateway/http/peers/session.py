@@ -76,7 +76,7 @@ class PeerSession:
     async def _welcome(self, answer: str) -> Welcome:
         backend = self._worker.generating
         digest = await asyncio.to_thread(lambda: files_digest(backend.tokenizer.files()))
-        return Welcome(answer, self._node.epoch, backend.card, digest)
+        return Welcome(answer, self._worker.epoch, backend.card, digest)
 
     async def _obey_all(self) -> None:
         async for message in self._socket:
@@ -112,7 +112,7 @@ class PeerSession:
             self._outbox.put_broken(number, "the number stands for another request")
             return
         worker_id = f"{self._name}-{number}-{command.request.request_id}"
-        stream = PeerStream(self._node, self._worker, command.request, worker_id)
+        stream = PeerStream(self._node, self._worker, command, worker_id)
         task = asyncio.create_task(self._run(number, stream))
         task.add_done_callback(lambda _: self._streams.pop(number))  # begun or not
         self._streams[number] = stream, task
@@ -153,8 +153,9 @@ class PeerSession:
 
     def _update(self) -> Update:
         deltas, broken = self._outbox.take()
-        load = self._worker.backend.load()
-        return Update(deltas, broken, load, time.monotonic(), self._refusing())
+        worker = self._worker
+        load, refusing = worker.backend.load(), self._refusing()
+        return Update(deltas, broken, load, time.monotonic(), refusing, worker.watermark)
 
     def _refusing(self) -> str:
         """Return why this worker takes no further requests; empty while it takes some."""

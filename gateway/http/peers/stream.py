@@ -7,7 +7,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Final
 
-from backends.types import Delta, GenerationRequest, Pace
+from backends.peer.messages import Submit
+from backends.types import Delta, Pace
 from gateway.aside import aside
 from gateway.dispatch.placement import INLINE_TOKENS
 from gateway.fleet import FleetWorker
@@ -23,9 +24,7 @@ SPAN: Final = "peer.generate"
 class PeerStream:
     """One request on one of this node's workers, from its coming to its last delta."""
 
-    def __init__(
-        self, node: Node, worker: FleetWorker, request: GenerationRequest, worker_id: str
-    ) -> None:
+    def __init__(self, node: Node, worker: FleetWorker, submitted: Submit, worker_id: str) -> None:
         """Take a request.
 
         Args:
@@ -34,8 +33,9 @@ class PeerStream:
         """
         self._node = node
         self._worker = worker
-        self._sent_as = request.request_id
-        self._request = replace(request, request_id=worker_id)
+        self._sent_as = submitted.request.request_id
+        self._lease_number = submitted.lease_number
+        self._request = replace(submitted.request, request_id=worker_id)
         self._pace = Pace.FULL
         self._runs = False
         self._speaks = False
@@ -58,7 +58,7 @@ class PeerStream:
             await self._check()
             hops = WorkerHops(span) if span.recording else None
             try:
-                async with aclosing(self._worker.generating.generate(self._request)) as deltas:
+                async with aclosing(self._worker.run(self._request, self._lease_number)) as deltas:
                     self._runs = True
                     if self._pace is not Pace.FULL:
                         self.set_pace(self._pace)

@@ -1,4 +1,7 @@
-"""The heartbeat of a node: once a second it tells of its workers, and renews what it holds."""
+"""The heartbeat of a node: once a second it tells of its workers, and looks for those of others.
+
+It renews the leases that the node holds, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, Final
 
+from backends.peer.messages import WORKER_PATH
+from gateway.cluster.members import Members
 from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.leases import Leases
 from gateway.dispatch.queue import CentralQueue
@@ -20,7 +25,11 @@ HEARTBEAT_S: Final = 1.0
 
 
 class Heartbeat:
-    """Publishes the workers' loads, renews leases, writes decisions."""
+    """Publishes the loads of a node's own workers, renews leases, writes decisions.
+
+    Attributes:
+        url: of the node, where others reach it; "" if none may.
+    """
 
     def __init__(
         self,
@@ -29,13 +38,20 @@ class Heartbeat:
         queue: CentralQueue,
         leases: Leases,
         decisions: Decisions,
+        members: Members | None = None,
     ) -> None:
-        """Beat for a fleet; it need not have started yet."""
+        """Beat for a fleet; it need not have started yet.
+
+        Args:
+            members: looks for others' workers; None where nobody does.
+        """
         self._fleet = fleet
         self._store = store
         self._queue = queue
         self._leases = leases
         self._decisions = decisions
+        self._members = members
+        self.url = ""
         self._numbers = count()  # of reports
         self._left = False
         self._lost: set[str] = set()  # workers that broke, as far as was told
@@ -64,15 +80,17 @@ class Heartbeat:
     async def beat(self) -> None:
         """Tell the store of the workers and leases; send on who can go."""
         self._queue.pump()  # memory becomes free without an end that this node sees
-        for worker in self._fleet.workers:
+        for number, worker in enumerate(self._fleet.own):
             if not self._left:
-                await self._tell_of(worker)
+                await self._tell_of(worker, number)
         await self._leases.renew()
+        if self._members is not None:
+            await self._members.look()
 
     async def leave(self) -> None:
         """Take the workers out of the pool; further beats renew leases of what still runs."""
         self._left = True
-        for worker in self._fleet.workers:
+        for worker in self._fleet.own:
             await self._withdraw(worker)
 
     async def write_decisions(self) -> None:
@@ -84,13 +102,13 @@ class Heartbeat:
         except OSError as error:
             log(logging.ERROR, "decisions cannot be written", error=error)
 
-    async def _tell_of(self, worker: FleetWorker) -> None:
+    async def _tell_of(self, worker: FleetWorker, number: int) -> None:
         worker_id, failure = worker.worker_id, worker.backend.failure
         if failure is None:
             if worker_id in self._lost:  # an upstream
                 self._lost.discard(worker_id)
                 log(logging.INFO, "worker is back", worker=worker_id)
-            await self._publish(worker)
+            await self._publish(worker, number)
         elif worker_id not in self._lost:
             self._lost.add(worker_id)
             where: dict[str, Any] = {}
@@ -99,8 +117,10 @@ class Heartbeat:
             log(logging.ERROR, "worker failed", worker=worker_id, reason=failure, **where)
             await self._withdraw(worker)
 
-    async def _publish(self, worker: FleetWorker) -> None:
-        counts = await self._store.publish(report_of(worker, next(self._numbers)))
+    async def _publish(self, worker: FleetWorker, number: int) -> None:
+        address = f"{self.url}{WORKER_PATH}{number}" if self.url else ""
+        report = report_of(worker, next(self._numbers), address)
+        counts = await self._store.publish(report)
         if counts:
             self._fenced.discard(worker.worker_id)
         elif worker.worker_id not in self._fenced:
@@ -111,7 +131,7 @@ class Heartbeat:
         await self._store.withdraw(worker.worker_id, worker.epoch, next(self._numbers))
 
 
-def report_of(worker: FleetWorker, seq: int) -> WorkerReport:
+def report_of(worker: FleetWorker, seq: int, address: str) -> WorkerReport:
     """Return what there is to tell of a worker now."""
     card, load = worker.backend.card, worker.backend.load()
     return WorkerReport(
@@ -121,6 +141,7 @@ def report_of(worker: FleetWorker, seq: int) -> WorkerReport:
         load,
         capacity_tokens=load.kv_blocks_total * load.kv_block_tokens,
         watermark=worker.watermark,
+        address=address,
         model_id=card.model_id,
         numerics_class=card.numerics_class,
         max_model_len=card.max_model_len,

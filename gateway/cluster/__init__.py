@@ -1,0 +1,1 @@
+"""A node among others: what it tells of its workers, who may use them, and whom it finds."""
