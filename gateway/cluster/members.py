@@ -152,7 +152,12 @@ class Members:
             await self._check(backend)
         except (BackendFailed, CheckpointError) as error:
             member.refused_s = _now_s()
-            log(logging.ERROR, "a worker is out of reach", worker=worker.worker_id, reason=error)
+            log(
+                logging.ERROR,
+                "a worker is out of reach",
+                worker=worker.worker_id,
+                reason=str(error),
+            )
             await backend.stop()
             return
         backend.on_report = self._changed

@@ -135,7 +135,7 @@ async def running(
                 await start_workers(node)
             yield where
         finally:
-            await node.fleet.stop()
+            await node.stop()
             # Else 1,024 of them live on, with all they hold.
             web_app._cached_build_middleware.cache_clear()
 

@@ -1,0 +1,279 @@
+"""Nodes of one pool find each other's workers: what joins, what is left, what is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gateway.app import Listening, StartError, build_node, drain, start_workers
+from gateway.cluster.address import advertised_url
+from gateway.config import ServeConfig
+from gateway.lifecycle import NodeState
+from gateway.state.memory import MemoryStore
+from gateway.state.store import Snapshot
+from tests.gateway.harness import (
+    PATIENCE_S,
+    ScriptedBackend,
+    client,
+    events,
+    is_idle,
+    running,
+    until,
+)
+from tests.peer.harness import SLOW
+
+JOIN = "redis://127.0.0.1:6379"
+"""That of nodes which are given a store of the test's instead."""
+BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
+PATH = "/v1/completions"
+
+
+class Forgetful(MemoryStore):
+    """A store that a test lets forget, for its readers, who is there."""
+
+    forgets = False
+
+    async def snapshot(self) -> Snapshot:
+        found = await super().snapshot()
+        return replace(found, workers=()) if self.forgets else found
+
+
+@pytest.fixture
+def store() -> Forgetful:
+    """The store that all nodes of a test share."""
+    return Forgetful()
+
+
+@asynccontextmanager
+async def member(store: MemoryStore, **settings: Any) -> AsyncIterator[Listening]:
+    """A node of the pool, which has told of its worker."""
+    async with running(store=store, join=JOIN, **settings) as where:
+        await where.node.heartbeat.beat()
+        yield where
+
+
+def ids(where: Listening) -> list[str]:
+    """The workers that a node may send to."""
+    return sorted(worker.worker_id for worker in where.node.fleet.serving)
+
+
+async def knows(where: Listening, count: int) -> None:
+    """Let a node look until it has so many workers; fails after a while."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(where.node.fleet.serving) != count:
+            await where.node.heartbeat.beat()
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_without_a_worker_serves_by_those_of_the_pool(store: Forgetful) -> None:
+    """Its texts are theirs; it is ready as soon as there is one, and leaves nothing behind."""
+    async with (
+        member(store) as there,
+        member(store) as other,
+        member(store, no_worker=True) as where,
+        client(there) as direct,
+        client(where) as http,
+    ):
+        await knows(where, 2)
+        assert ids(where) == sorted(w.node.fleet.own[0].worker_id for w in (there, other))
+        theirs = (await direct.post(PATH, json=BODY)).json()["choices"]
+        assert (await http.post(PATH, json=BODY)).json()["choices"] == theirs
+        streamed = await http.post(PATH, json={**BODY, "stream": True})
+        assert events(streamed.text)[-1] == "[DONE]"
+        assert (await http.get("/ready")).status_code == 200
+        await until(lambda: is_idle(there.node) and is_idle(other.node))
+        assert sum(view.leased_tokens for view in (await store.snapshot()).workers) == 0
+
+
+async def test_a_gateway_without_a_worker_waits_for_one(store: Forgetful) -> None:
+    """It says so while there is none, and begins with the first one."""
+    async with running(store=store, join=JOIN, no_worker=True, start=False) as where:
+        starting = asyncio.create_task(start_workers(where.node))
+        async with client(where) as http:
+            assert (await http.get("/health")).json()["workers"] == []
+            assert (await http.get("/ready")).status_code == 503
+            async with member(store):
+                await starting
+                assert (await http.get("/ready")).status_code == 200
+                assert (await http.post(PATH, json=BODY)).status_code == 200
+        assert where.node.state is NodeState.READY
+
+
+async def test_every_node_is_a_gateway_for_all(store: Forgetful) -> None:
+    """Two nodes with workers use each other's; each tells of its own only."""
+    async with member(store) as one, member(store) as other:
+        await knows(one, 2)
+        await knows(other, 2)
+        assert ids(one) == ids(other)
+        reports = {view.worker_id: view.report for view in (await store.snapshot()).workers}
+        assert sorted(reports) == ids(one)
+        for where in (one, other):
+            worker = where.node.fleet.own[0]
+            told = reports[worker.worker_id]
+            assert told.address == f"{where.url}/peer/v1/workers/0"
+            assert told.epoch == worker.epoch
+
+
+async def test_a_worker_that_drains_gets_nothing_new_and_keeps_what_it_has(
+    store: Forgetful,
+) -> None:
+    """Its streams end as if nothing was; the gateway leaves it once it is idle."""
+    body = {**BODY, "max_tokens": 40, "stream": True}
+    async with (
+        member(store, profile=SLOW) as there,
+        member(store, no_worker=True) as where,
+        client(where) as http,
+        http.stream("POST", PATH, json=body) as answer,
+    ):
+        lines = answer.aiter_lines()
+        await anext(lines)
+        async with member(store) as other:
+            await knows(where, 2)
+            await there.node.heartbeat.leave()
+            draining = asyncio.create_task(drain(there.node, PATIENCE_S))
+            await until(lambda: ids(where) == ids(other)[:1])
+            for _ in range(3):
+                assert (await http.post(PATH, json=BODY)).status_code == 200
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+            assert await draining
+            await where.node.heartbeat.beat()
+            assert [worker.worker_id for worker in where.node.fleet.workers] == ids(other)
+
+
+async def test_a_worker_comes_back_in_a_later_life(store: Forgetful) -> None:
+    """At the same address it has the same id and a greater epoch; the earlier one is left."""
+    async with member(store, no_worker=True, start=False) as where:
+        starting = asyncio.create_task(start_workers(where.node))
+        async with member(store) as there:
+            await starting
+            (before,) = where.node.fleet.workers
+            port = there.node.port
+        async with member(store, port=port) as there, client(where) as http:
+            await until(lambda: before.backend.failure is not None)
+            async with asyncio.timeout(PATIENCE_S):
+                while before in where.node.fleet.workers or not where.node.fleet.serving:
+                    await where.node.heartbeat.beat()
+                    await asyncio.sleep(0.01)
+            (after,) = where.node.fleet.workers
+            assert after.worker_id == before.worker_id == there.node.fleet.own[0].worker_id
+            assert after.epoch > before.epoch
+            assert (await http.post(PATH, json=BODY)).status_code == 200
+
+
+async def test_a_store_that_forgets_costs_nobody_a_worker(store: Forgetful) -> None:
+    """Who is linked stays, whatever the store says; who is lost goes with it."""
+    async with member(store, no_worker=True, start=False) as where:
+        starting = asyncio.create_task(start_workers(where.node))
+        async with member(store) as there:
+            await starting
+            store.forgets = True
+            await where.node.heartbeat.beat()
+            assert ids(where) == ids(there)
+        await until(lambda: not where.node.fleet.serving)
+        await where.node.heartbeat.beat()
+        assert where.node.fleet.workers == ()
+        async with client(where) as http:
+            assert (await http.get("/ready")).json()["reason"] == "there is no worker"
+            assert (await http.post(PATH, json=BODY)).status_code == 503
+            assert (await http.get("/v1/models")).status_code == 200
+
+
+async def test_who_serves_something_else_is_left_out(
+    store: Forgetful, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another model, and a shorter context, are no members; the log says it once."""
+    other = ScriptedBackend()
+    other.card = replace(other.card, model_id="another")
+    with caplog.at_level(logging.ERROR, "draftgate"):
+        async with (
+            member(store) as where,
+            member(store, backends=[other]),
+            member(store, max_model_len=100),
+        ):
+            for _ in range(3):
+                await where.node.heartbeat.beat()
+            assert len(where.node.fleet.workers) == 1
+    told = [record.draftgate_fields["why"] for record in caplog.records]
+    assert sorted(told) == [
+        *["it serves 'another', not 'draftgate-demo'"] * 2,  # by two nodes
+        "it serves 'draftgate-demo', not 'another'",
+        "its context is 100 tokens, not 8192",
+    ]
+
+
+async def test_a_node_whose_own_worker_breaks_fails_though_others_serve(
+    store: Forgetful, scripted: ScriptedBackend
+) -> None:
+    """What ran there goes on elsewhere; the node takes nothing new, and should begin anew."""
+    peer = ScriptedBackend()
+    body = {"prompt": [1] * 10, "max_tokens": 5, "stream": True}
+    async with (
+        member(store, backends=[scripted]) as where,
+        client(where) as http,
+        member(store, backends=[peer]),
+    ):
+        asked = asyncio.create_task(http.post(PATH, json=body))
+        request = await scripted.submitted.get()  # it is alone so far
+        await knows(where, 2)
+        scripted.emit(request, "one")
+        scripted.crash("device lost")
+        rest = await peer.submitted.get()
+        assert [choice.output_ids for choice in rest.resumed] == [(0,)]
+        peer.emit(rest, "two", last=True)
+        assert events((await asked).text)[-1] == "[DONE]"
+        assert where.node.fleet.failure == "device lost"
+        assert where.node.state is NodeState.FAILED
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"no_worker": True}, "--no-worker goes with --join"),
+        ({"backend": "peer", "upstream": ("http://x",), "join": JOIN}, "use --no-worker --join"),
+        (
+            {"backend": "openai", "upstream": ("http://x",), "join": JOIN, "no_worker": True},
+            "without --upstream",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told(
+    settings: dict[str, Any], complaint: str
+) -> None:
+    """In one line, before anything starts."""
+    with pytest.raises(StartError, match=complaint):
+        build_node(ServeConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        ({"host": "10.1.2.3"}, "http://10.1.2.3:8001"),
+        ({"host": "node-7"}, "http://node-7:8001"),
+        ({"host": "::1"}, "http://[::1]:8001"),
+        ({"host": "0.0.0.0", "join": JOIN}, "http://127.0.0.1:8001"),
+        ({"host": "0.0.0.0", "advertise": "https://far.example/"}, "https://far.example"),
+    ],
+)
+async def test_a_node_tells_where_others_reach_it(settings: dict[str, Any], url: str) -> None:
+    """Where it was told, else where it listens, else the address it reaches the store from."""
+    assert await advertised_url(ServeConfig(**settings), 8001) == url
+
+
+async def test_a_store_without_a_name_now_does_not_hide_a_node() -> None:
+    """Then the name of this machine says where it is."""
+    config = ServeConfig(host="0.0.0.0", join="redis://no-such-host.invalid")
+    assert (await advertised_url(config, 8001)).endswith(":8001")
+
+
+async def test_who_may_not_be_used_tells_no_address(store: Forgetful) -> None:
+    """Where clients need keys and there is no secret of the cluster, no other node may."""
+    async with member(store, api_keys=("k" * 20,)) as where:
+        (view,) = (await store.snapshot()).workers
+        assert view.report.address == ""
+        assert where.node.peer_access is None
