@@ -13,6 +13,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Final, cast
 
 from backends.base import Backend, Upstream, WorkerConfig
@@ -166,6 +167,12 @@ class PeerWorker(FleetWorker):
     def load_age_s(self) -> float:
         """How old its load is, in seconds."""
         return self._peer.load_age_s
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """What it has on its hands, and what others have sent there."""
+        at = super().occupancy
+        return replace(at, others=max(0, at.load.running + at.load.waiting - at.sequences))
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there."""

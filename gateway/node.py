@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -24,7 +24,7 @@ from gateway.config import ServeConfig
 from gateway.dispatch.admission import Bounds
 from gateway.dispatch.decisions import Decisions
 from gateway.errors import NotOffered
-from gateway.fleet import Fleet
+from gateway.fleet import Fleet, FleetWorker
 from gateway.forwarding.forwarder import Forwarder
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.served import Served
@@ -92,8 +92,10 @@ class Node:
             fleet, store, queue, self.dispatcher.leases, self.decisions, self.members
         )
         self.forwarder = Forwarder(fleet, queue, self.dispatcher.admission)
-        self.metrics = Metrics(self._loads, lambda: self.model_name)
-        self.live = Live(self._loads, self.metrics.recent, lambda: len(self.dispatcher.queue))
+        self.metrics = Metrics(lambda: self._loads(fleet.own), lambda: self.model_name)
+        self.live = Live(
+            lambda: self._loads(fleet.workers), self.metrics.recent, lambda: len(queue)
+        )
 
     @property
     def state(self) -> NodeState:
@@ -165,13 +167,12 @@ class Node:
             log(logging.WARNING, "no other node may use this one's workers", why=_UNSHARED)
         return url.partition("://")[2]
 
-    def _loads(self) -> list[WorkerLoad | None]:
+    def _loads(self, workers: Sequence[FleetWorker]) -> list[WorkerLoad | None]:
         """Return the load of every worker in order; None stands for one that is broken."""
         if self._served is None and not self.fleet.forwards:
             return []
         return [
-            worker.backend.load() if worker.backend.failure is None else None
-            for worker in self.fleet.workers
+            worker.backend.load() if worker.backend.failure is None else None for worker in workers
         ]
 
 

@@ -33,6 +33,7 @@ class Occupancy:
         started: of these, the ones with a first token; the worker may be done with them.
         unstarted_prompt_tokens: prompt tokens of those without a first token.
         tpot_s: the tightest time per token promised to one of them; None without one.
+        others: sequences that other gateways have there, at least, by its load.
     """
 
     load: WorkerLoad
@@ -40,6 +41,7 @@ class Occupancy:
     started: int = 0
     unstarted_prompt_tokens: int = 0
     tpot_s: float | None = None
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,12 @@ class Need:
 
 def has_room(at: Occupancy, need: Need) -> bool:
     """Return whether a request should go to a worker now. An empty worker takes anything."""
-    if not at.sequences:
+    if not at.sequences and not at.others:
         return True
     seats = usable_seats(at, need.tpot_s)
     if seated(at) + need.sequences > seats + seats // SPARE_SEATS:
         return False
-    ahead = at.unstarted_prompt_tokens
+    ahead = prompt_tokens_ahead(at)
     if at.load.step_tokens and ahead and ahead >= STEPS_AHEAD * at.load.step_tokens:
         return False
     if not at.load.kv_blocks_total:  # nobody knows
@@ -82,7 +84,15 @@ def seated(at: Occupancy) -> int:
     some that stopped would keep all others out.
     """
     on_worker = at.load.running + at.load.waiting
+    if at.others:  # whose paused ones are not told from ours
+        return max(at.sequences, on_worker)
     return at.sequences - at.started + min(at.started - at.load.paused, on_worker)
+
+
+def prompt_tokens_ahead(at: Occupancy) -> int:
+    """Return prompt tokens ahead of a newcomer: those sent, or all that the worker tells of."""
+    told = at.load.prompt_tokens if at.others else 0
+    return max(at.unstarted_prompt_tokens, told)
 
 
 def usable_seats(at: Occupancy, tpot_s: float | None = None) -> int:

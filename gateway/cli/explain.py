@@ -44,7 +44,7 @@ def _as_text(decision: Decision, replayed: SpeculationPlan | None) -> str:
     plans = [decision.plan] if replayed is None else [decision.plan, replayed]
     lines = [
         f"{decision.request_id} on {decision.worker_id}{_routed(decision.route)}",
-        f"{_asked(decision.request)}; {_there(decision.load)}",
+        f"{_asked(decision.request)}; {_there(decision.load)}{_aged(decision)}",
         _known(decision.request),
     ]
     return "\n  ".join([*filter(None, lines), *map(_plan, plans)])
@@ -71,6 +71,12 @@ def _there(load: WorkerLoad) -> str:
         f"{load.running} running, {load.waiting} waiting, price {load.price:.3f}, "
         f"acceptance {load.acceptance:.2f}"
     )
+
+
+def _aged(decision: Decision) -> str:
+    """Return how old that was, and whether others' leases were not known; empty for what is now."""
+    age = f", {decision.load_age_s * 1e3:.0f} ms old" if decision.load_age_s else ""
+    return f"{age}, without the state store" if decision.degraded else age
 
 
 def _known(request: RequestView) -> str:

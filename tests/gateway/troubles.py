@@ -33,6 +33,7 @@ from gateway.dispatch.run import UNWATCHED, Resume, Run, Watch
 from gateway.fleet import Fleet
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
+from gateway.state.store import Store
 from policies.failover import MOST_RESUMES, Cause, GivenUp
 from policies.quotas import Quota
 from policies.registry import speculation_policy
@@ -147,7 +148,8 @@ class Dispatched:
 
     dispatcher: Dispatcher
     fleet: Fleet
-    store: MemoryStore
+    store: Store
+    decisions: Decisions
 
     async def is_idle(self) -> bool:
         """Whether nothing of any request is held by queue, store, or a worker that is well."""
@@ -167,6 +169,8 @@ async def dispatching(
     quotas: Mapping[str, Quota] | None = None,
     most_resumes: int = MOST_RESUMES,
     timeout_s: float = 60.0,
+    shared: bool = False,
+    store: Store | None = None,
 ) -> AsyncIterator[Dispatched]:
     """Start workers behind a dispatcher, as a node does, without HTTP; on any clock."""
     config = config or WorkerConfig()
@@ -174,9 +178,9 @@ async def dispatching(
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)
-    store, decisions = MemoryStore(loop_time_s), Decisions(None, loop_time_s)
+    store, decisions = store or MemoryStore(loop_time_s), Decisions(None, loop_time_s)
     bounds = Bounds(timeout_s=timeout_s)
-    rules = WaitingRules(admission="none", bounds=bounds, most_resumes=most_resumes)
+    rules = WaitingRules(admission="none", bounds=bounds, most_resumes=most_resumes, shared=shared)
     policy = speculation_policy(config.speculation)
     dispatcher = build_dispatcher(
         *(fleet, store, lifecycle, decisions, policy, rules),
@@ -186,7 +190,7 @@ async def dispatching(
     heartbeat = Heartbeat(fleet, store, dispatcher.queue, dispatcher.leases, decisions)
     try:
         async with heartbeat.beating():
-            yield Dispatched(dispatcher, fleet, store)
+            yield Dispatched(dispatcher, fleet, store, decisions)
     finally:
         await fleet.stop()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +86,16 @@ def test_usable_seats_are_from_one_to_all(
     alone_s = tpot_s - sequence_s * (running - 1)
     if alone_s <= target_s:
         assert seats <= usable_seats(at, target_s * 2)
+
+
+def test_what_others_sent_takes_seats_and_turns() -> None:
+    """Of a worker that several gateways use: its own figures count where they are more."""
+    at = Occupancy(load(running=10, waiting=6), 6, started=6, others=10)
+    assert not has_room(at, Need(2, 10, 20))
+    assert has_room(replace(at, load=load(running=9, waiting=6), others=9), ONE)
+    assert has_room(Occupancy(load(running=1), others=1), ONE)
+    full = load(running=1, kv_blocks_free=0)
+    assert not has_room(Occupancy(full, others=1), ONE)
+    ahead = load(running=1, prompt_tokens=STEPS_AHEAD * 512)
+    assert has_room(Occupancy(ahead, 1), ONE)
+    assert not has_room(Occupancy(ahead, 1, others=1), ONE)

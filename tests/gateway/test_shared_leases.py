@@ -1,0 +1,150 @@
+"""Gateways that share workers: leases bind, and move requests; without the store records say so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from backends.base import WorkerConfig
+from backends.shipped import SHIPPED_MODEL
+from backends.sim.profile import load_profile
+from backends.token_ids import compact
+from backends.tokenizer import Tokenizer
+from backends.types import SamplingParams
+from gateway.dispatch.job import Job
+from gateway.errors import QueueTimeout
+from gateway.state.guarded import GuardedStore
+from gateway.state.store import Lease, Store
+from tests.gateway.flaky_store import FlakyStore
+from tests.gateway.troubles import (
+    Dispatched,
+    Told,
+    answer,
+    dispatching,
+    play,
+    quick_starts,
+    simulated,
+)
+
+BLOCKS = 20
+TOKENS = BLOCKS * 16
+CONFIG = WorkerConfig(kv_bytes=TOKENS * load_profile("cpu-demo").kv_token_bytes)
+"""Workers whose memory holds 320 tokens."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    """Many workers start here."""
+    with quick_starts():
+        yield
+
+
+def job(max_tokens: int = 8, request_id: str = "r") -> Job:
+    ids = compact(Tokenizer(SHIPPED_MODEL).encode("import os\n"))
+    return Job(request_id, (ids,), SamplingParams(max_tokens, seed=7, ignore_eos=True), max_tokens)
+
+
+async def others_lease(store: Store, there: Dispatched, worker: int, tokens: int) -> None:
+    """Let another gateway lease tokens of a worker, behind all that it has told."""
+    found = there.fleet.workers[worker]
+    number = 1 << 52
+    await store.renew([Lease("theirs", found.worker_id, found.epoch, tokens, number)], 30.0)
+
+
+def test_who_finds_all_leased_waits_until_somebody_lets_go() -> None:
+    """Loads say that there is room; the request goes when the others' lease ends, not before."""
+
+    async def scenario() -> tuple[float, int]:
+        now_s = asyncio.get_running_loop().time
+        async with dispatching(simulated({}), 1, config=CONFIG, shared=True) as there:
+            await asyncio.sleep(0.1)  # the workers have told of themselves
+            await others_lease(there.store, there, 0, TOKENS)
+            begin_s = now_s()
+            asking = asyncio.create_task(answer(there.dispatcher, job()))
+            await asyncio.sleep(1.0)
+            assert not asking.done()
+            assert there.fleet.workers[0].backend.load().running == 0
+            await there.store.release(["theirs"])
+            (choice,) = await asking
+            assert await there.is_idle()
+            return now_s() - begin_s, len(choice.token_ids)
+
+    waited_s, tokens = play(scenario())
+    assert 1.0 < waited_s < 1.5
+    assert tokens == 8
+
+
+def test_a_node_that_stands_alone_does_not_wait_for_leases() -> None:
+    """Its queue sees all that is there; leases of what may never be said would only idle it."""
+
+    async def scenario() -> int:
+        async with dispatching(simulated({}), 1, config=CONFIG) as there:
+            await asyncio.sleep(0.1)
+            jobs = [answer(there.dispatcher, job(200, f"r{index}")) for index in range(4)]
+            return sum(len(choices[0].token_ids) for choices in await asyncio.gather(*jobs))
+
+    assert play(scenario()) == 4 * 200
+
+
+def test_who_finds_all_leased_for_too_long_is_told() -> None:
+    """All its waits together are no longer than the longest one wait."""
+
+    async def scenario() -> float:
+        now_s = asyncio.get_running_loop().time
+        settings = {"config": CONFIG, "shared": True, "timeout_s": 2.0}
+        async with dispatching(simulated({}), 1, **settings) as there:
+            await asyncio.sleep(0.1)
+            await others_lease(there.store, there, 0, TOKENS)
+            begin_s = now_s()
+            with pytest.raises(QueueTimeout):
+                await answer(there.dispatcher, job())
+            await there.store.release(["theirs"])
+            assert await there.is_idle()
+            return now_s() - begin_s
+
+    assert play(scenario()) == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_reservation_takes_the_worker_that_others_have_left() -> None:
+    """The request runs where the store says; the record says where the gateway would have."""
+
+    async def scenario() -> None:
+        async with dispatching(simulated({}), 2, config=CONFIG, shared=True) as there:
+            await asyncio.sleep(0.1)
+            for turn in range(2):
+                told = Told()
+                await others_lease(there.store, there, turn, TOKENS // 2)
+                await answer(there.dispatcher, job(), told)
+                await there.store.release(["theirs"])
+                free = there.fleet.workers[1 - turn].worker_id
+                assert told.workers == [free]
+                (decision,) = there.decisions.latest(1)
+                assert decision.worker_id == free
+                assert not decision.degraded
+                assert await there.is_idle()
+            latest = there.decisions.latest(2)
+            assert any(one.worker_id != one.route.worker_id for one in latest)
+
+    play(scenario())
+
+
+def test_a_decision_without_the_store_says_so() -> None:
+    """Requests run while it is out, and their records tell; afterwards they do not."""
+
+    async def scenario() -> list[bool]:
+        flaky = FlakyStore()
+        store = GuardedStore(flaky, clock=asyncio.get_running_loop().time, uniform=lambda: 0.0)
+        found = []
+        async with dispatching(simulated({}), 2, config=CONFIG, shared=True, store=store) as there:
+            await asyncio.sleep(0.1)
+            for failure in (None, "gone", None):
+                flaky.failure = failure
+                await asyncio.sleep(20.0)
+                await answer(there.dispatcher, job())
+                found.append(there.decisions.latest(1)[0].degraded)
+        await store.close()
+        return found
+
+    assert play(scenario()) == [False, True, False]
