@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -136,6 +137,13 @@ async def cluster(home: Path) -> AsyncIterator[tuple[list[LocalService], Address
             yield started, addresses, collector
 
 
+async def both_found(http: httpx.AsyncClient) -> None:
+    """Return once the gateway has found both workers: it begins with the first."""
+    async with asyncio.timeout(REQUEST_S):
+        while len((await http.get("/health")).json()["workers"]) < 2:
+            await asyncio.sleep(0.1)
+
+
 async def completion(http: httpx.AsyncClient) -> dict[str, Any]:
     """Ask for a completion."""
     body = {"prompt": "def main():", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -151,6 +159,7 @@ async def test_the_cluster_works_as_plain_processes(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (started, addresses, collector):
         url = f"http://127.0.0.1:{addresses.ports['gateway', '8000']}"
         async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
+            await both_found(http)
             answers = [await completion(http) for _ in range(4)]
             workers = (await http.get("/health")).json()["workers"]
         assert {answer["usage"]["completion_tokens"] for answer in answers} == {8}
