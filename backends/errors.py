@@ -4,6 +4,7 @@ BackendError
 ├── CheckpointError     a model cannot be loaded: says what and where
 ├── RequestRejected     this request can never run here: names the parameter
 └── BackendFailed       the worker is broken; its streams end with this
+    ├── WorkerLeft      it is going away in order, and had not ended them by then
     ├── WorkerStalled   it makes no progress any more, and nobody knows why
     └── UpstreamFailed  an upstream broke, or does not answer as it should
         └── UpstreamUnreachable  nothing of an answer came: another upstream may be asked
@@ -38,6 +39,10 @@ class RequestRejected(BackendError):
 
 class BackendFailed(BackendError):
     """The worker failed or stopped while requests were running."""
+
+
+class WorkerLeft(BackendFailed):
+    """The worker goes away in order: nothing that it ran is to blame."""
 
 
 class WorkerStalled(BackendFailed):

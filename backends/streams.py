@@ -5,7 +5,7 @@ falls behind finds the waiting deltas of a choice merged into one, so what waits
 request's own output, and a slow client gets fewer, larger chunks.
 
 States of a stream: *open* (the worker owes it deltas), *complete* (every choice has finished; what
-waits can still be read), *failed* (what waits can be read, then `BackendFailed`), *closed*.
+waits can still be read), *failed* (what waits can be read, then the error), *closed*.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class DeltaStreams:
         stream = self._open.get(request_id)
         return 0 if stream is None else stream.unread_tokens
 
-    def fail(self, message: str) -> None:
-        """End every open stream with `BackendFailed(message)`."""
+    def fail(self, message: str, kind: type[BackendFailed] = BackendFailed) -> None:
+        """End every open stream with an error of this kind."""
         streams, self._open = self._open, {}
         for stream in streams.values():
-            stream.fail(message)
+            stream.fail(kind(message))
 
-    def break_off(self, request_id: str, message: str) -> None:
-        """End a stream that the worker has ended, if it is open, with `BackendFailed(message)`."""
+    def break_off(self, request_id: str, error: BackendFailed) -> None:
+        """End a stream that the worker has ended, if it is open, with an error."""
         stream = self._open.pop(request_id, None)
         if stream is not None:
-            stream.fail(message)
+            stream.fail(error)
 
     def close(self, request_id: str) -> None:
         """Forget a stream, and tell the worker if it still owed it deltas."""
@@ -91,7 +91,7 @@ class _Stream(AsyncGenerator[Delta, None]):
         self._unfinished = choices
         self._waiting: dict[int, list[Delta]] = {}  # by choice, the longest waiting first
         self._reader: asyncio.Future[None] | None = None  # waits for news; there is one at most
-        self._failure: str | None = None
+        self._failure: BackendFailed | None = None
         self._closed = False
 
     def put(self, delta: Delta) -> bool:
@@ -106,9 +106,9 @@ class _Stream(AsyncGenerator[Delta, None]):
         """Tokens that wait. Counted when asked: deltas come far more often."""
         return sum(len(delta.token_ids) for of in self._waiting.values() for delta in of)
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: BackendFailed) -> None:
         """End with an error after what waits."""
-        self._failure = message
+        self._failure = error
         self._wake()
 
     def __anext__(self) -> Coroutine[Any, Any, Delta]:
@@ -122,7 +122,7 @@ class _Stream(AsyncGenerator[Delta, None]):
                 return _merged(self._waiting.pop(choice))
             if self._failure is not None:
                 self._close()
-                raise BackendFailed(self._failure)
+                raise self._failure
             if self._unfinished == 0:
                 self._close()
                 break

@@ -10,7 +10,8 @@ to. One loss does not tell it from a bystander, so
    bystander has most likely come further. A suspect goes to no worker that is the last one;
 3. after `most_resumes` it is given up, whatever it has said in between.
 
-So a poison request takes 1 + `most_resumes` workers at most, and never the last of three or more.
+A worker that goes away in order is no loss: a long stream outlives any number of restarts. So a
+poison request takes 1 + `most_resumes` workers at most, and never the last of three or more.
 Of two it may take both: else no bystander could go on where the second is left alone.
 """
 
@@ -33,6 +34,8 @@ class Cause(StrEnum):
     """It broke, or cut the stream off."""
     STALLED = "stalled"
     """It made no progress any more (`policies.stall`)."""
+    LEFT = "left"
+    """It went away in order, before the request had ended. No loss that tells of the request."""
 
 
 class GivenUp(StrEnum):

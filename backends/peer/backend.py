@@ -17,7 +17,7 @@ import aiohttp
 
 from backends.base import WorkerConfig
 from backends.core.admission import Admission
-from backends.errors import BackendFailed, CheckpointError
+from backends.errors import BackendFailed, CheckpointError, WorkerLeft
 from backends.peer.clock import RemoteClock
 from backends.peer.link import CONNECT_S, Link, PeerRefused, linked
 from backends.peer.messages import WORKER_PATH, Cancel, Report, SetPace, Submit, Update
@@ -112,6 +112,7 @@ class PeerBackend:
         self._served: _Served | None = None
         self._load, self._heard_s = _UNKNOWN, 0.0
         self._refusing = ""
+        self._leaving = False
         self._remote_clock = RemoteClock()
         self._session: aiohttp.ClientSession | None = None
         self._started: asyncio.Future[None] | None = None
@@ -269,7 +270,7 @@ class PeerBackend:
             return
         now_s = self._clock()
         self._load, self._heard_s, self._refusing = report.load, now_s, report.refusing
-        self.watermark = report.watermark
+        self.watermark, self._leaving = report.watermark, report.leaving
         self._remote_clock.heard(report.sent_s, now_s)
         self._streams.deliver(self._addressed(report))
         for number, delta in report.deltas:
@@ -279,7 +280,8 @@ class PeerBackend:
             request_id = self._numbers.request_id(number)
             if request_id is not None:
                 self._numbers.forget(request_id)
-                self._streams.break_off(request_id, reason)
+                kind = WorkerLeft if report.leaving else BackendFailed
+                self._streams.break_off(request_id, kind(reason))
         self.on_report()
 
     def _addressed(self, report: Update) -> Iterator[tuple[str, Delta]]:
@@ -305,7 +307,8 @@ class PeerBackend:
             logger.warning("no link to the peer %s: %s", self._url, reason)
         self._link, self._numbers = None, Numbers()
         self._breaker.failed(reason, self._clock())
-        self._streams.fail(f"the peer is lost: {reason}")
+        kind = WorkerLeft if self._leaving else BackendFailed
+        self._streams.fail(f"the peer is lost: {reason}", kind)
 
     def _is_final(self, reason: Exception) -> bool:
         """Whether to ask again makes no sense: before it was ever there, or of another life."""

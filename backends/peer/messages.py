@@ -105,6 +105,7 @@ class Update(msgspec.Struct, tag=True, frozen=True):
         sent_s: when it was sent, by the clock that the deltas' `phases` are in.
         refusing: why it takes no further requests; empty while it takes some.
         watermark: number of the last lease that `load` includes.
+        leaving: whether it is going away in order; what is broken then is so for that.
     """
 
     deltas: list[tuple[int, Delta]]
@@ -113,6 +114,7 @@ class Update(msgspec.Struct, tag=True, frozen=True):
     sent_s: float
     refusing: str
     watermark: int = 0
+    leaving: bool = False
 
 
 Command = Submit | Cancel | SetPace | AskTokenizer

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
-from backends.errors import BackendFailed, WorkerStalled
+from backends.errors import BackendFailed, WorkerLeft, WorkerStalled
 from backends.token_ids import compact
 from backends.types import Delta, GenerationRequest, ResumedChoice
 from gateway.dispatch.admission import AdmissionController
@@ -74,6 +75,8 @@ class _Lost:
 
     @property
     def cause(self) -> Cause:
+        if isinstance(self.error, WorkerLeft):
+            return Cause.LEFT
         return Cause.STALLED if isinstance(self.error, WorkerStalled) else Cause.FAILED
 
 
@@ -107,9 +110,9 @@ class Failover:
             BackendFailed: it has lost its worker, or there was none, and does not go on.
         """
         request, waiting = run.requests[index], self._admission.waiting(run.entry, index)
-        said, losses = Said(request), list[Loss]()
+        said, losses, avoid = Said(request), list[Loss](), set[str]()
         lost: _Lost | None = None
-        while True:
+        for number in count(1):
             routed = await self._turn(run, index, request, waiting, lost)
             before = said.tokens
             try:
@@ -132,11 +135,12 @@ class Failover:
                 if said.is_complete:
                     return
                 lost = _Lost(_placed(run, index), error)
-                losses.append(Loss(lost.placed.worker.worker_id, said.tokens - before))
+                avoid.add(lost.placed.worker.worker_id)
+                if lost.cause is not Cause.LEFT:
+                    losses.append(Loss(lost.placed.worker.worker_id, said.tokens - before))
                 self._check(run, lost, losses, said)
-            request = said.rest(f"{run.requests[index].request_id}.{len(losses)}")
-            avoid = frozenset(loss.worker_id for loss in losses)
-            waiting = waiting.again(request.request_id, need_of(request), avoid)
+            request = said.rest(f"{run.requests[index].request_id}.{number}")
+            waiting = waiting.again(request.request_id, need_of(request), frozenset(avoid))
 
     async def _turn(
         self,
@@ -176,7 +180,7 @@ class Failover:
         if why is None:
             return
         run.watch.given_up(lost.cause, why)
-        if len(losses) == 1:
+        if len(losses) < 2:
             raise lost.error
         several = f"the request lost {len(losses)} workers, the last one to this: {lost.error}"
         raise BackendFailed(several) from lost.error

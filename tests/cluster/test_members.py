@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +144,37 @@ async def test_a_worker_that_drains_gets_nothing_new_and_keeps_what_it_has(
             assert await draining
             await where.node.heartbeat.beat()
             assert [worker.worker_id for worker in where.node.fleet.workers] == ids(other)
+
+
+async def test_a_long_stream_outlives_any_number_of_restarts(store: Forgetful) -> None:
+    """Workers that go away in order, one after the other, cost it nothing and give it no blame."""
+    body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
+    async with (
+        running(store=store, join=JOIN, no_worker=True, start=False) as where,
+        client(where) as http,
+        AsyncExitStack() as present,
+    ):
+        scripted = ScriptedBackend()
+        there = await present.enter_async_context(member(store, backends=[scripted]))
+        await start_workers(where.node)
+        asked = asyncio.create_task(http.post(PATH, json=body))
+        for word in ("one", "two", "three", "four", "five"):  # more than may be lost
+            request = await scripted.submitted.get()
+            scripted.emit(request, word)
+            await until(lambda: where.node.fleet.serving[0].occupancy.started == 1)
+            following = ScriptedBackend()
+            successor = await present.enter_async_context(member(store, backends=[following]))
+            await knows(where, 2)
+            await there.node.heartbeat.leave()
+            assert not await drain(there.node, 0.0)
+            await there.node.stop()
+            scripted, there = following, successor
+        request = await scripted.submitted.get()
+        assert [len(choice.output_ids) for choice in request.resumed] == [5]
+        scripted.emit(request, "six", last=True)
+        answer = await asked
+        assert events(answer.text)[-1] == "[DONE]"
+        assert answer.text.count("error") == 0
 
 
 async def test_a_worker_comes_back_in_a_later_life(store: Forgetful) -> None:

@@ -140,7 +140,7 @@ async def cluster(home: Path) -> AsyncIterator[tuple[list[LocalService], Address
 async def both_found(http: httpx.AsyncClient) -> None:
     """Return once the gateway has found both workers: it begins with the first."""
     async with asyncio.timeout(REQUEST_S):
-        while len((await http.get("/health")).json()["workers"]) < 2:
+        while len((await http.get("/health")).json()["workers"]) < 2:  # noqa: ASYNC110 - over HTTP
             await asyncio.sleep(0.1)
 
 

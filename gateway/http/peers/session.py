@@ -49,6 +49,7 @@ class PeerSession:
         self._channel = Channel[Command](socket, Command, MOST_COMMAND_BYTES)
         self._outbox = Outbox()
         self._name = secrets.token_hex(4)
+        self._leaving = False
         self._streams: dict[int, tuple[PeerStream, asyncio.Task[None]]] = {}
 
     async def run(self, answer: str) -> None:
@@ -155,7 +156,12 @@ class PeerSession:
         deltas, broken = self._outbox.take()
         worker = self._worker
         load, refusing = worker.backend.load(), self._refusing()
-        return Update(deltas, broken, load, time.monotonic(), refusing, worker.watermark)
+        lifecycle = self._node.lifecycle
+        if lifecycle.state is NodeState.DRAINING and lifecycle.failure is None:
+            self._leaving = True  # to the end, when its workers are stopped
+        return Update(
+            *(deltas, broken, load, time.monotonic(), refusing, worker.watermark, self._leaving)
+        )
 
     def _refusing(self) -> str:
         """Return why this worker takes no further requests; empty while it takes some."""
