@@ -17,6 +17,7 @@ from gateway.errors import InvalidRequest
 from gateway.fleet import Fleet, FleetWorker
 from gateway.state.store import Reservation
 from policies.acceptance_history import AcceptanceHistory
+from policies.cluster_price import UsualNeed, projected
 from policies.protocols import SpeculationPolicy
 from policies.room import Need
 from policies.routing import RouteView
@@ -84,6 +85,7 @@ class Placer:
         self._decisions = decisions
         self._reads_prompts = reads_prompts
         self._history = AcceptanceHistory()
+        self._usual = UsualNeed()
 
     async def size(self, job: Job) -> tuple[GenerationRequest, ...]:
         """Return a request for each prompt of a job, sized and checked, without a plan.
@@ -136,13 +138,15 @@ class Placer:
     ) -> Placement:
         """Decide how far a job's sized request may speculate on its worker, and record it.
 
-        About one that is to be embedded nothing is decided.
+        It is decided by the load that the worker will have when what all gateways have leased there
+        has arrived. About one that is to be embedded nothing is decided.
 
         Args:
             reservation: of the worker's capacity.
         """
         worker = routed.worker
-        load = worker.backend.load()
+        load = projected(worker.backend.load(), reservation.behind_tokens, self._usual.need)
+        self._note(request, reservation)
         view = self._view(job, index, request, worker.backend.card.model_id)
         if job.task is Task.EMBED:
             plan = NOTHING_TO_DRAFT
@@ -166,6 +170,11 @@ class Placer:
                 drafted=outcome.num_drafted_tokens,
                 histogram=outcome.acceptance_histogram,
             )
+
+    def _note(self, request: GenerationRequest, reservation: Reservation) -> None:
+        """Note what a request takes: others' are told in tokens only."""
+        if reservation.lease is not None:
+            self._usual.note(replace(need_of(request), most_tokens=reservation.lease.tokens))
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
         """Return what a policy may know of one prompt of a job.

@@ -49,7 +49,7 @@ def job(max_tokens: int = 8, request_id: str = "r") -> Job:
 async def others_lease(store: Store, there: Dispatched, worker: int, tokens: int) -> None:
     """Let another gateway lease tokens of a worker, behind all that it has told."""
     found = there.fleet.workers[worker]
-    number = 1 << 52
+    number = found.watermark + (1 << 40)
     await store.renew([Lease("theirs", found.worker_id, found.epoch, tokens, number)], 30.0)
 
 
@@ -148,3 +148,25 @@ def test_a_decision_without_the_store_says_so() -> None:
         return found
 
     assert play(scenario()) == [False, True, False]
+
+
+def test_a_burst_at_one_gateway_lowers_the_caps_that_others_decide() -> None:
+    """What others have leased counts in the price as if it was there, before any of it is."""
+
+    async def scenario() -> list[tuple[int, float]]:
+        found = []
+        config = WorkerConfig(profile="h100-8b", max_num_seqs=512)
+        async with dispatching(simulated({}), 1, config=config, shared=True) as there:
+            await answer(there.dispatcher, job(64))  # speeds are known from now on
+            for tokens in (0, 4_000, 64_000):
+                await asyncio.sleep(2.0)
+                await others_lease(there.store, there, 0, tokens)
+                await answer(there.dispatcher, job(64))
+                (decision,) = there.decisions.latest(1)
+                found.append((decision.plan.max_draft_tokens, decision.load.price))
+                await there.store.release(["theirs"])
+        return found
+
+    (alone, cheap), (beside, dearer), (crowded, dearest) = play(scenario())
+    assert cheap < dearer < dearest
+    assert alone >= beside > crowded
