@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Protocol
+from typing import Final, Protocol
 
 from backends.base import WorkerConfig
 from backends.engine.loop import EngineLoop, LoopEvents
@@ -43,9 +43,13 @@ class EngineHost(Protocol):
         """End after the step in progress. Any thread; idempotent."""
         ...
 
-    def join(self) -> None:
-        """Wait until it has ended; it was started."""
+    def join(self, timeout: float) -> None:
+        """Wait until it has ended, so many seconds at most; it was started."""
         ...
+
+
+STOP_S: Final = 15.0
+"""For the step in progress: more than one takes, and than a process of its own is given."""
 
 
 class EngineBackend:
@@ -92,11 +96,14 @@ class EngineBackend:
         self._served = await self._loaded
 
     async def stop(self) -> None:
-        """Stop after the step in progress; open streams end with an error."""
+        """Stop after the step in progress; open streams end with an error.
+
+        A step that does not end, as of a device that hangs, ends with the process.
+        """
         self._failure = self._failure or "the worker was stopped"
         self._host.stop()
         if self._loaded is not None:
-            await asyncio.to_thread(self._host.join)
+            await asyncio.to_thread(self._host.join, STOP_S)
             if not self._loaded.done():
                 self._loaded.set_exception(BackendFailed(self._failure))
         self._streams.fail(self._failure)

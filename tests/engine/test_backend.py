@@ -195,3 +195,28 @@ async def test_an_engine_of_paused_requests_sleeps(
     backend.pace(wanted.request_id, Pace.FULL)
     rest = [token async for delta in stream for token in delta.token_ids]
     assert [*first.token_ids, *rest] == alone[0]
+
+
+async def test_a_device_that_hangs_does_not_keep_the_process(
+    backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that does not end is waited for so long only; its streams end with an error."""
+    monkeypatch.setattr("backends.engine.backend.STOP_S", 0.05)
+    release, hangs = threading.Event(), threading.Event()
+    launch = Runner.launch
+
+    def hang(self, *args):
+        hangs.set()
+        release.wait()
+        return launch(self, *args)
+
+    monkeypatch.setattr(Runner, "launch", hang)
+    wanted = request("r", [1, 2, 3], speculation_policy("off"), max_tokens=8)
+    async with aclosing(backend.generate(wanted)) as deltas:
+        reading = asyncio.ensure_future(anext(deltas))
+        await asyncio.to_thread(hangs.wait, 60)
+        async with asyncio.timeout(60):
+            await backend.stop()
+            with pytest.raises(BackendFailed, match="stopped"):
+                await reading
+    release.set()
