@@ -185,6 +185,7 @@ class Fleet:
     Attributes:
         workers: its own first.
         rivals: other gateways that send to the same workers unseen.
+        discovers: whether workers of other nodes are looked for.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class Fleet:
         self._configs = configs
         self.workers: tuple[FleetWorker, ...] = ()
         self.rivals = 0
+        self.discovers = False
         self._last: FleetWorker | None = None  # that it had
 
     @property
@@ -218,6 +220,11 @@ class Fleet:
             for worker in self.serving
             if not worker.hung and (not worker.forwards or worker.upstream.rest is None)
         ]
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether more workers may be open soon: new ones, or some that come back."""
+        return self.discovers or any(w.backend.recovers or w.hung for w in self.workers)
 
     @property
     def failure(self) -> str | None:

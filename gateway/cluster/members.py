@@ -59,6 +59,7 @@ class Members:
             changed: is called when a worker has come, or has told its load.
         """
         self._fleet = fleet
+        fleet.discovers = True
         self._store = store
         self._reach = reach
         self._changed = changed

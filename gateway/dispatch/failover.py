@@ -8,10 +8,12 @@ so whoever reads the deltas sees one stream. When it does not go on is decided i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import Final
 
 from backends.errors import BackendFailed, WorkerLeft, WorkerStalled
 from backends.token_ids import compact
@@ -26,6 +28,16 @@ from gateway.dispatch.run import Resume, Run
 from gateway.errors import QueueTimeout
 from gateway.fleet import Fleet
 from policies.failover import Cause, GivenUp, Loss, given_up
+
+COMEBACK_S: Final = 15.0
+"""Who has lost its worker waits so long for another one where none may be asked: a link that broke
+is opened again after 5 s at the latest, and a process is started anew within some more. (Chosen,
+2026-11-22.)"""
+
+LOOK_S: Final = 0.1
+"""Between two looks meanwhile: unnoticed in a stream that has stopped for longer."""
+
+_MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
 
 
 class Said:
@@ -138,7 +150,7 @@ class Failover:
                 avoid.add(lost.placed.worker.worker_id)
                 if lost.cause is not Cause.LEFT:
                     losses.append(Loss(lost.placed.worker.worker_id, said.tokens - before))
-                self._check(run, lost, losses, said)
+                await self._check(run, lost, losses, said)
             request = said.rest(f"{run.requests[index].request_id}.{number}")
             waiting = waiting.again(request.request_id, need_of(request), frozenset(avoid))
 
@@ -157,26 +169,30 @@ class Failover:
                 with that loss in any case.
         """
         with run.span.child("queue"):
-            try:
-                view = partial(self._attempts.route_view, run, index, request)
-                return await self._queue.turn(waiting, view)
-            except (QueueTimeout, BackendFailed) as error:
-                if lost is None:
-                    raise
-                run.watch.given_up(lost.cause, GivenUp.NO_WORKER)
-                raise BackendFailed(f"{lost.error}; then {error}") from error
+            view = partial(self._attempts.route_view, run, index, request)
+            while True:
+                try:
+                    return await self._queue.turn(waiting, view)
+                except (QueueTimeout, BackendFailed) as error:
+                    if lost is None:
+                        raise
+                    waits = isinstance(error, BackendFailed)
+                    if waits and await self._comeback(lambda: bool(self._fleet.serving)):
+                        continue
+                    run.watch.given_up(lost.cause, GivenUp.NO_WORKER)
+                    raise BackendFailed(f"{lost.error}; then {error}") from error
 
-    def _check(self, run: Run, lost: _Lost, losses: list[Loss], said: Said) -> None:
-        """Return if a prompt that has lost its worker goes on.
+    async def _check(self, run: Run, lost: _Lost, losses: list[Loss], said: Said) -> None:
+        """Return once a prompt that has lost its worker may go on.
 
         Raises:
-            BackendFailed: it does not.
+            BackendFailed: it may not.
         """
-        why = given_up(losses, self._most_resumes, len(self._fleet.open))
-        if not self._fleet.serving:
-            why = GivenUp.NO_WORKER
-        elif said.tokens and not lost.placed.worker.backend.card.capabilities.resume:
-            why = GivenUp.UNABLE
+        why = self._given_up(lost, losses, said)
+        if why in _MAY_PASS and await self._comeback(
+            lambda: self._given_up(lost, losses, said) is None
+        ):
+            return
         if why is None:
             return
         run.watch.given_up(lost.cause, why)
@@ -184,6 +200,22 @@ class Failover:
             raise lost.error
         several = f"the request lost {len(losses)} workers, the last one to this: {lost.error}"
         raise BackendFailed(several) from lost.error
+
+    def _given_up(self, lost: _Lost, losses: list[Loss], said: Said) -> GivenUp | None:
+        """Return why a prompt does not go on now; None if it does."""
+        if not self._fleet.serving:
+            return GivenUp.NO_WORKER
+        if said.tokens and not lost.placed.worker.backend.card.capabilities.resume:
+            return GivenUp.UNABLE
+        return given_up(losses, self._most_resumes, len(self._fleet.open))
+
+    async def _comeback(self, ready: Callable[[], bool]) -> bool:
+        """Wait a while until it is so, if workers may come; return whether it is."""
+        for _ in range(round(COMEBACK_S / LOOK_S)):
+            if ready() or not self._fleet.may_grow:
+                break
+            await asyncio.sleep(LOOK_S)
+        return ready()
 
 
 def _tell(run: Run, index: int, lost: _Lost, placed: Placement) -> None:
