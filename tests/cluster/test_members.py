@@ -26,6 +26,8 @@ from tests.gateway.harness import (
     running,
     until,
 )
+from tests.gateway.redis_server import free_port
+from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
 
 JOIN = "redis://127.0.0.1:6379"
@@ -175,6 +177,31 @@ async def test_a_long_stream_outlives_any_number_of_restarts(store: Forgetful) -
         answer = await asked
         assert events(answer.text)[-1] == "[DONE]"
         assert answer.text.count("error") == 0
+
+
+async def test_a_gateway_that_is_cut_off_for_a_while_loses_no_stream(
+    store: Forgetful, scripted: ScriptedBackend
+) -> None:
+    """The link to the only worker breaks and is refused; when it stands again the rest comes."""
+    port = free_port()
+    body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
+    async with (
+        proxied(f"http://127.0.0.1:{port}") as proxy,
+        member(store, backends=[scripted], port=port, advertise=proxy.url),
+        member(store, no_worker=True) as where,
+        client(where) as http,
+    ):
+        asked = asyncio.create_task(http.post(PATH, json=body))
+        scripted.emit(await scripted.submitted.get(), "one")
+        await until(lambda: where.node.fleet.workers[0].occupancy.started == 1)
+        proxy.cut(refuse=True)
+        await until(lambda: not where.node.fleet.serving)
+        await scripted.abandoned.get()  # there it was ended, with its connection
+        proxy.accept()
+        rest = await scripted.submitted.get()
+        assert [choice.output_ids for choice in rest.resumed] == [(0,)]
+        scripted.emit(rest, "two", last=True)
+        assert events((await asked).text)[-1] == "[DONE]"
 
 
 async def test_a_worker_comes_back_in_a_later_life(store: Forgetful) -> None:

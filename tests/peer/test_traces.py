@@ -142,8 +142,11 @@ async def test_a_cancel_ends_the_peers_span_too() -> None:
         assert not any(span.failed for span in collector.spans)
 
 
-async def test_an_error_there_is_on_the_span_there_and_here() -> None:
+async def test_an_error_there_is_on_the_span_there_and_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The worker breaks: each node says so on its own part of the trace."""
+    monkeypatch.setattr("gateway.dispatch.failover.COMEBACK_S", 0.0)  # nobody comes back
     backend = ScriptedBackend()
     async with (
         collecting() as collector,
