@@ -340,6 +340,11 @@ STORE_OUT: Final = _gauge(
     "1 while the state store does not answer, so that decisions rest on what this node knows",
     "outages",
 )
+OPEN_WORKERS: Final = _gauge(
+    "draftgate_open_workers",
+    "Workers that the node may send requests to now, others' included",
+    "workers",
+)
 TASKS: Final = _gauge(
     "draftgate_event_loop_tasks",
     "Tasks of the event loop: some, and one for each connection with a request",

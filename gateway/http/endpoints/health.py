@@ -71,11 +71,13 @@ async def metrics(request: web.Request) -> web.Response:
     """Return the metrics: Prometheus' text format, or OpenMetrics for who accepts it."""
     node = request.app[NODE]
     queued = len(node.dispatcher.queue)
-    on_workers = sum(worker.backend.load().waiting for worker in node.fleet.serving)
+    own = (worker.backend for worker in node.fleet.own)
+    on_workers = sum(backend.load().waiting for backend in own if backend.failure is None)
     node.metrics.set(figures.QUEUED, queued)
     node.metrics.set(figures.WAITING, queued + on_workers)
     node.metrics.set(figures.SLOW_READERS, len(request.app[SLOW_READERS]))
     node.metrics.set(figures.STORE_OUT, node.store.outage is not None)
+    node.metrics.set(figures.OPEN_WORKERS, len(node.fleet.open))
     node.metrics.set(figures.TASKS, len(asyncio.all_tasks()))
     write, content_type = node.metrics.page(request.headers.get("Accept", ""))
     body = await aside(write)  # thousands of lines take longer than the loop has
