@@ -17,7 +17,7 @@ from gateway import __version__
 from gateway.accounts import Accounts, read_accounts
 from gateway.assembly import WaitingRules, build_dispatcher
 from gateway.cluster.access import peer_access
-from gateway.cluster.address import advertised_url
+from gateway.cluster.address import advertised_url, is_local
 from gateway.cluster.heartbeat import Heartbeat
 from gateway.cluster.members import Members
 from gateway.config import ServeConfig
@@ -133,7 +133,8 @@ class Node:
         Raises:
             ImportError, CheckpointError, ValueError: as `Fleet.start`.
         """
-        name = await self._advertise() if self.config.join is not None else None
+        join = self.config.join
+        name = None if join is None else await self._advertise(join)
         await self.fleet.start(name)
         if self.members is not None:
             await self.members.first()
@@ -151,7 +152,7 @@ class Node:
             await self.members.close()
         await self.fleet.stop()
 
-    async def _advertise(self) -> str:
+    async def _advertise(self, join: str) -> str:
         """Settle where others reach this node; return the name of its workers among theirs.
 
         It is the same after a restart at the same place, so that a worker's later life ends what
@@ -163,8 +164,11 @@ class Node:
         url = await advertised_url(self.config, self.port)
         if self.peer_access is not None:
             self.heartbeat.url = url
-        elif not self.config.no_worker:
-            log(logging.WARNING, "no other node may use this one's workers", why=_UNSHARED)
+        if not self.config.no_worker:
+            if self.peer_access is None:
+                log(logging.WARNING, "no other node may use this one's workers", why=_UNSHARED)
+            elif is_local(url, join):
+                log(logging.WARNING, "no other machine reaches this node's workers", address=url)
         return url.partition("://")[2]
 
     def _loads(self, workers: Sequence[FleetWorker]) -> list[WorkerLoad | None]:

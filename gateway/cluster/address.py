@@ -10,6 +10,7 @@ from typing import Final
 
 from yarl import URL
 
+from gateway.cluster.access import is_loopback
 from gateway.config import ServeConfig
 from gateway.state.redis.url import read_redis_url
 
@@ -35,6 +36,12 @@ async def advertised_url(config: ServeConfig, port: int) -> str:
         hosts = read_redis_url(config.join).hosts if config.join else ()
         host = await asyncio.to_thread(_outward, _WILDCARDS[host], hosts)
     return str(URL.build(scheme="http", host=host, port=port))
+
+
+def is_local(url: str, join: str) -> bool:
+    """Return whether an address is of this machine alone, though the state store is elsewhere."""
+    hosts = [host for host, _ in read_redis_url(join).hosts]
+    return is_loopback(URL(url).host or "") and not all(map(is_loopback, hosts))
 
 
 def _outward(family: socket.AddressFamily, hosts: Sequence[tuple[str, int]]) -> str:

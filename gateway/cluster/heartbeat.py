@@ -118,7 +118,8 @@ class Heartbeat:
             await self._withdraw(worker)
 
     async def _publish(self, worker: FleetWorker, number: int) -> None:
-        address = f"{self.url}{WORKER_PATH}{number}" if self.url else ""
+        reachable = self.url and not worker.forwards
+        address = f"{self.url}{WORKER_PATH}{number}" if reachable else ""
         report = report_of(worker, next(self._numbers), address)
         counts = await self._store.publish(report)
         if counts:

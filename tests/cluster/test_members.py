@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.app import Listening, StartError, build_node, drain, start_workers
-from gateway.cluster.address import advertised_url
+from gateway.cluster.address import advertised_url, is_local
 from gateway.config import ServeConfig
 from gateway.lifecycle import NodeState
 from gateway.state.memory import MemoryStore
@@ -327,6 +327,36 @@ async def test_a_store_without_a_name_now_does_not_hide_a_node() -> None:
     """Then the name of this machine says where it is."""
     config = ServeConfig(host="0.0.0.0", join="redis://no-such-host.invalid")
     assert (await advertised_url(config, 8001)).endswith(":8001")
+
+
+@pytest.mark.parametrize(
+    ("url", "join", "local"),
+    [
+        ("http://127.0.0.1:1", "redis://10.0.0.1", True),
+        ("http://127.0.0.1:1", "redis://127.0.0.1", False),
+        ("http://10.0.0.2:1", "redis://10.0.0.1", False),
+        ("http://localhost:1", "redis+cluster://10.0.0.1,10.0.0.2", True),
+        ("http://127.0.0.1:1", "unix:///run/redis.sock", False),
+    ],
+)
+def test_an_address_of_this_machine_alone_is_known_as_such(
+    url: str, join: str, local: bool
+) -> None:
+    """Where the store is elsewhere, other machines are likely to be meant."""
+    assert is_local(url, join) is local
+
+
+async def test_an_upstream_is_no_worker_for_others(store: Forgetful) -> None:
+    """A node that forwards tells of its load, and that nobody else can use it."""
+    async with member(store) as there:
+        settings = {"backend": "openai", "upstream": (there.url,)}
+        async with member(store, **settings) as where:
+            told = (await store.snapshot()).workers
+            (report,) = [v.report for v in told if v.worker_id != ids(there)[0]]
+            assert report.address == ""
+            assert where.node.members is None
+            await there.node.heartbeat.beat()
+            assert len(there.node.fleet.workers) == 1
 
 
 async def test_who_may_not_be_used_tells_no_address(store: Forgetful) -> None:
