@@ -168,18 +168,18 @@ async def serve(
         StartError: the node cannot start.
         NodeFailed: it has lost its last worker.
     """
-    signals = _Signals()
+    signals = Signals()
     failure: str | None = None
     node = build_node(config)
     async with listening(node) as where:
         try:
             async with loading(node.fleet):
-                await _until(signals, start_workers(node))
+                await until_signal(signals, start_workers(node))
             if not signals.first.is_set():
                 settle_interpreter()
                 on_ready(where)
                 async with node.heartbeat.beating():
-                    await _until(signals, _last_worker_lost(node))
+                    await until_signal(signals, _last_worker_lost(node))
                     failure = node.fleet.failure
                     await node.heartbeat.leave()
                     await _drain_until_second(node, signals)
@@ -212,10 +212,11 @@ def settle_interpreter() -> None:
     sys.setswitchinterval(SWITCH_S)
 
 
-class _Signals:
+class Signals:
     """The first SIGTERM or SIGINT asks to stop, the second to hurry."""
 
     def __init__(self) -> None:
+        """Take both signals from now on, on the running event loop."""
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -226,7 +227,7 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-async def _until(signals: _Signals, work: Coroutine[Any, Any, None]) -> None:
+async def until_signal(signals: Signals, work: Coroutine[Any, Any, None]) -> None:
     """Run work until it ends or the first signal comes; then it is cancelled."""
     task = asyncio.create_task(work)
     stop = asyncio.create_task(signals.first.wait())
@@ -238,7 +239,7 @@ async def _until(signals: _Signals, work: Coroutine[Any, Any, None]) -> None:
         await task
 
 
-async def _drain_until_second(node: Node, signals: _Signals) -> None:
+async def _drain_until_second(node: Node, signals: Signals) -> None:
     draining = asyncio.create_task(drain(node, node.config.drain_timeout_s))
     hurry = asyncio.create_task(signals.second.wait())
     await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)

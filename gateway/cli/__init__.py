@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gateway.cli.options import config_from, with_settings
+from gateway.cli.ray import app as ray_app
 from gateway.cli.simulate.flags import simulate
 from gateway.config import ConfigError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration.")
 app.add_typer(config_app, name="config")
+app.add_typer(ray_app, name="ray")
 
 BAD_USAGE = 2
 

@@ -19,7 +19,7 @@ _FLAGS: Final = (
 )  # fmt: skip
 """Processor flags that decide dtypes and speed here."""
 
-_BESIDE: Final = ("torch", "triton", "transformers", "openai")
+_BESIDE: Final = ("torch", "triton", "transformers", "openai", "ray")
 
 
 def collect_environment() -> dict[str, Any]:
