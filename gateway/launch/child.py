@@ -37,6 +37,8 @@ HURRY_S: Final = 10.0
 """How long an orphan may take to stop before it is cut off: its GPU may be another's by now.
 Without streams to wait for that is the time of a few connections. (Chosen, not tuned.)"""
 
+AGAIN_S: Final = 0.2
+
 
 def main() -> None:
     """Serve what stdin says until SIGTERM, or until stdin ends."""
@@ -118,9 +120,11 @@ def _end_with_actor() -> None:
     # Not sys.stdin: a thread that waits there holds a lock which the interpreter needs at its end.
     while os.read(0, 64):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)  # the second one: no waiting for streams
-    time.sleep(HURRY_S)
+    # The second one waits for no streams. Two that come together would count as one.
+    end_s = time.monotonic() + HURRY_S
+    while time.monotonic() < end_s:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(AGAIN_S)
     os._exit(FAILED)
 
 
