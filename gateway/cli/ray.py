@@ -77,8 +77,7 @@ async def _start(given: EffectiveConfig, workers: int, need: Any) -> bool:
     first = max(cluster.found(given.config.pool), default=-1) + 1
     numbers = range(first, first + workers)
     orders = orders_of(given, numbers, need.cpus, os.environ)
-    actors = [cluster.start(name, order, need) for name, order in orders.items()]
-    return await launch(actors, _show, detached=need.detached)
+    return await launch(cluster.start(orders, need), _show, detached=need.detached)
 
 
 def _found(pool: str) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Any, Final
 
 import ray
@@ -97,12 +97,27 @@ async def _answer(call: Awaitable[Any]) -> Any:
         raise WorkerGone(_first_line(error)) from None
 
 
-def start(name: str, order: Order, need: Need) -> Actor:
-    """Ask Ray for an actor with a worker; it is placed as soon as there is room.
+def start(orders: Mapping[str, Order], need: Need) -> list[Actor]:
+    """Ask Ray for actors with a worker each; they are placed as soon as there is room.
+
+    Args:
+        orders: what each is to serve, by its name.
 
     Raises:
-        NameTaken: there is one of that name.
+        NameTaken: there is one of that name; none has been started then.
     """
+    actors: list[Actor] = []
+    for name, order in orders.items():
+        try:
+            actors.append(_start(name, order, need))
+        except ValueError:
+            for actor in actors:
+                actor.end()
+            raise NameTaken(f"the worker {name} runs in this Ray cluster already") from None
+    return actors
+
+
+def _start(name: str, order: Order, need: Need) -> Actor:
     options = ray.remote(WorkerActor).options(
         name=name,
         num_cpus=need.cpus,
@@ -113,10 +128,7 @@ def start(name: str, order: Order, need: Need) -> Actor:
         # As many machines as there are: the end of one is the end of few workers.
         scheduling_strategy="SPREAD",
     )
-    try:
-        return Actor(name, options.remote(order.encoded()))
-    except ValueError:
-        raise NameTaken(f"the worker {name} runs in this Ray cluster already") from None
+    return Actor(name, options.remote(order.encoded()))
 
 
 def found(pool: str) -> dict[int, Actor]:

@@ -1,0 +1,370 @@
+"""Workers as actors of a real Ray cluster of three nodes, on real Redis, behind a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.app import Listening, build_node, listening, start_workers
+from gateway.config import ServeConfig
+from tests.gateway.harness import client, events, eventually
+from tests.gateway.redis_server import RedisServer
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="no Ray: pip install 'draftgate[ray]'"
+    ),
+]
+
+HOSTS = ("127.0.0.2", "127.0.0.3")
+SECRET = "what only nodes of this cluster know"
+POOL = "of-ray"
+PATIENCE_S = 120.0
+BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
+LONG = {**BODY, "max_tokens": 3000, "stream": True}
+"""At 6 ms and more a step this stream lasts for several seconds."""
+
+SLOW = ("--backend", "sim", "--profile", "h100-8b", "--drain-timeout-s", "60")
+
+
+@dataclass
+class RayCluster:
+    """Three nodes: a head without cores, and two that have room for two workers each."""
+
+    process: subprocess.Popen[str]
+    home: Path
+    address: str = ""
+
+    def tell(self, what: str, host: str) -> None:
+        """Add or remove a node; done when this returns."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{what} {host}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == f"{what} {host}\n"
+
+
+def _environment(home: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+        "RAY_TMPDIR": str(home),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    """One cluster for all tests, each of which leaves it as it was."""
+    home = Path(tempfile.mkdtemp(prefix="dg-ray-"))  # Ray's sockets need a short name
+    script = Path(__file__).with_name("ray_cluster.py")
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=_environment(home),
+        )  # fmt: skip
+    cluster = RayCluster(process, home)
+    try:
+        assert process.stdout is not None
+        cluster.address = process.stdout.readline().strip()
+        assert cluster.address, (home / "log").read_text()
+        for host in HOSTS:
+            cluster.tell("add", host)
+        yield cluster
+    finally:
+        try:
+            process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+            shutil.rmtree(home, ignore_errors=True)
+
+
+@dataclass
+class Command:
+    """A `draftgate ray` that runs, and what it has printed so far."""
+
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+
+    async def read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            self.lines.append(line.decode().rstrip())
+
+    def states(self) -> dict[str, list[str]]:
+        """The last that was said of each worker: state, address and what follows, as words."""
+        said = (line.split() for line in self.lines if line.startswith(f"{POOL}/"))
+        return {name: rest for name, *rest in said}
+
+    def addresses(self) -> dict[str, str]:
+        """Where the workers are that have joined."""
+        return {n: words[1] for n, words in self.states().items() if words[0] == "joined"}
+
+    async def until(self, joined: int) -> None:
+        """Wait until so many workers have joined."""
+
+        async def there() -> bool:
+            assert self.process.returncode is None, self.lines
+            return len(self.addresses()) == joined
+
+        await eventually(there, PATIENCE_S)
+
+
+@asynccontextmanager
+async def draftgate(cluster: RayCluster, *words: str) -> AsyncIterator[Command]:
+    """Run `draftgate ray ...`; what is left of it is killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "from gateway.cli import main; main()", "ray", *words,
+        *("--address", cluster.address), stdin=DEVNULL, stdout=PIPE, stderr=STDOUT,
+        env={**_environment(cluster.home), "CLUSTER_SECRET": SECRET, "COLUMNS": "200"},
+    )  # fmt: skip
+    command = Command(process)
+    reading = asyncio.create_task(command.read())
+    try:
+        yield command
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await reading
+
+
+async def ended(cluster: RayCluster, *words: str) -> Command:
+    """Run `draftgate ray ...` to its end."""
+    async with draftgate(cluster, *words) as command, asyncio.timeout(PATIENCE_S):
+        await command.process.wait()
+    return command
+
+
+def start_of(redis: RedisServer, workers: int, *more: str) -> tuple[str, ...]:
+    given = ("--workers", str(workers), "--join", redis.url, "--pool", POOL)
+    return ("start", *given, "--peer-secret-env", "CLUSTER_SECRET", *more)
+
+
+@asynccontextmanager
+async def gateway(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listening]:
+    """A node without a worker, in front of the pool."""
+    monkeypatch.setenv("CLUSTER_SECRET", SECRET)
+    config = ServeConfig(
+        port=0, join=redis.url, pool=POOL, no_worker=True, peer_secret_env="CLUSTER_SECRET",
+        routing="round_robin", log_level="error",
+    )  # fmt: skip
+    node = build_node(config)
+    async with listening(node) as where:
+        try:
+            await start_workers(node)
+            async with node.heartbeat.beating():
+                yield where
+        finally:
+            await node.stop()
+            await node.store.close()
+
+
+def known(where: Listening) -> set[str]:
+    """The addresses of the workers that a gateway sends to."""
+    return {f"http://{worker.worker_id[:-2]}" for worker in where.node.fleet.serving}
+
+
+async def knows(where: Listening, addresses: set[str]) -> None:
+    """Wait until a gateway sends to exactly these."""
+
+    async def so() -> bool:
+        return known(where) == addresses
+
+    await eventually(so, PATIENCE_S)
+
+
+async def whole(
+    http: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Semaphore | None = None
+) -> int:
+    """Read a stream to its end, which must be a proper one; return its tokens."""
+    asked = {**body, "stream_options": {"include_usage": True}}
+    text = ""
+    async with http.stream("POST", "/v1/completions", json=asked) as answer:
+        async for piece in answer.aiter_text():
+            if not text and begun is not None:
+                begun.release()
+            text += piece
+    *_, last, done = events(text)
+    assert done == "[DONE]"
+    assert "error" not in last
+    return int(last["usage"]["completion_tokens"])
+
+
+async def open_streams(http: httpx.AsyncClient, number: int) -> list[asyncio.Task[int]]:
+    """Return long streams, each of which has begun and none of which has ended."""
+    begun = asyncio.Semaphore(0)
+    streams = [asyncio.create_task(whole(http, LONG, begun)) for _ in range(number)]
+    for _ in streams:
+        await begun.acquire()
+    assert not any(stream.done() for stream in streams)
+    return streams
+
+
+async def resumes(http: httpx.AsyncClient) -> float:
+    """How many requests of a gateway have gone on with another worker."""
+    told = (await http.get("/metrics")).text
+    return sum(
+        float(n) for n in re.findall(r"^draftgate_resumes_total{[^}]*} (\S+)$", told, re.MULTILINE)
+    )
+
+
+def child_of(address: str) -> int:
+    """The process that listens at an address; found among those of this machine."""
+    host, port = address.removeprefix("http://").split(":")
+    octets = "".join(f"{int(part):02X}" for part in reversed(host.split(".")))
+    wanted = f"{octets}:{int(port):04X}"
+    rows = (row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    inode = next(row[9] for row in rows if row[1] == wanted and row[3] == "0A")
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if str(link.readlink()) == f"socket:[{inode}]":
+                return int(link.parts[2])
+        except OSError:
+            continue
+    raise AssertionError(f"nobody listens at {address}")
+
+
+def actor_of(pid: int) -> int:
+    """The process that started another one."""
+    return int(
+        re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    )
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+async def test_workers_spread_serve_restart_and_drain(
+    ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray places them on all nodes; a gateway finds them, and loses no stream with one of them."""
+    async with draftgate(ray_cluster, *start_of(redis_server, 3, *SLOW)) as launcher:
+        await launcher.until(joined=3)
+        before = launcher.addresses()
+        assert {address.split(":")[1] for address in before.values()} == {f"//{h}" for h in HOSTS}
+        async with gateway(redis_server, monkeypatch) as where, client(where) as http:
+            http.timeout = PATIENCE_S
+            await knows(where, set(before.values()))
+
+            # An actor dies under open streams: they go on, and Ray starts the worker anew.
+            streams = await open_streams(http, 3)
+            name, address = next(iter(before.items()))
+            child = child_of(address)
+            os.kill(actor_of(child), signal.SIGKILL)
+
+            async def again() -> bool:
+                return launcher.addresses().get(name, address) != address
+
+            await eventually(again, PATIENCE_S)
+            assert await asyncio.gather(*streams) == [LONG["max_tokens"]] * 3
+            assert await resumes(http) >= 1
+            assert is_gone(child)
+            now = set(launcher.addresses().values())
+            await knows(where, now)
+            assert "(restarted)" in " ".join(launcher.states()[name])
+
+            # The launcher is asked to stop under open streams: they come to their end.
+            streams = await open_streams(http, 3)
+            launcher.process.terminate()
+            async with asyncio.timeout(PATIENCE_S):
+                assert await asyncio.gather(*streams) == [LONG["max_tokens"]] * 3
+                assert await launcher.process.wait() == 0, launcher.lines
+    assert {words[0] for words in launcher.states().values()} == {"stopped"}
+    assert redis_server.command("ZRANGE", f"draftgate:{{{POOL}}}:hb", 0, -1) == []
+    assert list(ray_cluster.home.rglob("raylet.out"))  # Ray's logs and state are there
+    told = [p for p in ray_cluster.home.rglob("*") if p.is_file() and SECRET in _text(p)]
+    assert not told
+    assert SECRET not in "\n".join(launcher.lines)
+
+
+def _text(path: Path) -> str:
+    return path.read_bytes().decode(errors="replace")
+
+
+async def test_a_node_that_vanishes_takes_its_workers_only(
+    ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams go on with the others; a worker at a fixed port is the same to the pool later."""
+    fixed = ("--port", "18400")
+    async with draftgate(ray_cluster, *start_of(redis_server, 2, *SLOW, *fixed)) as launcher:
+        await launcher.until(joined=2)
+        lost = next(a for a in launcher.addresses().values() if f"//{HOSTS[0]}:" in a)
+        kept = set(launcher.addresses().values()) - {lost}
+        child = child_of(lost)
+        async with gateway(redis_server, monkeypatch) as where, client(where) as http:
+            http.timeout = PATIENCE_S
+            await knows(where, {lost, *kept})
+            streams = await open_streams(http, 4)
+            await asyncio.to_thread(ray_cluster.tell, "remove", HOSTS[0])
+            try:
+                assert await asyncio.gather(*streams) == [LONG["max_tokens"]] * 4
+                assert await resumes(http) >= 1
+
+                async def is_over() -> bool:
+                    return is_gone(child)
+
+                await eventually(is_over, PATIENCE_S)
+                await launcher.until(joined=2)  # the other node has room for both
+                await knows(where, set(launcher.addresses().values()))
+                assert {a.rpartition(":")[2] for a in known(where)} == {"18400", "18401"}
+                assert await whole(http, LONG | BODY) == 24
+            finally:
+                await asyncio.to_thread(ray_cluster.tell, "add", HOSTS[0])
+        launcher.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await launcher.process.wait() == 0, launcher.lines
+
+
+async def test_detached_workers_outlive_their_launcher(
+    ray_cluster: RayCluster, redis_server: RedisServer
+) -> None:
+    """`ray start` again adds to them, `ray status` shows them, `ray stop` drains them."""
+    sim = ("--backend", "sim", "--detach")
+    for _ in range(2):
+        started = await ended(ray_cluster, *start_of(redis_server, 1, *sim))
+        assert started.process.returncode == 0, started.lines
+    shown = await ended(ray_cluster, "status", "--pool", POOL)
+    assert shown.process.returncode == 0, shown.lines
+    assert set(shown.addresses()) == {f"{POOL}/0", f"{POOL}/1"}
+    stopped = await ended(ray_cluster, "stop", "--pool", POOL)
+    assert stopped.process.returncode == 0, stopped.lines
+    assert {words[0] for words in stopped.states().values()} == {"stopped"}
+    nothing = await ended(ray_cluster, "status", "--pool", POOL)
+    assert nothing.process.returncode == 1
+    assert nothing.lines[-1] == f"draftgate: the pool {POOL!r} has no workers in this Ray cluster"
+
+
+async def test_workers_that_cannot_start_are_given_up(
+    ray_cluster: RayCluster, redis_server: RedisServer
+) -> None:
+    """The reason is shown, Ray does not try for ever, and nothing is left behind."""
+    wrong = ("--backend", "sim", "/nowhere/model")
+    failed = await ended(ray_cluster, *start_of(redis_server, 2, *wrong))
+    assert failed.process.returncode == 1
+    assert any("failed" in line and "/nowhere/model" in line for line in failed.lines)
+    left = await ended(ray_cluster, "status", "--pool", POOL)
+    assert "has no workers" in left.lines[-1]
