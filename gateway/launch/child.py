@@ -82,18 +82,24 @@ def _check_reachable(config: ServeConfig) -> None:
 
 async def _tell(where: Listening, told: _Telling) -> None:
     """Tell where the node is, and whether its pool knows it, whenever that changes."""
+    joined = False
     while True:
-        told.say(Notice(where.url, await _is_joined(where.node)))
+        joined = await _is_joined(where.node, joined)
+        told.say(Notice(where.url, joined))
         await asyncio.sleep(LOOK_S)
 
 
-async def _is_joined(node: Node) -> bool:
-    """Return whether the pool has this node's worker in its present life."""
+async def _is_joined(node: Node, before: bool) -> bool:
+    """Return whether the pool has this node's worker in its present life.
+
+    Args:
+        before: what was so, and stays so where the store does not answer.
+    """
     snapshot = await node.store.snapshot()
+    if snapshot.degraded:
+        return before
     there = {view.worker_id: view.report.epoch for view in snapshot.workers}
-    own = node.fleet.own
-    known = all(there.get(worker.worker_id) == worker.epoch for worker in own)
-    return bool(own) and known and not snapshot.degraded
+    return all(there.get(worker.worker_id) == worker.epoch for worker in node.fleet.own)
 
 
 class _Telling:

@@ -344,13 +344,15 @@ async def test_detached_workers_outlive_their_launcher(
 ) -> None:
     """`ray start` again adds to them, `ray status` shows them, `ray stop` drains them."""
     sim = ("--backend", "sim", "--detach")
-    for _ in range(2):
-        started = await ended(ray_cluster, *start_of(redis_server, 1, *sim))
-        assert started.process.returncode == 0, started.lines
-    shown = await ended(ray_cluster, "status", "--pool", POOL)
-    assert shown.process.returncode == 0, shown.lines
-    assert set(shown.addresses()) == {f"{POOL}/0", f"{POOL}/1"}
-    stopped = await ended(ray_cluster, "stop", "--pool", POOL)
+    try:
+        for _ in range(2):
+            started = await ended(ray_cluster, *start_of(redis_server, 1, *sim))
+            assert started.process.returncode == 0, started.lines
+        shown = await ended(ray_cluster, "status", "--pool", POOL)
+        assert shown.process.returncode == 0, shown.lines
+        assert set(shown.addresses()) == {f"{POOL}/0", f"{POOL}/1"}
+    finally:
+        stopped = await ended(ray_cluster, "stop", "--pool", POOL)
     assert stopped.process.returncode == 0, stopped.lines
     assert {words[0] for words in stopped.states().values()} == {"stopped"}
     nothing = await ended(ray_cluster, "status", "--pool", POOL)
