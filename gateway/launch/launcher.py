@@ -76,8 +76,8 @@ class Worker:
             self._note(state_of(status))
 
     async def stop(self) -> None:
-        """Drain it, and end its actor; show what became of it."""
-        if self.state not in {State.LOADING, State.READY, State.JOINED}:
+        """Drain it if it serves, and end its actor; show what became of it."""
+        if self.state not in {State.READY, State.JOINED}:
             self.end()
             return
         try:

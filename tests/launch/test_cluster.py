@@ -73,7 +73,7 @@ def _environment(home: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    """One cluster for all tests, each of which leaves it as it was."""
+    """One cluster for all tests, each of which leaves it as it was, but for the last."""
     home = Path(tempfile.mkdtemp(prefix="dg-ray-"))  # Ray's sockets need a short name
     script = Path(__file__).with_name("ray_cluster.py")
     with (home / "log").open("wb") as log:
@@ -305,40 +305,6 @@ def _text(path: Path) -> str:
     return path.read_bytes().decode(errors="replace")
 
 
-async def test_a_node_that_vanishes_takes_its_workers_only(
-    ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Streams go on with the others; a worker at a fixed port is the same to the pool later."""
-    fixed = ("--port", "18400")
-    async with draftgate(ray_cluster, *start_of(redis_server, 2, *SLOW, *fixed)) as launcher:
-        await launcher.until(joined=2)
-        lost = next(a for a in launcher.addresses().values() if f"//{HOSTS[0]}:" in a)
-        kept = set(launcher.addresses().values()) - {lost}
-        child = child_of(lost)
-        async with gateway(redis_server, monkeypatch) as where, client(where) as http:
-            http.timeout = PATIENCE_S
-            await knows(where, {lost, *kept})
-            streams = await open_streams(http, 4)
-            await asyncio.to_thread(ray_cluster.tell, "remove", HOSTS[0])
-            try:
-                assert await asyncio.gather(*streams) == [LONG["max_tokens"]] * 4
-                assert await resumes(http) >= 1
-
-                async def is_over() -> bool:
-                    return is_gone(child)
-
-                await eventually(is_over, PATIENCE_S)
-                await launcher.until(joined=2)  # the other node has room for both
-                await knows(where, set(launcher.addresses().values()))
-                assert {a.rpartition(":")[2] for a in known(where)} == {"18400", "18401"}
-                assert await whole(http, LONG | BODY) == 24
-            finally:
-                await asyncio.to_thread(ray_cluster.tell, "add", HOSTS[0])
-        launcher.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await launcher.process.wait() == 0, launcher.lines
-
-
 async def test_detached_workers_outlive_their_launcher(
     ray_cluster: RayCluster, redis_server: RedisServer
 ) -> None:
@@ -370,3 +336,34 @@ async def test_workers_that_cannot_start_are_given_up(
     assert any("failed" in line and "/nowhere/model" in line for line in failed.lines)
     left = await ended(ray_cluster, "status", "--pool", POOL)
     assert "has no workers" in left.lines[-1]
+
+
+async def test_a_node_that_vanishes_takes_its_workers_only(
+    ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams go on with the others; Ray starts them elsewhere. The last test: the node stays away."""
+    fixed = ("--port", "18400")
+    async with draftgate(ray_cluster, *start_of(redis_server, 2, *SLOW, *fixed)) as launcher:
+        await launcher.until(joined=2)
+        lost = next(a for a in launcher.addresses().values() if f"//{HOSTS[0]}:" in a)
+        kept = set(launcher.addresses().values()) - {lost}
+        child = child_of(lost)
+        async with gateway(redis_server, monkeypatch) as where, client(where) as http:
+            http.timeout = PATIENCE_S
+            await knows(where, {lost, *kept})
+            streams = await open_streams(http, 4)
+            await asyncio.to_thread(ray_cluster.tell, "remove", HOSTS[0])
+            assert await asyncio.gather(*streams) == [LONG["max_tokens"]] * 4
+            assert await resumes(http) >= 1
+
+            async def is_over() -> bool:
+                return is_gone(child)
+
+            await eventually(is_over, PATIENCE_S)
+            await launcher.until(joined=2)  # the other node has room for both
+            await knows(where, set(launcher.addresses().values()))
+            assert {a.rpartition(":")[2] for a in known(where)} == {"18400", "18401"}
+            assert await whole(http, LONG | BODY) == 24
+        launcher.process.send_signal(signal.SIGINT)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await launcher.process.wait() == 0, launcher.lines

@@ -130,9 +130,10 @@ async def test_a_restart_is_shown_and_survived() -> None:
     assert await running
 
 
-async def test_who_was_never_placed_is_ended_without_a_word() -> None:
-    """A call to an actor without a machine would wait for ever."""
-    actor = PlayedActor("p/0", None)
+@pytest.mark.parametrize("said", [None, Notice()])
+async def test_who_does_not_serve_yet_is_ended_without_a_word(said: Notice | None) -> None:
+    """A call to an actor without a machine would wait for ever; who loads has no streams."""
+    actor = PlayedActor("p/0", said)
     running = asyncio.create_task(launch([actor], [].append, detached=False))
     await asyncio.sleep(0.01)
     send()
