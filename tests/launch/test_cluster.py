@@ -341,7 +341,7 @@ async def test_workers_that_cannot_start_are_given_up(
 async def test_a_node_that_vanishes_takes_its_workers_only(
     ray_cluster: RayCluster, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams go on with the others; Ray starts them elsewhere. The last test: the node stays away."""
+    """Streams go on with the others, Ray starts them elsewhere. The node is not added again."""
     fixed = ("--port", "18400")
     async with draftgate(ray_cluster, *start_of(redis_server, 2, *SLOW, *fixed)) as launcher:
         await launcher.until(joined=2)
