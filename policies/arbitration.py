@@ -35,7 +35,8 @@ def arbitrate(
             value = _excess(candidate, price)[-1] if candidate.depth_s <= 0.0 else 0.0
             if value > worth[place]:
                 choice[place], worth[place] = index, value
-    for depth_s in sorted({c.depth_s for of_one in options for c in of_one if c.depth_s > 0.0}):
+    calls = {c.depth_s: c.call_s for of_one in options for c in of_one if c.depth_s > 0.0}
+    for depth_s in sorted(calls):
         places = [
             (place, index)
             for place, candidates in enumerate(options)
@@ -48,6 +49,7 @@ def arbitrate(
         gains = excess - worth[[place for place, _ in places]][:, None]
         depths = np.arange(gains.shape[1])
         together = np.maximum(gains, 0.0).sum(0) - tokens_per_s * depth_s * depths
+        together[1:] -= tokens_per_s * calls[depth_s]
         depth = int(together.argmax())
         if together[depth] <= 0.0:
             continue

@@ -42,6 +42,7 @@ def step_s(step: StepView, cost: StepCost, slots: int = 0) -> float:
     displaced = min(max(slots - step.free_slots, 0), prompts)
     fed = step.tokens + slots - displaced
     seconds = cost.seconds(fed, step.kv_tokens, step.sequences, slots)
+    seconds += step.verify_s if slots else 0.0
     return max(seconds + _deferred_s(step, cost) * displaced - prompts_s(step, cost), LEAST_S)
 
 
@@ -50,6 +51,7 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
     prompts = step.prefill_tokens
     if not prompts:
         seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, most_slots)
+        seconds[1:] += step.verify_s
         return np.maximum(seconds, LEAST_S)
     slots = np.arange(most_slots + 1)
     displaced = np.minimum(np.maximum(slots - step.free_slots, 0), prompts)
@@ -58,7 +60,18 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
     if cost.pair_s and step.sequences:
         seconds += cost.pair_s * step.kv_tokens / step.sequences * displaced
     seconds += _deferred_s(step, cost) * displaced - prompts_s(step, cost)
+    seconds[1:] += step.verify_s
     return np.maximum(seconds, LEAST_S)
+
+
+def few_slots_s(step: StepView, cost: StepCost, most_slots: int) -> list[float]:
+    """Return what `slots_s` does, up to its last bits: sooner for some tens of slots."""
+    if step.prefill_tokens:
+        several: list[float] = slots_s(step, cost, most_slots).tolist()
+        return several
+    seconds = cost.few_slots_s(step.tokens, step.kv_tokens, step.sequences, most_slots)
+    once_s = step.verify_s
+    return [max(seconds[0], LEAST_S)] + [max(each + once_s, LEAST_S) for each in seconds[1:]]
 
 
 def rate(step: StepView, cost: StepCost) -> float:
@@ -94,8 +107,8 @@ def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
         return 0.0
     slots = cost.next_edge(step.tokens) - step.tokens
     without_s = step_s(step, cost)
-    extra_s = step_s(step, cost, slots) - without_s
-    return (step.total_weight + accepted) / without_s * extra_s / slots
+    extra_s = step_s(step, cost, slots) - without_s - step.verify_s
+    return (step.total_weight + accepted) / without_s * max(extra_s, 0.0) / slots
 
 
 def least_slot_price(step: StepView, cost: StepCost) -> float:
@@ -112,6 +125,6 @@ def least_slot_price(step: StepView, cost: StepCost) -> float:
         seconds = slots_s(step, cost, most)
         slot_s = float(((seconds[1:] - seconds[0]) / np.arange(1, most + 1)).min())
     else:
-        slot_s = cost.least_token_s(step.tokens, most)
+        slot_s = cost.least_token_s(step.tokens, most, step.verify_s)
         slot_s += cost.pair_s * step.kv_tokens / step.sequences
     return max(slot_s, 0.0) * rate(step, cost)

@@ -68,15 +68,16 @@ class NonNegativeRegression:
         """The present estimate, never negative."""
         return self._scaled * self._spread
 
-    def learn(self, rows: Array, values: Array) -> None:
+    def learn(self, rows: Array, values: Array, known: Array | float = 0.0) -> None:
         """Learn from a block of measurements.
 
         Args:
             rows: features, 0 or more, [measurements, coefficients].
             values: what was measured, finite and more than 0, [measurements].
+            known: what of it is known already, finite and 0 or more, [measurements].
         """
         rows = rows * self._spread
-        predicted = np.maximum(rows @ self._scaled, _TINY)
+        predicted = np.maximum(rows @ self._scaled + known, _TINY)
         innovations = np.minimum(values, predicted / _TINY) / predicted - 1.0
         self._note_error(np.abs(innovations))
         rows /= predicted[:, None]

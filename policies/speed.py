@@ -34,8 +34,14 @@ class SpeedMeter:
         self._begun_s: float | None = None  # the last step was planned; None when idle
         self._last: tuple[int, int, int] | None = None  # what was accounted for since
 
-    def begin(self, now_s: float) -> None:
-        """Note that a step is planned now."""
+    def begin(self, now_s: float) -> float | None:
+        """Note that a step is planned now.
+
+        Returns:
+            The seconds since the last one was planned; None if that is not accounted for yet, or
+            the worker was idle.
+        """
+        step_s = None
         if self._begun_s is not None and self._last is not None:
             decodes, tokens, prompt_tokens = self._last
             step_s = max(now_s - self._begun_s, 0.0)
@@ -44,6 +50,7 @@ class SpeedMeter:
             if prompt_tokens:
                 self._prompts.observe(step_s, prompt_tokens)
         self._begun_s, self._last = now_s, None
+        return step_s
 
     def rest(self) -> None:
         """Note that the step which was to begin has nothing to do: idle time is no step's."""

@@ -104,15 +104,38 @@ class StepCost:
             seconds += self.pair_s * kv_tokens / sequences * np.arange(most_slots + 1)
         return seconds
 
+    def few_slots_s(
+        self, tokens: int, kv_tokens: int, sequences: int, most_slots: int
+    ) -> list[float]:
+        """Return what `slots_s` does, up to its last bits: sooner for some tens of slots."""
+        linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
+        pair_s = self.pair_s * kv_tokens / sequences if sequences else 0.0
+        buckets, steps, last = self.token_buckets, self.step_s, len(self.token_buckets) - 1
+        place = bisect_left(buckets, tokens)
+        seconds = []
+        for slots in range(most_slots + 1):
+            while place <= last and buckets[place] < tokens + slots:
+                place += 1
+            if place <= last:
+                stair_s = steps[place]
+            else:
+                stair_s = steps[last] + self._slope_s * (tokens + slots - buckets[last])
+            seconds.append(stair_s + linear_s + pair_s * slots)
+        return seconds
+
     def edges_up_to(self, tokens: int) -> list[int]:
         """Return the ends of the stairs up to a token count, beyond the table at its last width."""
         last = self.token_buckets[-1]
         beyond = range(last + self._last_width, tokens + 1, self._last_width)
         return [bucket for bucket in self.token_buckets if bucket <= tokens] + list(beyond)
 
-    def least_token_s(self, tokens: int, most: int) -> float:
-        """Return the least average seconds of 1 to `most` tokens more: at the end of a stair."""
-        here_s = self._table_s(tokens)
+    def least_token_s(self, tokens: int, most: int, once_s: float = 0.0) -> float:
+        """Return the least average seconds of 1 to `most` tokens more: at the end of a stair.
+
+        Args:
+            once_s: what any of them take together beside their own seconds.
+        """
+        here_s = self._table_s(tokens) - once_s
         least_s = (self._table_s(tokens + most) - here_s) / most
         first = bisect_right(self.token_buckets, tokens)
         last = bisect_left(self.token_buckets, tokens + most)

@@ -86,15 +86,21 @@ def check_speculation(policy: SpeculationPolicy) -> None:
     for count in (0, 1, 5, 40):
         candidates = tuple(
             DraftCandidate(
-                tuple((i % 10 / 10) ** n for n in range(1, i % 9)), i % 3 * 1e-4, 1.0 + i % 2
+                tuple((i % 10 / 10) ** n for n in range(1, i % 9)),
+                i % 3 * 1e-4,
+                1.0 + i % 2,
+                call_s=i % 3 * 2e-4,
             )
             for i in range(count)
         )
         weight = sum(candidate.weight for candidate in candidates)
         for budget in (0, 3, 1000):
             for tokens in (count, 64, 400):
-                step = StepView(tokens, 100, count, budget, candidates, weight)
-                check_draft_lengths(policy, step, cost)
+                for verify_s in (0.0, 1e-4):
+                    step = StepView(
+                        *(tokens, 100, count, budget, candidates, weight), verify_s=verify_s
+                    )
+                    check_draft_lengths(policy, step, cost)
 
 
 def _views(mode: SpeculationMode, cap: int | None) -> tuple[RequestView, ...]:

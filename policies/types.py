@@ -208,12 +208,15 @@ class DraftCandidate:
         weight: what a token of this sequence is worth (`policies.weights`).
         start_s: seconds, as far as this step has to bear them, that it takes to begin drafting for
             it; only where each depth costs something.
+        call_s: seconds of drafting at all, beside depths; once for all candidates of one `depth_s`,
+            and the same for all of them.
     """
 
     survivals: tuple[float, ...]
     depth_s: float = 0.0
     weight: float = 1.0
     start_s: float = 0.0
+    call_s: float = 0.0
 
     @property
     def max_draft_tokens(self) -> int:
@@ -235,6 +238,8 @@ class StepView:
         acceptance: running chance that a drafted token is accepted, over all of the worker.
         prefill_tokens: how many of `tokens` are of prompts.
         free_slots: beside so many slots all of them join; each further slot takes the room of one.
+        verify_s: seconds by which any drafts lengthen the step, however many are verified, beside
+            what each of them does (`policies.drafting_cost`).
     """
 
     tokens: int
@@ -246,6 +251,7 @@ class StepView:
     acceptance: float = 0.5
     prefill_tokens: int = 0
     free_slots: int = 0
+    verify_s: float = 0.0
 
     @property
     def total_weight(self) -> float:

@@ -13,6 +13,7 @@ from backends.core.kv_blocks import KvBlocks
 from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
 from backends.types import StepTrace
+from policies.drafting_cost import DraftingMeter, StepDrafting
 from policies.price import rate, slot_price
 from policies.protocols import SpeculationPolicy
 from policies.speculation import MOST_FIXED
@@ -51,9 +52,13 @@ class DraftPlan:
     """
 
     def __init__(
-        self, policy: SpeculationPolicy, proposers: Mapping[str, Proposer], blocks: KvBlocks
+        self,
+        policy: SpeculationPolicy,
+        proposers: Mapping[str, Proposer],
+        blocks: KvBlocks,
+        cost: StepCost,
     ) -> None:
-        """Start without a record. `proposers` are ordered, cheapest first."""
+        """Start without a record. `proposers` are ordered, cheapest first; `cost` is of steps."""
         self.drafting = Drafting(proposers)
         self._policy = policy
         self._blocks = blocks
@@ -64,6 +69,8 @@ class DraftPlan:
         self._accepted = 0.0  # weighted tokens that its drafts are expected to bring
         self.traces: dict[int, StepTrace] = {}
         self.drafting_s = 0.0
+        self._did: StepDrafting | None = None  # of the last step, until it is learned from
+        self._meter = DraftingMeter(cost.seconds(1, 1, 1), tuple(proposers))
 
     def plan(
         self,
@@ -91,17 +98,32 @@ class DraftPlan:
         lengths = self._lengths(view, offers, cost) if offers else ()
         slots = self._reserve(offers, lengths, room)
         self.drafting_s = _drafting_s(offers, slots)
-        drafted = computed = self.drafting.compute(offers, slots)
+        drafted = computed = self.drafting.compute(offers, slots, self._terms)
         if any(most and offer.draft is None for offer, most in zip(offers, slots, strict=True)):
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum(offer.expected for offer in drafted)
+        self._did = self.drafting.did
+        self._did.sequences = len(decodes)
+        self._did.verified = sum([1 for offer in drafted if offer.draft])
         self.traces = self._traces(decodes, offers, computed, drafted, cost) if traced else {}
         return [
             (offer.sequence, self._settled(offer, reserved))
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
+
+    def took(self, step_s: float, whole_s: float) -> None:
+        """Learn what the last step that was planned took.
+
+        Args:
+            step_s: of the device.
+            whole_s: from its planning to that of the next one.
+        """
+        if self._did is not None and self._terms.least_survival is not None:  # else nobody asks
+            self._meter.observe(self._did, step_s, whole_s)
+            self.drafting.took(whole_s - step_s)
+        self._did = None
 
     def price(self, cost: StepCost) -> float:
         """Return what a slot had to promise in the last step, in tokens of weight 1."""
@@ -141,6 +163,7 @@ class DraftPlan:
             acceptance=self.drafting.acceptance,
             prefill_tokens=room.prefill_tokens,
             free_slots=room.free_slots,
+            verify_s=self._meter.cost.verify_s,
         )
 
     def _terms_of(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> Terms:
@@ -156,6 +179,7 @@ class DraftPlan:
                 cost.seconds(view.tokens, view.kv_tokens, view.sequences),
                 rate(view, cost),
                 most,
+                self._meter.cost,
             )
         return self._terms
 
@@ -189,11 +213,13 @@ class DraftPlan:
 def _drafting_s(offers: Many[Offer], slots: Many[int]) -> float:
     """Return the seconds of drafting so deep; a depth is paid once by all with the same cost."""
     depths: dict[float, int] = {}
+    calls: dict[float, float] = {}
     for offer, most in zip(offers, slots, strict=True):
-        if offer.draft is None:
+        if offer.draft is None and most:
             depth_s = offer.candidate.depth_s
             depths[depth_s] = max(most, depths.get(depth_s, 0))
-    return sum(depth_s * depth for depth_s, depth in depths.items())
+            calls[depth_s] = offer.candidate.call_s
+    return sum(depth_s * depth + calls[depth_s] for depth_s, depth in depths.items())
 
 
 def _weighed(view: StepView, decodes: Many[Sequence], cost: StepCost, now_s: float) -> StepView:

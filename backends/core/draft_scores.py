@@ -55,6 +55,10 @@ class DraftScores:
         """Return what is expected of a draft before it is there."""
         return self._source(source).of_foreseen(_record(sequence, source))
 
+    def last_outcome(self, sequence: Sequence, source: str) -> int:
+        """Return how a sequence's last draft of a source ended (`survival.outcome_row`)."""
+        return _record(sequence, source).last_outcome
+
     def learn(
         self, sequence: Sequence, source: str, draft: Draft, emitted: tuple[int, ...]
     ) -> None:

@@ -4,9 +4,7 @@ Proposers that look drafts up are asked first, and the policy shortens what they
 compute drafts are asked for what the policy decided, which may then drop some of it. What a grammar
 forces is proposed before anything else, and what it forbids is cut.
 
-Where no slot can pay, asking would be for nothing: sequences from which nothing is expected are
-asked now and then, so that a change is noticed, and where nothing is expected from anybody, one
-sequence stands for all.
+Who is asked at all is decided before (`asking.py`).
 """
 
 from __future__ import annotations
@@ -15,29 +13,15 @@ from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import Final
 
+from backends.core.asking import Asking
 from backends.core.draft_scores import GRAMMAR, DraftScores
 from backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
 from backends.core.exploration import Exploration
 from backends.core.offers import Offer, Terms
 from backends.core.sequence import Sequence
-from backends.types import Pace
 from policies.arbitration import arbitrate
+from policies.drafting_cost import StepDrafting
 from policies.types import ANY_PROPOSER, DraftCandidate
-
-HOPELESS_TURNS: Final = 16
-"""A sequence whose next draft is not worth a slot is asked for in each so many steps: where it
-begins to repeat something it is noticed within as many tokens, for a sixteenth of the look-ups."""
-
-RESTING_TURNS: Final = 8
-"""A proposer that costs something, was offered and not taken by anybody, is offered again behind so
-many steps: what is expected of it changes over tens of drafts, and to decide against it takes 0.1
-to 0.5 ms of the host in every step (batches of 8 and 256, one core, Zen 4, 2026-11-21)."""
-
-PROBED_TURNS: Final = 64
-"""Where no draft of anybody can be worth a slot, one sequence is asked for in each so many steps. A
-look-up takes 10 to 20 microseconds, so it adds less than 1% to a step of 100 (one core, Zen 4,
-2026-11-21)."""
-
 
 FIRST_TOKENS: Final = 64
 TOKENS_PER_STEP: Final = 2.5
@@ -50,16 +34,20 @@ _NOTHING: Final = DraftCandidate(())
 
 
 class Drafting:
-    """Asks proposers and keeps score of them. One step at a time: `offers`, `compute`, `learn`."""
+    """Asks proposers and keeps score of them. One step at a time: `offers`, `compute`, `learn`.
+
+    Attributes:
+        did: what was done in the last step.
+    """
 
     def __init__(self, proposers: Mapping[str, Proposer]) -> None:
         """Start without a record. `proposers` are ordered, cheapest first."""
         self._proposers = proposers
         self._scores = DraftScores()
-        self._turn = 0
         self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # in this step, by sequence key
-        self._resting: dict[str, int] = {}  # proposers, and the turn until which they are not asked
+        self._asking = Asking(proposers, self._scores)
         self._exploration = Exploration()
+        self.did = StepDrafting()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,13 +72,12 @@ class Drafting:
 
     def offers(self, sequences: Many[Sequence], terms: Terms) -> list[Offer]:
         """Return what can be verified for sequences that decode, one offer each; begins a step."""
-        self._turn += 1
         self._proposed.clear()
         self._exploration.begin(terms.step_s)
-        probed = None
-        if not self._is_hopeful(terms):
-            probed = self._probed(sequences)
-            sequences = [s for s in sequences if s.grammar is not None or s is probed]
+        self.did = StepDrafting()
+        sequences = self._asking.begin(sequences, terms, may_rest=not self._exploration.is_due)
+        if not sequences:
+            return []
         found: dict[int, list[Offer]] = {}
         asked: dict[str, list[DraftRequest]] = {}
         for sequence in sequences:
@@ -102,19 +89,26 @@ class Drafting:
                 found[sequence.key] = [self._found(sequence, GRAMMAR, Draft(forced))]
                 continue
             for name in self._allowed(sequence, most):
-                if sequence is probed or self._is_worth_asking(sequence, name, terms):
+                if self._asking.is_worth_asking(sequence, name, terms):
                     asked.setdefault(name, []).append(DraftRequest(sequence, most))
         for name, requests in asked.items():
             for offer in self._ask(name, requests, terms):
                 found.setdefault(offer.sequence.key, []).append(offer)
-        return _choose(list(found.values()), terms)
+        if found:
+            self.did.weighed = len(found)
+            return _choose(list(found.values()), terms)
+        if not self.did.looked_up and all(each.grammar is None for each in sequences):
+            self._asking.be_quiet(len(sequences), terms)
+        return []
 
-    def compute(self, offers: Many[Offer], slots: Many[int]) -> list[Offer]:
+    def compute(self, offers: Many[Offer], slots: Many[int], terms: Terms) -> list[Offer]:
         """Return the offers with their drafts, none longer than its slots.
 
         Args:
             slots: most slots of each offer.
         """
+        if not offers and not self._exploration.has_candidates:
+            return []
         asked: dict[str, list[DraftRequest]] = {}
         for offer, most in zip(offers, slots, strict=True):
             if offer.draft is None:
@@ -122,19 +116,25 @@ class Drafting:
                 if most:
                     wanted.append(DraftRequest(offer.sequence, most))
         for name in [name for name, requests in asked.items() if not requests]:
-            self._resting[name] = self._turn + RESTING_TURNS
+            self._asking.rest(name)
             del asked[name]
         computed: dict[int, Offer] = {}
         for name, requests in asked.items():
+            self._asking.wake(name)
             for offer in self._compute(name, requests):
                 computed[offer.sequence.key] = offer
-        self._explore(used=asked.keys())
+        self._explore(asked.keys(), terms)
         return [
             computed.get(offer.sequence.key, _nothing(offer))
             if offer.draft is None
             else offer.first(most)
             for offer, most in zip(offers, slots, strict=True)
         ]
+
+    def took(self, host_s: float) -> None:
+        """Learn what the host took of the last step, drafting included."""
+        if self.did.explored_s is not None:
+            self._exploration.took(host_s - self.did.computed_s - self.did.explored_s)
 
     def learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
         """Learn from the drafts: from what was verified, and from what was merely offered.
@@ -150,89 +150,60 @@ class Drafting:
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
-    # --- who is asked -------------------------------------------------------------------------
-
-    def _is_hopeful(self, terms: Terms) -> bool:
-        """Return whether a slot could pay if the evidence for it were the best there is."""
-        for name, proposer in self._proposers.items():
-            is_free = proposer.depth_s(1) <= 0.0
-            best = self._scores.best_found(name) if is_free else self._scores.best_foreseen(name)
-            if terms.least_survival is None or terms.most_weight * best > terms.least_survival:
-                return True
-        return False
-
-    def _probed(self, sequences: Many[Sequence]) -> Sequence | None:
-        """Return the sequence that stands for all in this step, if one does: the oldest."""
-        if not self._proposers or self._turn % PROBED_TURNS:
-            return None
-        self._scores.refresh()  # what probes teach is little, and all there is
-        may = (sequence for sequence in sequences if sequence.pace is Pace.FULL)
-        return min(may, key=lambda sequence: sequence.key, default=None)
-
     def _allowed(self, sequence: Sequence, most: int) -> Iterable[str]:
         """Return the proposers that may draft for a sequence."""
         wanted = sequence.request.speculation.proposer
         names = self._proposers if wanted == ANY_PROPOSER else (wanted,)
         for name in names:
             if name is not None and name in self._proposers:
-                if self._proposers[name].depth_s(1) > 0.0:
+                if not self._asking.looks_up[name]:
                     self._exploration.note(name, DraftRequest(sequence, most))
                 yield name
-
-    def _is_worth_asking(self, sequence: Sequence, name: str, terms: Terms) -> bool:
-        """Return whether the next draft may be worth a slot, or it is time to see for oneself."""
-        if not terms.least_survival:
-            return True
-        if not (self._turn + sequence.key) % HOPELESS_TURNS:
-            return True
-        first = self._scores.foreseen(sequence, name).survivals[0]
-        return sequence.weight * first > terms.least_survival
-
-    def _may_pay(
-        self, name: str, requests: list[DraftRequest], depth_s: float, terms: Terms
-    ) -> bool:
-        """Return whether a first token for all of them can be worth the time it takes.
-
-        If it is not, no depth is: each brings less than the one before. And what was not used in a
-        step will hardly be in the next ones.
-        """
-        if self._turn <= self._resting.get(name, 0):
-            return False
-        worth = 0.0
-        for request in requests:
-            sequence = request.sequence
-            worth += sequence.weight * self._scores.foreseen(sequence, name).survivals[0]
-        return worth >= depth_s * terms.tokens_per_s
 
     # --- what is found ------------------------------------------------------------------------
 
     def _ask(self, name: str, requests: list[DraftRequest], terms: Terms) -> Iterable[Offer]:
         """Return the offers of one proposer, with drafts if looking them up is all they cost."""
         proposer = self._proposers[name]
-        depth_s = proposer.depth_s(len(requests))
-        if depth_s > 0.0:
-            if terms.least_survival is None or self._may_pay(name, requests, depth_s, terms):
+        if not self._asking.looks_up[name]:
+            depth_s = proposer.depth_s(len(requests))
+            if self._asking.may_pay(name, requests, depth_s, terms):
+                call_s = terms.drafting.calling_s(name, len(requests))
                 for request in requests:
-                    yield self._unknown(request, name, depth_s)
+                    yield self._unknown(request, name, depth_s, call_s)
             return
+        requests = self._asking.paying(name, requests, terms)
+        if not requests:
+            return
+        self.did.looked_up += len(requests)
         for request, draft in zip(requests, proposer.propose(requests), strict=True):
             legal = _legal(request.sequence, draft)
             if legal:
-                yield self._found(request.sequence, name, legal)
+                offer = self._found(request.sequence, name, legal)
+                self._asking.learn(name, request.sequence, offer.candidate.survivals, terms)
+                yield offer
             else:
+                self._asking.learn(name, request.sequence, (), terms)
                 self._scores.learn_nothing_found(request.sequence, name)
 
     def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[Offer]:
         """Return the drafts of a proposer that computes them, where there are any."""
-        drafts = self._proposers[name].propose(requests)
+        proposer, did = self._proposers[name], self.did
+        depth = max(request.max_tokens for request in requests)
+        behind_s = sum([proposer.catch_up_s(request.sequence) for request in requests])
+        did.computed_s += depth * proposer.depth_s(len(requests)) + behind_s
+        did.called.append(name)
+        did.computed += len(requests)
+        drafts = proposer.propose(requests)
         for request, draft in zip(requests, drafts, strict=True):
             legal = _legal(request.sequence, draft.first(request.max_tokens))
             if legal:
                 yield self._found(request.sequence, name, legal)
 
-    def _explore(self, used: Container[str]) -> None:
+    def _explore(self, used: Container[str], terms: Terms) -> None:
         """Draft a token of one sequence with what is not used, as often as it may cost."""
-        for name, request in self._exploration.unused(used, self._proposers):
+        for name, request in self._exploration.unused(used, self._proposers, terms.drafting):
+            self.did.explored_s = (self.did.explored_s or 0.0) + terms.drafting.calling_s(name, 1)
             for _ in self._compute(name, [request]):
                 pass  # what came of it is learned
 
@@ -241,12 +212,12 @@ class Drafting:
         self._proposed.setdefault(sequence.key, []).append((source, draft))
         return Offer(sequence, source, draft, DraftCandidate(survivals, 0.0, sequence.weight))
 
-    def _unknown(self, request: DraftRequest, source: str, depth_s: float) -> Offer:
+    def _unknown(self, request: DraftRequest, source: str, depth_s: float, call_s: float) -> Offer:
         """Return the offer of a chain that nobody has computed yet."""
         sequence = request.sequence
         survivals = self._scores.foreseen(sequence, source).of_length(request.max_tokens)
         start_s = self._proposers[source].catch_up_s(sequence) / _steps_left(sequence)
-        candidate = DraftCandidate(survivals, depth_s, sequence.weight, start_s)
+        candidate = DraftCandidate(survivals, depth_s, sequence.weight, start_s, call_s)
         return Offer(sequence, source, None, candidate)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from backends.core.steps import Executor, StepPlan, StepResult
@@ -19,8 +19,15 @@ class DrivenStep:
     deltas: list[tuple[str, Delta]]
 
 
-def drive(worker: Worker, executor: Executor) -> Iterator[DrivenStep]:
-    """Yield steps until the worker has nothing left to do."""
-    while (plan := worker.plan()) is not None:
+def drive(
+    worker: Worker, executor: Executor, now_s: Callable[[], float | None] = lambda: None
+) -> Iterator[DrivenStep]:
+    """Yield steps until the worker has nothing left to do.
+
+    Args:
+        now_s: the time, by which the worker learns what the host takes; where it says None, the
+            seconds of steps are added up, and the host takes none.
+    """
+    while (plan := worker.plan(now_s())) is not None:
         result = executor.execute(plan)
-        yield DrivenStep(plan, result, worker.complete(plan, result))
+        yield DrivenStep(plan, result, worker.complete(plan, result, now_s()))

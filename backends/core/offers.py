@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from backends.core.drafts import Draft
 from backends.core.sequence import Sequence
+from policies.drafting_cost import NO_DRAFTING_COST, DraftingCost
 from policies.types import DraftCandidate
 
 
@@ -20,6 +21,7 @@ class Terms(NamedTuple):
         step_s: predicted seconds of the step without drafts.
         tokens_per_s: what a second of it is worth, in weighted tokens.
         most_weight: what a token of the weightiest sequence is worth.
+        drafting: what drafting takes of the host.
     """
 
     least_survival: float | None = None
@@ -27,6 +29,7 @@ class Terms(NamedTuple):
     step_s: float = 0.0
     tokens_per_s: float = 0.0
     most_weight: float = 1.0
+    drafting: DraftingCost = NO_DRAFTING_COST
 
 
 @dataclass(frozen=True, slots=True)

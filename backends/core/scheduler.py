@@ -107,7 +107,7 @@ class Scheduler:
         self.blocks = blocks
         self._batching = batching
         self._fit = StepCostFit(cost)
-        self._drafts = DraftPlan(policy, proposers, blocks)
+        self._drafts = DraftPlan(policy, proposers, blocks, cost)
         self._queues = Queues(blocks)
         self._accounting = Accounting(self._queues, self._drafts, config.eos_ids, self.finish)
         self._step = 0
@@ -120,6 +120,7 @@ class Scheduler:
         self._speed = SpeedMeter(cost, config.max_step_tokens)
         self._decoding = 0, 0  # sequences and KV tokens of the last step that decoded
         self._rates: tuple[WorkerSpeed, float] | None = None  # and price, since the last step
+        self._ran_s: float | None = None  # by the last step, if no prompts were fed
 
     def add(self, sequence: Sequence, now_s: float | None = None) -> None:
         """Queue a new sequence.
@@ -211,7 +212,7 @@ class Scheduler:
         self._now_s = self._now_s if now_s is None else now_s
         self._rates = None
         self._queues.park()
-        self._speed.begin(self._now_s)
+        self._learn_drafting(self._speed.begin(self._now_s))
         self._step += 1
         step = _StepDraft(self.config.max_step_tokens)
         stalled = self._batching.stalls_decodes and self._has_prefills()
@@ -296,12 +297,19 @@ class Scheduler:
         size = plan.size
         self._rates = None
         self._fit.observe(size, result.step_s)
+        self._ran_s = None if plan.chunks else result.step_s
         decodes = size.sequences - plan.chunks
         drafted = size.tokens - plan.prompt_tokens > decodes
         accepted = sum(len(e) - 1 for e in result.emitted if len(e) > 1) if drafted else 0
         self._speed.ran(decodes, decodes + accepted, plan.prompt_tokens)
         if decodes:
             self._decoding = decodes, size.kv_tokens * decodes // size.sequences
+
+    def _learn_drafting(self, whole_s: float | None) -> None:
+        """Learn what the host took of the last step, which began so long before this one."""
+        if whole_s is not None and self._ran_s is not None:
+            self._drafts.took(self._ran_s, whole_s)
+        self._ran_s = None
 
     def _goes_on(self, work: SequenceWork) -> bool:
         """Return whether a step can be planned behind this work whatever token it draws.

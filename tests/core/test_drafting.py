@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 
 import pytest
 
-from backends.core.drafting import HOPELESS_TURNS, PROBED_TURNS, RESTING_TURNS, Drafting
+from backends.core.asking import (
+    HOPELESS_TURNS,
+    MOST_RESTING_TURNS,
+    PROBED_TURNS,
+    RESTING_TURNS,
+)
+from backends.core.drafting import Drafting
 from backends.core.drafts import Draft, DraftRequest
 from backends.core.exploration import EXPLORED_SHARE, MOST_SAVED_STEPS
 from backends.core.offers import Terms
 from backends.core.sequence import Sequence
+from policies.drafting_cost import DraftingCost
 from policies.types import ANY_PROPOSER
 from tests.core.fakes import FakeProposer, hashed_token, request
 
@@ -39,7 +48,7 @@ def run(drafting: Drafting, batch: list[Sequence], terms: Terms, steps: int) -> 
     """Steps in which nothing is verified: every sequence gets its true token."""
     for _ in range(steps):
         offers = drafting.offers(batch, terms)
-        drafting.compute(offers, [0] * len(offers))
+        drafting.compute(offers, [0] * len(offers), terms)
         for sequence in batch:
             token = hashed_token(sequence, len(sequence.token_ids))
             drafting.learn(sequence, (token,))
@@ -111,7 +120,7 @@ def test_any_proposer_is_the_one_that_pays() -> None:
         drafting, batch = Drafting(proposers), sequences(2, ANY_PROPOSER)
         for _ in range(100):
             offers = drafting.offers(batch, terms)
-            drafting.compute(offers, [4] * len(offers))
+            drafting.compute(offers, [4] * len(offers), terms)
             for sequence in batch:
                 drafting.learn(sequence, tuple(hashed_token(sequence, 4 + n) for n in range(4)))
         assert [offer.source for offer in drafting.offers(batch, terms)] == [expected] * 2
@@ -120,14 +129,28 @@ def test_any_proposer_is_the_one_that_pays() -> None:
 
 
 def test_what_nobody_took_rests() -> None:
-    """A proposer that costs something and got no slot is offered again behind eight steps."""
+    """A proposer that costs something and got no slot is offered again behind eight steps, then
+    behind twice as many each time; once it is used it rests no longer than at first."""
     drafting, batch = Drafting({"draft_model": Counting(depth_s=1e-4)}), sequences(2, "draft_model")
     terms, offered = Terms(least_survival=0.0, step_s=1e-2), []
-    for _ in range(3 * (RESTING_TURNS + 1)):
+    for turn in range(8 * MOST_RESTING_TURNS):
         offers = drafting.offers(batch, terms)
-        drafting.compute(offers, [0] * len(offers))
-        offered.append(len(offers))
-    assert offered == [2, *[0] * RESTING_TURNS] * 3
+        drafting.compute(offers, [0] * len(offers), terms)
+        if offers:
+            offered.append(turn)
+    waits = [after - before - 1 for before, after in pairwise(offered)]
+    assert waits[:4] == [RESTING_TURNS, 2 * RESTING_TURNS, 4 * RESTING_TURNS, MOST_RESTING_TURNS]
+    assert set(waits[4:]) == {MOST_RESTING_TURNS}
+    while not (offers := drafting.offers(batch, terms)):
+        drafting.compute(offers, [], terms)
+    drafting.compute(offers, [1] * len(offers), terms)
+    offered.clear()
+    for turn in range(RESTING_TURNS + 3):
+        offers = drafting.offers(batch, terms)
+        drafting.compute(offers, [0] * len(offers), terms)
+        if offers:
+            offered.append(turn)
+    assert offered == [0, RESTING_TURNS + 1]
 
 
 def test_drafts_that_cannot_be_worth_their_time_are_not_offered() -> None:
@@ -156,18 +179,98 @@ def test_exploration_never_saves_more_than_some_steps() -> None:
     assert dear.asked == []
 
 
+def test_what_exploring_took_is_paid_for() -> None:
+    """Where exploring takes twice what was forecast, it is done half as often."""
+    counts = []
+    for times in (1.0, 2.0):
+        dear, step_s = Counting(depth_s=1e-3), 1e-2
+        drafting, batch = Drafting({"draft_model": dear}), sequences(2, "draft_model")
+        for _ in range(4000):
+            run(drafting, batch, Terms(step_s=step_s), 1)
+            drafting.took(times * drafting.did.computed_s)
+        counts.append(len(dear.asked))
+    assert counts[1] == pytest.approx(counts[0] / 2, rel=0.05)
+
+
+def seldom_right(key: int, position: int) -> bool:
+    """Whether a draft is wrong at a place: at nineteen of twenty, by chance."""
+    return Random(key * 7919 + position).random() < 0.95
+
+
+LOOKING_UP = DraftingCost(look_up_s=2e-4, sequence_s=5e-5)
+"""A look-up takes as long as an eighth of a token of the steps below."""
+ASKED = Terms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKING_UP)
+
+
+def test_look_ups_that_bring_less_than_they_take_are_made_now_and_then() -> None:
+    """Once wrong drafts have shown what they bring, one step in sixteen looks up; right ones do."""
+    for is_wrong, expected in ((WRONG, 10), (RIGHT, 10 * HOPELESS_TURNS)):
+        proposer = Counting(is_wrong)
+        drafting, batch = Drafting({"ngram": proposer}), sequences(1)
+        run(drafting, batch, ASKED, 600)
+        proposer.asked.clear()
+        run(drafting, batch, ASKED, 10 * HOPELESS_TURNS)
+        assert len(proposer.asked) == expected
+
+
+def test_look_ups_that_take_little_are_made_more_often() -> None:
+    """A hundredth of the time of steps goes for look-ups that do not pay, so these are sooner."""
+    proposer = Counting(seldom_right)
+    drafting, batch = Drafting({"ngram": proposer}), sequences(1)
+    terms = ASKED._replace(drafting=DraftingCost(look_up_s=2e-5, sequence_s=5e-5))
+    run(drafting, batch, terms, 600)
+    proposer.asked.clear()
+    run(drafting, batch, terms, 160)
+    assert len(proposer.asked) == 160 // 4  # 70 us in four steps of 2 ms are 0.9%
+
+
+def test_all_who_look_up_share_what_any_look_up_takes() -> None:
+    """What does not pay for one sequence pays for eight: looking up at all is paid once."""
+    counts = []
+    for count in (1, 8):
+        proposer = Counting(lambda key, position: (position + key) % 8 > 1)
+        drafting, batch = Drafting({"ngram": proposer}), sequences(count)
+        cost = DraftingCost(look_up_s=1e-3, sequence_s=1e-6)
+        terms = ASKED._replace(price=0.02, drafting=cost)
+        run(drafting, batch, terms, 1200)
+        proposer.asked.clear()
+        run(drafting, batch, terms, 10 * HOPELESS_TURNS)
+        counts.append(len(proposer.asked) / count)
+    assert counts[0] <= 10
+    assert counts[1] == 10 * HOPELESS_TURNS
+
+
+def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
+    """Look-ups that were in vain for a thousand steps are made in each, soon after they are not.
+
+    Where good drafts are known at all: another sequence has them.
+    """
+    proposer = Counting(
+        lambda key, position: key == 0 and position < 1000 and seldom_right(key, position)
+    )
+    drafting, batch = Drafting({"ngram": proposer}), sequences(2)
+    run(drafting, batch, ASKED, 900)
+    proposer.asked.clear()
+    run(drafting, batch, ASKED, 96)
+    assert proposer.asked.count(0) < 96 / 4
+    run(drafting, batch, ASKED, 4 * HOPELESS_TURNS)
+    proposer.asked.clear()
+    run(drafting, batch, ASKED, 100)
+    assert proposer.asked.count(0) == 100
+
+
 @pytest.mark.parametrize("with_law", [False, True])
 def test_evidence_of_drawn_tokens_counts_only_without_their_law(with_law: bool) -> None:
     """Under rejection the drawn token's own probability changes no survival; else it may."""
     drafting = Drafting({"draft_model": Sure(with_law=with_law)})
     (sequence,) = sequences(1, "draft_model")
     for step in range(400):
-        drafting.compute(drafting.offers([sequence], Terms()), [1])
+        drafting.compute(drafting.offers([sequence], Terms()), [1], Terms())
         right = step % 2 == 0  # as sure as the proposer was
         drafting.learn(sequence, (7 if right else 8,))
     survivals = []
     for _ in range(2):
-        (offer,) = drafting.compute(drafting.offers([sequence], Terms()), [1])
+        (offer,) = drafting.compute(drafting.offers([sequence], Terms()), [1], Terms())
         survivals.append(offer.candidate.survivals[0])
     assert (survivals[0] == survivals[1]) == with_law
 

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from policies.allocation import allocate
+from policies.allocation import FEW_SLOTS, _best_of_few, _best_of_many, allocate
 from policies.price import least_slot_price
 from policies.step_cost import StepCost
 from policies.types import DraftCandidate, StepView
@@ -31,10 +31,12 @@ def rate(step: StepView, lengths, cost: StepCost) -> float:
         whole_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences)
         share_s = max(whole_s / step.tokens, prompts_s / step.prefill_tokens)
         step_s += displaced * share_s - prompts_s
+    step_s += step.verify_s if slots else 0.0
     depths = {c.depth_s: 0 for c in step.candidates}
     for candidate, length in chosen:
         depths[candidate.depth_s] = max(length, depths[candidate.depth_s])
     draft_s = sum(depth_s * depth for depth_s, depth in depths.items())
+    draft_s += sum({c.depth_s: c.call_s for c, length in chosen if length}.values())
     return (step.total_weight + gained) / (step_s + draft_s)
 
 
@@ -53,21 +55,27 @@ def costs(draw) -> StepCost:
     return StepCost(tuple(buckets), table, 1e-6, 1e-5, draw(st.sampled_from([0.0, 1e-6])))
 
 
-def candidates(depths_s):
+def candidates(depths_s, calls_s=()):
     chances = st.lists(st.floats(0.0, 1.0), max_size=4)
     survivals = chances.map(lambda each: tuple(accumulate(each, mul)))
     weights = st.sampled_from([1.0, 1.0, 0.5, 4.0])
-    one = st.builds(DraftCandidate, survivals, st.sampled_from(depths_s), weights)
+    calls = dict(zip(depths_s, calls_s, strict=False))
+    one = st.builds(DraftCandidate, survivals, st.sampled_from(depths_s), weights).map(
+        lambda candidate: replace(candidate, call_s=calls.get(candidate.depth_s, 0.0))
+    )
     return st.lists(one, min_size=1, max_size=4)
 
 
-def check_is_best(offered, others, budget, cost, prefill_tokens=0, free_slots=0) -> None:
+def check_is_best(
+    offered, others, budget, cost, prefill_tokens=0, free_slots=0, verify_s=0.0
+) -> None:
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(
         *(many + prefill_tokens, 50 * many, many, budget, tuple(offered), weight),
         prefill_tokens=prefill_tokens,
         free_slots=free_slots,
+        verify_s=verify_s,
     )
     lengths = allocate(step, cost)
     assert all(0 <= n <= len(c.survivals) for n, c in zip(lengths, offered, strict=True))
@@ -101,12 +109,49 @@ def test_slots_are_chosen_as_well_as_can_be_beside_prompts(
     check_is_best(offered, others, budget, cost, prefill_tokens, free_slots)
 
 
-@given(candidates([0.0]), st.integers(0, 8), st.integers(1, 18), costs())
-def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost) -> None:
-    """Where no weighted survival exceeds the bound told beforehand, nothing is chosen."""
+once_s = st.sampled_from([0.0, 1e-5, 2e-4, 5e-3])
+
+
+@given(
+    *(candidates([0.0, 1e-4, 1e-3], [0.0, 3e-4, 1e-3]), st.integers(0, 8), st.integers(0, 18)),
+    *(costs(), st.integers(0, 6), st.integers(0, 6), once_s),
+)
+@settings(max_examples=300)
+def test_slots_are_chosen_as_well_as_can_be_where_drafting_at_all_takes_time(
+    offered, others, budget, cost, prefill_tokens, free_slots, verify_s
+) -> None:
+    """Nor where verifying, and each proposer that computes, take the host some time besides."""
+    check_is_best(offered, others, budget, cost, prefill_tokens, free_slots, verify_s)
+
+
+@given(candidates([0.0, 1e-4]), st.integers(0, 8), st.integers(0, 18), costs())
+def test_nothing_is_drafted_for_less_than_it_takes(offered, others, budget, cost) -> None:
+    """Where drafts take the host longer than all tokens they may bring, there are none."""
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight)
+    most = sum(c.weight * sum(c.survivals) for c in offered)
+    without_s = cost.seconds(many, 50 * many, many)
+    dear = replace(step, verify_s=(most / weight + 1e-9) * without_s)
+    assert allocate(dear, cost) == [0] * len(offered)
+
+
+@given(candidates([0.0]), st.integers(0, 8), st.integers(0, 18), costs(), once_s)
+def test_few_slots_are_chosen_as_many_are(offered, others, budget, cost, verify_s) -> None:
+    """The short way for few slots gives the rate that the other one gives."""
+    many = len(offered) + others
+    weight = others + sum(candidate.weight for candidate in offered)
+    step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
+    few, others_way = _best_of_few(step, cost), _best_of_many(step, cost)
+    assert rate(step, few, cost) == pytest.approx(rate(step, others_way, cost), rel=1e-9)
+
+
+@given(candidates([0.0]), st.integers(0, 8), st.integers(1, 18), costs(), once_s)
+def test_no_slot_is_taken_below_the_least_price(offered, others, budget, cost, verify_s) -> None:
+    """Where no weighted survival exceeds the bound told beforehand, nothing is chosen."""
+    many = len(offered) + others
+    weight = others + sum(candidate.weight for candidate in offered)
+    step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
     best = max(c.weight * max(c.survivals, default=0.0) for c in offered)
     least = least_slot_price(step, cost)
     assert least >= 0.0
@@ -152,6 +197,16 @@ def test_a_start_that_is_too_dear_is_not_made() -> None:
     behind = replace(ready, start_s=1.0)
     step = StepView(2, 1000, 2, 16, (ready, behind))
     assert allocate(step, H100_8B) == [3, 0]
+
+
+def test_many_slots_are_chosen_as_few_are() -> None:
+    """A batch with more slots than are chosen the short way takes the likeliest of all."""
+    good, poor = DraftCandidate((0.9, 0.8, 0.7)), DraftCandidate((0.01,) * 8)
+    batch = (good, poor) * (FEW_SLOTS // 8)
+    step = StepView(len(batch), 1000, len(batch), 1024, batch)
+    assert sum(len(candidate.survivals) for candidate in batch) > FEW_SLOTS
+    assert allocate(step, H100_8B) == [3, 0] * (FEW_SLOTS // 8)
+    assert allocate(step, H100_8B) == _best_of_few(step, H100_8B)
 
 
 def test_weights_draw_slots() -> None:

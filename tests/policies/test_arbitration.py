@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, product
 from operator import mul
 
@@ -24,9 +25,10 @@ def value(options, chosen, price) -> float:
         if c.depth_s == 0.0
     )
     dear = [of_one[i] for of_one, i in zip(options, chosen, strict=True) if of_one[i].depth_s]
+    call_s = dear[0].call_s if dear else 0.0
     return free + max(
         sum(max(c.weight * s - price, 0.0) for c in dear for s in c.survivals[:depth])
-        - RATE * DEPTH_S * depth
+        - RATE * (DEPTH_S * depth + (call_s if depth else 0.0))
         for depth in range(5)
     )
 
@@ -44,9 +46,16 @@ one = st.one_of(
 )
 
 
-@given(st.lists(one, min_size=1, max_size=4), st.sampled_from([0.0, 0.1, 0.4]))
-def test_the_choice_is_the_best_at_a_price(options, price) -> None:
+@given(
+    st.lists(one, min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.1, 0.4]),
+    st.sampled_from([0.0, 1e-3, 1e-2]),
+)
+def test_the_choice_is_the_best_at_a_price(options, price, call_s) -> None:
     """With one proposer that costs something, no other choice is worth more at this price."""
+    options = [
+        tuple(replace(c, call_s=call_s if c.depth_s else 0.0) for c in of_one) for of_one in options
+    ]
     chosen = arbitrate(options, price, RATE)
     best = max(value(options, other, price) for other in product(*map(range, map(len, options))))
     assert value(options, chosen, price) == pytest.approx(best, abs=1e-9)

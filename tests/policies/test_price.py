@@ -8,12 +8,22 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
-from policies.price import LEAST_S, least_slot_price, prompts_s, rate, slot_price, slots_s, step_s
+from policies.price import (
+    LEAST_S,
+    few_slots_s,
+    least_slot_price,
+    prompts_s,
+    rate,
+    slot_price,
+    slots_s,
+    step_s,
+)
 from policies.step_cost import StepCost
 from policies.types import StepView
 from tests.policies.costs import H100_8B, costs
 
 small = st.integers(0, 800)
+verifying = st.sampled_from([0.0, 5e-5, 1e-2])
 
 
 def decodes(sequences: int, kv_tokens: int = 0, slot_budget: int = 64) -> StepView:
@@ -68,6 +78,16 @@ def test_the_price_is_the_rate_times_the_extra_seconds(cost, sequences, kv, acce
     assert slot_price(decodes(sequences, kv), cost, accepted) == pytest.approx(expected)
 
 
+@given(costs(), st.integers(1, 64), small, verifying)
+def test_what_drafts_take_however_many_are_verified_is_in_no_slots_price(
+    cost, sequences, kv, verify_s
+) -> None:
+    """The price is what one slot more takes: what any of them take is paid by all together."""
+    step = decodes(sequences, kv)
+    dear = replace(step, verify_s=verify_s)
+    assert slot_price(dear, cost) == pytest.approx(slot_price(step, cost), rel=1e-6, abs=1e-6)
+
+
 def test_prompts_make_slots_dearer() -> None:
     """Time that prompts take anyway does not count for what decodes bring, so each of them has
     more of the time that is left: two thirds for prompts, three times the price."""
@@ -81,14 +101,20 @@ def test_prompts_make_slots_dearer() -> None:
     assert rate(beside_prompts(100, 400, 1000), floor) == pytest.approx(100 / 2e-3)
 
 
-@given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(0, 120))
+@given(
+    *(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(0, 120)),
+    verifying,
+)
 def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
-    cost, sequences, prefill, free, most
+    cost, sequences, prefill, free, most, verify_s
 ) -> None:
     """Slots take what prompts leave, then the prompts' room, then they lengthen the step again;
-    what prompts take is taken off, and who is displaced takes a token's share of a step."""
+    what prompts take is taken off, who is displaced takes a token's share of a step, and any slots
+    at all take what verifying does."""
     step = beside_prompts(sequences, prefill, free, 50 * sequences)
+    step = replace(step, verify_s=verify_s)
     told = slots_s(step, cost, most)
+    assert few_slots_s(step, cost, most) == pytest.approx(told)
     whole_s = cost.seconds(step.tokens, step.kv_tokens, sequences)
     for slots in range(most + 1):
         displaced = min(max(slots - free, 0), prefill)
@@ -97,16 +123,24 @@ def test_what_a_step_takes_beside_its_prompts_is_told_slot_by_slot(
         if prefill:
             share_s = max(whole_s / step.tokens, prompts_s(step, cost) / prefill)
             expected += displaced * share_s - prompts_s(step, cost)
+        expected += verify_s if slots else 0.0
         assert told[slots] == pytest.approx(max(expected, 1e-9), rel=1e-6, abs=1e-12)
         assert step_s(step, cost, slots) == pytest.approx(told[slots], rel=1e-6, abs=1e-12)
 
 
-@given(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(1, 90))
+@given(
+    *(costs(), st.integers(1, 40), st.integers(0, 60), st.integers(0, 40), st.integers(1, 90)),
+    verifying,
+)
 def test_the_least_price_is_that_of_the_cheapest_number_of_slots(
-    cost, sequences, prefill, free, most
+    cost, sequences, prefill, free, most, verify_s
 ) -> None:
     """No number of slots takes less of the step's rate on average, and one takes as much."""
-    step = replace(beside_prompts(sequences, prefill, free, 50 * sequences), slot_budget=most)
+    step = replace(
+        beside_prompts(sequences, prefill, free, 50 * sequences),
+        slot_budget=most,
+        verify_s=verify_s,
+    )
     told = slots_s(step, cost, most)
     averages = [rate(step, cost) * (told[n] - told[0]) / n for n in range(1, most + 1)]
     floor = LEAST_S * rate(step, cost)  # steps that take no time count as that long

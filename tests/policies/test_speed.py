@@ -70,3 +70,16 @@ def test_what_one_more_costs_is_spread_over_the_tokens_of_a_step() -> None:
     more_s = plain.speed(COST, 4, 40).sequence_s
     assert more_s == pytest.approx((COST.seconds(8, 80, 8) - COST.seconds(4, 40, 4)) / 4)
     assert drafted.speed(COST, 4, 40).sequence_s == pytest.approx(more_s / 2, rel=1e-4)
+
+
+def test_how_long_ago_the_last_step_was_planned_is_told() -> None:
+    """Between two steps in a row; not behind idle time, nor where the last is not accounted for."""
+    meter = SpeedMeter(COST, BUDGET)
+    assert meter.begin(1.0) is None
+    assert meter.begin(2.0) is None
+    meter.ran(1, 1, 0)
+    assert meter.begin(2.5) == pytest.approx(0.5)
+    meter.ran(1, 1, 0)
+    assert meter.begin(3.0) == pytest.approx(0.5)
+    meter.rest()
+    assert meter.begin(9.0) is None

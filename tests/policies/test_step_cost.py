@@ -35,6 +35,7 @@ def test_seconds_of_all_slot_counts_are_those_of_each(cost, tokens, kv, sequence
     """The vector that allocation reads holds what `seconds` says for every number of slots."""
     expected = [cost.seconds(tokens + n, kv, sequences, n) for n in range(most + 1)]
     assert cost.slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
+    assert cost.few_slots_s(tokens, kv, sequences, most) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,10 @@ perfectly, so each setting is measured twice: on whole outputs of 128 tokens, an
 where their loop begins. Each policy has an engine of its own, with what that has learned; each
 round runs all of them on the same prompts, in an order that turns; the ratio of a round to that of
 the first policy is what counts.
+
+On a machine that others use, seconds of the one thread that computes (`cpu`) tell more than those
+of the clock. Engines of one process differ by some percent, as their weights lie elsewhere in
+memory: with `--one-engine` requests without speculation run on that of the policy that follows.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from policies.types import RequestView
 
 POLICIES = ("off", "fixed:2", "fixed:4", "fixed:8", "smartspec", "auto")
 BATCHES = (1, 8, 32)
+TEMPERATURES = (0.0, 0.8)
+PROMPT_TOKENS = (40, 240)
 NEW_TOKENS = 128
 GRAM = 8
 LEAST_TOKENS = 24
@@ -47,6 +53,7 @@ class Decoding:
 
     tokens: int = 0
     seconds: float = 0.0
+    cpu_s: float = 0.0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -89,19 +96,20 @@ def decode(
     for index, prompt in enumerate(prompts):
         engine.worker.submit(_request(engine, index, prompt, policy, temperature))
     sums, outputs = Decoding(), {str(index): list[int]() for index in range(len(prompts))}
-    started_s = time.perf_counter()
-    for step in drive(engine.worker, engine.executor):
-        ended_s = time.perf_counter()
+    started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+    for step in drive(engine.worker, engine.executor, time.monotonic):
+        ended_s, ended_cpu_s = time.perf_counter(), time.thread_time()
         decoding = sum(work.start >= work.sequence.prompt_tokens for work in step.plan.work)
         if decoding == len(prompts):
             sums.seconds += ended_s - started_s
+            sums.cpu_s += ended_cpu_s - started_cpu_s
             sums.steps += 1
             sums.tokens += sum(len(delta.token_ids) for _, delta in step.deltas)
             sums.drafted += sum(work.num_drafts for work in step.plan.work)
             sums.accepted += sum(len(emitted) - 1 for emitted in step.result.emitted)
         for request_id, delta in step.deltas:
             outputs[request_id].extend(delta.token_ids)
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
     return sums, outputs
 
 
@@ -135,6 +143,7 @@ def compare(
         decode(engines[policy], batches[-1], policy, temperature)
     totals = {policy: Decoding() for policy in policies}
     ratios: dict[str, list[float]] = {policy: [] for policy in policies[1:]}
+    cpu_ratios: dict[str, list[float]] = {policy: [] for policy in policies[1:]}
     for turn in range(rounds):
         for number, group in enumerate(batches):
             first = (turn + number) % len(policies)
@@ -148,21 +157,26 @@ def compare(
                 _add(totals[policy], run)
             for policy, so_far in ratios.items():
                 so_far.append(_rate(runs[policy]) / _rate(runs[policies[0]]))
+                cpu_ratios[policy].append(_cpu_rate(runs[policy]) / _cpu_rate(runs[policies[0]]))
     if not ratios[policies[-1]]:
         return None
     return {
         "batches": len(batches),
         "rounds": rounds,
         "policies": {
-            policy: _figures(sums, batch, ratios.get(policy, [1.0]))
+            policy: _figures(sums, batch, ratios.get(policy, [1.0]), cpu_ratios.get(policy, [1.0]))
             for policy, sums in totals.items()
         },
     }
 
 
-def _figures(sums: Decoding, batch: int, ratios: Sequence[float]) -> dict[str, Any]:
+def _figures(
+    sums: Decoding, batch: int, ratios: Sequence[float], cpu_ratios: Sequence[float]
+) -> dict[str, Any]:
     return {
         "tokens_per_s": round(_rate(sums), 1),
+        "tokens_per_cpu_s": round(_cpu_rate(sums), 1),
+        "cpu_speedup_median_of_runs": round(median(cpu_ratios), 3),
         "speedup_median_of_runs": round(median(ratios), 3),
         "speedup_of_runs": [round(ratio, 3) for ratio in ratios],
         "tokens_per_step_and_sequence": round(sums.tokens / sums.steps / batch, 3),
@@ -175,50 +189,65 @@ def _rate(sums: Decoding) -> float:
     return sums.tokens / sums.seconds
 
 
+def _cpu_rate(sums: Decoding) -> float:
+    return sums.tokens / sums.cpu_s
+
+
 def _add(total: Decoding, part: Decoding) -> None:
     total.tokens += part.tokens
     total.seconds += part.seconds
+    total.cpu_s += part.cpu_s
     total.steps += part.steps
     total.drafted += part.drafted
     total.accepted += part.accepted
 
 
-def measure(
-    count: int, rounds: int, model: Path | None, proposer: str | None, policies: Sequence[str]
-) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the whole measurement. The first policy is what others are compared with."""
     facts = provenance()
-    chosen = str(model) if model else None
-    engines = {
-        policy: load_engine(
-            WorkerConfig(chosen, speculation=policy, proposer=proposer, kv_bytes=KV_BYTES)
-        )
-        for policy in policies
-    }
+    policies, proposer = args.policies, args.proposer
+    engines = _engines(args)
     engine = engines[policies[0]]
-    ids = held_out_prompts(engine.worker.tokenizer, count)
+    least, most = args.prompt_tokens
+    ids = held_out_prompts(engine.worker.tokenizer, args.prompts, least=least, most=most)
     prompts = [Prompt(token_ids, seed) for seed, token_ids in enumerate(ids)]
     for policy in policies:  # finds memory cold, and teaches what drafts are worth
-        decode(engines[policy], prompts[: max(BATCHES)], policy, 0.0)
+        decode(engines[policy], prompts[: max(args.batches)], policy, 0.0)
     results = []
-    for temperature in (0.0, 0.8):
+    for temperature in args.temperatures:
         groups = {"whole": prompts, "before_loops": _before_loops(engine, prompts, temperature)}
-        for batch in BATCHES:
+        for batch in args.batches:
             for name, group in groups.items():
                 if len(group) < batch:
                     continue
                 # Sorted groups are thinned out evenly.
                 some = group[:: max(1, len(group) // AT_BATCH_1)] if batch == 1 else group
-                row = compare(engines, some, batch, temperature, rounds)
+                row = compare(engines, some, batch, temperature, args.rounds)
                 if row is None:
                     continue
                 head = {"temperature": temperature, "batch": batch, "outputs": name}
                 cut = sum(prompt.max_tokens < NEW_TOKENS for prompt in some)
                 results.append({**head, "prompts": len(some), "cut": cut, **row})
                 ratios = {p: told["speedup_median_of_runs"] for p, told in row["policies"].items()}
-                print(head, ratios, flush=True)
+                cpu = {p: told["tokens_per_cpu_s"] for p, told in row["policies"].items()}
+                print(head, ratios, "tokens per CPU second", cpu, flush=True)
     facts |= {"numerics_class": engine.served.card.numerics_class, "proposer": proposer}
     return {**facts, "results": results}
+
+
+def _engines(args: argparse.Namespace) -> dict[str, LoadedEngine]:
+    """Return the engine of each policy."""
+    chosen = str(args.model) if args.model else None
+    engines: dict[str, LoadedEngine] = {}
+    for policy in reversed(args.policies):
+        if args.one_engine and policy == "off":
+            engines[policy] = engines[next(reversed(engines))]
+            continue
+        config = WorkerConfig(
+            chosen, speculation=policy, proposer=args.proposer, kv_bytes=args.kv_bytes
+        )
+        engines[policy] = load_engine(config)
+    return {policy: engines[policy] for policy in args.policies}
 
 
 def _before_loops(
@@ -245,10 +274,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--proposer", help="the only proposer (default: all there are)")
-    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--policies", default=POLICIES, type=lambda text: text.split(","))
+    parser.add_argument("--one-engine", action="store_true", help="for off and what follows it")
+    parser.add_argument("--batches", default=BATCHES, nargs="+", type=int)
+    parser.add_argument("--temperatures", default=TEMPERATURES, nargs="+", type=float)
+    parser.add_argument("--prompt-tokens", default=PROMPT_TOKENS, nargs=2, type=int)
+    parser.add_argument("--kv-bytes", default=KV_BYTES, type=int, help="of each engine")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
-    result = measure(args.prompts, args.rounds, args.model, args.proposer, args.policies.split(","))
+    result = measure(args)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -1,0 +1,97 @@
+"""Drafting that takes the host longer than it brings, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from random import Random
+
+import pytest
+
+from backends.core.drafts import Draft, DraftRequest
+from backends.core.kv_blocks import KvBlocks
+from backends.core.scheduler import Scheduler, SchedulerConfig
+from backends.core.sequence import Sequence
+from backends.core.steps import StepResult
+from policies.registry import speculation_policy
+from policies.step_cost import StepCost
+from tests.core.fakes import FakeExecutor, FakeProposer, request
+
+TOKENS = 1600
+COST = StepCost(tuple(range(1, 33)), tuple(1e-3 + 5e-5 * n for n in range(1, 33)))
+
+
+class Clock:
+    """Virtual time, which proposers spend."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+
+class Slow(FakeProposer):
+    """Takes the host some time for each call."""
+
+    def __init__(self, clock: Clock, call_s: float, wrong: float, depth_s: float = 0.0) -> None:
+        super().__init__(
+            is_wrong=lambda key, position: Random(key * 7919 + position).random() < wrong,
+            depth_s=depth_s,
+        )
+        self._clock, self._call_s = clock, call_s
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        depth = max(one.max_tokens for one in requests)
+        self._clock.now_s += self._call_s + depth * self.depth_s(len(requests))
+        return super().propose(requests)
+
+
+def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth_s=0.0) -> float:
+    """Generate with a worker, whose steps take what it believes they do beside the host.
+
+    The second half counts: in the first it learns.
+    """
+    clock, executor = Clock(), FakeExecutor()
+    name = "draft_model" if depth_s else "ngram"
+    scheduler = Scheduler(
+        SchedulerConfig(16, 64),
+        KvBlocks(sequences * (TOKENS + 64) // 16, 16),
+        speculation_policy(policy),
+        {name: Slow(clock, call_s, wrong, depth_s)},
+        COST,
+    )
+    drafts = 0 if policy == "off" else 4
+    for key in range(sequences):
+        wanted = request(prompt=4, max_tokens=TOKENS, drafts=drafts, proposer=name)
+        scheduler.add(Sequence.of(key, wanted, wanted.choices[0]))
+    tokens = []
+    while (plan := scheduler.plan(clock.now_s)) is not None:
+        emitted = executor.execute(plan).emitted
+        step_s = COST.seconds(plan.num_tokens)
+        clock.now_s += step_s
+        scheduler.apply(plan, StepResult(emitted, ((),) * len(emitted), step_s), clock.now_s)
+        tokens.append((clock.now_s, sum(map(len, emitted))))
+    half_s = clock.now_s / 2
+    return sum(count for ended_s, count in tokens if ended_s > half_s) / half_s
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize(
+    ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
+)
+def test_drafts_that_cost_the_host_more_than_they_bring_cost_nothing(
+    sequences, call_s, depth_s
+) -> None:
+    """No more than 2% below `off` where each call takes the time of half a step and more, and one
+    draft in eight is right; the device's time alone would call for drafts in every step."""
+    plain = tokens_per_s("off", sequences, 0.0, 0.0)
+    assert tokens_per_s("auto", sequences, call_s, 0.88, depth_s) > 0.98 * plain
+    assert tokens_per_s("fixed:1", sequences, call_s, 0.88, depth_s) < 0.9 * plain
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize(
+    ("call_s", "depth_s"), [(5e-4, 0.0), (1e-3, 1e-4)], ids=["looked up", "computed"]
+)
+def test_drafts_that_pay_for_the_host_are_made(sequences, call_s, depth_s) -> None:
+    """Where nine of ten tokens are right, dear calls are made nearly as often as can be."""
+    best = tokens_per_s("fixed:4", sequences, call_s, 0.1, depth_s)
+    assert best > 1.3 * tokens_per_s("off", sequences, 0.0, 0.0)
+    assert tokens_per_s("auto", sequences, call_s, 0.1, depth_s) > 0.97 * best

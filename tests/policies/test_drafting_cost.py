@@ -1,0 +1,102 @@
+"""What drafting takes of the host, learned from what steps took."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.drafting_cost import NO_DRAFTING_COST, REFIT_STEPS, DraftingMeter, StepDrafting
+
+STEP_S = 1.5e-3
+HOST_S, HOST_SEQUENCE_S = 60e-6, 10e-6
+LOOK_UP_S, SEQUENCE_S, WEIGH_S, VERIFY_S = 40e-6, 15e-6, 100e-6, 50e-6
+CALL_S, CALLED_S = 300e-6, 40e-6
+
+
+def some_step(rng: np.random.Generator, sequences: int) -> StepDrafting:
+    """A step that looks up, finds, verifies and computes in some cases each."""
+    looked_up = int(rng.integers(0, sequences + 1)) if rng.random() < 0.7 else 0
+    computed = int(rng.integers(1, sequences + 1)) if rng.random() < 0.2 else 0
+    weighed = computed or (looked_up if rng.random() < 0.5 else 0)
+    verified = weighed if rng.random() < 0.7 else 0
+    called = ["draft_model"] if computed else []
+    return StepDrafting(sequences, looked_up, weighed, verified, called, computed, 7e-4 * computed)
+
+
+def host_s(did: StepDrafting) -> float:
+    """What the host truly takes of it."""
+    seconds = HOST_S + HOST_SEQUENCE_S * did.sequences
+    seconds += LOOK_UP_S * (did.looked_up > 0) + SEQUENCE_S * did.looked_up
+    seconds += WEIGH_S * (did.weighed > 0) + VERIFY_S * (did.verified > 0)
+    return seconds + CALL_S * bool(did.called) + CALLED_S * did.computed
+
+
+def fed(steps: int, *, noise: float, stalls: float, most: int = 8) -> DraftingMeter:
+    """A meter of a worker whose host is now and then held up for 20 ms."""
+    meter = DraftingMeter(STEP_S, ["ngram", "draft_model"])
+    rng = np.random.default_rng(3)
+    for _ in range(steps):
+        sequences = int(rng.integers(1, most + 1))
+        did, device_s = some_step(rng, sequences), STEP_S * (1 + 0.2 * sequences)
+        held_up_s = 20e-3 if rng.random() < stalls else 0.0
+        whole_s = device_s + did.computed_s + host_s(did) * math.exp(rng.normal(0.0, noise))
+        meter.observe(did, device_s, whole_s + held_up_s)
+    return meter
+
+
+@pytest.mark.parametrize(("noise", "stalls"), [(0.0, 0.0), (0.3, 0.01)])
+def test_what_the_host_takes_is_learned(noise: float, stalls: float) -> None:
+    """Each part is found from steps that do all of them by chance, held up or not."""
+    cost = fed(6000, noise=noise, stalls=stalls).cost
+    found_share = 0.55  # of steps that look up, those that weigh something
+    assert cost.look_up_s == pytest.approx(LOOK_UP_S + found_share * WEIGH_S, abs=25e-6)
+    assert cost.sequence_s == pytest.approx(SEQUENCE_S, abs=12e-6)
+    assert cost.verify_s == pytest.approx(VERIFY_S, abs=20e-6)
+    expected_s = CALL_S + 3 * CALLED_S
+    assert cost.calling_s("draft_model", 3) == pytest.approx(expected_s, rel=0.25)
+    assert cost.calling_s("ngram", 0) < 30e-6
+
+
+def test_a_host_that_takes_no_time_costs_nothing() -> None:
+    """A simulated worker, of whose steps everything is known, decides as if there were no host."""
+    meter = DraftingMeter(STEP_S, ["ngram", "draft_model"])
+    rng = np.random.default_rng(4)
+    for _ in range(10 * REFIT_STEPS):
+        did = some_step(rng, 4)
+        meter.observe(did, STEP_S, STEP_S + did.computed_s)
+    cost = meter.cost
+    parts = (cost.look_up_s, cost.sequence_s, cost.verify_s, cost.calling_s("draft_model", 4))
+    assert max(parts) < 1e-9
+
+
+def test_nothing_is_taken_for_granted_at_first() -> None:
+    """Before a block of steps has run drafting costs nothing of the host."""
+    assert fed(REFIT_STEPS - 1, noise=0.0, stalls=0.0).cost == NO_DRAFTING_COST
+    assert fed(REFIT_STEPS, noise=0.0, stalls=0.0).cost != NO_DRAFTING_COST
+
+
+def test_a_host_that_slows_down_is_followed() -> None:
+    """When looking up takes ten times as long, that is known some hundred steps on."""
+    meter = fed(2000, noise=0.1, stalls=0.0)
+    before_s, rng = meter.cost.sequence_s, np.random.default_rng(5)
+    for _ in range(600):
+        did = some_step(rng, 4)
+        more_s = 9 * SEQUENCE_S * did.looked_up
+        meter.observe(did, 2 * STEP_S, 2 * STEP_S + did.computed_s + host_s(did) + more_s)
+    assert meter.cost.sequence_s > 4 * before_s
+
+
+@given(st.lists(st.tuples(st.floats(), st.floats()), max_size=3 * REFIT_STEPS))
+@settings(max_examples=30)
+def test_no_measurement_makes_a_cost_negative_or_nan(measured) -> None:
+    """Whatever the clock says, what is told is finite and 0 or more."""
+    meter, rng = DraftingMeter(STEP_S, ["draft_model"]), np.random.default_rng(6)
+    for known_s, whole_s in measured:
+        meter.observe(some_step(rng, 3), known_s, whole_s)
+    cost = meter.cost
+    parts = (cost.look_up_s, cost.sequence_s, cost.verify_s, cost.calling_s("draft_model", 2))
+    assert all(math.isfinite(part) and part >= 0.0 for part in parts)
