@@ -15,7 +15,7 @@ import httpx
 
 from tests.gateway.redis_server import free_port
 
-START_S = 120.0
+START_S = 300.0
 """For a start, or an end: a busy machine takes longer than an idle one."""
 
 PATIENT = ("--queue-timeout-s", "300", "--drain-timeout-s", "300")
