@@ -34,7 +34,7 @@ class Pool:
         workers: those that are offered, with their capacity in tokens.
         leases: by request, tokens and worker.
         leased: tokens by worker, as the store counts them.
-        overdue_s: by request, for how long its lease has been over.
+        left_s: by request, how long its lease lives on; negative if it is over.
         gateways: those that renewed lately.
         keys: of the pool, without its prefix.
     """
@@ -42,14 +42,14 @@ class Pool:
     workers: dict[str, int]
     leases: dict[str, tuple[int, str]]
     leased: dict[str, int]
-    overdue_s: dict[str, float]
+    left_s: dict[str, float]
     gateways: tuple[str, ...]
     keys: frozenset[str]
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody holds a lease."""
-        return not (self.leases or self.leased or self.overdue_s or self._lease_keys)
+        return not (self.leases or self.leased or self.left_s or self._lease_keys)
 
     @property
     def usage(self) -> float:
@@ -63,7 +63,7 @@ class Pool:
         sums: dict[str, int] = {}
         for tokens, worker in self.leases.values():
             sums[worker] = sums.get(worker, 0) + tokens
-        return sums != self.leased or set(self.leases) != set(self.overdue_s)
+        return sums != self.leased or set(self.leases) != set(self.left_s)
 
     @property
     def _lease_keys(self) -> set[str]:
@@ -83,7 +83,7 @@ def look(redis: RedisServer) -> Pool:
         {worker: int(tokens) for worker, tokens in zip(workers, capacities, strict=True)},
         {request: _lease(text) for request, text in _pairs(leases)},
         {worker: int(tokens) for worker, tokens in _pairs(leased)},
-        {request: max(0.0, (now_us - float(at_us)) / 1e6) for request, at_us in _pairs(expiry)},
+        {request: (float(at_us) - now_us) / 1e6 for request, at_us in _pairs(expiry)},
         tuple(gateways),
         frozenset(key.removeprefix(PREFIX) for key in keys),
     )

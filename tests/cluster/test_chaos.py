@@ -25,7 +25,7 @@ from tests.gateway.redis_server import RedisServer
 
 CLUSTER_S = float(os.environ.get("CLUSTER_S", "600"))
 KILL_EVERY_S = 30.0
-RATE_RPS = 0.8
+RATE_RPS = 0.5
 """Of requests of 24 and 192 tokens: three workers, two gateways and the clients share two cores
 with others. (Chosen so that streams last for seconds and queues stay short; Zen 5, 2026-11-22.)"""
 

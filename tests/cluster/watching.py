@@ -61,7 +61,7 @@ class Watch:
         """Take note of what lies there."""
         self.looks += 1
         self.usage = max(self.usage, pool.usage)
-        self.overdue_s = max(self.overdue_s, *pool.overdue_s.values(), 0.0)
+        self.overdue_s = max(self.overdue_s, *(-left_s for left_s in pool.left_s.values()), 0.0)
         if pool.sums_differ:
             self.wrong.append(pool)
 
