@@ -22,6 +22,7 @@ class Watch:
 
     Attributes:
         looks: how often Redis was looked at, and answered.
+        capacity_tokens: the least of a worker.
         usage: the largest share of a worker's capacity that was leased.
         overdue_s: the longest that a lease was there after its end.
         wrong: looks at which the leases' sums were not those of the leases.
@@ -31,6 +32,7 @@ class Watch:
     """
 
     looks: int = 0
+    capacity_tokens: int = 0
     usage: float = 0.0
     overdue_s: float = 0.0
     wrong: list[Pool] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Watch:
     def see(self, pool: Pool) -> None:
         """Take note of what lies there."""
         self.looks += 1
+        self.capacity_tokens = min(pool.workers.values(), default=self.capacity_tokens)
         self.usage = max(self.usage, pool.usage)
         self.overdue_s = max(self.overdue_s, *(-left_s for left_s in pool.left_s.values()), 0.0)
         if pool.sums_differ:
