@@ -61,7 +61,7 @@ def _options() -> dict[str, Any]:
         "protocol": 2,
         "socket_connect_timeout": CONNECT_S,
         "socket_timeout": ANSWER_S,
-        "retry": Retry(NoBackoff(), RETRIES, BROKEN),
+        "retry": Retry(NoBackoff(), RETRIES, BROKEN),  # type: ignore[arg-type] # it takes any
     }
 
 
