@@ -104,12 +104,13 @@ class Clients:
         return record
 
     async def changed(self, at_once: int) -> list[str]:
-        """Ask all again, so many at a time, and return whose answer is another one now.
+        """Ask all that were answered again, so many at a time; return whose answer is another now.
 
         Nobody disturbs the cluster meanwhile. Texts and ends are compared within a numerics class.
         """
         before, self.records = self.records, []
-        waiting, changed = list(before), []
+        waiting = [record for record in before if record.verdict == Verdict.OK]
+        changed = list[str]()
 
         async def client() -> None:
             while waiting:

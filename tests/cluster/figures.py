@@ -40,9 +40,13 @@ def latencies(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def write_figures(variable: str, figures: dict[str, Any]) -> None:
-    """Print figures, and write them to the file that a variable of the environment names."""
+def write_figures(variable: str, command: str, figures: dict[str, Any]) -> None:
+    """Print figures, and write them to the file that a variable of the environment names.
+
+    Args:
+        command: by which they come about.
+    """
     sys.stdout.write(json.dumps(figures, indent=1) + "\n")
     if variable in os.environ:
-        kept = json.dumps(provenance() | figures, indent=1)
-        Path(os.environ[variable]).write_text(kept + "\n")
+        facts = {**provenance(), "command": command, "load_average": os.getloadavg()[0]}
+        Path(os.environ[variable]).write_text(json.dumps(facts | figures, indent=1) + "\n")

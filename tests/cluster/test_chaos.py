@@ -10,11 +10,13 @@ import asyncio
 import os
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.dispatch.leases import LEASE_S
 from tests.cluster.clients import Clients, clients_of, questions
 from tests.cluster.figures import latencies, write_figures
 from tests.cluster.nodes import Cluster, cluster
@@ -33,13 +35,30 @@ MOST_TOKENS = 192
 WORKER = ("--threads", "1", "--kv-bytes", "16MiB")
 """Little memory, so that leases mean something."""
 
+MOST_USAGE = 2.0
+"""Of a capacity: a gateway whose Redis is late for once decides alone (docs/cluster.md)."""
+
 SEED = 20261122
+
+
+@dataclass
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        changed: answers that another, undisturbed run gave differently.
+    """
+
+    clients: Clients
+    troubles: Troubles
+    watch: Watch
+    changed: list[str]
 
 
 async def chaos(
     nodes: Cluster, redis: RedisServer, play: Callable[[Troubles], Awaitable[None]]
-) -> tuple[Clients, Troubles, Watch]:
-    """Send load while trouble is made; return once every answer has ended."""
+) -> Outcome:
+    """Send load while trouble is made, then the same again without; nothing is left of either."""
     over = asyncio.Event()
     async with clients_of(*(gateway.url for gateway in nodes.gateways)) as clients:
         troubles = Troubles(nodes, clients.clock, random.Random(SEED))
@@ -50,11 +69,10 @@ async def chaos(
             await asyncio.wait({sending, playing}, return_when=asyncio.FIRST_COMPLETED)
             over.set()
             await asyncio.gather(sending, playing)
-        assert clients.failed == []
         await settled(nodes, redis)
-        assert await clients.changed(at_once=4) == []
+        changed = await clients.changed(at_once=4)
         await settled(nodes, redis)
-    return clients, troubles, watch
+    return Outcome(clients, troubles, watch, changed)
 
 
 async def one_round(troubles: Troubles) -> None:
@@ -71,19 +89,20 @@ async def minutes(troubles: Troubles) -> None:
         await asyncio.sleep(max(0.0, next_s - troubles.now_s()))
 
 
-def told(clients: Clients, troubles: Troubles, watch: Watch) -> dict[str, Any]:
+def told(outcome: Outcome) -> dict[str, Any]:
     """Return what was seen, in figures."""
+    clients, watch = outcome.clients, outcome.watch
     return {
         "requests": len(clients.records),
         "failed": len(clients.failed),
-        "texts_that_differ": 0,
+        "texts_that_differ": len(outcome.changed),
         "resumes": clients.resumes,
         "refused_by_a_gateway_that_stopped": clients.refusals,
         "redis_looks": watch.looks,
         "most_leased_of_capacity": round(watch.usage, 3),
         "longest_lease_after_its_end_s": round(watch.overdue_s, 3),
         "latencies": latencies(clients.records),
-        "troubles": troubles.made,
+        "troubles": outcome.troubles.made,
     }
 
 
@@ -96,9 +115,12 @@ async def test_no_stream_is_lost_whatever_happens_to_nodes(
     """Workers killed, stopped, gateways restarted: every stream is intact, its text that of an
     undisturbed run, and afterwards no lease, block or request of anybody is left."""
     async with cluster(tmp_path, own_redis.url, *WORKER) as nodes:
-        clients, troubles, watch = await chaos(nodes, own_redis, play)
-    figures = told(clients, troubles, watch)
-    write_figures("CLUSTER_JSON", figures)
-    assert watch.looks
-    assert not watch.wrong
-    assert watch.usage <= 2
+        outcome = await chaos(nodes, own_redis, play)
+    command = f'CLUSTER_S={CLUSTER_S:g} make test-long ARGS="tests/cluster/test_chaos.py -s"'
+    write_figures("CLUSTER_JSON", command, told(outcome))
+    assert outcome.clients.failed == []
+    assert outcome.changed == []
+    assert outcome.watch.looks
+    assert not outcome.watch.wrong
+    assert outcome.watch.usage <= MOST_USAGE
+    assert outcome.watch.overdue_s < LEASE_S

@@ -137,7 +137,10 @@ async def test_no_request_fails_whatever_happens_to_redis(
                 over.set()
                 await sending
             await settled(nodes, own_redis)
-    write_figures("CLUSTER_REDIS_JSON", told(clients, phases, watch))
+    command = (
+        f"CLUSTER_TROUBLE_S={HOLD_S:g} make test-long ARGS='tests/cluster/test_redis_chaos.py -s'"
+    )
+    write_figures("CLUSTER_REDIS_JSON", command, told(clients, phases, watch))
     assert clients.failed == []
     assert clients.refusals == 0
     assert watch.asked
