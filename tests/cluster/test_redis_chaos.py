@@ -74,6 +74,7 @@ async def play(
     def begin(name: str) -> None:
         phases.begun_s.append((name, clients.clock()))
 
+    await recovered(nodes, store.server)  # a busy start may have looked like an outage
     begin("before")
     await asyncio.sleep(hold_s)
     for name, trouble in TROUBLES.items():
