@@ -84,6 +84,7 @@ BENCHES = {
     "edge": "gateway.cli.studies.edge.command",
     "readers": "gateway.cli.studies.readers",
     "rag": "gateway.cli.studies.rag",
+    "store": "gateway.cli.studies.store",
     "sweep": "gateway.cli.studies.sweep",
     "judges": "gateway.cli.studies.judges.command",
 }

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+import uvloop
 
 from gateway.app import Listening
 from gateway.state.calls import DEADLINE_S
@@ -20,6 +21,7 @@ from policies.breaker import Patience
 from tests.gateway.harness import PATIENCE_S, client, eventually, running
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import leased_tokens, offer, report, reserve
+from tests.gateway.tcp_proxy import proxied
 
 QUICK = Patience(failures=3, timeouts_span_s=0.1, first_pause_s=0.02, longest_pause_s=0.1)
 
@@ -161,6 +163,25 @@ async def test_connections_that_the_server_closes(patient: Gateway, own_redis: R
     for index in range(5):
         own_redis.command("CLIENT", "KILL", "TYPE", "normal")
         assert not (await patient.ask(f"r{index}")).degraded
+
+
+def test_connections_that_break_on_the_servers_loop(own_redis: RedisServer) -> None:
+    """Under uvloop, too, whose transports raise errors of their own: the call goes out again."""
+
+    async def scenario() -> None:
+        async with proxied(own_redis.url) as proxy:
+            url = f"redis://{proxy.url.partition('://')[2]}"
+            store = RedisStore.at(url, "p", "g")
+            for turns in range(50):
+                calls = (store.renew((), 30.0) for _ in range(3))
+                await asyncio.gather(*calls)
+                proxy.cut()
+                for _ in range(turns % 4):
+                    await asyncio.sleep(0)
+            await store.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
 
 
 async def test_gateways_meet_again(gateway: Gateway, own_redis: RedisServer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.connection import SSLConnection, parse_url
@@ -26,6 +27,10 @@ with a server that is stuck than come within a second."""
 RETRIES: Final = 1
 """At once, on a new connection: the old one may be of a server that was restarted since. All
 scripts may be run twice."""
+
+BROKEN: Final = (exceptions.ConnectionError, exceptions.TimeoutError, RuntimeError)
+"""What a connection that broke may raise: uvloop's transports raise RuntimeError where they are
+written to after a reset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def _options() -> dict[str, Any]:
         "protocol": 2,
         "socket_connect_timeout": CONNECT_S,
         "socket_timeout": ANSWER_S,
-        "retry": Retry(NoBackoff(), RETRIES),
+        "retry": Retry(NoBackoff(), RETRIES, BROKEN),  # type: ignore[arg-type] # it takes any
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import RedisError
 
-from gateway.state.redis.client import Connected, open_client
+from gateway.state.redis.client import BROKEN, Connected, open_client
 from gateway.state.redis.scripts import NAMES, read_lua, script_text
 from gateway.state.store import (
     FORGET_S,
@@ -121,7 +121,7 @@ class RedisStore:
         """
         try:
             return await self._scripts[name]((self._pool,), args)
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, *BROKEN) as error:
             raise StoreError(f"{type(error).__name__}: {error}") from error
 
 

@@ -1,0 +1,52 @@
+"""Figures of a run, for people and files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from backends.engine.bench.record import provenance
+from loadgen.measuring.figures import tpot_s, ttft_s
+from loadgen.types import Record
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that this share of them do not exceed (nearest rank)."""
+    ranked = sorted(values)
+    return ranked[max(1, math.ceil(share * len(ranked))) - 1]
+
+
+def latencies(records: Sequence[Record]) -> dict[str, Any]:
+    """Return percentiles, in milliseconds."""
+    measured = {
+        "ttft": [found for r in records if (found := ttft_s(r)) is not None],
+        "tpot": [found for r in records if (found := tpot_s(r)) is not None],
+        "longest_gap": [
+            max(b.at_s - a.at_s for a, b in zip(r.chunks, r.chunks[1:], strict=False))
+            for r in records
+            if len(r.chunks) > 1
+        ],
+    }
+    return {
+        f"{name}_p{round(share * 100)}_ms": round(percentile(values, share) * 1e3, 1)
+        for name, values in measured.items()
+        if values
+        for share in (0.5, 0.99)
+    }
+
+
+def write_figures(variable: str, command: str, figures: dict[str, Any]) -> None:
+    """Print figures, and write them to the file that a variable of the environment names.
+
+    Args:
+        command: by which they come about.
+    """
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    if variable in os.environ:
+        facts = {**provenance(), "command": command, "load_average": os.getloadavg()[0]}
+        Path(os.environ[variable]).write_text(json.dumps(facts | figures, indent=1) + "\n")

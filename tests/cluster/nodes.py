@@ -1,0 +1,186 @@
+"""Nodes as processes: `draftgate serve --join`, which may be killed, stopped and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.gateway.redis_server import free_port
+
+START_S = 300.0
+"""For a start, or an end: a busy machine takes longer than an idle one."""
+
+PATIENT = ("--queue-timeout-s", "300", "--drain-timeout-s", "300")
+"""Of gateways: what is slow here is the machine."""
+
+COMMAND = (sys.executable, "-c", "from gateway.cli import main; main()", "serve")
+
+
+class NodeProcess:
+    """A node, in one life after the other at the same address."""
+
+    def __init__(self, name: str, folder: Path, *flags: str) -> None:
+        """Prepare one; `flags` are those of `serve`."""
+        self.name = name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = (*COMMAND, "--port", str(self.port), *flags)
+        self._log = folder / f"{name}.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def worker_id(self) -> str:
+        """What its worker, if it has one, is called in the pool."""
+        return f"127.0.0.1:{self.port}-0"
+
+    @property
+    def told(self) -> str:
+        """What it has logged in all its lives."""
+        return self._log.read_text(errors="replace")
+
+    async def start(self) -> None:
+        """Begin a life."""
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    async def until_ready(self) -> None:
+        """Wait until it serves."""
+
+        async def serves() -> bool:
+            assert self._running.returncode is None, self.told[-4000:]
+            return await self.status("/ready") == httpx.codes.OK
+
+        await eventually(serves)
+
+    async def kill(self) -> None:
+        """End it without a word."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> int:
+        """Let it end in its own way; return its exit status."""
+        return await self._end(signal.SIGTERM)
+
+    def freeze(self) -> None:
+        """Stop it: connections stay, and it says nothing."""
+        self._running.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._running.send_signal(signal.SIGCONT)
+
+    async def status(self, path: str) -> int:
+        """Return the status of an answer; 0 if there is none."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
+            try:
+                return (await http.get(path)).status_code
+            except httpx.HTTPError:
+                return 0
+
+    async def in_flight(self) -> int:
+        """Return how many requests it has, of clients or of other nodes."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
+            return int((await http.get("/health")).json()["in_flight"])
+
+    async def figure(self, name: str) -> float:
+        """Return the sum over the series of a figure of `/metrics`."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=START_S) as http:
+            page = (await http.get("/metrics")).text
+        return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", page, re.MULTILINE)))
+
+    async def close(self) -> None:
+        """See that it has ended."""
+        if self._process is not None:
+            await self.kill()
+
+    @property
+    def _running(self) -> asyncio.subprocess.Process:
+        assert self._process is not None
+        return self._process
+
+    async def _end(self, how: signal.Signals) -> int:
+        process = self._running
+        if process.returncode is None:
+            process.send_signal(how)
+        async with asyncio.timeout(START_S):
+            return await process.wait()
+
+
+class Cluster:
+    """Gateways and workers of one pool."""
+
+    def __init__(self, gateways: list[NodeProcess], workers: list[NodeProcess]) -> None:
+        self.gateways = gateways
+        self.workers = workers
+
+    @property
+    def nodes(self) -> list[NodeProcess]:
+        """All."""
+        return [*self.workers, *self.gateways]
+
+    async def at_rest(self) -> bool:
+        """Whether no worker runs or keeps anything of a request, and no gateway has one open."""
+        held = [
+            await node.figure(f"draftgate_{name}")
+            for node in self.workers
+            for name in ("running_sequences", "waiting_sequences", "kv_cache_usage_ratio")
+        ]
+        return not any(held) and not any([await node.in_flight() for node in self.nodes])
+
+
+@asynccontextmanager
+async def cluster(
+    folder: Path, address: str, *flags: str, gateways: int = 2, workers: int = 3
+) -> AsyncIterator[Cluster]:
+    """Start nodes that join the Redis at an address; yield when all of them serve.
+
+    Args:
+        flags: of the workers.
+    """
+    joined = ("--join", address)
+    made = Cluster(
+        [
+            NodeProcess(f"gateway{n}", folder, *joined, "--no-worker", *PATIENT)
+            for n in range(gateways)
+        ],
+        [NodeProcess(f"worker{n}", folder, *joined, *flags) for n in range(workers)],
+    )
+    try:
+        for node in made.nodes:
+            await node.start()
+        await asyncio.gather(*(node.until_ready() for node in made.nodes))
+        for gateway in made.gateways:
+            await until_known(gateway, workers)
+        yield made
+    finally:
+        await asyncio.gather(*(node.close() for node in made.nodes))
+
+
+async def until_known(gateway: NodeProcess, workers: int) -> None:
+    """Wait until a gateway is linked to so many workers that are well."""
+
+    async def known() -> bool:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=START_S) as http:
+            told = (await http.get("/health")).json()
+        return [worker["status"] for worker in told["workers"]].count("ok") == workers
+
+    await eventually(known)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again and again until the condition holds; fails after `START_S`."""
+    async with asyncio.timeout(START_S):
+        while not await condition():  # noqa: ASYNC110 - nobody tells it
+            await asyncio.sleep(0.1)

@@ -1,0 +1,112 @@
+"""What lies in Redis of a pool, read in one step and held against what it must be."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from tests.cluster.nodes import Cluster, eventually
+from tests.gateway.redis_server import RedisServer
+
+PREFIX = "draftgate:{default}:"
+
+LOOK = """
+local P = ARGV[1]
+local now = redis.call('TIME')
+local workers, capacities = redis.call('ZRANGE', P .. 'hb', 0, -1), {}
+for _, worker in ipairs(workers) do
+  capacities[#capacities + 1] = redis.call('HGET', P .. 'w:' .. worker, 'capacity_tokens') or '0'
+end
+return {
+  now[1] * 1000000 + now[2], workers, capacities, redis.call('HGETALL', P .. 'leased'),
+  redis.call('HGETALL', P .. 'leases'), redis.call('ZRANGE', P .. 'expiry', 0, -1, 'WITHSCORES'),
+  redis.call('ZRANGE', P .. 'gateways', 0, -1), redis.call('KEYS', P .. '*'),
+}
+"""
+"""Everything at one instant. Nothing is written, so nothing is cleaned up by looking."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What lies there at one instant.
+
+    Attributes:
+        workers: those that are offered, with their capacity in tokens.
+        leases: by request, tokens and worker.
+        leased: tokens by worker, as the store counts them.
+        left_s: by request, how long its lease lives on; negative if it is over.
+        gateways: those that renewed lately.
+        keys: of the pool, without its prefix.
+    """
+
+    workers: dict[str, int]
+    leases: dict[str, tuple[int, str]]
+    leased: dict[str, int]
+    left_s: dict[str, float]
+    gateways: tuple[str, ...]
+    keys: frozenset[str]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody holds a lease."""
+        return not (self.leases or self.leased or self.left_s or self._lease_keys)
+
+    @property
+    def usage(self) -> float:
+        """The largest share of a worker's capacity that is leased."""
+        shares = (self.leased.get(w, 0) / c for w, c in self.workers.items() if c)
+        return max(shares, default=0.0)
+
+    @property
+    def sums_differ(self) -> bool:
+        """Whether the tokens counted by worker are not those of the leases."""
+        sums: dict[str, int] = {}
+        for tokens, worker in self.leases.values():
+            sums[worker] = sums.get(worker, 0) + tokens
+        return sums != self.leased or set(self.leases) != set(self.left_s)
+
+    @property
+    def _lease_keys(self) -> set[str]:
+        return {key for key in self.keys if key.startswith("lease:")}
+
+
+def look(redis: RedisServer) -> Pool:
+    """Return what lies in the pool now.
+
+    Raises:
+        redis.RedisError: the server does not answer.
+    """
+    now_us, workers, capacities, leased, leases, expiry, gateways, keys = redis.command(
+        "EVAL", LOOK, 0, PREFIX
+    )
+    return Pool(
+        {worker: int(tokens) for worker, tokens in zip(workers, capacities, strict=True)},
+        {request: _lease(text) for request, text in _pairs(leases)},
+        {worker: int(tokens) for worker, tokens in _pairs(leased)},
+        {request: (float(at_us) - now_us) / 1e6 for request, at_us in _pairs(expiry)},
+        tuple(gateways),
+        frozenset(key.removeprefix(PREFIX) for key in keys),
+    )
+
+
+async def settled(nodes: Cluster, redis: RedisServer) -> None:
+    """Wait until nothing is left of any request, and nobody is known but who lives."""
+    workers = {worker.worker_id for worker in nodes.workers}
+
+    async def only_the_living() -> bool:
+        pool = await asyncio.to_thread(look, redis)
+        known = {key.removeprefix("w:") for key in pool.keys if key.startswith("w:")}
+        joined = len(pool.gateways) == len(nodes.nodes)
+        return pool.is_empty and pool.workers.keys() == known == workers and joined
+
+    await eventually(nodes.at_rest)
+    await eventually(only_the_living)
+
+
+def _pairs(flat: list[str]) -> list[tuple[str, str]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _lease(text: str) -> tuple[int, str]:
+    _, tokens, worker = text.split(" ", 2)
+    return int(tokens), worker

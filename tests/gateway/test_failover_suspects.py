@@ -1,0 +1,94 @@
+"""Who may be what breaks workers waits for another worker beside the last, in a pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from backends.errors import BackendFailed
+from backends.token_ids import compact
+from backends.types import SamplingParams
+from gateway.dispatch.failover import COMEBACK_S
+from gateway.dispatch.job import Job
+from policies.failover import Cause, GivenUp
+from tests.gateway.harness import ScriptedBackend
+from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching, play, texts
+
+PROMPT = compact([1, 2, 3])
+
+
+def job(name: str) -> Job:
+    return Job(name, (PROMPT,), SamplingParams(1, 0), 10, 1)
+
+
+@dataclass
+class Suspect:
+    """A request that has lost two of three workers before either said anything."""
+
+    there: Dispatched
+    told: Told
+    answering: asyncio.Task[list[Choice]]
+    lost: list[ScriptedBackend]
+    last: ScriptedBackend
+
+
+async def submitted_to(backends: list[ScriptedBackend]) -> ScriptedBackend:
+    """Return the worker that has a request next."""
+    waiting = {asyncio.ensure_future(one.submitted.get()): one for one in backends}
+    done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for other in others:
+        other.cancel()
+    return waiting[done.pop()]
+
+
+@asynccontextmanager
+async def suspected() -> AsyncIterator[Suspect]:
+    """Lead a request into suspicion."""
+    backends = [ScriptedBackend() for _ in range(3)]
+    async with dispatching(lambda config: backends[config.device_index], 3) as there:
+        there.fleet.discovers = True
+        told, lost = Told(), []
+        answering = asyncio.create_task(answer(there.dispatcher, job("r"), told))
+        for _ in range(2):
+            lost.append(await submitted_to([one for one in backends if one not in lost]))
+            lost[-1].crash("gone")
+        (last,) = (one for one in backends if one not in lost)
+        yield Suspect(there, told, answering, lost, last)
+
+
+def test_a_suspect_waits_for_a_worker_beside_the_last_one() -> None:
+    """The last one is spared while it is alone; once another is back the request goes on."""
+
+    async def scenario() -> None:
+        async with suspected() as suspect:
+            await asyncio.sleep(COMEBACK_S / 2)
+            assert suspect.last.submitted.empty()
+            suspect.lost[0].failure = None
+            request = await suspect.last.submitted.get()
+            suspect.last.emit(request, "after all", last=True)
+            assert texts(await suspect.answering) == ["after all"]
+            assert suspect.told.losses == []
+            assert await suspect.there.is_idle()
+
+    play(scenario())
+
+
+def test_a_suspect_that_waited_in_vain_is_given_up() -> None:
+    """After a while, with its own loss; the last worker never had it."""
+
+    async def scenario() -> None:
+        async with suspected() as suspect:
+            begun_s = asyncio.get_running_loop().time()
+            with pytest.raises(BackendFailed, match=r"lost 2 workers.* gone"):
+                await suspect.answering
+            waited_s = asyncio.get_running_loop().time() - begun_s
+            assert waited_s == pytest.approx(COMEBACK_S)
+            assert suspect.told.losses == [(Cause.FAILED, GivenUp.LAST_WORKER)]
+            assert suspect.last.submitted.empty()
+            assert await suspect.there.is_idle()
+
+    play(scenario())
