@@ -248,6 +248,13 @@ RESUMES: Final = _counter(
     "resumes",
     labels=("cause", "outcome"),
 )
+RETRIES: Final = _counter(
+    "draftgate_upstream_retries",
+    "Requests that an upstream refused or failed and another could take, by whether they were sent "
+    "once more within the retry budget",
+    "requests",
+    labels=("cause", "outcome"),
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens",
     "Tokens of prompts and outputs by tenant",
@@ -300,6 +307,18 @@ _of_workers(
     "Sequences in the worker's queue",
     "sequences",
     attrgetter("waiting"),
+)
+_of_workers(
+    "draftgate_others_sequences",
+    "Of these two, sequences that an upstream has from somebody else",
+    "sequences",
+    attrgetter("others"),
+)
+_of_workers(
+    "draftgate_upstream_metrics_age_seconds",
+    "Age of what an upstream's metrics told; 0 where nothing was told, or all is counted here",
+    "seconds",
+    lambda load: load.age_s or 0.0,
 )
 _of_workers(
     "draftgate_paused_sequences",

@@ -36,9 +36,9 @@ def test_retry_after_is_read_in_all_its_forms(text: str | None, seconds: float |
 def test_speed_is_that_of_one_choice() -> None:
     """Two choices that share a stream each have half of its tokens; no gap shows nothing."""
     seen = ObservedSpeed()
-    seen.streamed(1.0, 1, 1)
+    seen.streamed(1.0, 1, 1, 1.0)
     assert seen.speed().tpot_s == 0.0
-    seen.streamed(1.0, 22, 2)
+    seen.streamed(1.0, 22, 2, 2.0)
     assert seen.speed().tpot_s == pytest.approx(0.1)
-    seen.streamed(2.0, 11, 1)
+    seen.streamed(2.0, 11, 1, 1.0)
     assert seen.speed().tpot_s == pytest.approx(0.12)
