@@ -61,46 +61,42 @@ def choose_pool(
 ) -> PoolChoice:
     """Return where a request goes; both pools have a replica that serves.
 
-    Whoever asks for no drafts waits for a plain replica. All others take the other pool if only
-    that has room, and where none has, whichever has first.
+    Room counts first, also before a wish for no drafts: texts are the same with and without, and
+    who waited for one kind of replica would keep all those waiting who come behind.
     """
     plan = policy.decide(request, drafting.load)
-    why_not = _unwilling(request, plan, drafting.load)
-    if why_not is not None:
-        return _plain(request, plan, why_not)
-    wanted, why = _wanted(plan, drafting.load, plain.load)
+    wanted, why = _wanted(request, plan, drafting.load, plain.load)
     if not drafting.room and not plain.room:
-        return PoolChoice(None, _told(plan, f"{why}; neither has room: the first that has"))
-    if wanted is Pool.SPECULATING and not drafting.room:
-        return _plain(request, plan, f"{why}, but only plain replicas have room")
-    if wanted is Pool.PLAIN and not plain.room:
-        why = f"{why}, but only speculating replicas have room"
-        return PoolChoice(Pool.SPECULATING, _told(plan, why))
-    if wanted is Pool.PLAIN:
-        return _plain(request, plan, why)
-    return PoolChoice(Pool.SPECULATING, _told(plan, why))
+        return PoolChoice(None, replace(plan, reason=f"{why}; whoever has room first takes it"))
+    if not (drafting if wanted is Pool.SPECULATING else plain).room:
+        wanted = Pool.PLAIN if wanted is Pool.SPECULATING else Pool.SPECULATING
+        why = f"{why}, but only {wanted} replicas have room"
+    return PoolChoice(wanted, _planned(request, plan, wanted, why))
 
 
-def _unwilling(request: RequestView, plan: SpeculationPlan, load: WorkerLoad) -> str | None:
-    """Return why a request must not be drafted for, or None if it may."""
-    if plan.proposer is None:
-        return plan.reason
+def _wanted(
+    request: RequestView, plan: SpeculationPlan, drafting: WorkerLoad, plain: WorkerLoad
+) -> tuple[Pool, str]:
+    """Return the pool that is better, for the request and for all who are there, and why."""
     asked = request.max_draft_tokens
-    if asked is not None and asked < load.draft_tokens:
-        return f"at most {asked} draft tokens are asked for, and {load.draft_tokens:.3g} are usual"
-    return None
-
-
-def _wanted(plan: SpeculationPlan, drafting: WorkerLoad, plain: WorkerLoad) -> tuple[Pool, str]:
-    """Return the pool that is better for all who are there, and why."""
+    if plan.proposer is None:
+        return Pool.PLAIN, plan.reason
+    if asked is not None and asked < drafting.draft_tokens:
+        usual = f"{drafting.draft_tokens:.3g} are usual"
+        return Pool.PLAIN, f"at most {asked} draft tokens are asked for, and {usual}"
     if plan.price is None or plan.mode is not SpeculationMode.AUTO:
         return Pool.SPECULATING, plan.reason
+    return _paid(plan.price, drafting, plain)
+
+
+def _paid(price: float, drafting: WorkerLoad, plain: WorkerLoad) -> tuple[Pool, str]:
+    """Return the pool that is better at a price, and why."""
     means = draft_means(drafting)
     figures = (
         f"{means.accepted:.2f} of {means.drafted:.3g} draft tokens accepted, "
-        f"price {plan.price:.3g}, {drafting.running} running"
+        f"price {price:.3g}, {drafting.running} running"
     )
-    if pays(plan.price, means):
+    if pays(price, means):
         return Pool.SPECULATING, f"drafts pay: {figures}"
     fast_s, slow_s = drafting.speed.tpot_s, plain.speed.tpot_s
     if 0.0 < fast_s < slow_s:
@@ -109,9 +105,8 @@ def _wanted(plan: SpeculationPlan, drafting: WorkerLoad, plain: WorkerLoad) -> t
     return Pool.PLAIN, f"drafts do not pay: {figures}"
 
 
-def _told(plan: SpeculationPlan, why: str) -> SpeculationPlan:
+def _planned(request: RequestView, plan: SpeculationPlan, pool: Pool, why: str) -> SpeculationPlan:
+    """Return the plan of a request that goes to a pool, which may be other than was wanted."""
+    if pool is Pool.PLAIN or plan.proposer is None:
+        return no_speculation(plan.policy, request, why, plan.price)
     return replace(plan, reason=why)
-
-
-def _plain(request: RequestView, plan: SpeculationPlan, why: str) -> PoolChoice:
-    return PoolChoice(Pool.PLAIN, no_speculation(plan.policy, request, why, plan.price))

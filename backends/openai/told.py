@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from backends.openai.metrics.polling import POLL_S, Slots
+from backends.openai.metrics.polling import POLL_S
 from backends.openai.metrics.reading import Reading
 from backends.openai.metrics.tally import DraftTally
 from backends.openai.speed import ObservedSpeed
@@ -56,11 +56,9 @@ class ToldLoad:
         if self._declared_drafts is None:
             self.drafts = self.drafts or reading.drafts  # its counters may begin anew
 
-    def learn_slots(self, slots: Slots) -> None:
-        """Take in what llama.cpp says of its slots."""
-        self._told_seats = slots.seats
-        if self._declared_drafts is None:
-            self.drafts = slots.drafts
+    def learn_seats(self, seats: int | None) -> None:
+        """Take in how many seats it says to have, beside its metrics; None is no news."""
+        self._told_seats = seats or self._told_seats
 
     def load(self, sent: int, speed: ObservedSpeed, now_s: float) -> WorkerLoad:
         """Return the load with so many sequences of this gateway's there now."""

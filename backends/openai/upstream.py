@@ -92,7 +92,6 @@ class OpenAIUpstream:
         self._prober: Prober | None = None
         self._poller: MetricsPoller | None = None
         self._asking: list[asyncio.Task[None]] = []
-        self._slots_read = False
         self._stopped = False
 
     @property
@@ -206,11 +205,8 @@ class OpenAIUpstream:
         reading = await self._poller.reading()
         if reading is not None:  # it counts what began or ended meanwhile, or does not
             self._told.learn(reading, max(sent, self._sent), self._clock())
-        if self._prober.model is not None and self._prober.model.has_slots and not self._slots_read:
-            slots = await self._poller.slots()
-            self._slots_read = slots is not None
-            if slots is not None:
-                self._told.learn_slots(slots)
+        if self._prober.model is not None and self._prober.model.has_slots:
+            self._told.learn_seats(await self._poller.slots())
 
     async def _send(
         self, session: aiohttp.ClientSession, call: UpstreamCall

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-WIDTH, LAYERS, HEADS, INNER, CONTEXT = 64, 2, 4, 128, 8192
+WIDTH, LAYERS, HEADS, INNER, CONTEXT = 64, 2, 4, 128, 1 << 16
 
 _SPECIAL = ["<unk>", "<s>", "</s>"]
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # so that any text has tokens

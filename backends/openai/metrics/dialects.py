@@ -19,7 +19,7 @@ Names were looked up in the sources of the engines (2026-11-22):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from backends.openai.metrics.reading import DraftTotals, Reading
@@ -41,6 +41,7 @@ class Dialect:
         totals: counters of drafts, of their tokens and of those accepted.
         shows_only_own: whether these are there only if it speculates; else they must have moved.
         means: reads means of drafts from gauges; None where they tell none.
+        gauges_of_means: the names of these gauges.
         price, acceptance: gauges of what it decides by, if it is a Draftgate.
     """
 
@@ -54,7 +55,7 @@ class Dialect:
     totals: tuple[str, str, str] | None = None
     shows_only_own: bool = False
     means: Callable[[Samples], DraftMeans | None] | None = None
-    gauges_of_means: tuple[str, ...] = field(default=())
+    gauges_of_means: tuple[str, ...] = ()
     price: str = ""
     acceptance: str = ""
 
@@ -135,6 +136,9 @@ DIALECTS: Final = (
     ),
 )
 
+_MOST: Final = float(1 << 40)
+"""Counts beyond are no engine's, and these fit any wire."""
+
 _NAMES: Final = frozenset(name for dialect in DIALECTS for name in dialect.names())
 
 
@@ -166,7 +170,7 @@ def _read(dialect: Dialect, samples: Samples, running: int) -> Reading:
         None if usage is None else min(max(usage, 0.0), 1.0),
         blocks,
         block_tokens,
-        drafts=moved or bool(samples.mean(_ACCEPT_LENGTH) and dialect.means),
+        drafts=moved or bool(dialect.means and samples.mean(_ACCEPT_LENGTH)),
         totals=totals if moved else None,
         means=means,
         price=samples.mean(dialect.price),
@@ -198,8 +202,8 @@ def _blocks(series: Series) -> tuple[int, int]:
     texts = series.labels.get("num_gpu_blocks", ""), series.labels.get("block_size", "")
     if not all(text.isascii() and text.isdigit() for text in texts):
         return 0, 16
-    return int(texts[0]), max(int(texts[1]), 1)
+    return _count(float(texts[0])), max(_count(float(texts[1])), 1)
 
 
 def _count(value: float) -> int:
-    return max(round(value), 0)
+    return max(round(min(value, _MOST)), 0)

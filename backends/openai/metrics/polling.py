@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import aiohttp
 
 from backends.openai.metrics.dialects import read_metrics
 from backends.openai.metrics.reading import Reading
 
-POLL_S: Final = 1.0
+POLL_S: Final = 1.5
 """Between readings. A request to an engine takes seconds, and what this gateway sends itself it
-counts at once: only what others send is as old as that. A page costs a server some milliseconds;
-SGLang brings its own up to date every 40 steps, which is about as often. (Chosen, not tuned;
-2026-11-22.)"""
+counts at once: only what others send is as old as that. SGLang brings its page up to date every 40
+steps, which is about as often. And llama.cpp's server finds that the client of a whole answer has
+left only behind a second in which it had no result for anybody, a page included: asked every 0.1 or
+0.5 s it computed 16,000 tokens for nobody, asked every 1.5 s it stopped (b1-0c1e570, Zen 5,
+2026-11-22)."""
 
 PATIENCE_S: Final = 2.0
 """For a page. What came later would be no news."""
 
 MISSING_S: Final = 60.0
-"""Before a page is asked for again that was not there: somebody may have restarted the engine with
-its metrics on."""
+"""Before a page is asked for again that was not there, or slots that are known: somebody may have
+restarted the engine with other settings."""
 
 MOST_BYTES: Final = 4 << 20
-"""Of a page; vLLM's have 60 to 300 kB."""
+"""Of a page: ten times those of a vLLM with eight engines."""
 
-INLINE_BYTES: Final = 128 << 10
-"""Larger pages are read in a thread: 250 kB in 3,400 lines, like vLLM's with eight engines, take
-2.1 ms (Zen 5, 2026-11-22), and the event loop may be held for 5."""
+INLINE_BYTES: Final = 512 << 10
+"""Larger pages are read in a thread: 344 kB in 3,457 lines, like those of a vLLM with eight
+engines, take 1.4 ms (Zen 5, 2026-11-22), and the event loop may be held for 5."""
 
 _PATIENCE: Final = aiohttp.ClientTimeout(total=PATIENCE_S)
-
-
-class Slots(NamedTuple):
-    """What llama.cpp's server says of itself at `/props`, with or without metrics.
-
-    Attributes:
-        seats: its slots.
-        drafts: whether it was told to speculate.
-    """
-
-    seats: int
-    drafts: bool
 
 
 class MetricsPoller:
@@ -56,7 +46,7 @@ class MetricsPoller:
         self._session = session
         self._url = url
         self._clock = clock
-        self._missing_until_s = 0.0
+        self._missing_until_s = self._slots_until_s = 0.0
 
     async def reading(self) -> Reading | None:
         """Return what the metrics say now; None where there are none, or not in time."""
@@ -72,8 +62,15 @@ class MetricsPoller:
             pass
         return None
 
-    async def slots(self) -> Slots | None:
-        """Return the slots of a llama.cpp; None of anything else."""
+    async def slots(self) -> int | None:
+        """Return how many slots a llama.cpp has; None where it is known, or does not say.
+
+        Its server tells at `/props`, with or without metrics. Whether it speculates does not stand
+        there: `speculative.types` is `none` also where it does.
+        """
+        if self._clock() < self._slots_until_s:
+            return None
+        self._slots_until_s = self._clock() + MISSING_S
         try:
             async with self._session.get(self._url + "/props", timeout=_PATIENCE) as response:
                 return _slots(await response.json(content_type=None))
@@ -93,11 +90,6 @@ async def _read(response: aiohttp.ClientResponse) -> Reading | None:
     return await asyncio.to_thread(read_metrics, text)
 
 
-def _slots(props: Any) -> Slots | None:
+def _slots(props: Any) -> int | None:
     seats = props.get("total_slots") if isinstance(props, dict) else None
-    if not isinstance(seats, int) or seats < 1:
-        return None
-    settings = props.get("default_generation_settings")
-    params = settings.get("params") if isinstance(settings, dict) else None
-    kinds = params.get("speculative.types") if isinstance(params, dict) else None
-    return Slots(seats, isinstance(kinds, str) and kinds not in {"", "none"})
+    return seats if isinstance(seats, int) and seats > 0 else None

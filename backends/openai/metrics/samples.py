@@ -31,7 +31,11 @@ class Samples:
         wanted = frozenset(names)
         lines = [line for line in text.splitlines() if _name_of(line) in wanted]
         self._series: dict[str, list[Series]] = {}
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        try:
+            families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
+        except (IndexError, KeyError) as error:  # the parser's own slips on broken lines
+            raise ValueError(f"no page of metrics: {error}") from error
+        for family in families:
             for sample in family.samples:
                 if math.isfinite(sample.value):
                     series = Series(sample.labels, sample.value)
