@@ -15,10 +15,6 @@ from backends.reasons import plain_reason
 _TAIL_BYTES: Final = 16 << 10
 """Of a whole answer the end is kept, where `usage` stands."""
 
-_CLOSES_SILENTLY: Final = "llama.cpp"
-"""A server that closes the connection behind each stream without saying so: the next request on it
-would be lost (b1-0c1e570, 2026-11-22)."""
-
 _NOT_PASSED_ON: Final = frozenset({
     # of the connection (RFC 9110, section 7.6.1), or set anew by whoever answers
     "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer",
@@ -49,8 +45,6 @@ class HttpExchange:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self._response = response
-        if self.streaming and response.headers.get("Server") == _CLOSES_SILENTLY:
-            _use_once(response)
         self._clock = clock
         self._tail = b""
 
@@ -117,10 +111,3 @@ class HttpExchange:
             raise UpstreamFailed("the stream ended without [DONE]")
         if self.scan.ending is StreamEnding.UNFINISHED:
             raise UpstreamFailed("the stream ended before any choice had finished")
-
-
-def _use_once(response: aiohttp.ClientResponse) -> None:
-    """Keep a response's connection from being used again."""
-    connection = response.connection
-    if connection is not None and connection.protocol is not None:
-        connection.protocol.force_close()

@@ -28,13 +28,13 @@ class FoundModel(NamedTuple):
 
     Attributes:
         max_model_len: 0 where it does not say.
-        has_slots: whether it is llama.cpp's server, which tells of its slots.
+        is_llama_cpp: whether it is llama.cpp's server, which tells of its slots.
     """
 
     model_id: str
     max_model_len: int
     created_s: int
-    has_slots: bool = False
+    is_llama_cpp: bool = False
 
 
 class Prober:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime
 from io import BytesIO
 from typing import Final
 
@@ -18,13 +17,12 @@ from backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
 from backends.errors import UpstreamUnreachable
 from backends.openai.exchange import HttpExchange
 from backends.openai.metrics.polling import POLL_S, MetricsPoller
+from backends.openai.pauses import Pauses
 from backends.openai.probing import PROBE_S, Prober
-from backends.openai.retry_after import retry_after_s
 from backends.openai.speed import ObservedSpeed
 from backends.openai.told import ToldLoad
 from backends.reasons import plain_reason
 from backends.types import Capabilities, ModelCard
-from policies.breaker import Breaker, Patience
 from policies.types import WorkerLoad
 
 CONNECT_S: Final = 5.0
@@ -37,16 +35,12 @@ and a request on a connection that is being closed is lost."""
 LAST_BYTES_S: Final = 0.25
 """Behind `[DONE]` the end of the body is awaited this long, else the connection is closed."""
 
-DEFAULT_REST_S: Final = 1.0
-"""Pause of an upstream that refuses (429, 503) without saying for how long."""
-
-PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
-"""With an upstream. One failure in a row may be a connection that it closed when idle; a restart of
-an engine takes tens of seconds to minutes."""
+_USED_ONCE: Final = {"Connection": "close"}
+"""What llama.cpp's server is told: it closes connections behind streams without saying so, and the
+next request on one would be lost (b1-0c1e570, 2026-11-22)."""
 
 LARGE_BYTES: Final = 64 << 10
 
-_REFUSALS: Final = (429, 503)
 _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
 
 
@@ -80,11 +74,9 @@ class OpenAIUpstream:
         self._clock = clock
         self._probe_s = probe_s
         self._poll_s = poll_s
-        self._breaker = Breaker(PATIENCE)
+        self._pauses = Pauses(self.url)
         self._speed = ObservedSpeed()
         self._told = ToldLoad(config.upstream_concurrency, config.upstream_speculates)
-        self._rest = Rest(0.0, 503, "")
-        self._rest_until_s = 0.0
         self._sent = 0  # sequences
         self._waiting: set[asyncio.Timeout] = set()  # for the head of an answer
         self._open: set[HttpExchange] = set()
@@ -112,18 +104,15 @@ class OpenAIUpstream:
     @property
     def failure(self) -> str | None:
         """Why it is left alone, unless it only asked for a pause."""
-        return "stopped" if self._stopped else self._breaker.reason
+        return "stopped" if self._stopped else self._pauses.breaker.reason
 
     @property
     def rest(self) -> Rest | None:
         """The pause it asked for, or the time to its next probe while it is out."""
-        now_s = self._clock()
-        if self.failure is not None:
-            remaining_s = max(self._breaker.remaining_s(now_s), DEFAULT_REST_S)
-            return Rest(remaining_s, 503, f"{self.url}: {self.failure}")
-        if now_s < self._rest_until_s:
-            return self._rest._replace(remaining_s=self._rest_until_s - now_s)
-        return None
+        now_s, failure = self._clock(), self.failure
+        if failure is not None:
+            return self._pauses.out(failure, now_s)
+        return self._pauses.asked_for(now_s)
 
     def load(self) -> WorkerLoad:
         """Return what is counted here, and what its metrics told of others while that is fresh."""
@@ -146,7 +135,7 @@ class OpenAIUpstream:
         if reason is None:
             await self.poll()
         else:
-            self._breaker.refuse(reason.text, self._clock())
+            self._pauses.breaker.refuse(reason.text, self._clock())
         asking = (self._probe_forever(), self._poll_forever())
         self._asking = [asyncio.create_task(forever) for forever in asking]
 
@@ -193,20 +182,24 @@ class OpenAIUpstream:
         assert self._prober is not None
         found = await self._prober.probe()
         if found is None:
-            self._breaker.succeeded()
+            self._pauses.breaker.succeeded()
         else:
-            self._breaker.failed(found.text, self._clock(), timeout=found.timeout)
+            self._pauses.breaker.failed(found.text, self._clock(), timeout=found.timeout)
 
     async def poll(self) -> None:
         """Ask for its metrics. What gives none goes on with what is counted here."""
         assert self._poller is not None
-        assert self._prober is not None
         sent = self._sent
         reading = await self._poller.reading()
         if reading is not None:  # it counts what began or ended meanwhile, or does not
             self._told.learn(reading, max(sent, self._sent), self._clock())
-        if self._prober.model is not None and self._prober.model.has_slots:
+        if self._is_llama_cpp:
             self._told.learn_seats(await self._poller.slots())
+
+    @property
+    def _is_llama_cpp(self) -> bool:
+        found = self._prober.model if self._prober is not None else None
+        return found is not None and found.is_llama_cpp
 
     async def _send(
         self, session: aiohttp.ClientSession, call: UpstreamCall
@@ -219,28 +212,18 @@ class OpenAIUpstream:
                     call.method,
                     URL(self.url + call.path, encoded=True),
                     data=_payload(call.body),
-                    headers=call.headers,
+                    headers={**call.headers, **(_USED_ONCE if self._is_llama_cpp else {})},
                     allow_redirects=False,
                 )
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one of these
             reason = plain_reason(error)
             timeout = isinstance(error, TimeoutError)
-            self._breaker.failed(reason, self._clock(), timeout=timeout)
+            self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error
         finally:
             self._waiting.discard(waiting)
-        if self._breaker.reason is None:
-            self._breaker.succeeded()
-        if response.status in _REFUSALS:
-            self._note_refusal(response)
+        self._pauses.answered(response, self._clock())
         return response
-
-    def _note_refusal(self, response: aiohttp.ClientResponse) -> None:
-        asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-        until_s = self._clock() + (DEFAULT_REST_S if asked_s is None else asked_s)
-        if until_s >= self._rest_until_s:
-            reason = f"{self.url} answered {response.status}"
-            self._rest_until_s, self._rest = until_s, Rest(0.0, response.status, reason)
 
     def _observe(
         self, exchange: HttpExchange, begin_s: float, body_bytes: int, beside: float
@@ -255,12 +238,10 @@ class OpenAIUpstream:
 
     async def _probe_forever(self) -> None:
         while True:
-            pause_s = self._breaker.remaining_s(self._clock()) or self._probe_s
+            pause_s = self._pauses.breaker.remaining_s(self._clock()) or self._probe_s
             await asyncio.sleep(min(pause_s, self._probe_s))
-            now_s = self._clock()
-            if self._breaker.remaining_s(now_s) > 0 or now_s < self._rest_until_s:
-                continue  # it asked to be left alone, or its time has not come
-            await self.probe()
+            if self._pauses.may_be_probed(self._clock()):
+                await self.probe()
 
     async def _poll_forever(self) -> None:
         while True:

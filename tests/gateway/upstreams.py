@@ -36,6 +36,7 @@ class ScriptedUpstream:
     Attributes:
         answer: what it does with a request; its test sets it.
         status: of `/health`.
+        owner: of its model, as the list says.
         metrics: its page; there is none while it is empty.
         requests, bodies: what came, but for probes.
         left: gets the path of each request whose client left before the answer was complete.
@@ -44,6 +45,7 @@ class ScriptedUpstream:
     url: str = ""
     answer: Answering | None = None
     status: int = 200
+    owner: str = "somebody"
     metrics: str = ""
     requests: list[web.Request] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
@@ -56,9 +58,10 @@ class ScriptedUpstream:
         if request.path == "/metrics":
             return web.Response(status=200 if self.metrics else 404, text=self.metrics)
         if request.path == "/v1/models":
-            return web.json_response(
-                {"object": "list", "data": [{"id": "theirs", "max_model_len": 99, "created": 5}]}
-            )
+            model = {"id": "theirs", "max_model_len": 99, "created": 5, "owned_by": self.owner}
+            return web.json_response({"object": "list", "data": [model]})
+        if request.path == "/props":
+            return web.json_response({"total_slots": 3})
         self.bodies.append(await request.read())
         self.requests.append(request)
         self.came.put_nowait(request)
