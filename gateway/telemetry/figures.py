@@ -114,7 +114,9 @@ _LENGTHS: Final = (
 
 
 def _kv_usage(load: WorkerLoad) -> float:
-    return 1 - load.kv_blocks_free / max(load.kv_blocks_total, 1)
+    if not load.kv_blocks_total:  # an upstream that does not tell
+        return 0.0
+    return 1 - load.kv_blocks_free / load.kv_blocks_total
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -328,7 +330,7 @@ _of_workers(
 )
 _of_workers(
     "draftgate_kv_cache_usage_ratio",
-    "Share of KV blocks in use, 0 to 1",
+    "Share of KV blocks in use, 0 to 1; 0 where nobody knows",
     "ratio",
     _kv_usage,
     "vllm:kv_cache_usage_perc",

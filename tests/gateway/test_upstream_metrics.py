@@ -300,3 +300,12 @@ async def test_the_one_that_others_use_less_is_chosen() -> None:
             for _ in range(4):
                 assert (await http.post("/v1/completions", json={})).status_code == 200
             assert (len(a.requests), len(b.requests)) == (0, 4)
+
+
+async def test_a_llama_cpp_tells_its_slots_without_metrics() -> None:
+    """Its server is known by the list of models, and has its seats at another address."""
+    async with upstream(whole) as there:
+        there.owner = "llamacpp"
+        worker = unasked(WorkerConfig(upstream=there.url), Clock())
+        async with running(backends=[worker]):
+            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), seats=3)
