@@ -116,12 +116,23 @@ class BatchShare:
         if not self._streams:
             return _prior_share(running, step_tokens)
         mean_s, usual = self._sum_s / self._streams, self._sum_running / self._streams
-        prior = _prior_share(usual, step_tokens) * mean_s / usual
+        slope_s = self.slope_s(step_tokens)
+        return min(slope_s * running / (mean_s + slope_s * (running - usual)), 1.0)
+
+    def slope_s(self, step_tokens: float) -> float:
+        """Return by how much one more sequence lengthens times per token; 0 while none is known.
+
+        Args:
+            step_tokens: as `share` has it.
+        """
+        if not self._streams:
+            return 0.0
+        mean_s, usual = self._sum_s / self._streams, self._sum_running / self._streams
+        prior_s = _prior_share(usual, step_tokens) * mean_s / usual
         spread = max(self._sum_squared - self._streams * usual * usual, 0.0)
         together = self._sum_product - self._streams * usual * mean_s
-        slope_s = (together + PRIOR_WEIGHT * prior) / (spread + PRIOR_WEIGHT)
-        slope_s = min(max(slope_s, 0.0), mean_s / usual)  # no step takes less than no time
-        return min(slope_s * running / (mean_s + slope_s * (running - usual)), 1.0)
+        slope_s = (together + PRIOR_WEIGHT * prior_s) / (spread + PRIOR_WEIGHT)
+        return min(max(slope_s, 0.0), mean_s / usual)  # no step takes less than no time
 
 
 def _prior_share(running: float, step_tokens: float) -> float:

@@ -3,7 +3,7 @@
 The engines behind an API cannot be told to draft or not, so the decision about speculation is a
 decision about where: the policy decides from the request and from the load of the replicas that
 draft, and where it looks at their price, their drafts must pay at it on average
-(`policies.draft_pay`), for they cannot be made shorter.
+(`policies.draft_pay`), for they cannot be made shorter, and be better than none elsewhere.
 """
 
 from __future__ import annotations
@@ -90,19 +90,30 @@ def _wanted(
 
 
 def _paid(price: float, drafting: WorkerLoad, plain: WorkerLoad) -> tuple[Pool, str]:
-    """Return the pool that is better at a price, and why."""
-    means = draft_means(drafting)
+    """Return the pool that is better at a price, and why.
+
+    Where times are known, drafts have to earn their price against a replica that may be idle: what
+    a token costs, to the request and to all whom it slows down, decides (as in `policies.routing`).
+    """
+    means, costs_s = draft_means(drafting), (_cost_s(drafting), _cost_s(plain))
     figures = (
         f"{means.accepted:.2f} of {means.drafted:.3g} draft tokens accepted, "
         f"price {price:.3g}, {drafting.running} running"
     )
-    if pays(price, means):
+    worth = pays(price, means)
+    if all(costs_s):
+        worth = costs_s[0] <= costs_s[1]
+        figures += "; a token costs all {:.3g} ms there, {:.3g} without drafts".format(
+            *(cost_s * 1e3 for cost_s in costs_s)
+        )
+    if worth:
         return Pool.SPECULATING, f"drafts pay: {figures}"
-    fast_s, slow_s = drafting.speed.tpot_s, plain.speed.tpot_s
-    if 0.0 < fast_s < slow_s:
-        times = f"{slow_s * 1e3:.1f} ms a token, not {fast_s * 1e3:.1f}"
-        return Pool.SPECULATING, f"drafts do not pay, but plain replicas take {times}: {figures}"
     return Pool.PLAIN, f"drafts do not pay: {figures}"
+
+
+def _cost_s(load: WorkerLoad) -> float:
+    """Return what a token of one more costs all who are there; 0 where nobody knows."""
+    return load.speed.tpot_s + (load.running + 1) * load.speed.sequence_s
 
 
 def _planned(request: RequestView, plan: SpeculationPlan, pool: Pool, why: str) -> SpeculationPlan:

@@ -21,7 +21,7 @@ class ObservedSpeed:
     def __init__(self) -> None:
         """Begin with nothing seen."""
         self.batch = BatchShare()
-        self._tpot_s = 0.0
+        self._tpot_s = self._running = 0.0
         self._prompt_token_s = 0.0
 
     def begun(self, seconds: float, prompt_tokens: float) -> None:
@@ -37,13 +37,22 @@ class ObservedSpeed:
         gaps = tokens - choices
         if gaps <= 0 or seconds <= 0.0:
             return
-        tpot_s = seconds * choices / gaps
-        self._tpot_s = _mean(self._tpot_s, tpot_s)
-        self.batch.learn(tpot_s, max(running, 1.0))
+        tpot_s, running = seconds * choices / gaps, max(running, 1.0)
+        self._tpot_s, self._running = _mean(self._tpot_s, tpot_s), _mean(self._running, running)
+        self.batch.learn(tpot_s, running)
 
-    def speed(self) -> WorkerSpeed:
-        """Return the means."""
-        return WorkerSpeed(self._tpot_s, self._prompt_token_s)
+    def speed(self, running: int = 1, step_tokens: float = 1.0) -> WorkerSpeed:
+        """Return the means, for what runs there now: who was busy is not taken for slow since.
+
+        Args:
+            running: sequences there; none is as one.
+            step_tokens: of each of them in a step, drafts included.
+        """
+        if not self._tpot_s:
+            return WorkerSpeed(0.0, self._prompt_token_s)
+        slope_s, there = self.batch.slope_s(step_tokens), max(running, 1)
+        tpot_s = max(self._tpot_s + slope_s * (there - self._running), slope_s * there)
+        return WorkerSpeed(tpot_s, self._prompt_token_s, slope_s)
 
 
 def _mean(mean: float, newest: float) -> float:

@@ -88,7 +88,7 @@ class ToldLoad:
             (UPSTREAM_PROPOSER,) if self.drafts else (),
             seats=self._seats(reading),
             kv_block_tokens=reading.kv_block_tokens if reading is not None else 16,
-            speed=speed.speed(),
+            speed=speed.speed(running, 1.0 + drafted),
             others=others,
             draft_tokens=drafted,
             age_s=age_s,

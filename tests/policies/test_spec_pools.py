@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.draft_pay import pays
+from policies.draft_pay import expected_accepted, pays
 from policies.registry import speculation_policy
 from policies.spec_pools import Pool, PoolOffer, choose_pool, draft_means
 from policies.types import RequestView, SpeculationMode, WorkerLoad, WorkerSpeed
@@ -101,15 +101,65 @@ def test_room_counts_before_pay(
     assert word in choice.plan.reason
 
 
-def test_plain_replicas_that_are_slower_still_are_no_way_out() -> None:
-    """Drafts that do not pay are better than waiting for what takes longer without any."""
-    slow = replace(PLAIN, speed=WorkerSpeed(tpot_s=0.09))
-    fast = replace(DRAFTING, speed=WorkerSpeed(tpot_s=0.03))
-    choice = chosen(price=0.9, plain=slow, drafting=fast)
-    assert choice.pool is Pool.SPECULATING
-    assert "90.0 ms a token, not 30.0" in choice.plan.reason
-    slow = replace(PLAIN, speed=WorkerSpeed(tpot_s=0.02))
-    assert chosen(price=0.9, plain=slow, drafting=fast).pool is Pool.PLAIN
+def test_where_times_are_known_they_decide() -> None:
+    """Drafts that pay on their own replica do not if an idle one without is better for all."""
+    idle = replace(PLAIN, running=0, speed=WorkerSpeed(tpot_s=0.02, sequence_s=0.0001))
+    busy = replace(PLAIN, running=90, speed=WorkerSpeed(tpot_s=0.03, sequence_s=0.0001))
+    fast = replace(DRAFTING, running=9, speed=WorkerSpeed(tpot_s=0.022, sequence_s=0.001))
+    choice = chosen(plain=idle, drafting=fast)
+    assert choice.pool is Pool.PLAIN
+    assert "a token costs all 32 ms there, 20.1 without drafts" in choice.plan.reason
+    assert chosen(plain=busy, drafting=fast, price=0.9).pool is Pool.SPECULATING
+
+
+class _Replica:
+    """An engine whose steps take a + c x tokens, with drafts or without."""
+
+    def __init__(self, fixed_s: float, token_s: float, drafted: float, accepted: float) -> None:
+        self.fixed_s, self.token_s = fixed_s, token_s
+        self.drafted, self.accepted = drafted, accepted
+        self.running = 0
+
+    def tpot_s(self, running: int) -> float:
+        step_s = self.fixed_s + self.token_s * running * (1 + self.drafted)
+        return step_s / (1 + self.accepted)
+
+    def rate(self, running: int) -> float:
+        return running / self.tpot_s(running)
+
+    def load(self) -> WorkerLoad:
+        slope_s = self.token_s * (1 + self.drafted) / (1 + self.accepted)
+        tpot_s = self.tpot_s(self.running)
+        base = DRAFTING if self.drafted else PLAIN
+        return replace(base, running=self.running, speed=WorkerSpeed(tpot_s, 0.0, slope_s))
+
+
+@given(
+    st.integers(1, 600),
+    st.floats(0.3, 0.95),
+    st.integers(1, 8),
+    st.floats(20.0, 1000.0),
+    st.randoms(use_true_random=False),
+)
+def test_the_split_is_as_good_as_the_best_one(
+    clients: int, chance: float, drafted: int, knee_tokens: float, draw
+) -> None:
+    """With one replica of each kind and any number of clients, tokens a second are within 5% of
+    those of the best of all splits, and never below all of them in one pool."""
+    token_s = 0.02 / knee_tokens
+    fast = _Replica(0.02, token_s, drafted, expected_accepted(chance, drafted))
+    slow = _Replica(0.02, token_s, 0.0, 0.0)
+    for _ in range(4 * clients):
+        if fast.running + slow.running == clients:  # one of them ends, and asks again
+            gone = fast if draw.random() * clients < fast.running else slow
+            gone.running -= 1
+        offers = (PoolOffer(one.load(), room=True) for one in (fast, slow))
+        choice = choose_pool(REQUEST, AUTO, *offers)
+        (slow if choice.pool is Pool.PLAIN else fast).running += 1
+    got = fast.rate(fast.running) + slow.rate(slow.running)
+    rates = [fast.rate(there) + slow.rate(clients - there) for there in range(clients + 1)]
+    assert got >= 0.95 * max(rates)
+    assert got >= 0.999 * max(rates[0], rates[-1])
 
 
 @given(
