@@ -43,8 +43,12 @@ class Pooled:
         return self.choice.plan
 
     def headers(self, pool: Pool) -> Mapping[str, str]:
-        """Return what the client is told of an answer from this pool."""
-        return {POOL_HEADER: pool.value, REASON_HEADER: self.plan.reason}
+        """Return what the client is told of an answer from this pool.
+
+        A policy's words may be anybody's, and headers hold one line of ASCII.
+        """
+        reason = " ".join(self.plan.reason.split()).encode("ascii", "replace").decode()
+        return {POOL_HEADER: pool.value, REASON_HEADER: reason}
 
 
 class Pools:

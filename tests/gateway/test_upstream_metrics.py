@@ -292,10 +292,15 @@ async def test_memory_that_is_full_lets_requests_wait_here() -> None:
             await until(lambda: where.node.dispatcher.in_flight == 0)
 
 
-async def test_the_one_that_others_use_less_is_chosen() -> None:
+@pytest.mark.parametrize(
+    "pages",
+    [(vllm(20, 0, 0.5), vllm(1, 0, 0.02)), (llama_cpp(20), llama_cpp(1))],
+    ids=["memory", "counts"],
+)
+async def test_the_one_that_others_use_less_is_chosen(pages: tuple[str, str]) -> None:
     """Of two that are alike here, requests go to the one with less of others' work."""
     async with upstream(whole) as a, upstream(whole) as b:
-        a.metrics, b.metrics = vllm(20, 0, 0.5), vllm(1, 0, 0.02)
+        a.metrics, b.metrics = pages
         async with in_front(a, b) as where, client(where) as http:
             for _ in range(4):
                 assert (await http.post("/v1/completions", json={})).status_code == 200

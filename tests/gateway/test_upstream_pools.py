@@ -9,6 +9,7 @@ import pytest
 from backends.base import WorkerConfig
 from gateway.app import Listening, StartError, build_node
 from gateway.config import ServeConfig
+from policies.types import RequestView, SpeculationPlan, WorkerLoad
 from tests.gateway.harness import client, post_raw, running, until
 from tests.gateway.metric_pages import llama_cpp, sglang, vllm
 from tests.gateway.upstreams import (
@@ -104,6 +105,25 @@ async def test_decisions_are_kept_and_counted() -> None:
     figure = "draftgate_decisions_total"
     assert f'{figure}{{model_name="theirs",policy="auto",proposer="none"}} 1.0' in page
     assert f'{figure}{{model_name="theirs",policy="auto",proposer="upstream"}} 1.0' in page
+
+
+async def test_any_policys_words_fit_into_a_header() -> None:
+    """A reason of somebody's policy may have lines and letters that no header can hold."""
+    async with upstream(whole) as fast, upstream(whole) as plain:
+        fast.metrics, plain.metrics = vllm(drafts=WELL), vllm()
+        async with in_front(fast, plain) as where:
+            where.node.forwarder._pools._policy = _Wordy()
+            status, pool, reason = await ask(where)
+    assert (status, pool, reason) == (200, "speculating", "two lines, 5 ?s")
+
+
+class _Wordy:
+    """Says what no header can hold."""
+
+    name = "wordy"
+
+    def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
+        return SpeculationPlan(self.name, request.mode, "upstream", 3, "two\r\nlines, 5 µs")
 
 
 async def test_one_kind_alone_is_as_ever() -> None:
