@@ -244,6 +244,8 @@ class Forwarder:
         """Return what is decided about speculation; None if there is nothing to decide."""
         if not job.ask.max_tokens:  # it is to be embedded
             return None
+        if len(self._queue):  # by its turn room may be anywhere, and others wait behind it
+            return self._pools.choose(job.view, _nowhere)
         return self._pools.choose(job.view, partial(has_room, need=need))
 
     @asynccontextmanager
@@ -338,6 +340,10 @@ class Forwarder:
         """Return the whole seconds until an upstream may be called again, 1 or more."""
         rests = [worker.upstream.rest for worker in self._fleet.workers]
         return max(1, math.ceil(min(rest.remaining_s if rest else 0.0 for rest in rests)))
+
+
+def _nowhere(_at: Occupancy) -> bool:
+    return False
 
 
 def _now_s() -> float:

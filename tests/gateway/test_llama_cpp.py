@@ -48,9 +48,9 @@ def drafting(model: Path) -> Iterator[LlamaServer]:
 
 @pytest.fixture
 async def where(plain: LlamaServer) -> AsyncIterator[Listening]:
-    """A node in front of the plain server."""
+    """A node in front of the plain server, which has nothing left of other tests."""
+    await plain.settled()
     async with running(backend="openai", upstream=(plain.url,)) as listening:
-        await plain.settled()
         yield listening
 
 

@@ -174,6 +174,28 @@ async def test_a_full_pool_is_not_waited_for() -> None:
     assert reasons[0].endswith("whoever has room first takes it")
 
 
+async def test_nobody_waits_behind_a_wish() -> None:
+    """A request that prefers a full pool does not keep those behind it from the other one."""
+    async with upstream(held()) as plain, upstream(held()) as fast:
+        fast.metrics, plain.metrics = vllm(drafts=WELL), vllm()
+        async with in_front(plain, fast, seats=1) as where:
+            off = {"prompt": "x", "speculation": {"mode": "off"}}
+            writers = []
+            for came in (plain, fast):  # both are full then
+                writers.append((await post_raw(where, "/v1/completions", off))[1])
+                await came.came.get()
+            for waiting in (1, 2):
+                writers.append((await post_raw(where, "/v1/completions", off))[1])
+                await until(lambda count=waiting: len(where.node.dispatcher.queue) == count)
+            writers.pop(1).close()
+            await fast.came.get()  # by the first who waits, though it would rather not
+            writers.pop(0).close()
+            await plain.came.get()
+            for writer in writers:
+                writer.close()
+            await until(lambda: where.node.dispatcher.in_flight == 0)
+
+
 async def test_streams_and_embeddings_go_their_way() -> None:
     """A stream tells its pool, too; about a text to be embedded nothing is decided."""
     async with upstream(stream_of(TOKEN, LAST, DONE)) as fast, upstream(whole) as plain:
