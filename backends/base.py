@@ -50,7 +50,9 @@ class WorkerConfig:
         sim_acceptance: chance that the simulator accepts a draft token.
         upstream: address of the server that runs the requests, for backends that forward.
         upstream_api_key_env: environment variable that holds the upstream's key; None sends none.
-        upstream_concurrency: most requests the upstream runs at once; 0 where nobody knows.
+        upstream_concurrency: most requests the upstream runs at once; 0 leaves it to what it tells.
+        upstream_speculates: whether the upstream drafts for every request; None leaves it to what
+            it tells.
         peer_secret_env: environment variable that holds the secret which the nodes of a cluster
             share; None where there is none.
     """
@@ -83,6 +85,7 @@ class WorkerConfig:
     upstream: str | None = None
     upstream_api_key_env: str | None = None
     upstream_concurrency: int = 0
+    upstream_speculates: bool | None = None
     peer_secret_env: str | None = None
 
 
@@ -184,12 +187,14 @@ class UpstreamCall(NamedTuple):
     Attributes:
         path: with the query, e.g. `/v1/chat/completions`.
         headers: those that concern the upstream.
+        sequences: that it takes there: its choices.
     """
 
     method: str
     path: str
     headers: Mapping[str, str]
     body: bytes
+    sequences: int = 1
 
 
 BYTES_PER_TOKEN: Final = 4

@@ -15,13 +15,17 @@ from gateway.dispatch.placement import Placer
 from gateway.dispatch.queue import CentralQueue
 from gateway.dispatch.routing import Router
 from gateway.fleet import Fleet
+from gateway.forwarding.forwarder import Forwarder
+from gateway.forwarding.pools import Pools
 from gateway.lifecycle import Lifecycle
 from gateway.state.store import Store
+from gateway.telemetry.metrics import Metrics
 from policies.failover import MOST_RESUMES
 from policies.ordering.returning import ReturningFirst
 from policies.protocols import SpeculationPolicy
 from policies.quotas import Ledger, Quota
 from policies.registry import admission_policy, ordering_policy, routing_policy
+from policies.retry_budget import RetryBudget
 from policies.routing import Draw
 
 
@@ -81,3 +85,21 @@ def build_dispatcher(
     placer = Placer(fleet, policy, decisions, reads_prompts=routing.reads_prompts)
     leases = Leases(store, shared=rules.shared)
     return Dispatcher(fleet, lifecycle, leases, placer, queue, controller, rules.most_resumes)
+
+
+def build_forwarder(
+    fleet: Fleet,
+    dispatcher: Dispatcher,
+    policy: SpeculationPolicy,
+    decisions: Decisions,
+    metrics: Metrics,
+    budget: RetryBudget,
+) -> Forwarder:
+    """Return what runs requests on a fleet of upstreams, in the queue of its dispatcher.
+
+    Args:
+        policy: decides which of them a request goes to, where some speculate.
+        budget: of all requests that are sent once more.
+    """
+    pools = Pools(fleet, policy, decisions, metrics)
+    return Forwarder(fleet, dispatcher.queue, dispatcher.admission, pools, budget, metrics)

@@ -15,7 +15,7 @@ from backends.peer.proof import secret_of
 from backends.peer.tokenizer import Tokenizers
 from gateway import __version__
 from gateway.accounts import Accounts, read_accounts
-from gateway.assembly import WaitingRules, build_dispatcher
+from gateway.assembly import WaitingRules, build_dispatcher, build_forwarder
 from gateway.cluster.access import peer_access
 from gateway.cluster.address import advertised_url, is_local
 from gateway.cluster.heartbeat import Heartbeat
@@ -25,7 +25,6 @@ from gateway.dispatch.admission import Bounds
 from gateway.dispatch.decisions import Decisions
 from gateway.errors import NotOffered
 from gateway.fleet import Fleet, FleetWorker
-from gateway.forwarding.forwarder import Forwarder
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.served import Served
 from gateway.state.store import Store, WorkerReport
@@ -35,6 +34,7 @@ from gateway.telemetry.logs import log
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Tracing
 from policies.registry import speculation_policy
+from policies.retry_budget import RetryBudget
 from policies.types import WorkerLoad
 
 _UNSHARED: Final = "--peer-secret-env is not given"
@@ -91,8 +91,11 @@ class Node:
         self.heartbeat = Heartbeat(
             fleet, store, queue, self.dispatcher.leases, self.decisions, self.members
         )
-        self.forwarder = Forwarder(fleet, queue, self.dispatcher.admission)
         self.metrics = Metrics(lambda: self._loads(fleet.own), lambda: self.model_name)
+        budget = RetryBudget(config.upstream_retry_share, config.upstream_retries_per_s)
+        self.forwarder = build_forwarder(
+            fleet, self.dispatcher, self.policy, self.decisions, self.metrics, budget
+        )
         self.live = Live(
             lambda: self._loads(fleet.workers), self.metrics.recent, lambda: len(queue)
         )

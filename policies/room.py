@@ -62,11 +62,16 @@ class Need:
 
 
 def has_room(at: Occupancy, need: Need) -> bool:
-    """Return whether a request should go to a worker now. An empty worker takes anything."""
+    """Return whether a request should go to a worker now. An empty worker takes anything.
+
+    What others have sent to an upstream leaves at least half of its seats to this gateway: whoever
+    sends without looking would get them all else, and of gateways that look, the first to come.
+    """
     if not at.sequences and not at.others:
         return True
     seats = usable_seats(at, need.tpot_s)
-    if seated(at) + need.sequences > seats + seats // SPARE_SEATS:
+    others = min(at.load.others, seats // 2)
+    if seated(at) + others + need.sequences > seats + seats // SPARE_SEATS:
         return False
     ahead = prompt_tokens_ahead(at)
     if at.load.step_tokens and ahead and ahead >= STEPS_AHEAD * at.load.step_tokens:

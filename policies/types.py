@@ -154,6 +154,11 @@ class WorkerLoad:
             that others need, and count neither as running nor as waiting.
         steps: that it has planned since it was started, those included for which there was nothing
             to do: it stands still where the worker hangs. None where nobody counts.
+        others: of `running` and `waiting`, what somebody else has sent there, as far as is known.
+        draft_tokens: mean tokens of a draft, where it drafts for every request by its own rule; 0
+            where it does as it is told.
+        age_s: how old the figures are that it was asked for over HTTP; None where all are counted
+            as they change.
     """
 
     running: int
@@ -171,6 +176,9 @@ class WorkerLoad:
     speed: WorkerSpeed = UNKNOWN_SPEED
     paused: int = 0
     steps: int | None = None
+    others: int = 0
+    draft_tokens: float = 0.0
+    age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,17 @@ class Unwell(NamedTuple):
 
 
 class FoundModel(NamedTuple):
-    """The first model of an upstream's list; `max_model_len` is 0 where it does not say."""
+    """The first model of an upstream's list.
+
+    Attributes:
+        max_model_len: 0 where it does not say.
+        is_llama_cpp: whether it is llama.cpp's server, which tells of its slots.
+    """
 
     model_id: str
     max_model_len: int
     created_s: int
+    is_llama_cpp: bool = False
 
 
 class Prober:
@@ -84,7 +90,14 @@ def _first_model(listing: Any) -> FoundModel | None:
     first = data[0] if isinstance(data, list) and data else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):
         return None
-    return FoundModel(first["id"], _number(first, "max_model_len"), _number(first, "created"))
+    meta = first.get("meta")  # where llama.cpp says it, of each of its slots
+    context = _number(meta, "n_ctx") if isinstance(meta, dict) else 0
+    return FoundModel(
+        first["id"],
+        _number(first, "max_model_len") or context,
+        _number(first, "created"),
+        first.get("owned_by") == "llamacpp",
+    )
 
 
 def _number(model: dict[str, Any], key: str) -> int:

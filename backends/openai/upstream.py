@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime
 from io import BytesIO
 from typing import Final
 
@@ -17,12 +16,13 @@ from yarl import URL
 from backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
 from backends.errors import UpstreamUnreachable
 from backends.openai.exchange import HttpExchange
+from backends.openai.metrics.polling import POLL_S, MetricsPoller
+from backends.openai.pauses import Pauses
 from backends.openai.probing import PROBE_S, Prober
-from backends.openai.retry_after import retry_after_s
 from backends.openai.speed import ObservedSpeed
+from backends.openai.told import ToldLoad
 from backends.reasons import plain_reason
 from backends.types import Capabilities, ModelCard
-from policies.breaker import Breaker, Patience
 from policies.types import WorkerLoad
 
 CONNECT_S: Final = 5.0
@@ -35,16 +35,12 @@ and a request on a connection that is being closed is lost."""
 LAST_BYTES_S: Final = 0.25
 """Behind `[DONE]` the end of the body is awaited this long, else the connection is closed."""
 
-DEFAULT_REST_S: Final = 1.0
-"""Pause of an upstream that refuses (429, 503) without saying for how long."""
-
-PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
-"""With an upstream. One failure in a row may be a connection that it closed when idle; a restart of
-an engine takes tens of seconds to minutes."""
+_USED_ONCE: Final = {"Connection": "close"}
+"""What llama.cpp's server is told: it closes connections behind streams without saying so, and the
+next request on one would be lost (b1-0c1e570, 2026-11-22)."""
 
 LARGE_BYTES: Final = 64 << 10
 
-_REFUSALS: Final = (429, 503)
 _CAPABILITIES: Final = Capabilities(token_ids=False, resume=False, speculation=False)
 
 
@@ -58,13 +54,15 @@ class OpenAIUpstream:
         config: WorkerConfig,
         clock: Callable[[], float] = time.monotonic,
         probe_s: float = PROBE_S,
+        poll_s: float = POLL_S,
     ) -> None:
         """Take the address and the key; nothing is sent yet.
 
         Args:
-            config: `upstream`, `upstream_api_key_env` and `upstream_concurrency` are read.
-            clock: for breaker, rests and speed.
+            config: what begins with `upstream` is read.
+            clock: for breaker, rests, speed and the age of metrics.
             probe_s: seconds between two probes of an upstream that is well.
+            poll_s: seconds between two readings of its metrics.
 
         Raises:
             ValueError: there is no address, or no key where one is named.
@@ -73,19 +71,19 @@ class OpenAIUpstream:
             raise ValueError("the backend 'openai' needs --upstream URL")
         self.url = config.upstream.rstrip("/").removesuffix("/v1")
         self._headers = {"Accept-Encoding": "identity", **_authorization(config)}
-        self._seats = config.upstream_concurrency
         self._clock = clock
         self._probe_s = probe_s
-        self._breaker = Breaker(PATIENCE)
+        self._poll_s = poll_s
+        self._pauses = Pauses(self.url)
         self._speed = ObservedSpeed()
-        self._rest = Rest(0.0, 503, "")
-        self._rest_until_s = 0.0
-        self._running = 0
+        self._told = ToldLoad(config.upstream_concurrency, config.upstream_speculates)
+        self._sent = 0  # sequences
         self._waiting: set[asyncio.Timeout] = set()  # for the head of an answer
         self._open: set[HttpExchange] = set()
         self._session: aiohttp.ClientSession | None = None
         self._prober: Prober | None = None
-        self._probing: asyncio.Task[None] | None = None
+        self._poller: MetricsPoller | None = None
+        self._asking: list[asyncio.Task[None]] = []
         self._stopped = False
 
     @property
@@ -106,24 +104,19 @@ class OpenAIUpstream:
     @property
     def failure(self) -> str | None:
         """Why it is left alone, unless it only asked for a pause."""
-        return "stopped" if self._stopped else self._breaker.reason
+        return "stopped" if self._stopped else self._pauses.breaker.reason
 
     @property
     def rest(self) -> Rest | None:
         """The pause it asked for, or the time to its next probe while it is out."""
-        now_s = self._clock()
-        if self.failure is not None:
-            remaining_s = max(self._breaker.remaining_s(now_s), DEFAULT_REST_S)
-            return Rest(remaining_s, 503, f"{self.url}: {self.failure}")
-        if now_s < self._rest_until_s:
-            return self._rest._replace(remaining_s=self._rest_until_s - now_s)
-        return None
+        now_s, failure = self._clock(), self.failure
+        if failure is not None:
+            return self._pauses.out(failure, now_s)
+        return self._pauses.asked_for(now_s)
 
     def load(self) -> WorkerLoad:
-        """Return what is known from here: its requests, its seats, its speed."""
-        return WorkerLoad(
-            self._running, 0, 0, 0, 0.0, 0.0, (), seats=self._seats, speed=self._speed.speed()
-        )
+        """Return what is counted here, and what its metrics told of others while that is fresh."""
+        return self._told.load(self._sent, self._speed, self._clock())
 
     async def start(self) -> None:
         """Ask whether it is there, once, and go on asking in the background.
@@ -137,17 +130,21 @@ class OpenAIUpstream:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._prober = Prober(self._session, self.url)
+        self._poller = MetricsPoller(self._session, self.url, self._clock)
         reason = await self._prober.probe()
-        if reason is not None:
-            self._breaker.refuse(reason.text, self._clock())
-        self._probing = asyncio.create_task(self._probe_forever())
+        if reason is None:
+            await self.poll()
+        else:
+            self._pauses.breaker.refuse(reason.text, self._clock())
+        asking = (self._probe_forever(), self._poll_forever())
+        self._asking = [asyncio.create_task(forever) for forever in asking]
 
     async def stop(self) -> None:
         """Close every connection; what was open breaks."""
         self._stopped = True
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.wait({self._probing})
+        for task in self._asking:
+            task.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
         # aiohttp tells nobody who waits for a connection that it closes itself.
         for waiting in self._waiting:
             waiting.reschedule(0.0)
@@ -161,9 +158,9 @@ class OpenAIUpstream:
         """Pass a request on; leaving the context early closes its connection."""
         if self._session is None or self._stopped:
             raise UpstreamUnreachable(f"{self.url} was stopped")
-        self._running += 1
+        self._sent += call.sequences
         try:
-            begin_s = self._clock()
+            begin_s, beside = self._clock(), self.load().running
             response = await self._send(self._session, call)
             exchange = HttpExchange(response, self._clock)
             self._open.add(exchange)
@@ -175,18 +172,34 @@ class OpenAIUpstream:
             finally:
                 self._open.discard(exchange)
                 response.close()  # a body read to its end has given its connection back by now
-            self._observe(exchange, begin_s, len(call.body))
+            beside = beside + self.load().running
+            self._observe(exchange, begin_s, len(call.body), beside / 2)
         finally:
-            self._running -= 1
+            self._sent -= call.sequences
 
     async def probe(self) -> None:
         """Ask whether it is there, and tell the breaker."""
         assert self._prober is not None
         found = await self._prober.probe()
         if found is None:
-            self._breaker.succeeded()
+            self._pauses.breaker.succeeded()
         else:
-            self._breaker.failed(found.text, self._clock(), timeout=found.timeout)
+            self._pauses.breaker.failed(found.text, self._clock(), timeout=found.timeout)
+
+    async def poll(self) -> None:
+        """Ask for its metrics. What gives none goes on with what is counted here."""
+        assert self._poller is not None
+        sent = self._sent
+        reading = await self._poller.reading()
+        if reading is not None:  # it counts what began or ended meanwhile, or does not
+            self._told.learn(reading, max(sent, self._sent), self._clock())
+        if self._is_llama_cpp:
+            self._told.learn_seats(await self._poller.slots())
+
+    @property
+    def _is_llama_cpp(self) -> bool:
+        found = self._prober.model if self._prober is not None else None
+        return found is not None and found.is_llama_cpp
 
     async def _send(
         self, session: aiohttp.ClientSession, call: UpstreamCall
@@ -199,46 +212,42 @@ class OpenAIUpstream:
                     call.method,
                     URL(self.url + call.path, encoded=True),
                     data=_payload(call.body),
-                    headers=call.headers,
+                    headers={**call.headers, **(_USED_ONCE if self._is_llama_cpp else {})},
                     allow_redirects=False,
                 )
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one of these
             reason = plain_reason(error)
             timeout = isinstance(error, TimeoutError)
-            self._breaker.failed(reason, self._clock(), timeout=timeout)
+            self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error
         finally:
             self._waiting.discard(waiting)
-        if self._breaker.reason is None:
-            self._breaker.succeeded()
-        if response.status in _REFUSALS:
-            self._note_refusal(response)
+        self._pauses.answered(response, self._clock())
         return response
 
-    def _note_refusal(self, response: aiohttp.ClientResponse) -> None:
-        asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-        until_s = self._clock() + (DEFAULT_REST_S if asked_s is None else asked_s)
-        if until_s >= self._rest_until_s:
-            reason = f"{self.url} answered {response.status}"
-            self._rest_until_s, self._rest = until_s, Rest(0.0, response.status, reason)
-
-    def _observe(self, exchange: HttpExchange, begin_s: float, body_bytes: int) -> None:
+    def _observe(
+        self, exchange: HttpExchange, begin_s: float, body_bytes: int, beside: float
+    ) -> None:
         if not exchange.ended_rightly or exchange.first_s is None or exchange.last_s is None:
             return
         usage = exchange.usage()
         prompt_tokens = usage.prompt or body_bytes / BYTES_PER_TOKEN
         self._speed.begun(exchange.first_s - begin_s, prompt_tokens)
         seconds = exchange.last_s - exchange.first_s
-        self._speed.streamed(seconds, usage.output, exchange.scan.finished)
+        self._speed.streamed(seconds, usage.output, exchange.scan.finished, beside)
 
     async def _probe_forever(self) -> None:
         while True:
-            pause_s = self._breaker.remaining_s(self._clock()) or self._probe_s
+            pause_s = self._pauses.breaker.remaining_s(self._clock()) or self._probe_s
             await asyncio.sleep(min(pause_s, self._probe_s))
-            now_s = self._clock()
-            if self._breaker.remaining_s(now_s) > 0 or now_s < self._rest_until_s:
-                continue  # it asked to be left alone, or its time has not come
-            await self.probe()
+            if self._pauses.may_be_probed(self._clock()):
+                await self.probe()
+
+    async def _poll_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            if self.rest is None:
+                await self.poll()
 
 
 def _payload(body: bytes) -> bytes | BytesIO | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from backends.base import WorkerConfig
 from policies.failover import MOST_RESUMES
+from policies.retry_budget import LEAST_PER_S, RETRY_SHARE
 
 
 def _meta(
@@ -49,7 +50,9 @@ def _meta(
     return Meta(description=text, extra=extra, ge=ge, le=le)
 
 
-_OF_ONE_WORKER: Final = frozenset({"device_index", "num_workers", "threads", "upstream"})
+_OF_ONE_WORKER: Final = frozenset(
+    {"device_index", "num_workers", "threads", "upstream", "upstream_speculates"}
+)
 """Fields of a worker's configuration that depend on how many workers there are."""
 
 
@@ -195,11 +198,33 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     upstream_concurrency: Annotated[
         int,
         _meta(
-            "openai: most requests an upstream runs at once (0: unknown, so none wait here)",
+            "openai: most requests an upstream runs at once (0: as its metrics tell)",
             ge=0,
             gateway=True,
         ),
     ] = 0
+    upstream_speculates: Annotated[
+        tuple[str, ...],
+        _meta(
+            "openai: the upstreams that draft for every request; again for more "
+            "(default: as their metrics tell)",
+            kind="urls",
+            gateway=True,
+        ),
+    ] = ()
+    upstream_retry_share: Annotated[
+        float,
+        _meta(
+            "openai: requests that may be sent again, as a share of those of the last 10 s",
+            ge=0,
+            le=1,
+            gateway=True,
+        ),
+    ] = RETRY_SHARE
+    upstream_retries_per_s: Annotated[
+        float,
+        _meta("openai: requests a second that may be sent again besides", ge=0, gateway=True),
+    ] = LEAST_PER_S
     peer_secret_env: (
         Annotated[
             str,
@@ -336,16 +361,23 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ) = None
 
     def worker_configs(self) -> tuple[WorkerConfig, ...]:
-        """Return what concerns its own workers: a configuration for each upstream, or device."""
+        """Return what concerns its own workers: a configuration for each upstream, or device.
+
+        Raises:
+            ValueError: an upstream is said to speculate that is none.
+        """
         shared = {
             field.name: getattr(self, field.name)
             for field in fields(WorkerConfig)
             if field.name not in _OF_ONE_WORKER
         }
+        strangers = [url for url in self.upstream_speculates if url not in self.upstream]
+        if strangers:
+            raise ValueError(f"--upstream-speculates: {strangers[0]} is no --upstream")
         if self.no_worker:
             return ()
         if self.upstream:
-            return tuple(WorkerConfig(**shared, upstream=url) for url in self.upstream)
+            return tuple(self._upstream_config(url, shared) for url in self.upstream)
         return tuple(
             WorkerConfig(
                 **shared,
@@ -355,6 +387,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
             for device in self.devices
         )
+
+    def _upstream_config(self, url: str, shared: dict[str, Any]) -> WorkerConfig:
+        """Return the configuration of one upstream; which of them speculate is said of all."""
+        speculates = url in self.upstream_speculates if self.upstream_speculates else None
+        return WorkerConfig(**shared, upstream=url, upstream_speculates=speculates)
 
     def _threads(self) -> int | None:
         """Return the threads of a worker: those asked for, or its share of the cores."""

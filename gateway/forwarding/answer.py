@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -13,6 +13,8 @@ from backends.base import Exchange, TokenUsage, UpstreamCall
 from backends.errors import UpstreamFailed, UpstreamUnreachable
 from gateway.errors import UpstreamBroken, UpstreamUnavailable
 from gateway.fleet import FleetWorker
+from gateway.forwarding.pools import Pooled, pool_of
+from policies.types import SpeculationPlan
 
 NO_TOKENS: Final = TokenUsage(0, 0, 0)
 
@@ -33,6 +35,7 @@ class Forwarded:
         blocks: the body, from its first byte; ends with `BackendFailed` if the upstream breaks.
         most: the tokens of the prompt, by an estimate, and the most that there may be of output:
             believed where the answer does not say.
+        plan: what was decided about speculation; None where there was nothing to decide.
     """
 
     worker_id: str
@@ -40,11 +43,19 @@ class Forwarded:
     headers: Mapping[str, str]
     blocks: AsyncGenerator[bytes, None]
     most: TokenUsage
+    plan: SpeculationPlan | None = None
 
     @property
     def status(self) -> int:
         """The HTTP status."""
         return self.exchange.status
+
+    def chosen(self, pooled: Pooled | None, worker: FleetWorker) -> Forwarded:
+        """Return the answer of an upstream that was chosen so, which tells its client why."""
+        if pooled is None:
+            return self
+        told = pooled.headers(pool_of(worker.backend.load()))
+        return replace(self, headers={**self.headers, **told}, plan=pooled.plan)
 
     def usage(self) -> TokenUsage:
         """Return the tokens so far: what the answer says, else estimates; an error took none."""

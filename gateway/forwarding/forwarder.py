@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -18,10 +19,14 @@ from gateway.dispatch.routing import View
 from gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
 from gateway.fleet import Fleet, FleetWorker
 from gateway.forwarding.answer import ERRORS, NO_TOKENS, Forwarded, Refusal, begin, refused
+from gateway.forwarding.pools import Pooled, Pools
+from gateway.telemetry import figures
+from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import NO_SPAN, Span
+from policies.retry_budget import RetryBudget
 from policies.room import Need, Occupancy, has_room
 from policies.routing import RouteView
-from policies.types import RequestView, ServiceLevel
+from policies.types import RequestView, ServiceLevel, SpeculationMode
 
 MOST_ATTEMPTS: Final = 3
 """Of one request. More would multiply the load on those that are left when some are out."""
@@ -38,10 +43,15 @@ class ForwardJob:
 
     Attributes:
         ask: what it takes, by an estimate.
+        temperature: 1 where it says nothing.
+        mode, max_draft_tokens: its wishes about speculation.
     """
 
     ask: Ask
     call: UpstreamCall
+    temperature: float = 1.0
+    mode: SpeculationMode = SpeculationMode.AUTO
+    max_draft_tokens: int | None = None
 
     @property
     def most(self) -> TokenUsage:
@@ -49,6 +59,19 @@ class ForwardJob:
         prompt = sum(need.prompt_tokens for need in self.ask.needs)
         choices = sum(need.sequences for need in self.ask.needs)
         return TokenUsage(prompt, 0, choices * self.ask.max_tokens)
+
+    @property
+    def view(self) -> RequestView:
+        """What a policy may know of it."""
+        (need,) = self.ask.needs
+        return RequestView(
+            need.prompt_tokens,
+            self.ask.max_tokens,
+            self.temperature,
+            self.mode,
+            self.max_draft_tokens,
+            self.ask.service,
+        )
 
 
 def forward_ask(
@@ -65,11 +88,10 @@ def forward_ask(
     return Ask(request_id, (need,), max_tokens, capped, account.name, account.share)
 
 
-def _route_view(ask: Ask, expected_tokens: float) -> RouteView:
+def _route_view(job: ForwardJob, expected_tokens: float) -> RouteView:
     """Return what a routing policy may know of a request that nobody has tokenised."""
-    (need,) = ask.needs
-    known = RequestView(need.prompt_tokens, ask.max_tokens, 1.0, service=ask.service)
-    return RouteView(known, need.most_tokens, expected_tokens, need.sequences, ask.tenant)
+    (need,) = job.ask.needs
+    return RouteView(job.view, need.most_tokens, expected_tokens, need.sequences, job.ask.tenant)
 
 
 def _nothing_to_run() -> RouteView:
@@ -82,13 +104,25 @@ class _Seat:
 
     Attributes:
         view: of the request, for whoever chooses its upstream.
+        pooled: what was decided about speculation; None where there was nothing to decide.
     """
 
-    def __init__(self, waiting: Waiting | None = None, view: View = _nothing_to_run) -> None:
+    def __init__(
+        self,
+        waiting: Waiting | None = None,
+        view: View = _nothing_to_run,
+        pooled: Pooled | None = None,
+    ) -> None:
         """Begin nowhere; without `waiting` nothing is reserved."""
         self.worker: FleetWorker | None = None
         self.view = view
+        self.pooled = pooled
         self._waiting = waiting
+
+    @property
+    def avoid(self) -> frozenset[str]:
+        """Ids of upstreams that it goes to only if no other is there."""
+        return frozenset() if self._waiting is None else self._waiting.avoid
 
     def fits(self, at: Occupancy) -> bool:
         """Return whether an upstream has room."""
@@ -111,11 +145,27 @@ class _Seat:
 class Forwarder:
     """Runs jobs on the upstreams of a fleet."""
 
-    def __init__(self, fleet: Fleet, queue: CentralQueue, admission: AdmissionController) -> None:
-        """Use a fleet of upstreams; it need not have started yet."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        queue: CentralQueue,
+        admission: AdmissionController,
+        pools: Pools,
+        budget: RetryBudget,
+        metrics: Metrics,
+    ) -> None:
+        """Use a fleet of upstreams; it need not have started yet.
+
+        Args:
+            pools: decides about speculation.
+            budget: of all requests that are sent once more.
+        """
         self._fleet = fleet
         self._queue = queue
         self._admission = admission
+        self._pools = pools
+        self._budget = budget
+        self._metrics = metrics
 
     @asynccontextmanager
     async def run(self, job: ForwardJob, span: Span = NO_SPAN) -> AsyncIterator[Forwarded]:
@@ -133,7 +183,7 @@ class Forwarder:
         with span.child("admit"):
             entry = self._admission.admit(job.ask)
         try:
-            async with self._turn(entry, span) as seat:
+            async with self._turn(job, entry, span) as seat:
                 entry.prompt_tokens = job.most.prompt
                 async with self._passed(job.call, job.most, seat) as answer:
                     if answer.status < ERRORS:
@@ -156,23 +206,26 @@ class Forwarder:
             GatewayError: on entering: no upstream answers it.
         """
         seat = _Seat()
-        worker = self._choose([], seat, again=False)
-        if worker is None:
+        candidates = self._candidates([], seat, again=False)
+        if not candidates:
             raise self._nobody()
-        seat.move(worker)
+        seat.move(self._choose(candidates, seat))
         async with self._passed(call, NO_TOKENS, seat) as answer:
             yield answer
 
     @asynccontextmanager
-    async def _turn(self, entry: Entry, span: Span) -> AsyncIterator[_Seat]:
+    async def _turn(self, job: ForwardJob, entry: Entry, span: Span) -> AsyncIterator[_Seat]:
         """Wait until an upstream has room; the place is given up when the context is left.
 
         Raises:
             UpstreamUnavailable: the last upstream went out.
         """
         waiting = self._admission.waiting(entry, 0)
-        view = partial(_route_view, entry.ask, entry.expected_tokens)
-        seat = _Seat(waiting, view)
+        view = partial(_route_view, job, entry.expected_tokens)
+        pooled = self._pooled(job, waiting.need)
+        if pooled is not None:
+            waiting = replace(waiting, avoid=pooled.avoid)
+        seat = _Seat(waiting, view, pooled)
         with span.child("queue"):
             try:
                 routed = await self._queue.turn(waiting, view)
@@ -180,10 +233,20 @@ class Forwarder:
                 raise self._nobody() from error
         try:
             seat.move(routed.worker)
+            if pooled is not None:
+                self._pools.record(job.ask.request_id, routed.worker, pooled, routed.route)
             yield seat
         finally:
             seat.leave()
             self._queue.pump()
+
+    def _pooled(self, job: ForwardJob, need: Need) -> Pooled | None:
+        """Return what is decided about speculation; None if there is nothing to decide."""
+        if not job.ask.max_tokens:  # it is to be embedded
+            return None
+        if len(self._queue):  # by its turn room may be anywhere, and others wait behind it
+            return self._pools.choose(job.view, _nowhere)
+        return self._pools.choose(job.view, partial(has_room, need=need))
 
     @asynccontextmanager
     async def _passed(
@@ -198,6 +261,7 @@ class Forwarder:
         Raises:
             GatewayError: no one answers it.
         """
+        self._budget.requested(_now_s())
         tried: list[str] = []
         refusal: Refusal | None = None
         failure: UpstreamFailed | None = None
@@ -212,17 +276,30 @@ class Forwarder:
                     failure, refusal = error, None
                 else:
                     if refusal is None:
-                        yield answer
+                        yield answer.chosen(seat.pooled, worker)
                         return
             seat.leave()
-            again = len(tried) < MOST_ATTEMPTS
-            worker = self._choose(tried, seat, again=refusal is None) if again else None
+            worker = self._next(tried, seat, refused=refusal is not None)
             if worker is not None:
                 seat.move(worker)
         yield self._last_word(refusal, failure)
 
-    def _choose(self, tried: list[str], seat: _Seat, *, again: bool) -> FleetWorker | None:
-        """Return the upstream that the routing policy takes of those that may be asked.
+    def _next(self, tried: list[str], seat: _Seat, *, refused: bool) -> FleetWorker | None:
+        """Return the upstream that is asked next, within the budget; None if none may be."""
+        if len(tried) >= MOST_ATTEMPTS:
+            return None
+        candidates = self._candidates(tried, seat, again=not refused)
+        if not candidates:
+            return None
+        allowed = self._budget.take(_now_s())
+        cause = "refused" if refused else "failed"
+        self._metrics.add(figures.RETRIES, 1, cause, "allowed" if allowed else "denied")
+        return self._choose(candidates, seat) if allowed else None
+
+    def _candidates(
+        self, tried: list[str], seat: _Seat, *, again: bool
+    ) -> list[tuple[FleetWorker, Occupancy]]:
+        """Return the upstreams that may be asked, with what they have on their hands.
 
         Args:
             tried: ids of those that were asked already: they come last.
@@ -233,9 +310,11 @@ class Forwarder:
         there = [(worker, at) for worker, at in there if seat.fits(at)]
         fresh = [pair for pair in there if pair[0].worker_id not in tried]
         asked = [pair for pair in there if tried.count(pair[0].worker_id) < MOST_CALLS]
-        candidates = fresh or (asked if again else [])
-        if not candidates:
-            return None
+        found = fresh or (asked if again else [])
+        return [pair for pair in found if pair[0].worker_id not in seat.avoid] or found
+
+    def _choose(self, candidates: list[tuple[FleetWorker, Occupancy]], seat: _Seat) -> FleetWorker:
+        """Return the upstream that the routing policy takes of these."""
         alone = len(self._fleet.workers) == 1
         return self._queue.router.choose(seat.view, candidates, alone=alone).worker
 
@@ -261,6 +340,14 @@ class Forwarder:
         """Return the whole seconds until an upstream may be called again, 1 or more."""
         rests = [worker.upstream.rest for worker in self._fleet.workers]
         return max(1, math.ceil(min(rest.remaining_s if rest else 0.0 for rest in rests)))
+
+
+def _nowhere(_at: Occupancy) -> bool:
+    return False
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _book(entry: Entry, answer: Forwarded) -> None:

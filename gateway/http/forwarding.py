@@ -105,7 +105,7 @@ async def _relayed(
         finally:
             if beats is not None:
                 beats.stop()
-        watch.workers = [answer.worker_id]
+        watch.forwarded(answer.worker_id, answer.plan)
         return await relay.send(answer)
 
 
@@ -120,7 +120,7 @@ async def _straight(
 ) -> web.StreamResponse:
     node = request.app[NODE]
     _, body = await _read(request, node, EVERYBODY)
-    call = _call(request, body, NO_SPAN, service_of(request.headers))
+    call = _call(request, body, NO_SPAN, service_of(request.headers))._replace(sequences=0)
     async with node.forwarder.straight(call) as answer:
         if answer.status in missing:
             raise NotOffered(f"the upstream has no {request.path}")
@@ -154,7 +154,8 @@ def _job(request: web.Request, body: bytes, wishes: Wishes, span: Span) -> Forwa
         fingerprint=fingerprint(account.name, body),
         retries=retries_of(request.headers),
     )
-    return ForwardJob(ask, _call(request, body, span, ask.service))
+    call = _call(request, body, span, ask.service)._replace(sequences=wishes.n)
+    return ForwardJob(ask, call, wishes.temperature, wishes.mode, wishes.max_draft_tokens)
 
 
 def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) -> UpstreamCall:

@@ -114,7 +114,9 @@ _LENGTHS: Final = (
 
 
 def _kv_usage(load: WorkerLoad) -> float:
-    return 1 - load.kv_blocks_free / max(load.kv_blocks_total, 1)
+    if not load.kv_blocks_total:  # an upstream that does not tell
+        return 0.0
+    return 1 - load.kv_blocks_free / load.kv_blocks_total
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -248,6 +250,13 @@ RESUMES: Final = _counter(
     "resumes",
     labels=("cause", "outcome"),
 )
+RETRIES: Final = _counter(
+    "draftgate_upstream_retries",
+    "Requests that an upstream refused or failed and another could take, by whether they were sent "
+    "once more within the retry budget",
+    "requests",
+    labels=("cause", "outcome"),
+)
 TENANT_TOKENS: Final = _counter(
     "draftgate_tenant_tokens",
     "Tokens of prompts and outputs by tenant",
@@ -302,6 +311,18 @@ _of_workers(
     attrgetter("waiting"),
 )
 _of_workers(
+    "draftgate_others_sequences",
+    "Of these two, sequences that an upstream has from somebody else",
+    "sequences",
+    attrgetter("others"),
+)
+_of_workers(
+    "draftgate_upstream_metrics_age_seconds",
+    "Age of what an upstream's metrics told; 0 where nothing was told, or all is counted here",
+    "seconds",
+    lambda load: load.age_s or 0.0,
+)
+_of_workers(
     "draftgate_paused_sequences",
     "Sequences whose reader stands still",
     "sequences",
@@ -309,7 +330,7 @@ _of_workers(
 )
 _of_workers(
     "draftgate_kv_cache_usage_ratio",
-    "Share of KV blocks in use, 0 to 1",
+    "Share of KV blocks in use, 0 to 1; 0 where nobody knows",
     "ratio",
     _kv_usage,
     "vllm:kv_cache_usage_perc",

@@ -138,7 +138,7 @@ class Live:
             running=sum(load.running for load in loads),
             waiting=sum(load.waiting for load in loads),
             queued=self._queued(),
-            kv_usage=1 - sum(load.kv_blocks_free for load in loads) / max(blocks, 1),
+            kv_usage=1 - sum(load.kv_blocks_free for load in loads) / blocks if blocks else 0.0,
             ttft_s=recent.ttft_s(),
             tpot_s=recent.tpot_s(),
             requests_per_s=(recent.requests - requests) / span_s,

@@ -12,7 +12,7 @@ from gateway.state.store import Reservation
 from gateway.telemetry import figures
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.tracing import Attributes, Span
-from policies.types import RequestView, WorkerLoad
+from policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 
 def job_attributes(job: Job) -> Attributes:
@@ -43,10 +43,16 @@ def _output_attributes(job: Job) -> Attributes:
 
 def decision_attributes(placed: Placement) -> Attributes:
     """Return what was decided, and where it runs."""
-    plan = placed.request.speculation
-    found: dict[str, str | int | float] = {
+    return {
         "gen_ai.request.max_tokens": placed.request.sampling.max_tokens,
         "draftgate.worker_id": placed.worker.worker_id,
+        **plan_attributes(placed.request.speculation),
+    }
+
+
+def plan_attributes(plan: SpeculationPlan) -> Attributes:
+    """Return what was decided about speculation."""
+    found: dict[str, str | int | float] = {
         "draftgate.policy": plan.policy,
         "draftgate.proposer": plan.proposer or "none",
         "draftgate.max_draft_tokens": plan.max_draft_tokens,

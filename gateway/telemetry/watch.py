@@ -21,6 +21,7 @@ from gateway.telemetry.outcomes import (
     decision_attributes,
     job_attributes,
     outcome_attributes,
+    plan_attributes,
     resume_attributes,
 )
 from gateway.telemetry.tracing import Attributes, AttributeValue, Span
@@ -107,6 +108,12 @@ class RequestWatch:
         self._generates, self._choices = choices > 0, choices
         self.tenant = tenant or None
         self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
+
+    def forwarded(self, worker_id: str, plan: SpeculationPlan | None) -> None:
+        """Record which upstream answers, and what was decided about speculation, if anything."""
+        self.workers, self.plan = [worker_id], plan
+        if plan is not None and self.span.recording:
+            self.span.set(plan_attributes(plan))
 
     def placed(self, placed: Placement) -> None:
         """Record where a prompt goes first; the plan of the first one stands in span and log."""

@@ -199,7 +199,7 @@ def drained_s(
 
 
 def _seats(load: WorkerLoad, sequence_tokens: float) -> float:
-    if not sequence_tokens:
+    if not sequence_tokens or not load.kv_blocks_total:  # nobody knows the memory
         return float(load.seats)
     in_memory = load.kv_blocks_total * load.kv_block_tokens / sequence_tokens
     return min(float(load.seats), max(in_memory, 1.0))

@@ -26,9 +26,16 @@ STALE_S: Final = 1.0
 
 def load(request: RouteView, workers: Sequence[Candidate], _index: PrefixIndex) -> Sequence[Score]:
     """Tokens there, as a share of the most that would be anywhere."""
-    most = request.most_tokens + max(one.tokens + one.leased_tokens for one in workers)
-    per_token = 1.0 / max(most, 1)
-    return [Score(one.tokens * per_token, per_token) for one in workers]
+    there = [_tokens(request, one) for one in workers]
+    leased = [tokens + one.leased_tokens for tokens, one in zip(there, workers, strict=True)]
+    per_token = 1.0 / max(request.most_tokens + max(leased), 1)
+    return [Score(tokens * per_token, per_token) for tokens in there]
+
+
+def _tokens(request: RouteView, worker: Candidate) -> int:
+    """Return the tokens on a worker; others' sequences that nobody counted are as this request."""
+    uncounted = 0 if worker.load.kv_blocks_total else worker.load.others
+    return worker.tokens + uncounted * request.most_tokens // max(request.sequences, 1)
 
 
 def prefix(request: RouteView, workers: Sequence[Candidate], index: PrefixIndex) -> Sequence[Score]:

@@ -364,8 +364,9 @@ async def test_tokens_are_those_of_the_usage_or_of_the_events(usage: bool) -> No
         assert f'draftgate_cached_prompt_tokens_total{{model_name="theirs"}} {cached}' in metrics
 
 
-async def test_a_connection_is_used_again() -> None:
-    """A stream that came to its end gives its connection back."""
+@pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
+async def test_a_connection_is_used_again(owner: str) -> None:
+    """A stream that came to its end gives its connection back, but where the server closes it."""
     ports = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -373,11 +374,13 @@ async def test_a_connection_is_used_again() -> None:
         ports.append(request.transport.get_extra_info("peername")[1])
         return await stream_of(TOKEN, LAST, DONE)(request)
 
-    async with upstream(answer) as there, in_front(there) as where, client(where) as http:
-        for _ in range(5):
-            await http.post("/v1/completions", json=STREAM)
+    async with upstream(answer) as there:
+        there.owner = owner
+        async with in_front(there) as where, client(where) as http:
+            for _ in range(5):
+                await http.post("/v1/completions", json=STREAM)
     assert len(ports) == 5
-    assert len(set(ports)) == 1
+    assert len(set(ports)) == (5 if owner == "llamacpp" else 1)
 
 
 async def test_a_node_before_a_node_says_what_that_one_says() -> None:

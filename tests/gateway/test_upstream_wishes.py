@@ -18,6 +18,7 @@ from gateway.http.requests.forwarded import (
     wishes_of,
 )
 from gateway.http.requests.limits import MAX_CHOICES, MAX_PRIORITY
+from policies.types import SpeculationMode
 from tests.gateway.harness import client
 from tests.gateway.upstreams import (
     DONE,
@@ -71,6 +72,34 @@ def test_the_tokens_of_an_answer_are_believed_within_bounds(
 def test_choices_are_believed_within_bounds(said: int, believed: int) -> None:
     """Nobody reserves more seats than a request may have choices."""
     assert wishes_of(json.dumps({"n": said}).encode()).n == believed
+
+
+@pytest.mark.parametrize(
+    ("said", "believed"),
+    [
+        ({}, (SpeculationMode.AUTO, None, 1.0)),
+        ({"temperature": 0, "speculation": {"mode": "off"}}, (SpeculationMode.OFF, None, 0.0)),
+        ({"speculation": {"max_draft_tokens": 0}}, (SpeculationMode.AUTO, 0, 1.0)),
+        ({"speculation": {"mode": "ngram", "x": 1}}, (SpeculationMode.NGRAM, None, 1.0)),
+        ({"speculation": {"mode": "OFF"}}, (SpeculationMode.AUTO, None, 1.0)),
+        (
+            {"speculation": {"mode": None, "max_draft_tokens": "9"}},
+            (SpeculationMode.AUTO, None, 1.0),
+        ),
+        ({"speculation": ["off"], "temperature": "hot"}, (SpeculationMode.AUTO, None, 1.0)),
+        (
+            {"speculation": {"max_draft_tokens": -1}, "temperature": -2},
+            (SpeculationMode.AUTO, None, 0.0),
+        ),
+        ({"temperature": True}, (SpeculationMode.AUTO, None, 1.0)),
+    ],
+)
+def test_wishes_about_speculation_are_believed(
+    said: dict[str, Any], believed: tuple[SpeculationMode, int | None, float]
+) -> None:
+    """What makes no sense counts as not said: complaints are the upstream's."""
+    wishes = wishes_of(json.dumps(said).encode())
+    assert (wishes.mode, wishes.max_draft_tokens, wishes.temperature) == believed
 
 
 def test_priorities_are_believed_within_bounds() -> None:

@@ -36,6 +36,8 @@ class ScriptedUpstream:
     Attributes:
         answer: what it does with a request; its test sets it.
         status: of `/health`.
+        owner: of its model, as the list says.
+        metrics: its page; there is none while it is empty.
         requests, bodies: what came, but for probes.
         left: gets the path of each request whose client left before the answer was complete.
     """
@@ -43,6 +45,8 @@ class ScriptedUpstream:
     url: str = ""
     answer: Answering | None = None
     status: int = 200
+    owner: str = "somebody"
+    metrics: str = ""
     requests: list[web.Request] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     left: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
@@ -51,10 +55,13 @@ class ScriptedUpstream:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
             return web.Response(status=self.status)
+        if request.path == "/metrics":
+            return web.Response(status=200 if self.metrics else 404, text=self.metrics)
         if request.path == "/v1/models":
-            return web.json_response(
-                {"object": "list", "data": [{"id": "theirs", "max_model_len": 99, "created": 5}]}
-            )
+            model = {"id": "theirs", "max_model_len": 99, "created": 5, "owned_by": self.owner}
+            return web.json_response({"object": "list", "data": [model]})
+        if request.path == "/props":
+            return web.json_response({"total_slots": 3})
         self.bodies.append(await request.read())
         self.requests.append(request)
         self.came.put_nowait(request)
@@ -96,11 +103,16 @@ class Clock:
 async def in_front(
     *upstreams: ScriptedUpstream, clock: Clock | None = None, seats: int = 0, **settings: Any
 ) -> AsyncIterator[Listening]:
-    """A node that forwards to them, on the test's clock, and probes only when the test does."""
+    """A node that forwards to them, on the test's clock, and asks them only when the test does."""
     configs = [WorkerConfig(upstream=one.url, upstream_concurrency=seats) for one in upstreams]
-    backends = [OpenAIUpstream(config, clock or Clock(), probe_s=3600.0) for config in configs]
+    backends = [unasked(config, clock or Clock()) for config in configs]
     async with running(backends=backends, **settings) as where:
         yield where
+
+
+def unasked(config: WorkerConfig, clock: Clock) -> OpenAIUpstream:
+    """An upstream that asks for health and metrics when it starts, and then when the test does."""
+    return OpenAIUpstream(config, clock, probe_s=3600.0, poll_s=3600.0)
 
 
 def stream_of(*blocks: bytes) -> Answering:

@@ -79,6 +79,8 @@ def test_several_workers_are_one_pool() -> None:
     assert (pool.workers, pool.seats, pool.running, pool.prompt_tokens) == (2, 32.0, 8, 14)
     assert pool.speed.tpot_s == pytest.approx(0.03)
     assert pool_of([one, other], sequence_tokens=400.0).seats == pytest.approx(8.0)
+    untold = replace(one, kv_blocks_free=0, kv_blocks_total=0)
+    assert pool_of([untold], sequence_tokens=400.0).seats == one.seats, "memory that nobody knows"
     assert pool_of([one, replace(one, seats=0)]).seats == 0.0
     assert pool_of([]).seats == 0.0
 

@@ -41,6 +41,11 @@ def test_an_empty_worker_takes_whatever_can_run_at_all() -> None:
         (Occupancy(load(kv_blocks_free=6), 3), False),
         (Occupancy(load(kv_blocks_free=7), 3), True),
         (Occupancy(load(seats=0), 10_000), True),
+        (Occupancy(load(running=15, others=5), 11), True),  # what others sent takes seats
+        (Occupancy(load(running=17, others=5), 12), False),
+        (Occupancy(load(running=40, others=33), 8), True),  # but leaves half of them
+        (Occupancy(load(running=42, others=33), 9), False),
+        (Occupancy(load(seats=0, running=500, others=490), 10), True),
         (Occupancy(load(kv_blocks_free=0, kv_blocks_total=0), 3), True),
     ],
 )

@@ -12,7 +12,7 @@ from backends.base import BYTES_PER_TOKEN
 from gateway.accounts import Account
 from gateway.errors import InvalidRequest, ModelNotFound
 from gateway.http.requests.limits import RANGES
-from policies.types import ServiceLevel
+from policies.types import ServiceLevel, SpeculationMode
 
 UNSAID_OUTPUT_TOKENS: Final = 1024
 """What an answer is taken to have at most where the request does not say; what answers turn out to
@@ -31,6 +31,8 @@ class _Fields(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     priority: Any = None
+    temperature: Any = None
+    speculation: Any = None
 
 
 _fields: Final = msgspec.json.Decoder(_Fields)
@@ -47,6 +49,8 @@ class Wishes:
         max_tokens: per choice.
         priority: 0 where the body names none.
         said_priority: what it says of it, whatever that is.
+        temperature: 1 where the body names none.
+        mode, max_draft_tokens: of `speculation`.
     """
 
     read: bool
@@ -57,6 +61,9 @@ class Wishes:
     max_tokens: int
     priority: int
     said_priority: Any
+    temperature: float = 1.0
+    mode: SpeculationMode = SpeculationMode.AUTO
+    max_draft_tokens: int | None = None
 
 
 def wishes_of(body: bytes, max_model_len: int = 0) -> Wishes:
@@ -79,6 +86,8 @@ def wishes_of(body: bytes, max_model_len: int = 0) -> Wishes:
         min(_most_tokens(fields), max_model_len or MOST_OUTPUT_TOKENS),
         _number("priority", fields.priority) or 0,
         fields.priority,
+        _temperature(fields.temperature),
+        *_speculation(fields.speculation),
     )
 
 
@@ -147,6 +156,22 @@ def _most_tokens(fields: _Fields) -> int:
         if said is not None:
             return said
     return UNSAID_OUTPUT_TOKENS
+
+
+def _temperature(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 1.0
+    return max(float(value), 0.0)
+
+
+def _speculation(value: object) -> tuple[SpeculationMode, int | None]:
+    """Return the mode and the cap that `speculation` asks for."""
+    said = value if isinstance(value, dict) else {}
+    cap = _number("max_draft_tokens", said.get("max_draft_tokens"))
+    try:
+        return SpeculationMode(str(said.get("mode"))), cap
+    except ValueError:
+        return SpeculationMode.AUTO, cap
 
 
 def _number(name: str, value: object) -> int | None:

@@ -1,4 +1,4 @@
-"""A node with either backend, and OpenAI's own client: it must not notice that it is not OpenAI."""
+"""A node with each backend, and OpenAI's own client: it must not notice that it is not OpenAI."""
 
 from __future__ import annotations
 
@@ -23,11 +23,20 @@ ENGINE = pytest.param(
 )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sim", ENGINE])
+FORWARDED = "openai"
+"""A node in front of a node with the simulator."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["sim", ENGINE, FORWARDED])
 async def where(request: pytest.FixtureRequest) -> AsyncIterator[Listening]:
-    """A node with either backend."""
-    async with running(backend=request.param, kv_bytes=32 << 20, threads=1) as listening:
-        yield listening
+    """A node with each backend."""
+    own = "sim" if request.param == FORWARDED else request.param
+    async with running(backend=own, kv_bytes=32 << 20, threads=1) as listening:
+        if request.param != FORWARDED:
+            yield listening
+            return
+        async with running(backend="openai", upstream=(listening.url,)) as forwarding:
+            yield forwarding
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -40,7 +49,7 @@ async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
 @pytest.fixture
 def sampled(where: Listening) -> Listening:
     """The node, if its tokens are drawn from logits."""
-    if where.node.config.backend == "sim":
+    if where.node.config.backend in {"sim", FORWARDED}:
         pytest.skip("the simulator has no logits")
     return where
 
@@ -48,4 +57,4 @@ def sampled(where: Listening) -> Listening:
 @pytest.fixture
 def model(where: Listening) -> str:
     """The name under which the model is served."""
-    return where.node.served.name
+    return where.node.model_name

@@ -1,0 +1,1 @@
+"""What upstreams tell of themselves at `/metrics`, whoever made them."""

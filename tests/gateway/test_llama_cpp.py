@@ -1,0 +1,216 @@
+"""A foreign engine for real: llama.cpp's server behind the gateway, plain and speculating."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from backends.base import WorkerConfig
+from backends.openai.upstream import OpenAIUpstream
+from backends.upstream_testing import check_upstream
+from gateway.app import Listening
+from tests.gateway.harness import client, running, until
+from tests.gateway.llama_server import SEAT_TOKENS, SEATS, LlamaServer, find_server, llama_server
+from tests.gateway.random_gguf import write_random_gguf
+
+pytestmark = pytest.mark.skipif(find_server() is None, reason="no llama-server, or no gguf package")
+
+ENDLESS = {"max_tokens": SEAT_TOKENS - 100, "extra_body": {"ignore_eos": True}}
+SPECULATING = ("--spec-type", "draft-simple", "--spec-draft-n-max", "3")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights."""
+    path = tmp_path_factory.mktemp("gguf") / "random.gguf"
+    write_random_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[LlamaServer]:
+    """A server that never drafts."""
+    with llama_server(model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def drafting(model: Path) -> Iterator[LlamaServer]:
+    """A server that drafts with the model itself, so that most drafts survive."""
+    with llama_server(model, *SPECULATING, "--spec-draft-model", str(model)) as server:
+        yield server
+
+
+@pytest.fixture
+async def where(plain: LlamaServer) -> AsyncIterator[Listening]:
+    """A node in front of the plain server, which has nothing left of other tests."""
+    await plain.settled()
+    async with running(backend="openai", upstream=(plain.url,)) as listening:
+        yield listening
+
+
+@pytest.fixture
+async def api(where: Listening) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client, pointed at the node."""
+    async with AsyncOpenAI(base_url=f"{where.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+async def test_conformance(plain: LlamaServer) -> None:
+    """The backend keeps every promise of `Upstream` in front of it."""
+    await check_upstream(OpenAIUpstream(WorkerConfig(upstream=plain.url), poll_s=3600.0))
+
+
+async def test_whole_and_streamed_texts_are_one(where: Listening, api: AsyncOpenAI) -> None:
+    """Completions and chat, whole and as events, say the same, and usage counts the same."""
+    assert where.node.model_name.endswith("random.gguf")
+    common = {"model": where.node.model_name, "max_tokens": 24, "temperature": 0.0}
+    options = {"include_usage": True}
+    whole = await api.completions.create(**common, prompt="def f(x):")
+    stream = await api.completions.create(
+        **common, prompt="def f(x):", stream=True, stream_options=options
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].text != ""
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
+    messages = [{"role": "user", "content": "say it"}]
+    answer = await api.chat.completions.create(**common, messages=messages)
+    stream = await api.chat.completions.create(**common, messages=messages, stream=True)
+    pieces = [c.choices[0].delta.content or "" async for c in stream if c.choices]
+    assert "".join(pieces) == answer.choices[0].message.content != ""
+
+
+async def test_a_stream_that_is_left_frees_its_slot(
+    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+) -> None:
+    """The engine stops generating long before its end, and the gateway holds nothing."""
+    before = plain.figure("tokens_predicted_total")
+    stream = await api.completions.create(
+        model=where.node.model_name, prompt="x", stream=True, **ENDLESS
+    )
+    await anext(aiter(stream))
+    assert plain.figure("requests_processing") == 1
+    await stream.close()
+    await plain.settled()
+    await until(lambda: where.node.dispatcher.in_flight == 0)
+    assert plain.figure("tokens_predicted_total") - before < ENDLESS["max_tokens"]
+
+
+async def test_a_whole_answer_that_is_not_awaited_frees_its_slot(
+    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+) -> None:
+    """Likewise of a client that leaves while nothing has come."""
+    before = plain.figure("tokens_predicted_total")
+    asking = asyncio.create_task(
+        api.completions.create(model=where.node.model_name, prompt="x", **ENDLESS)
+    )
+    await until(lambda: plain.figure("requests_processing") == 1)
+    asking.cancel()
+    await plain.settled()
+    await until(lambda: where.node.dispatcher.in_flight == 0)
+    assert plain.figure("tokens_predicted_total") - before < ENDLESS["max_tokens"]
+
+
+async def test_its_errors_reach_the_client(where: Listening, api: AsyncOpenAI) -> None:
+    """A bad field and a prompt that is too long are refused in its own words."""
+    ask = {"model": where.node.model_name, "max_tokens": 4}
+    with pytest.raises(openai.BadRequestError, match="must be number"):
+        await api.completions.create(**ask, prompt="x", temperature="hot")
+    with pytest.raises(openai.BadRequestError, match="context size"):
+        await api.completions.create(**ask, prompt="x y " * SEAT_TOKENS)
+    assert where.node.fleet.outage is None
+
+
+async def test_it_tells_its_slots_and_its_load(
+    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+) -> None:
+    """Seats and context are known without a setting, and what others send there shows."""
+    worker = where.node.fleet.workers[0].backend
+    assert (worker.load().seats, worker.card.max_model_len) == (SEATS, SEAT_TOKENS)
+    assert worker.load().age_s is not None
+    assert worker.load().proposers == ()
+    async with AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="x", max_retries=0) as past_us:
+        asks = [past_us.completions.create(model="m", prompt="x", **ENDLESS) for _ in range(3)]
+        asking = [asyncio.create_task(ask) for ask in asks]
+        await until(lambda: plain.figure("requests_deferred") == 1)
+        await worker.poll()
+        load = worker.load()
+        assert (load.running, load.waiting, load.others) == (SEATS, 1, SEATS + 1)
+        for task in asking:
+            task.cancel()
+        await plain.settled()
+    await worker.poll()
+    assert worker.load().others == 0
+
+
+async def test_who_has_no_slot_waits_here(
+    where: Listening, api: AsyncOpenAI, plain: LlamaServer
+) -> None:
+    """More requests than slots wait in the gateway's queue, and none at the engine."""
+    ask = {"model": where.node.model_name, "prompt": "x", **ENDLESS}
+    streams = [await api.completions.create(**ask, stream=True) for _ in range(SEATS)]
+    waiting = asyncio.create_task(api.completions.create(**{**ask, "max_tokens": 3}))
+    await until(lambda: len(where.node.dispatcher.queue) == 1)
+    assert plain.figure("requests_deferred") == 0
+    await streams[0].close()
+    assert (await waiting).usage.completion_tokens == 3
+    await streams[1].close()
+    await plain.settled()
+
+
+async def test_speculation_is_a_matter_of_where(plain: LlamaServer, drafting: LlamaServer) -> None:
+    """Who drafts is known by its counters; wishes are kept, and texts are the same."""
+    upstreams = (plain.url, drafting.url)
+    async with running(backend="openai", upstream=upstreams) as where, client(where) as http:
+        ask = {"prompt": "def f(x):", "max_tokens": 60, "temperature": 0.0}
+        for worker in where.node.fleet.workers:  # its counters stand at 0 before the first draft
+            await http.post("/v1/completions", json=ask)
+            await worker.backend.poll()
+        answers = {}
+        for mode, pool in (("off", "plain"), ("auto", "speculating")):
+            drafts = drafting.figure("spec_decode_num_drafts_total")
+            body = {**ask, "speculation": {"mode": mode}}
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.headers["x-speculation-pool"] == pool
+            drafted = drafting.figure("spec_decode_num_drafts_total") > drafts
+            assert drafted == (mode == "auto")
+            answers[mode] = answer.json()["choices"][0]["text"]
+        assert answers["off"] == answers["auto"] != ""
+        worker = where.node.fleet.workers[1].backend
+        await worker.poll()
+        load = worker.load()
+    assert load.proposers == ("upstream",)
+    assert load.acceptance > 0.6, "most drafts of a model by itself survive"
+    assert 1.0 < load.draft_tokens <= 4.0
+
+
+async def test_an_engine_that_dies_is_one_typed_error_and_comes_back(model: Path) -> None:
+    """A stream ends with one error event, the next request meets a 503, later ones a text."""
+    with llama_server(model) as first:
+        worker = OpenAIUpstream(WorkerConfig(upstream=first.url), probe_s=0.05)
+        async with (
+            running(backends=[worker]) as where,
+            AsyncOpenAI(base_url=f"{where.url}/v1", api_key="x", max_retries=0) as api,
+        ):
+            stream = await api.completions.create(model="m", prompt="x", stream=True, **ENDLESS)
+            chunks = aiter(stream)
+            await anext(chunks)
+            first.process.kill()
+            first.process.wait()
+            with pytest.raises(openai.APIError, match="the upstream failed"):
+                async for _ in chunks:
+                    pass
+            await until(lambda: where.node.fleet.outage is not None)
+            with pytest.raises(openai.InternalServerError) as failed:
+                await api.completions.create(model="m", prompt="x", max_tokens=2)
+            assert failed.value.code == "upstream_unavailable"
+            with llama_server(model, port=int(first.url.rpartition(":")[2])):
+                await until(lambda: where.node.fleet.outage is None)
+                answer = await api.completions.create(model="m", prompt="x", max_tokens=2)
+                assert answer.usage.completion_tokens == 2

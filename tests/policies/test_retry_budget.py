@@ -1,0 +1,65 @@
+"""How many requests may be sent again."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.retry_budget import SLOTS, RetryBudget
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.01, 0.3, 0.9, 2.5, 11.0]), st.booleans()), max_size=200
+)
+"""Pauses, and whether a retry is asked for behind each, or a request comes."""
+
+
+@given(EVENTS, st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0.0, 0.5, 3.0]))
+def test_retries_never_exceed_their_share(
+    events: list[tuple[float, bool]], share: float, least_per_s: float
+) -> None:
+    """In any window there are at most the share of its requests, and the free ones, of retries."""
+    window_s = 10.0
+    budget = RetryBudget(share, least_per_s, window_s)
+    requests: list[float] = []
+    allowed: list[float] = []
+    times = accumulate(pause_s for pause_s, _ in events)
+    for now_s, (_, retries) in zip(times, events, strict=True):
+        if not retries:
+            budget.requested(now_s)
+            requests.append(now_s)
+        elif budget.take(now_s):
+            allowed.append(now_s)
+            whole = sum(1 for at_s in requests if at_s > now_s - window_s)
+            kept_s = window_s * (1 - 1 / SLOTS)  # the first part may have gone
+            lately = sum(1 for at_s in allowed if at_s > now_s - kept_s)
+            assert lately <= least_per_s * window_s + share * whole
+
+
+@given(st.integers(0, 200), st.sampled_from([0.1, 0.2, 0.5]))
+def test_an_outage_adds_no_more_than_the_share(count: int, share: float) -> None:
+    """If every request asks for a retry, so many of them get one, and no fewer."""
+    budget = RetryBudget(share, least_per_s=0.0)
+    allowed = 0
+    for _ in range(count):
+        budget.requested(0.0)
+        allowed += budget.take(0.0)
+    # A retry is taken as soon as one is whole, but never ahead of the requests it is a share of.
+    assert allowed == int(count * share + 1e-9)
+
+
+def test_a_quiet_gateway_may_retry() -> None:
+    """Without a history there are the free ones, and they come back with time."""
+    budget = RetryBudget(share=0.2, least_per_s=0.5, window_s=10.0)
+    assert [budget.take(100.0) for _ in range(6)] == [True] * 5 + [False]
+    assert not budget.take(108.9)
+    assert budget.take(110.1)
+
+
+def test_no_budget_allows_none() -> None:
+    """Both at 0 is how an operator switches retries off."""
+    budget = RetryBudget(0.0, 0.0)
+    for _ in range(100):
+        budget.requested(1.0)
+    assert not budget.take(1.0)
