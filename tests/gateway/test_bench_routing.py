@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
@@ -13,7 +14,7 @@ from backends.sim.profile import load_profile, slowed
 from gateway.cli import app
 from gateway.cli.studies.herd_model import Backlog, Bursts, imbalances
 from gateway.cli.studies.recorded import Recorded
-from gateway.cli.studies.routing import POLICIES, Study
+from gateway.cli.studies.routing import CLUSTERS, POLICIES, Study
 from loadgen.planning.traces import TraceRow
 from loadgen.types import Slo
 
@@ -125,34 +126,48 @@ def test_a_slower_device_takes_that_many_times_as_long() -> None:
 
 
 def test_a_cluster_is_compared_on_the_same_requests() -> None:
-    """Shared beginnings are found by who looks for them, a slower half is spared by who knows it,
-    and the same study gives the same figures."""
+    """Shared beginnings are found by who looks for them, slower workers are spared by who knows
+    them, and the same study gives the same figures."""
     config = WorkerConfig(
         profile="h100-8b", proposer="ngram", max_num_seqs=64, max_model_len=4096, kv_bytes=10**9
     )
     study = Study(Recorded.of(ROWS, 120, 4096), 30, config, Slo(2.0, 0.05), 0)
-    rate_rps = 2.0 * study.sustained_rps()
-    equal, mixed = (study.cell(4, mix, rate_rps) for mix in ("equal", "mixed"))
+    equal, mixed = (study.cell(4, mix, 0.3) for mix in ("equal", "mixed"))
     assert set(equal["policies"]) == set(POLICIES)
     cached = {policy: told["cached"] for policy, told in equal["policies"].items()}
     assert cached["price"] > cached["round_robin"]
     assert cached["prefix_affinity"] > cached["round_robin"]
     latency = {policy: told["latency_mean_s"] for policy, told in mixed["policies"].items()}
     assert latency["price"] < latency["round_robin"]
-    assert study.cell(4, "equal", rate_rps) == equal
+    assert study.cell(4, "equal", 0.3) == equal
+
+
+def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
+    """What an H200 sustains is more than what an H100 does, and a cluster's rate is their sum."""
+    config = WorkerConfig(proposer="ngram", max_model_len=4096)
+    study = Study(Recorded.of(ROWS, 120, 4096), 20, config, Slo(2.0, 0.05), 0, windows=2)
+    fast, usual, _, slow = sustained = [study.sustained_rps(kind) for kind in CLUSTERS["mixed"]]
+    assert fast > usual > slow
+    cell = study.cell(3, "mixed", 0.5)
+    assert cell["rate_rps"] == pytest.approx(0.5 * sum(sustained[:3]))
+    told = cell["policies"]["price"]
+    assert len(told["windows"]) == 2
+    assert told["ttft_p50_s"] == pytest.approx(fmean(one["ttft_p50_s"] for one in told["windows"]))
 
 
 def test_the_routing_command_writes_a_row_for_each_policy(tmp_path: Path) -> None:
-    """JSON and page for every cluster that was asked for."""
+    """JSON and page for every cluster and share that was asked for."""
     trace, out, html = (tmp_path / name for name in ("t.jsonl", "o.json", "o.html"))
     rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 20} for n in range(12)]
     trace.write_text("\n".join(map(json.dumps, rows)))
     flags = ["--trace", str(trace), "--workers", "2,3", "--requests", "4", "--clusters", "equal"]
-    files = ["--json", str(out), "--html", str(html)]
+    files = ["--shares", "0.5,0.8", "--json", str(out), "--html", str(html)]
     result = CliRunner().invoke(app, ["bench", "routing", *flags, *files])
     assert result.exit_code == 0, result.output
     told = json.loads(out.read_text())
-    assert [cell["workers"] for cell in told["cells"]] == [2, 3]
+    assert [(cell["workers"], cell["share"]) for cell in told["cells"]] == [
+        *((2, 0.5), (2, 0.8), (3, 0.5), (3, 0.8)),
+    ]
     for cell in told["cells"]:
         assert list(cell["policies"]) == list(POLICIES)
         assert set(cell["to_ours"]) == set(POLICIES) - {"price"}
