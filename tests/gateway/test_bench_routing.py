@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from backends.base import WorkerConfig
 from backends.sim.profile import load_profile, slowed
 from gateway.cli import app
-from gateway.cli.studies.herd_model import Backlog, Bursts, imbalances
+from gateway.cli.studies.herd_model import Ages, Backlog, Bursts, imbalances
 from gateway.cli.studies.recorded import Recorded
 from gateway.cli.studies.routing import CLUSTERS, POLICIES, Study
 from loadgen.planning.traces import TraceRow
@@ -23,8 +23,7 @@ SMALL = Bursts(bursts=2)
 
 def mean_backlog(policy: str, age_s: float, *, leased: bool = False) -> float:
     """The mean max / mean of backlogs at the ends of a few bursts."""
-    found = [one.backlog for one in imbalances(SMALL, policy, age_s, 0, leased=leased)]
-    return sum(found) / len(found)
+    return fmean(one.backlog for one in imbalances(SMALL, policy, Ages(age_s), 0, leased=leased))
 
 
 def test_a_backlog_is_worked_off_and_remembered() -> None:
@@ -52,7 +51,7 @@ def test_a_backlog_is_worked_off_and_remembered() -> None:
 def test_the_same_seed_is_the_same_herd() -> None:
     """Every figure again, and another one for another seed."""
     first, again, other = (
-        list(imbalances(SMALL, "price", 0.5, seed, leased=False)) for seed in (1, 1, 2)
+        list(imbalances(SMALL, "price", Ages(0.5), seed, leased=False)) for seed in (1, 1, 2)
     )
     assert first == again != other
 
@@ -74,17 +73,43 @@ def test_leases_make_old_loads_harmless() -> None:
         assert mean_backlog("least_loaded", age_s, leased=True) < 1.2
 
 
+def test_staggered_ages_go_from_nothing_to_twice_the_mean() -> None:
+    """Workers report at instants of their own; ages that are alike stand still."""
+    ages = Ages(0.5, staggered=True)
+    found = [ages.at(10.0, number) for number in range(16)]
+    assert all(0.0 <= age_s < 1.0 for age_s in found)
+    assert fmean(found) == pytest.approx(0.5, abs=0.06)
+    assert len(set(found)) == 16
+    assert ages.at(10.3, 0) - ages.at(10.1, 0) == pytest.approx(0.2)
+    assert Ages(0.5).at(10.0, 3) == 0.5
+
+
+def test_time_that_has_passed_since_a_report_is_taken_off() -> None:
+    """By loads of different ages, with leases, requests find less work before them where what was
+    worked on since is known than by a policy that looks at tokens alone."""
+    light = Bursts(bursts=2, utilisation=0.2)
+    ours, others = (
+        fmean(one.wait_s for one in imbalances(light, policy, ages, 0, leased=True))
+        for ages in (Ages(0.5, staggered=True),)
+        for policy in ("price", "least_loaded")
+    )
+    assert ours < 0.5 * others
+
+
 def test_the_command_tells_every_policy_at_every_age(tmp_path: Path) -> None:
     """JSON with intervals and the best other policy, and a page."""
     out, html = tmp_path / "herd.json", tmp_path / "herd.html"
     flags = ["--bursts", "2", "--seeds", "2", "--gateways", "4", "--workers", "4"]
     flags += ["--requests", "40"]
     files = ["--json", str(out), "--html", str(html)]
-    result = CliRunner().invoke(app, ["bench", "herd", *flags, "--ages-ms", "100,500", *files])
+    flags += ["--ages-ms", "100,500", "--staggered-ms", "500"]
+    result = CliRunner().invoke(app, ["bench", "herd", *flags, *files])
     assert result.exit_code == 0, result.output
     told = json.loads(out.read_text())
-    assert [(row["age_s"], row["leases"]) for row in told["rows"]] == [
-        (age_s, leased) for leased in (False, True) for age_s in (0.1, 0.5)
+    assert [(row["age_s"], row["staggered"], row["leases"]) for row in told["rows"]] == [
+        (*ages, leased)
+        for leased in (False, True)
+        for ages in ((0.1, False), (0.5, False), (0.5, True))
     ]
     for row in told["rows"]:
         assert row["best_other"] in row["policies"]
