@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
@@ -27,17 +27,17 @@ from backends.base import WorkerConfig
 from backends.sim.profile import load_profile
 from backends.sim.simulated import World
 from gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster
-from gateway.cli.simulate.gateways import Gateways, Price, simulate_gateways
+from gateway.cli.simulate.gateways import Gateways, simulate_gateways
 from gateway.cli.simulate.intervals import differences, estimate
 from gateway.cli.simulate.prompts import job_of
+from gateway.cli.simulate.seen import Price
+from gateway.cli.studies.joint_report import body, line
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from gateway.cli.studies.routing import CLUSTERS
 from gateway.dispatch.job import Job
 from loadgen.measuring.figures import FIGURE, percentile, values_of
 from loadgen.measuring.slo import met
 from loadgen.planning.plan import Load, make_plan
-from loadgen.report.html import table_part
-from loadgen.report.words import percent
 from loadgen.sending.health import without_full_collections
 from loadgen.types import Planned, Record, Slo
 from policies.protocols import SpeculationPolicy
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "cells": cells,
     }
     title = "Placement and draft together, simulated"
-    write_results(args, results, title, _body(title, results))
+    write_results(args, results, title, body(title, results, __doc__ or ""))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -238,45 +238,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slo-ttft-ms", type=float, default=1000.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=40.0)
     return parser
-
-
-HEAD: Final = (
-    "cluster", "steps", "rate", "way", "goodput/s", "to joint", "95 %", "in time", "TTFT p50, ms",
-    "TTFT p99", "TPOT p50", "TPOT p99", "latency, s", "cap",
-)  # fmt: skip
-
-
-def line(cell: dict[str, Any], name: str) -> list[str]:
-    """Return a way's row of the table."""
-    told = {figure: cell["ways"][name][figure]["mean"] for figure in FIGURES}
-    to_joint, ends = "-", "-"
-    if name != JOINT:
-        difference = cell["to_joint"][name]["goodput_rps"]
-        to_joint = f"{difference['relative']:+.2%}"
-        if difference["interval"] is not None:
-            half = (difference["interval"][1] - difference["interval"][0]) / 2.0
-            ends = f"± {half / cell['ways'][JOINT]['goodput_rps']['mean']:.2%}"
-    times = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
-    return [
-        cell["cluster"],
-        cell["steps"],
-        f"{cell['rate_rps']:g}",
-        name,
-        f"{told['goodput_rps']:.2f}",
-        to_joint,
-        ends,
-        percent(told["attainment"]),
-        *(f"{told[figure] * 1e3:.4g}" for figure in times),
-        f"{told['latency_mean_s']:.3f}",
-        f"{told['planned_slots']:.1f}",
-    ]
-
-
-def _body(title: str, results: dict[str, Any]) -> Iterator[str]:
-    yield f"<h1>{title}</h1>"
-    yield f"<p>{results['command']}, {results['commit']}, {results['date']}</p>"
-    rows = [line(cell, name) for cell in results["cells"] for name in WAYS]
-    yield table_part(list(HEAD), rows, __doc__ or "")
 
 
 if __name__ == "__main__":
