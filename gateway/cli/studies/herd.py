@@ -93,10 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--bursts", type=int, default=10)
     parser.add_argument("--requests", type=int, default=1600, help="of each burst")
+    parser.add_argument("--utilisation", type=float, default=0.7, help="of a whole period")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(arguments)
     bursts = Bursts(
-        args.bursts, requests=args.requests, gateways=args.gateways, workers=args.workers
+        args.bursts,
+        requests=args.requests,
+        utilisation=args.utilisation,
+        gateways=args.gateways,
+        workers=args.workers,
     )
     ages = [
         Ages(float(text) / 1e3, staggered)
@@ -163,7 +168,11 @@ def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: b
         for place, policy in enumerate(POLICIES)
     ]
     layout = {
-        "xaxis": {"title": {"text": "age of load data, ms"}, "type": "log"},
+        "xaxis": {
+            "title": {"text": "age of load data, ms"},
+            "type": "log",
+            "tickvals": data[0]["x"],
+        },
         "yaxis": {"title": {"text": "max / mean"}, "type": "log"},
     }
     how = "with leases" if leased else "without leases"
