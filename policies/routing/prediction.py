@@ -17,12 +17,12 @@ charge; Pigou 1920): without it everybody goes to the fastest worker until that 
 the slowest.
 
 What is ahead by an old load has been worked on since, and so has what was leased meanwhile, as far
-as there was so much. Leases come on top of a score one by one, so what they leave of the time is
-taken off before they are known: all of it where workers have on average as much to do, though one
-whose load was empty is below nothing then. Against taking off no more than was ahead, requests find
-half or a third of the work before them where workers have pauses, and as much where they have none:
-by heartbeats (ages of 0 to 1 s) a mean of 11 ms in place of 32 at a load of 0.1, 71 for 147 at 0.3
-and 707 for 756 at 0.7 with leases, of 2.9 for 3.5, 41 for 75 and 755 for 747 without (the model of
+as there was so much. Leases come on top of a score one by one, so the time in which they are worked
+on is taken off before they are known: all that has passed where workers have on average as much to
+do, so that one whose load was empty is below nothing. Against taking off no more than was ahead,
+requests find less work before them where workers have pauses, and no more where they have none: by
+heartbeats (ages of 0 to 1 s) a mean of 11 ms in place of 32 at a load of 0.1, 71 for 147 at 0.3 and
+707 for 756 at 0.7 with leases, of 2.9 for 3.5, 41 for 75 and 755 for 747 without (the model of
 `draftgate bench herd --utilisation`, a seed of ten bursts, 2026-11-22).
 """
 
