@@ -20,13 +20,14 @@ from backends.sim.clock import LoopClock, run_virtual
 from gateway.assembly import loop_time_s
 from gateway.cli.simulate.cluster import Cluster, send
 from gateway.cli.simulate.prompts import job_of
-from gateway.cli.simulate.seen import LeasingRouter, Price, PricedPlacer, Reported, Seen
+from gateway.cli.simulate.seen import Price, PricedPlacer, Reported, Seen
 from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController
 from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.job import Job
 from gateway.dispatch.leases import Leases
 from gateway.dispatch.queue import CentralQueue
+from gateway.dispatch.routing import Router
 from gateway.fleet import BackendFactory, Fleet
 from gateway.lifecycle import Lifecycle, NodeState
 from gateway.state.memory import MemoryStore
@@ -89,10 +90,19 @@ async def _started(gateways: Gateways) -> AsyncIterator[list[Dispatcher]]:
     cluster = gateways.cluster
     backends = [SimBackend(config, build=cluster.world.parts) for config in cluster.configs]
     await asyncio.gather(*(backend.start() for backend in backends))
-    workers = [Reported(backend, backend.load(), loop_time_s()) for backend in backends]
-    dispatchers = [_dispatcher(gateways, workers, number) for number in range(gateways.count)]
+    workers = [
+        Reported(f"w-{place}", backend, backend.load(), loop_time_s())
+        for place, backend in enumerate(backends)
+    ]
+    store = MemoryStore(loop_time_s)
+    for worker in workers:
+        await store.publish(worker.report())
+    dispatchers = [
+        _dispatcher(gateways, workers, store, number) for number in range(gateways.count)
+    ]
+    every_s = gateways.heartbeat_s
     beats = [
-        asyncio.create_task(_beat(worker, gateways.heartbeat_s, place / len(workers), dispatchers))
+        asyncio.create_task(_beat(worker, every_s, place / len(workers), store, dispatchers))
         for place, worker in enumerate(workers)
     ]
     try:
@@ -105,27 +115,32 @@ async def _started(gateways: Gateways) -> AsyncIterator[list[Dispatcher]]:
 
 
 async def _beat(
-    worker: Reported, every_s: float, phase: float, dispatchers: Sequence[Dispatcher]
+    worker: Reported,
+    every_s: float,
+    phase: float,
+    store: MemoryStore,
+    dispatchers: Sequence[Dispatcher],
 ) -> None:
-    """Report again and again; whoever waits at a gateway may go then."""
+    """Report again and again, renew leases; whoever waits at a gateway may go then."""
     clock = LoopClock()
     await clock.sleep_s(phase * every_s)
     while True:
-        worker.report(clock.now_s())
+        await store.publish(worker.report())
         for dispatcher in dispatchers:
+            await dispatcher.leases.renew()
             dispatcher.queue.pump()
         await clock.sleep_s(every_s)
 
 
-def _dispatcher(gateways: Gateways, workers: Sequence[Reported], number: int) -> Dispatcher:
+def _dispatcher(
+    gateways: Gateways, workers: Sequence[Reported], store: MemoryStore, number: int
+) -> Dispatcher:
     """Return a gateway's dispatcher."""
     rules, world = gateways.cluster.rules, gateways.cluster.world
     fleet, lifecycle = Fleet(_nothing_to_build, ()), Lifecycle()
-    fleet.workers = tuple(Seen(f"w-{place}", worker) for place, worker in enumerate(workers))
+    fleet.workers = tuple(map(Seen, workers))
     lifecycle.move_to(NodeState.READY)
-    router = LeasingRouter(
-        routing_policy(rules.routing), Random(f"routing/{world.seed}/{number}").random
-    )
+    router = Router(routing_policy(rules.routing), Random(f"routing/{world.seed}/{number}").random)
     ordering = ReturningFirst(partial(ordering_policy, rules.ordering))
     queue = CentralQueue(fleet, ordering, router, loop_time_s, math.inf)
     admission = AdmissionController(
@@ -138,7 +153,7 @@ def _dispatcher(gateways: Gateways, workers: Sequence[Reported], number: int) ->
     )
     decisions = Decisions(None, loop_time_s)
     placer = PricedPlacer(fleet, gateways.policy, decisions, gateways.price)
-    leases = Leases(MemoryStore(loop_time_s))
+    leases = Leases(store, shared=True)
     return Dispatcher(fleet, lifecycle, leases, placer, queue, admission, rules.most_resumes)
 
 

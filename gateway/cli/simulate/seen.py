@@ -1,14 +1,12 @@
-"""What a gateway sees of workers that are elsewhere, and how it decides by that.
+"""What a gateway sees of workers that are elsewhere, and by which price it decides.
 
-Of a worker it knows what that said with its last heartbeat, and what has been leased since, which
-a ledger knows that all gateways share: the least score with these leases takes a request, and they
-are what is behind the report where its drafts are decided, as a state store answers in one round
-trip. What is left out: the network, and that a lease may be on its way.
+Of a worker it knows what that said with its last heartbeat; what has been leased behind that it
+learns from the state store with each reservation. What is left out: the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,18 +14,16 @@ from typing import Any, cast
 
 from backends.base import Backend
 from backends.sim.backend import SimBackend
-from backends.types import GenerationRequest
+from backends.types import Delta, GenerationRequest
 from gateway.assembly import loop_time_s
 from gateway.dispatch.decisions import Decisions
 from gateway.dispatch.job import Job
-from gateway.dispatch.placement import Placement, Placer, need_of
-from gateway.dispatch.routing import Routed, Router, View
+from gateway.dispatch.placement import Placement, Placer
+from gateway.dispatch.routing import Routed
 from gateway.fleet import Fleet, FleetWorker
-from policies.cluster_price import UsualNeed, projected
+from gateway.state.store import Reservation, WorkerReport
 from policies.protocols import SpeculationPolicy
 from policies.room import Occupancy
-from policies.routing import Candidate, Candidates
-from policies.routing.choosing import settled
 from policies.types import WorkerLoad
 
 
@@ -37,7 +33,7 @@ class Price(StrEnum):
     REPORTED = "reported"
     """The one that it told with its last heartbeat."""
     PROJECTED = "projected"
-    """The same, with what is leased behind it (`policies.cluster_price`)."""
+    """The same, with what is leased behind it (`policies.cluster_price`), as gateways have it."""
     PRESENT = "present"
     """The one that it has at that moment, which no gateway knows: what there is to gain."""
 
@@ -48,36 +44,59 @@ class Reported:
 
     Attributes:
         load, at_s: its last report.
-        behind_tokens: leased since then.
+        watermark: number of the last lease that this includes.
+        arrived: number of the last lease whose request is there.
     """
 
+    worker_id: str
     backend: SimBackend
     load: WorkerLoad
     at_s: float
-    behind_tokens: int = 0
+    watermark: int = 0
+    arrived: int = 0
+    seq: int = 0
 
-    def report(self, now_s: float) -> None:
-        """Take a heartbeat: all that is leased has arrived by now."""
-        self.load, self.at_s, self.behind_tokens = self.backend.load(), now_s, 0
+    def report(self) -> WorkerReport:
+        """Take a heartbeat: all that has arrived by now is part of what is told."""
+        self.load, self.at_s = self.backend.load(), loop_time_s()
+        self.watermark, self.seq = self.arrived, self.seq + 1
+        capacity_tokens = self.load.kv_blocks_total * self.load.kv_block_tokens
+        return WorkerReport(
+            self.worker_id, "", self.seq, self.load, capacity_tokens, self.watermark
+        )
 
 
 class Seen(FleetWorker):
     """A worker as one gateway sees it."""
 
-    def __init__(self, worker_id: str, reported: Reported) -> None:
+    own = False
+
+    def __init__(self, reported: Reported) -> None:
         """See a worker that others see, too."""
         self.reported = reported
         self.shown: WorkerLoad | None = None
-        super().__init__(worker_id, cast(Backend, _ShownBackend(reported.backend, self)))
+        super().__init__(reported.worker_id, cast(Backend, _ShownBackend(reported.backend, self)))
 
-    def candidate(self, at: Occupancy) -> Candidate:
-        """Return what a routing policy may know of it."""
-        return replace(
-            super().candidate(at),
-            leased_tokens=self.reported.behind_tokens,
-            age_s=loop_time_s() - self.reported.at_s,
-            own=False,
-        )
+    @property
+    def watermark(self) -> int:
+        """Number of the last lease that its load includes."""
+        return self.reported.watermark
+
+    @property
+    def load_age_s(self) -> float:
+        """How old its load is, in seconds."""
+        return loop_time_s() - self.reported.at_s
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """What it has on its hands, and what others have sent there (as of any peer)."""
+        at = super().occupancy
+        return replace(at, others=max(0, at.load.running + at.load.waiting - at.sequences))
+
+    def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
+        """See `FleetWorker`: the lease counts once it is there, which is at once."""
+        self.reported.arrived = max(self.reported.arrived, lease_number)
+        return self.generating.generate(request)
 
     @contextmanager
     def showing(self, load: WorkerLoad) -> Iterator[None]:
@@ -103,25 +122,6 @@ class _ShownBackend:
         return getattr(self._backend, name)
 
 
-class LeasingRouter(Router):
-    """Chooses among offers by all leases, and leases what it has chosen."""
-
-    def choose(
-        self, view: View, there: Sequence[tuple[FleetWorker, Occupancy]], *, alone: bool
-    ) -> Routed:
-        """Return which of these workers takes a request."""
-        request = view()
-        seen = {worker.worker_id: cast(Seen, worker) for worker, _ in there}
-        candidates = Candidates(tuple(worker.candidate(at) for worker, at in there))
-        route = self._policy.route(request, candidates, self._draw)
-        behind = {name: worker.reported.behind_tokens for name, worker in seen.items()}
-        chosen = seen[settled(route.offers, behind).worker_id]
-        (candidate,) = (one for one in candidates.workers if one.worker_id == chosen.worker_id)
-        self._policy.placed(request, candidate)
-        chosen.reported.behind_tokens += request.most_tokens
-        return Routed(chosen, None if alone else route)
-
-
 class PricedPlacer(Placer):
     """Decides about drafts by the price that it is told to look at."""
 
@@ -131,18 +131,20 @@ class PricedPlacer(Placer):
         """Place requests on the workers of a fleet."""
         super().__init__(fleet, policy, decisions, reads_prompts=True)
         self._price = price
-        self._usual = UsualNeed()
 
-    def place(self, job: Job, index: int, request: GenerationRequest, routed: Routed) -> Placement:
+    def place(
+        self,
+        job: Job,
+        index: int,
+        request: GenerationRequest,
+        routed: Routed,
+        reservation: Reservation,
+    ) -> Placement:
         """Decide how far a request may speculate on its worker."""
-        need, seen = need_of(request), cast(Seen, routed.worker)
-        self._usual.note(need)
-        reported = seen.reported
-        load = reported.load
         if self._price is Price.PROJECTED:
-            behind_tokens = reported.behind_tokens - need.most_tokens
-            load = projected(load, behind_tokens, self._usual.need)
-        elif self._price is Price.PRESENT:
-            load = reported.backend.load()
-        with seen.showing(load):
-            return super().place(job, index, request, routed)
+            return super().place(job, index, request, routed, reservation)
+        reported = cast(Seen, routed.worker).reported
+        load = reported.load if self._price is Price.REPORTED else reported.backend.load()
+        with cast(Seen, routed.worker).showing(load):
+            nothing_behind = replace(reservation, behind_tokens=0)
+            return super().place(job, index, request, routed, nothing_behind)
