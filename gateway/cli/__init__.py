@@ -79,6 +79,7 @@ BENCHES = {
     "gaps": "gateway.cli.studies.gaps",
     "herd": "gateway.cli.studies.herd",
     "routing": "gateway.cli.studies.routing",
+    "joint": "gateway.cli.studies.joint",
     "overload": "gateway.cli.studies.overload",
     "tracing": "gateway.cli.studies.tracing",
     "edge": "gateway.cli.studies.edge.command",

@@ -46,7 +46,8 @@ class Price:
         """Take the least cost, or one that rivals leave."""
         workers, memory = candidates.workers, self._placements
         cached = [cached_tokens(request, worker, memory.index) for worker in workers]
-        found = predicted(request, workers, cached, drafts=self._drafts)
+        gateways = candidates.rivals + 1
+        found = predicted(request, workers, cached, gateways=gateways, drafts=self._drafts)
         if found is None:
             route = self._blind.route(request, candidates, draw)
             return replace(route, reason=f"no speed is known yet; {route.reason}")
@@ -74,7 +75,7 @@ class Price:
 
 def _in_turn(offers: Offers, there: _There, last: str) -> Offers:
     """Return the offers with the next in turn of the best one's equals first."""
-    most = offers[0].level * (1.0 + WITHIN)
+    most = offers[0].level + WITHIN * abs(offers[0].level)
     best, foreseen = there[offers[0].worker_id]
     equals = [offers[0]]
     for offer in offers[1:]:

@@ -70,13 +70,17 @@ def staleness(
 def latency(
     request: RouteView, workers: Sequence[Candidate], index: PrefixIndex
 ) -> Sequence[Score]:
-    """The seconds that `price` foresees, as a share of the most anywhere; `load` if unknown."""
+    """The seconds that `price` foresees, as a share of the most anywhere; `load` if unknown.
+
+    Whose load is old may be below nothing (`prediction`): the least is 0 then.
+    """
     found = predicted(request, workers, [cached_tokens(request, one, index) for one in workers])
     if found is None:
         return load(request, workers, index)
     scores = [one.score for one in found]
-    most = max(score.value for score in scores)
-    return [Score(score.value / most, score.per_token / most) for score in scores]
+    least = min(0.0, *(score.value for score in scores))
+    span = max(score.value for score in scores) - least
+    return [Score((score.value - least) / span, score.per_token / span) for score in scores]
 
 
 SCORERS: Final[Mapping[str, Scorer]] = {

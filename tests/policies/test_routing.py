@@ -416,6 +416,65 @@ def test_rivals_that_see_the_same_old_loads_do_not_herd(spec: str) -> None:
         assert found[name] == pytest.approx(1600 * tokens / 19_200, rel=0.15)
 
 
+def at_ages(*ages_s: float, leased_tokens: int = 0, **fields: object) -> tuple[Candidate, ...]:
+    """Workers that are alike but for the age of what is known of them."""
+    return tuple(
+        replace(worker(n, **fields), age_s=age_s, leased_tokens=leased_tokens, own=False)
+        for n, age_s in enumerate(ages_s)
+    )
+
+
+def scores(workers: tuple[Candidate, ...], gateways: int = 1) -> list[float]:
+    """What a request costs on each, leases left out."""
+    found = predicted(ASKED, workers, [0] * len(workers), gateways=gateways)
+    assert found is not None
+    return [one.score.value for one in found]
+
+
+def test_idle_workers_are_alike_however_old_their_reports_are() -> None:
+    """Where nobody has anything to do, time that has passed is worth nothing."""
+    fresh, old = scores(at_ages(0.0, 1.0))
+    assert fresh == old
+
+
+def test_leases_behind_an_old_report_have_been_worked_on_like_what_it_told() -> None:
+    """Of two workers with as much leased behind their reports, the one that reported long ago has
+    worked it off since, though it had nothing to do then."""
+    plenty = round(1.0 / SPEED.step_token_s) * 2
+    fresh, old = scores(at_ages(0.0, 1.0, leased_tokens=plenty))
+    assert fresh - old == pytest.approx(1.0)
+    little = round(0.1 / SPEED.step_token_s)
+    fresh, old = scores(at_ages(0.0, 1.0, leased_tokens=little))
+    assert 0.0 < fresh - old < 0.1
+
+
+def test_what_rivals_are_taken_to_have_leased_keeps_workers_busy_too() -> None:
+    """With the leases of one gateway known, those of all others are taken to be as many."""
+    little = round(0.1 / SPEED.step_token_s)
+    (fresh, old), (fresh_beside, old_beside) = (
+        scores(at_ages(0.0, 1.0, leased_tokens=little), gateways) for gateways in (1, 30)
+    )
+    assert fresh_beside - old_beside > fresh - old
+    assert fresh_beside - old_beside == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60_000), st.floats(0, 5), st.integers(0, 60_000))))
+def test_time_takes_off_no_more_than_has_passed(there) -> None:
+    """A score falls by the age of the report at most, and the time that is foreseen is never less
+    than the request's own."""
+    workers = tuple(
+        replace(worker(n, prompt_tokens=ahead), age_s=age_s, leased_tokens=leased)
+        for n, (ahead, age_s, leased) in enumerate([*there, (0, 0.0, 0)])
+    )
+    now = tuple(replace(one, age_s=0.0) for one in workers)
+    for one, aged, score, fresh in zip(
+        workers, predicted(ASKED, workers, [0] * len(workers)), scores(workers), scores(now),
+        strict=True,
+    ):  # fmt: skip
+        assert 0.0 <= fresh - score <= one.age_s + 1e-9
+        assert aged.ttft_s > 0.0
+
+
 def test_a_reservation_takes_the_least_with_the_leases_it_knows() -> None:
     """Offers that were best by an old report give way to others as leases pile up behind it."""
     route = asked(routing_policy("price"), carrying(0, 0, 0, 0))

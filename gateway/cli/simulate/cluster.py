@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,12 +45,23 @@ class Cluster:
         workers: how many there are.
         world: what is true; its ledger must be this cluster's own.
         rules: who may wait, who is next, and where it goes.
+        profiles: of the workers in turn, in place of `config.profile`; empty keeps that.
     """
 
     config: WorkerConfig
     workers: int
     world: World
     rules: WaitingRules = EVERYBODY_WAITS
+    profiles: tuple[str, ...] = ()
+
+    @property
+    def configs(self) -> list[WorkerConfig]:
+        """The workers' configurations."""
+        profiles = self.profiles or (self.config.profile,)
+        return [
+            replace(self.config, device_index=index, profile=profiles[index % len(profiles)])
+            for index in range(self.workers)
+        ]
 
 
 def simulate(
@@ -77,24 +88,23 @@ async def _simulate(
     factory = partial(SimBackend, build=cluster.world.parts)
     take = cluster.world.ledger.take
     seed = cluster.world.seed
-    async with started(factory, cluster.config, cluster.workers, cluster.rules, seed) as dispatcher:
+    async with started(factory, cluster.configs, cluster.rules, seed) as dispatcher:
         return await send(dispatcher, requests, to_job, on_record, take)
 
 
 @asynccontextmanager
 async def started(
     factory: BackendFactory,
-    config: WorkerConfig,
-    workers: int,
+    configs: Sequence[WorkerConfig],
     rules: WaitingRules = EVERYBODY_WAITS,
     seed: int = 0,
 ) -> AsyncIterator[Dispatcher]:
     """Start the workers of a node, as a gateway does; stop them at the end.
 
     Args:
+        configs: of each worker; they have one policy.
         seed: of what is drawn to choose workers.
     """
-    configs = [replace(config, device_index=index) for index in range(workers)]
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)
@@ -105,7 +115,7 @@ async def started(
         store,
         lifecycle,
         decisions,
-        simulation_policy(config.speculation),
+        simulation_policy(configs[0].speculation),
         rules,
         quotas={},
         draw=Random(f"routing/{seed}").random,

@@ -163,7 +163,7 @@ async def _engine_run(
 ) -> list[Record]:
     jobs = {one.index: to_job(one) for one in planned}  # encoding takes the engine's time
     factory = backend_factory("engine")
-    async with started(factory, config, 1) as dispatcher:
+    async with started(factory, [config]) as dispatcher:
         return await send(dispatcher, planned, lambda one: jobs[one.index])
 
 

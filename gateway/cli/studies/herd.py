@@ -4,8 +4,9 @@
 
 16 gateways, 16 workers alike, requests of very different lengths. Every policy meets the same
 requests, at every age of the load data, with and without leases; what is told is max / mean of the
-tokens that workers have before them at the end of each burst, and of those the burst brought. A
-model of what gateways know, not of workers (`gateway/cli/studies/herd_model.py`).
+tokens that workers have before them at the end of each burst, and of those the burst brought, and
+the work that requests find before them. Ages are all alike, or staggered as by heartbeats. A model
+of what gateways know, not of workers (`gateway/cli/studies/herd_model.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from gateway.cli.simulate.intervals import differences, estimate
-from gateway.cli.studies.herd_model import MEDIAN_TOKENS, SIGMA, Bursts, Imbalance, imbalances
+from gateway.cli.studies.herd_model import MEDIAN_TOKENS, SIGMA, Ages, Bursts, Imbalance, imbalances
 from gateway.cli.studies.record import provenance, study_parser, write_results
 from loadgen.report.charts import COLOURS, FAILED, SYMBOLS, Chart
 from loadgen.report.html import figure_part, table_part
@@ -32,19 +33,19 @@ OURS: Final = "price"
 AGES_S: Final = (0.1, 0.2, 0.5, 1.0)
 
 
-def measure(bursts: Bursts, ages_s: Sequence[float], seeds: int) -> list[dict[str, Any]]:
+def measure(bursts: Bursts, ages: Sequence[Ages], seeds: int) -> list[dict[str, Any]]:
     """Return a row for each age, with and without leases, and print it."""
     rows = []
     for leased in (False, True):
-        for age_s in ages_s:
-            rows.append(_row(bursts, age_s, seeds, leased=leased))
+        for one in ages:
+            rows.append(_row(bursts, one, seeds, leased=leased))
             print(*_shown(rows[-1]), flush=True)
     return rows
 
 
-def _row(bursts: Bursts, age_s: float, seeds: int, *, leased: bool) -> dict[str, Any]:
+def _row(bursts: Bursts, ages: Ages, seeds: int, *, leased: bool) -> dict[str, Any]:
     """Return the means of all policies, and how ours compares with the best of the others."""
-    found = {policy: _samples(bursts, policy, age_s, seeds, leased=leased) for policy in POLICIES}
+    found = {policy: _samples(bursts, policy, ages, seeds, leased=leased) for policy in POLICIES}
     means = {
         policy: {
             figure: _estimated([getattr(one, figure) for one in samples])
@@ -58,7 +59,8 @@ def _row(bursts: Bursts, age_s: float, seeds: int, *, leased: bool) -> dict[str,
     )
     ours, theirs = ([one.backlog for one in found[policy]] for policy in (OURS, best))
     return {
-        "age_s": age_s,
+        "age_s": ages.mean_s,
+        "staggered": ages.staggered,
         "leases": leased,
         "policies": means,
         "best_other": best,
@@ -67,12 +69,12 @@ def _row(bursts: Bursts, age_s: float, seeds: int, *, leased: bool) -> dict[str,
 
 
 def _samples(
-    bursts: Bursts, policy: str, age_s: float, seeds: int, *, leased: bool
+    bursts: Bursts, policy: str, ages: Ages, seeds: int, *, leased: bool
 ) -> list[Imbalance]:
     return [
         one
         for seed in range(seeds)
-        for one in imbalances(bursts, policy, age_s, seed, leased=leased)
+        for one in imbalances(bursts, policy, ages, seed, leased=leased)
     ]
 
 
@@ -86,18 +88,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all ages, print a line for each, write what was asked for."""
     parser = study_parser("herd", __doc__, device=False)
     parser.add_argument("--ages-ms", default=",".join(f"{age_s * 1e3:g}" for age_s in AGES_S))
+    parser.add_argument("--staggered-ms", default="500", help="mean ages by heartbeats")
     parser.add_argument("--gateways", type=int, default=16)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--bursts", type=int, default=10)
     parser.add_argument("--requests", type=int, default=1600, help="of each burst")
+    parser.add_argument("--utilisation", type=float, default=0.7, help="of a whole period")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(arguments)
     bursts = Bursts(
-        args.bursts, requests=args.requests, gateways=args.gateways, workers=args.workers
+        args.bursts,
+        requests=args.requests,
+        utilisation=args.utilisation,
+        gateways=args.gateways,
+        workers=args.workers,
     )
-    ages_s = [float(text) / 1e3 for text in args.ages_ms.split(",")]
+    ages = [
+        Ages(float(text) / 1e3, staggered)
+        for staggered, given in ((False, args.ages_ms), (True, args.staggered_ms))
+        for text in given.split(",")
+        if text
+    ]
     results = {
-        "format": "herd/1",
+        "format": "herd/2",
         **provenance("herd", arguments),
         "settings": {
             **asdict(bursts),
@@ -105,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "sigma": SIGMA,
             "seeds": args.seeds,
         },
-        "rows": measure(bursts, ages_s, args.seeds),
+        "rows": measure(bursts, ages, args.seeds),
     }
     write_results(args, results, "Herds", _body(results))
 
@@ -118,6 +131,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
         half = f" ± {(difference['interval'][1] - difference['interval'][0]) / 2:.3f}"
     return [
         f"{row['age_s'] * 1e3:g}",
+        "staggered" if row["staggered"] else "alike",
         "with" if row["leases"] else "without",
         *(f"{mean:.3f}" for mean in told),
         row["best_other"],
@@ -134,13 +148,13 @@ def _body(results: dict[str, Any]) -> Iterator[str]:
         for leased in (False, True)
     ]
     yield f'<div class="charts">{"".join(map(figure_part, charts))}</div>'
-    head = ["age, ms", "leases", *POLICIES, "best of others", f"{OURS} to it"]
+    head = ["age, ms", "ages", "leases", *POLICIES, "best of others", f"{OURS} to it"]
     yield table_part(head, list(map(_shown, results["rows"])), __doc__ or "")
 
 
 def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: bool) -> Chart:
     """Return a figure of all policies over the age of what gateways see."""
-    shown = [row for row in rows if row["leases"] is leased]
+    shown = [row for row in rows if row["leases"] is leased and not row["staggered"]]
     data = [
         {
             "type": "scatter",
@@ -154,7 +168,11 @@ def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: b
         for place, policy in enumerate(POLICIES)
     ]
     layout = {
-        "xaxis": {"title": {"text": "age of load data, ms"}, "type": "log"},
+        "xaxis": {
+            "title": {"text": "age of load data, ms"},
+            "type": "log",
+            "tickvals": data[0]["x"],
+        },
         "yaxis": {"title": {"text": "max / mean"}, "type": "log"},
     }
     how = "with leases" if leased else "without leases"

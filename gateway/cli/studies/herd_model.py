@@ -1,10 +1,11 @@
 """Gateways that place requests by loads that are old: no queue, no network, only what they know.
 
 A worker is its backlog of tokens, worked off at a constant rate. Each gateway has a routing policy
-of its own and sees every worker as it was `age_s` ago, and what it has itself sent since. With
+of its own and sees every worker as it was a while ago, and what it has itself sent since. With
 leases the workers that its policy offers go to a ledger which all gateways share and which is
 always fresh; the least score with what is leased there takes the request, as a state store does it
-in one round trip (`policies.routing.choosing.settled`).
+in one round trip (`policies.routing.choosing.settled`). What gateways see before they ask is a
+snapshot of the store, with the leases behind the reports as they were then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from statistics import fmean
 from typing import Final, NamedTuple
 
 from policies.protocols import RoutingPolicy
@@ -24,6 +26,12 @@ from policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 MEMORY_TOKENS: Final = 1 << 30
 """Of a worker: more than it ever has to do."""
+
+SNAPSHOT_S: Final = 0.1
+"""The age of a gateway's snapshot of the store: it is not read for each request."""
+
+GOLDEN: Final = 0.618
+"""Multiples of it fall evenly between whole numbers: where workers' heartbeats lie."""
 
 MEDIAN_TOKENS, SIGMA = 300.0, 1.0
 """Of the requests' lengths, lognormal: a mean of 495, a standard deviation of 1.3 times that."""
@@ -108,6 +116,27 @@ class Backlog:
         return self.came[max(bisect_right(self.at_s, at_s) - 1, 0)]
 
 
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """How old the loads are that gateways see.
+
+    Attributes:
+        mean_s: of all workers' at any instant.
+        staggered: each worker reports at its own instants, so its age goes from 0 to twice the mean
+            and back, as with heartbeats; else the ages of all are always the mean.
+    """
+
+    mean_s: float
+    staggered: bool = False
+
+    def at(self, now_s: float, number: int) -> float:
+        """Return the age of a worker's load, by the worker's number."""
+        if not self.staggered:
+            return self.mean_s
+        every_s = 2.0 * self.mean_s
+        return (now_s + number * GOLDEN * every_s) % every_s
+
+
 class Gateway:
     """One of several: it knows its own sends, and the workers as they were a while ago."""
 
@@ -119,13 +148,14 @@ class Gateway:
         self._sent: dict[str, list[tuple[float, int]]] = {}
 
     def place(
-        self, arrival: Arrival, workers: dict[str, Backlog], age_s: float, *, leased: bool
+        self, arrival: Arrival, workers: dict[str, Backlog], ages: Ages, *, leased: bool
     ) -> str:
         """Place a request, and return the worker's id."""
         now_s, tokens = arrival.at_s, arrival.tokens
         request = RouteView(RequestView(tokens, 1, 0.0), tokens, 0.0)
+        age_s = {name: ages.at(now_s, number) for number, name in enumerate(workers)}
         seen = {
-            name: self._candidate(name, backlog, now_s, age_s, leased=leased)
+            name: self._candidate(name, backlog, now_s, age_s[name], leased=leased)
             for name, backlog in workers.items()
         }
         candidates = Candidates(tuple(seen.values()), 0 if leased else self._rivals)
@@ -133,7 +163,7 @@ class Gateway:
         chosen = route.worker_id
         if leased:
             behind = {
-                name: backlog.came_until(now_s) - backlog.came_until(now_s - age_s)
+                name: backlog.came_until(now_s) - backlog.came_until(now_s - age_s[name])
                 for name, backlog in workers.items()
             }
             chosen = settled(route.offers, behind).worker_id
@@ -144,9 +174,13 @@ class Gateway:
     def _candidate(
         self, name: str, backlog: Backlog, now_s: float, age_s: float, *, leased: bool
     ) -> Candidate:
-        """Return what it knows of a worker; with leases, those are the ledger's to know."""
+        """Return what it knows of a worker: with leases all gateways' at the last snapshot."""
         tokens = round(backlog.at(now_s - age_s))
-        unreported = 0 if leased else self._unreported(name, now_s - age_s)
+        if leased:
+            read_s = now_s - min(SNAPSHOT_S, age_s)
+            unreported = backlog.came_until(read_s) - backlog.came_until(now_s - age_s)
+        else:
+            unreported = self._unreported(name, now_s - age_s)
         load = WorkerLoad(
             *(int(tokens > 0), 0, MEMORY_TOKENS - tokens, MEMORY_TOKENS, 0.0, 0.0, ()),
             prompt_tokens=tokens,
@@ -164,19 +198,21 @@ class Gateway:
 
 
 class Imbalance(NamedTuple):
-    """How unequal workers are at the end of a burst, max / mean.
+    """How unequal workers are at the end of a burst, max / mean, and what that costs.
 
     Attributes:
         backlog: of what each has to work off then.
         placed: of what the burst brought to each.
+        wait_s: mean seconds of work that the burst's requests found before them.
     """
 
     backlog: float
     placed: float
+    wait_s: float
 
 
 def imbalances(
-    bursts: Bursts, policy: str, age_s: float, seed: int, *, leased: bool
+    bursts: Bursts, policy: str, ages: Ages, seed: int, *, leased: bool
 ) -> Iterator[Imbalance]:
     """Yield how unequal the workers are at the end of each burst.
 
@@ -190,13 +226,20 @@ def imbalances(
         Gateway(routing_policy(policy), bursts.gateways - 1, f"gateway/{seed}/{number}")
         for number in range(bursts.gateways)
     ]
+    waits_s = []
     for one in arrivals:
-        chosen = gateways[one.gateway].place(one, workers, age_s, leased=leased)
-        workers[chosen].add(one.at_s, one.tokens)
-    for end_s in bursts.ends_s:
+        chosen = workers[gateways[one.gateway].place(one, workers, ages, leased=leased)]
+        waits_s.append(chosen.at(one.at_s) / rate)
+        chosen.add(one.at_s, one.tokens)
+    for number, end_s in enumerate(bursts.ends_s):
         begin_s = end_s - bursts.length_s
         placed = [w.came_until(end_s) - w.came_until(begin_s) for w in workers.values()]
-        yield Imbalance(_unequal([w.at(end_s) for w in workers.values()]), _unequal(placed))
+        first = number * bursts.requests
+        yield Imbalance(
+            _unequal([w.at(end_s) for w in workers.values()]),
+            _unequal(placed),
+            fmean(waits_s[first : first + bursts.requests]),
+        )
 
 
 def _unequal(tokens: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from backends.sim.backend import SimBackend
 from backends.sim.clock import run_virtual
 from backends.sim.simulated import World
 from gateway.assembly import WaitingRules
-from gateway.cli.simulate.cluster import started
+from gateway.cli.simulate.cluster import Cluster, started
 from gateway.cli.simulate.prompts import job_of
 from gateway.dispatch.admission import Bounds
 from gateway.dispatch.dispatcher import Dispatcher
@@ -93,7 +93,8 @@ class Overload:
         world = World(self.seed)
         factory = partial(SimBackend, build=world.parts)
         rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))
-        async with started(factory, self.config, self.workers, rules) as dispatcher:
+        configs = Cluster(self.config, self.workers, world).configs
+        async with started(factory, configs, rules) as dispatcher:
             clients = [Client(one, one.at_s or 0.0) for one in planned]
             await asyncio.gather(*(self._live(dispatcher, one, world) for one in clients))
         return clients

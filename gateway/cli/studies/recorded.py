@@ -37,6 +37,11 @@ class Recorded:
             raise ValueError(f"the trace has {len(fitting)} such requests, not {requests}")
         return cls(tuple(fitting[:requests]))
 
+    def cut(self, first: int, requests: int) -> Recorded:
+        """Return so many rows from one on; the first comes at once."""
+        rows = self.rows[first : first + requests]
+        return Recorded(tuple(replace(row, at_s=row.at_s - rows[0].at_s) for row in rows))
+
     def planned(self, rate_rps: float, slo: Slo, seed: int) -> list[Planned]:
         """Return the requests at a mean rate; `seed` is that of the first one's text."""
         return [

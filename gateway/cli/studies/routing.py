@@ -2,19 +2,23 @@
 
     draftgate bench routing --trace FILE --json OUT --html OUT
 
-The requests of a trace, in its order, with its prefixes and its own bursts, at a share of the rate
-that the workers can sustain: what one gives with everything there at once, as often as there are
-workers. Mixed ones are half of them half as fast. Policies meet the same requests, texts and noise;
-means of batches of requests are paired.
+Windows of a trace, in its order, with its prefixes and its own bursts, at shares of the rate that
+the workers can sustain: what each gives with everything there at once, added up. Mixed ones are in
+turn an H200, two H100s, and one at half its speed. Policies meet the same requests, texts and
+noise; means of batches of requests are paired. Caches are empty where a window begins.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from statistics import fmean
+from typing import Any, Final, NamedTuple
 
 from backends.base import WorkerConfig
 from backends.sim.profile import load_profile
@@ -39,13 +43,27 @@ POLICIES: Final = (
 )
 OURS: Final = "price"
 
-SLOWNESS: Final = {"equal": (1.0,), "mixed": (1.0, 2.0)}
-"""By what the times of a profile are multiplied, worker by worker in turn."""
+
+class Kind(NamedTuple):
+    """Of a worker: its profile, and by what its times are multiplied."""
+
+    profile: str
+    slowness: float = 1.0
+
+
+CLUSTERS: Final = {
+    "equal": (Kind("h100-8b"),),
+    "mixed": (Kind("h200-8b"), Kind("h100-8b"), Kind("h100-8b"), Kind("h100-8b", 2.0)),
+}
+"""Workers in turn."""
 
 MAX_MODEL_LEN: Final = 131_072
 """Longer requests of a trace are left out."""
 
+AT_ONCE: Final = 400
 AT_ONCE_RPS: Final = 1e5
+"""How many requests come at once where it is measured what a worker sustains: more than it has
+seats, so that it is full until most are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +71,9 @@ class Study:
     """What is the same for all clusters.
 
     Attributes:
-        recorded: as many requests as the largest cluster gets.
-        each: requests for each worker of a cluster.
+        recorded: as many requests as the windows of the largest cluster need.
+        each: requests of a window for each worker of a cluster.
+        windows: of the trace, one behind the other.
     """
 
     recorded: Recorded
@@ -62,36 +81,57 @@ class Study:
     config: WorkerConfig
     slo: Slo
     seed: int
+    windows: int = 1
 
-    def sustained_rps(self) -> float:
+    @cache  # noqa: B019 - a study lives as long as the process
+    def sustained_rps(self, kind: Kind) -> float:
         """Return the requests per second of one worker when everything is there at once."""
-        records = self._run("least_loaded", 1, (1.0,), AT_ONCE_RPS)
+        window = self.recorded.cut(0, AT_ONCE)
+        records = self._run("least_loaded", 1, (kind,), window, AT_ONCE_RPS)
         return len(records) / max(record.end_s for record in records)
 
-    def cell(self, workers: int, mix: str, rate_rps: float) -> dict[str, Any]:
+    def cell(self, workers: int, mix: str, share: float) -> dict[str, Any]:
         """Simulate all policies on a cluster; return what each gave, and how ours compares."""
-        found = {policy: self._run(policy, workers, SLOWNESS[mix], rate_rps) for policy in POLICIES}
+        kinds, count = CLUSTERS[mix], workers * self.each
+        sustained = [self.sustained_rps(kinds[n % len(kinds)]) for n in range(workers)]
+        rate_rps = share * sum(sustained)
+        windows = [self.recorded.cut(n * count, count) for n in range(self.windows)]
+        found = {
+            policy: [self._run(policy, workers, kinds, window, rate_rps) for window in windows]
+            for policy in POLICIES
+        }
         return {
             "workers": workers,
             "cluster": mix,
+            "share": share,
             "rate_rps": rate_rps,
-            "requests": workers * self.each,
-            "policies": {policy: figures(records) for policy, records in found.items()},
+            "requests": count,
+            "policies": {policy: _told(runs) for policy, runs in found.items()},
             "to_ours": {
-                policy: _difference(found[OURS], records)
-                for policy, records in found.items()
+                policy: _difference(found[OURS], runs)
+                for policy, runs in found.items()
                 if policy != OURS
             },
         }
 
     def _run(
-        self, routing: str, workers: int, slowness: tuple[float, ...], rate_rps: float
+        self, routing: str, workers: int, kinds: Sequence[Kind], window: Recorded, rate_rps: float
     ) -> list[Record]:
-        recorded = replace(self.recorded, rows=self.recorded.rows[: workers * self.each])
-        planned = recorded.planned(rate_rps, self.slo, self.seed)
+        planned = window.planned(rate_rps, self.slo, self.seed)
         rules = replace(EVERYBODY_WAITS, routing=routing)
-        cluster = Cluster(self.config, workers, World(self.seed, slowness=slowness), rules)
-        return simulate(cluster, planned, to_job=recorded.job)
+        world = World(self.seed, slowness=tuple(kind.slowness for kind in kinds))
+        profiles = tuple(kind.profile for kind in kinds)
+        cluster = Cluster(self.config, workers, world, rules, profiles)
+        records = simulate(cluster, planned, to_job=window.job)
+        gc.collect()  # a cluster that has stopped goes in circles: 90 kB for each of its requests
+        return records
+
+
+def _told(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
+    """Return the means of a policy's figures over the windows, and those of each."""
+    windows = [figures(records) for records in runs]
+    means = {name: fmean(told[name] for told in windows) for name in windows[0]}
+    return {**means, "windows": windows}
 
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
@@ -118,22 +158,34 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def _difference(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[str, Any]:
+def _difference(
+    ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
+) -> dict[str, Any]:
     """Return our mean figures less theirs, batch by batch of the same requests."""
     found = {}
-    for name, value in (("latency_s", latency_s), ("ttft_s", ttft_s), ("tpot_s", tpot_s)):
-        pairs = [batch_means([value(record) for record in records]) for records in (ours, theirs)]
+    for name, value in COMPARED.items():
+        pairs = [
+            [mean for records in runs for mean in batch_means([value(one) for one in records])]
+            for runs in (ours, theirs)
+        ]
         difference = estimate(differences(*pairs))
         if difference is not None:
             found[name] = difference.as_dict()
     return found
 
 
+COMPARED: Final[dict[str, Callable[[Record], float | None]]] = {
+    "latency_s": latency_s,
+    "ttft_s": ttft_s,
+    "tpot_s": tpot_s,
+    "attainment": lambda record: float(met(record)),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate all clusters, print a line for each policy, write what was asked for."""
     args = _parser().parse_args(arguments)
     config = WorkerConfig(
-        profile=args.profile,
         proposer="ngram",
         speculation=args.speculation,
         max_num_seqs=256,
@@ -141,39 +193,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_step_tokens=2048,
     )
     counts = [int(text) for text in args.workers.split(",")]
+    shares = [float(text) for text in args.shares.split(",")]
     rows = read_trace(args.trace)
-    recorded = Recorded.of(rows, max(counts) * args.requests, MAX_MODEL_LEN)
+    needed = max(max(counts) * args.requests * args.windows, AT_ONCE)
+    recorded = Recorded.of(rows, min(needed, len(rows)), MAX_MODEL_LEN)
     slo = Slo.of_ms(args.slo_ttft_ms, args.slo_tpot_ms)
-    study = Study(recorded, args.requests, config, slo, args.seed)
+    study = Study(recorded, args.requests, config, slo, args.seed, args.windows)
+    mixes = args.clusters.split(",")
     with without_full_collections():
-        sustained_rps = study.sustained_rps()
-        cells = list(_cells(study, counts, args.clusters.split(","), args.share * sustained_rps))
+        cells = list(_cells(study, mixes, counts, shares))
+    kinds = dict.fromkeys(kind for mix in mixes for kind in CLUSTERS[mix])
     results = {
-        "format": "routing/1",
+        "format": "routing/2",
         **provenance("routing", arguments),
-        "profile": load_profile(args.profile).source,
+        "profiles": {name: load_profile(name).source for name in {one.profile for one in kinds}},
         "settings": {
             "trace": args.trace.name,
             "requests": args.requests,
-            "share": args.share,
-            "sustained_rps": sustained_rps,
+            "windows": args.windows,
+            "sustained_rps": {
+                f"{kind.profile} x {kind.slowness:g}": study.sustained_rps(kind) for kind in kinds
+            },
             "speculation": args.speculation,
             "slo_s": [slo.ttft_s, slo.tpot_s],
             "seed": args.seed,
         },
         "cells": cells,
     }
-    title = f"Routing, {args.trace.stem} on {args.profile}, simulated"
+    title = f"Routing, {args.trace.stem}, simulated"
     write_results(args, results, title, body(title, results))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = study_parser("routing", __doc__)
+    parser = study_parser("routing", __doc__, device=False)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--workers", default="8,16,32,64")
-    parser.add_argument("--clusters", default=",".join(SLOWNESS))
-    parser.add_argument("--requests", type=int, default=100, help="for each worker")
-    parser.add_argument("--share", type=float, default=0.7, help="of the rate that is sustained")
+    parser.add_argument("--clusters", default=",".join(CLUSTERS))
+    parser.add_argument("--requests", type=int, default=100, help="of a window, for each worker")
+    parser.add_argument("--windows", type=int, default=1, help="of the trace")
+    parser.add_argument("--shares", default="0.9", help="of the rate that is sustained")
     parser.add_argument("--speculation", default="auto")
     parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=50.0)
@@ -182,16 +240,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cells(
-    study: Study, counts: Sequence[int], mixes: Sequence[str], rate_rps: float
+    study: Study, mixes: Sequence[str], counts: Sequence[int], shares: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """Simulate every cluster, at so many requests a second for each worker of full speed."""
-    for mix in mixes:
-        speed = sum(1.0 / times for times in SLOWNESS[mix]) / len(SLOWNESS[mix])
-        for workers in counts:
-            cell = study.cell(workers, mix, rate_rps * workers * speed)
-            for policy in cell["policies"]:
-                print(*line(cell, policy), flush=True)
-            yield cell
+    """Simulate every cluster at every share, and print what each policy gave."""
+    for mix, workers, share in product(mixes, counts, shares):
+        cell = study.cell(workers, mix, share)
+        for policy in cell["policies"]:
+            print(*line(cell, policy), flush=True)
+        yield cell
 
 
 if __name__ == "__main__":

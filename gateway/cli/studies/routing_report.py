@@ -10,7 +10,7 @@ from loadgen.report.html import figure_part, table_part
 from loadgen.report.words import percent
 
 HEAD: Final = (
-    "cluster", "workers", "policy", "TTFT p50, ms", "TTFT p99", "TPOT p50", "TPOT p99",
+    "cluster", "workers", "share", "policy", "TTFT p50, ms", "TTFT p99", "TPOT p50", "TPOT p99",
     "mean latency, s", "goodput/s", "in time", "cached", "max / mean",
 )  # fmt: skip
 
@@ -31,6 +31,7 @@ def line(cell: dict[str, Any], policy: str) -> list[str]:
     return [
         cell["cluster"],
         str(cell["workers"]),
+        f"{cell['share']:g}",
         policy,
         *(f"{value:.4g}" if value < 1e4 else f"{value:.0f}" for value in times),
         f"{told['latency_mean_s']:.3f}",
