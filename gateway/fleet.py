@@ -22,7 +22,7 @@ from backends.peer.backend import PeerBackend
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, GenerationRequest, ModelCard
 from gateway.state.store import new_epoch
-from policies.room import Need, Occupancy
+from policies.room import Need, Occupancy, from_others
 from policies.routing import Candidate
 
 NO_WORKER: Final = "there is no worker"
@@ -149,13 +149,18 @@ class FleetWorker:
 
 
 class PeerWorker(FleetWorker):
-    """A worker of another node, in one of its lives, and what this node sent to it."""
+    """A worker of another node, in one of its lives, and what this node sent to it.
+
+    Attributes:
+        gateways: nodes that may send to it, this one included.
+    """
 
     own = False
 
     def __init__(self, worker_id: str, backend: PeerBackend, epoch: str) -> None:
         """Begin with nothing sent."""
         super().__init__(worker_id, backend, epoch)
+        self.gateways = 2  # until it is known
         self._peer = backend
 
     @property
@@ -172,7 +177,7 @@ class PeerWorker(FleetWorker):
     def occupancy(self) -> Occupancy:
         """What it has on its hands, and what others have sent there."""
         at = super().occupancy
-        return replace(at, others=max(0, at.load.running + at.load.waiting - at.sequences))
+        return replace(at, others=from_others(at.load, at.sequences, self.gateways))
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there."""

@@ -33,7 +33,7 @@ class Occupancy:
         started: of these, the ones with a first token; the worker may be done with them.
         unstarted_prompt_tokens: prompt tokens of those without a first token.
         tpot_s: the tightest time per token promised to one of them; None without one.
-        others: sequences that other gateways have there, at least, by its load.
+        others: of sequences that other gateways have there, those that count (`from_others`).
     """
 
     load: WorkerLoad
@@ -90,8 +90,23 @@ def seated(at: Occupancy) -> int:
     """
     on_worker = at.load.running + at.load.waiting
     if at.others:  # whose paused ones are not told from ours
-        return max(at.sequences, on_worker)
+        return at.sequences + at.others
     return at.sequences - at.started + min(at.started - at.load.paused, on_worker)
+
+
+def from_others(load: WorkerLoad, sequences: int, gateways: int) -> int:
+    """Return the sequences of other gateways on a worker, as far as they keep this one's out.
+
+    Others may have all seats but this gateway's share: else a gateway that has a queue would take
+    each seat that becomes free, and the next one's clients would wait for ever.
+
+    Args:
+        load: of all.
+        sequences: this gateway's.
+        gateways: that may send there, this one included.
+    """
+    others = max(0, load.running + load.waiting - sequences)
+    return min(others, load.seats - load.seats // gateways) if load.seats else others
 
 
 def prompt_tokens_ahead(at: Occupancy) -> int:

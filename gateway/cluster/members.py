@@ -93,6 +93,7 @@ class Members:
                 gone = view.report.epoch > member.worker.epoch or self._is_to_be_retried(member)
             if gone:
                 self._leave(member)
+            member.worker.gateways = max(1, snapshot.gateways)
         for worker_id, view in there.items():
             if worker_id not in self._members and self._belongs(view):
                 self._join(view.report)

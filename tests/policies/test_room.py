@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.room import STEPS_AHEAD, Need, Occupancy, has_room, usable_seats
+from policies.room import STEPS_AHEAD, Need, Occupancy, from_others, has_room, usable_seats
 from policies.types import WorkerLoad, WorkerSpeed
 
 
@@ -104,3 +104,27 @@ def test_what_others_sent_takes_seats_and_turns() -> None:
     ahead = load(running=1, prompt_tokens=STEPS_AHEAD * 512)
     assert has_room(Occupancy(ahead, 1), ONE)
     assert not has_room(Occupancy(ahead, 1, others=1), ONE)
+
+
+@given(
+    st.integers(0, 200), st.integers(0, 200), st.integers(0, 300), st.integers(1, 64),
+    st.integers(2, 8),
+)  # fmt: skip
+def test_others_leave_a_gateway_its_share(
+    running: int, waiting: int, own: int, seats: int, gateways: int
+) -> None:
+    """However much others send, who has less than its share of the seats there has room."""
+    there = load(seats=seats, running=running, waiting=waiting)
+    others = from_others(there, own, gateways)
+    assert 0 <= others <= max(0, running + waiting - own)
+    if own < seats // gateways:
+        assert has_room(Occupancy(there, own, own, others=others), ONE)
+    if running + waiting - own > seats and own > seats // 2 + seats // 16:
+        assert not has_room(Occupancy(there, own, own, others=others), ONE)
+
+
+def test_unknown_seats_bound_nobody_by_others() -> None:
+    """All of them count then, and there is room all the same."""
+    there = load(seats=0, running=500)
+    assert from_others(there, 20, 2) == 480
+    assert has_room(Occupancy(there, 20, 20, others=480), ONE)

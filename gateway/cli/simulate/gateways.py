@@ -138,7 +138,7 @@ def _dispatcher(
     """Return a gateway's dispatcher."""
     rules, world = gateways.cluster.rules, gateways.cluster.world
     fleet, lifecycle = Fleet(_nothing_to_build, ()), Lifecycle()
-    fleet.workers = tuple(map(Seen, workers))
+    fleet.workers = tuple(Seen(worker, gateways.count) for worker in workers)
     lifecycle.move_to(NodeState.READY)
     router = Router(routing_policy(rules.routing), Random(f"routing/{world.seed}/{number}").random)
     ordering = ReturningFirst(partial(ordering_policy, rules.ordering))

@@ -23,7 +23,7 @@ from gateway.dispatch.routing import Routed
 from gateway.fleet import Fleet, FleetWorker
 from gateway.state.store import Reservation, WorkerReport
 from policies.protocols import SpeculationPolicy
-from policies.room import Occupancy
+from policies.room import Occupancy, from_others
 from policies.types import WorkerLoad
 
 
@@ -71,9 +71,10 @@ class Seen(FleetWorker):
 
     own = False
 
-    def __init__(self, reported: Reported) -> None:
-        """See a worker that others see, too."""
+    def __init__(self, reported: Reported, gateways: int) -> None:
+        """See a worker that so many gateways see."""
         self.reported = reported
+        self._gateways = gateways
         self.shown: WorkerLoad | None = None
         super().__init__(reported.worker_id, cast(Backend, _ShownBackend(reported.backend, self)))
 
@@ -91,7 +92,7 @@ class Seen(FleetWorker):
     def occupancy(self) -> Occupancy:
         """What it has on its hands, and what others have sent there (as of any peer)."""
         at = super().occupancy
-        return replace(at, others=max(0, at.load.running + at.load.waiting - at.sequences))
+        return replace(at, others=from_others(at.load, at.sequences, self._gateways))
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there, which is at once."""

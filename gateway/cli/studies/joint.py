@@ -93,12 +93,14 @@ class Study:
 
     Attributes:
         load: of all gateways; its rate and seed are replaced.
+        report_s: between two reports of a worker.
     """
 
     config: WorkerConfig
     load: Load
     gateways: int
     workers: int
+    report_s: float
 
     def cell(self, mix: str, steps: str, rate_rps: float, seeds: int) -> dict[str, Any]:
         """Simulate all ways; return what each gave, and how it compares with the joint one.
@@ -130,7 +132,7 @@ class Study:
         profiles = tuple(kind.profile for kind in kinds)
         config = replace(self.config, speculation=steps)
         cluster = Cluster(config, self.workers, world, rules, profiles)
-        gateways = Gateways(cluster, way.policy, way.price, self.gateways)
+        gateways = Gateways(cluster, way.policy, way.price, self.gateways, self.report_s)
         records = simulate_gateways(gateways, list(plan.requests), _unpromised)
         gc.collect()  # what has stopped goes in circles
         return records
@@ -197,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=32_768,
         max_step_tokens=2048,
     )
-    study = Study(config, load, args.gateways, args.workers)
+    study = Study(config, load, args.gateways, args.workers, args.report_ms / 1e3)
     cells = []
     with without_full_collections():
         asked = (text.split(",") for text in (args.clusters, args.speculation, args.rates))
@@ -216,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "gateways": args.gateways,
             "workers": args.workers,
             "seeds": args.seeds,
+            "report_s": study.report_s,
             "slo_s": [slo.ttft_s, slo.tpot_s],
         },
         "cells": cells,
@@ -235,6 +238,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gateways", type=int, default=4)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument(
+        "--report-ms", type=float, default=1000.0, help="links report each 100, heartbeats 1000"
+    )
     parser.add_argument("--slo-ttft-ms", type=float, default=1000.0)
     parser.add_argument("--slo-tpot-ms", type=float, default=40.0)
     return parser
