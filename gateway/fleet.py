@@ -22,7 +22,7 @@ from backends.peer.backend import PeerBackend
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, GenerationRequest, ModelCard
 from gateway.state.store import new_epoch
-from policies.room import Need, Occupancy, from_others
+from policies.room import Need, Occupancy
 from policies.routing import Candidate
 
 NO_WORKER: Final = "there is no worker"
@@ -177,7 +177,8 @@ class PeerWorker(FleetWorker):
     def occupancy(self) -> Occupancy:
         """What it has on its hands, and what others have sent there."""
         at = super().occupancy
-        return replace(at, others=from_others(at.load, at.sequences, self.gateways))
+        others = max(0, at.load.running + at.load.waiting - at.sequences)
+        return replace(at, others=others, gateways=self.gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there."""
@@ -191,6 +192,7 @@ class Fleet:
         workers: its own first.
         rivals: other gateways that send to the same workers unseen.
         discovers: whether workers of other nodes are looked for.
+        ending: whether the node stops: what loses its worker now ends.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class Fleet:
         self._configs = configs
         self.workers: tuple[FleetWorker, ...] = ()
         self.rivals = 0
-        self.discovers = False
+        self.discovers = self.ending = False
         self._last: FleetWorker | None = None  # that it had
 
     @property
@@ -229,6 +231,8 @@ class Fleet:
     @property
     def may_grow(self) -> bool:
         """Whether more workers may be open soon: new ones, or some that come back."""
+        if self.ending:
+            return False
         return self.discovers or any(w.backend.recovers or w.hung for w in self.workers)
 
     @property
@@ -260,13 +264,13 @@ class Fleet:
     @property
     def card(self) -> ModelCard:
         """What is served; of upstreams, what the first of them serves that was ever reached."""
-        cards = [worker.backend.card for worker in self.workers or (self._any(),)]
+        cards = [worker.backend.card for worker in self.workers or (self.any,)]
         return next((card for card in cards if card.model_id), cards[0])
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._any().generating.tokenizer
+        return self.any.generating.tokenizer
 
     async def start(self, name: str | None = None) -> None:
         """Import in a thread, build its own, and start them side by side.
@@ -309,15 +313,22 @@ class Fleet:
         self.workers = (*self.workers, worker)
 
     def remove(self, worker: PeerWorker) -> None:
-        """Send to it no more. Idempotent."""
-        self._last = worker
+        """Send to it no more. Idempotent, and nothing where it was never added."""
+        if worker in self.workers:
+            self._last = worker
         self.workers = tuple(one for one in self.workers if one is not worker)
 
     async def stop(self) -> None:
         """Stop all at once; open streams end with `BackendFailed`. Idempotent."""
         await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
 
-    def _any(self) -> FleetWorker:
+    @property
+    def any(self) -> FleetWorker:
+        """A worker that stands for all; where there is none now, the last one that was.
+
+        Raises:
+            BackendFailed: there never was one.
+        """
         found = self.workers[0] if self.workers else self._last
         if found is None:
             raise BackendFailed(NO_WORKER)

@@ -151,9 +151,11 @@ class Node:
 
     async def stop(self) -> None:
         """Stop the workers, and leave those of others; open streams end with an error."""
+        self.fleet.ending = True
         if self.members is not None:
             await self.members.close()
         await self.fleet.stop()
+        self.dispatcher.queue.pump()  # who still waits is told
 
     async def _advertise(self, join: str) -> str:
         """Settle where others reach this node; return the name of its workers among theirs.

@@ -33,7 +33,8 @@ class Occupancy:
         started: of these, the ones with a first token; the worker may be done with them.
         unstarted_prompt_tokens: prompt tokens of those without a first token.
         tpot_s: the tightest time per token promised to one of them; None without one.
-        others: of sequences that other gateways have there, those that count (`from_others`).
+        others: sequences that other gateways have there, at least, by its load.
+        gateways: that may send there, this one included.
     """
 
     load: WorkerLoad
@@ -42,6 +43,7 @@ class Occupancy:
     unstarted_prompt_tokens: int = 0
     tpot_s: float | None = None
     others: int = 0
+    gateways: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,19 @@ class Need:
 
 
 def has_room(at: Occupancy, need: Need) -> bool:
-    """Return whether a request should go to a worker now. An empty worker takes anything.
+    """Return whether a request should go to a worker now.
 
-    What others have sent to an upstream leaves at least half of its seats to this gateway: whoever
-    sends without looking would get them all else, and of gateways that look, the first to come.
+    A worker that has nothing of this gateway's takes anything: it may be larger than what others
+    ever leave. What others have sent to an upstream leaves at least half of its seats to this
+    gateway: whoever sends without looking would get them all else, and of gateways that look, the
+    first to come. What other gateways have sent to a worker leaves each its share: else who has a
+    queue would take each seat that becomes free, and the next one's clients would wait for ever.
     """
-    if not at.sequences and not at.others:
+    if not at.sequences:
         return True
     seats = usable_seats(at, need.tpot_s)
-    others = min(at.load.others, seats // 2)
+    theirs = min(at.others, seats - max(1, seats // at.gateways))
+    others = min(at.load.others, seats // 2) + theirs
     if seated(at) + others + need.sequences > seats + seats // SPARE_SEATS:
         return False
     ahead = prompt_tokens_ahead(at)
@@ -83,30 +89,15 @@ def has_room(at: Occupancy, need: Need) -> bool:
 
 
 def seated(at: Occupancy) -> int:
-    """Return how many of those sent to a worker have a seat, or are about to take one.
+    """Return how many of those that this gateway sent have a seat, or are about to take one.
 
     Who is paused for a slow reader has none, nor who has all its tokens and only reads them: else
     some that stopped would keep all others out.
     """
     on_worker = at.load.running + at.load.waiting
     if at.others:  # whose paused ones are not told from ours
-        return at.sequences + at.others
+        return at.sequences
     return at.sequences - at.started + min(at.started - at.load.paused, on_worker)
-
-
-def from_others(load: WorkerLoad, sequences: int, gateways: int) -> int:
-    """Return the sequences of other gateways on a worker, as far as they keep this one's out.
-
-    Others may have all seats but this gateway's share: else a gateway that has a queue would take
-    each seat that becomes free, and the next one's clients would wait for ever.
-
-    Args:
-        load: of all.
-        sequences: this gateway's.
-        gateways: that may send there, this one included.
-    """
-    others = max(0, load.running + load.waiting - sequences)
-    return min(others, load.seats - load.seats // gateways) if load.seats else others
 
 
 def prompt_tokens_ahead(at: Occupancy) -> int:

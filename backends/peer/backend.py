@@ -19,7 +19,7 @@ from backends.base import WorkerConfig
 from backends.core.admission import Admission
 from backends.errors import BackendFailed, CheckpointError, WorkerLeft
 from backends.peer.clock import RemoteClock
-from backends.peer.link import CONNECT_S, Link, PeerRefused, linked
+from backends.peer.link import CONNECT_S, Link, PeerChanged, PeerRefused, linked
 from backends.peer.messages import WORKER_PATH, Cancel, Report, SetPace, Submit, Update
 from backends.peer.numbers import Numbers
 from backends.peer.proof import SharedSecret, secret_of
@@ -247,14 +247,14 @@ class PeerBackend:
         """
         welcome, known = link.welcome, self._served
         if self._only_epoch not in {None, welcome.epoch}:
-            raise PeerRefused(f"it was restarted: epoch {welcome.epoch}, not {self._only_epoch}")
+            raise PeerChanged(f"it was restarted: epoch {welcome.epoch}, not {self._only_epoch}")
         if known is None:
             fetch = link.tokenizer_files
             tokenizer = await self._tokenizers.get(welcome.tokenizer, fetch)
         elif (known.card.model_id, known.tokenizer) == (welcome.card.model_id, welcome.tokenizer):
             tokenizer = known.admission.tokenizer
         else:
-            raise PeerRefused(f"it serves another model now: {welcome.card.model_id}")
+            raise PeerChanged(f"it serves another model now: {welcome.card.model_id}")
         admission = remote_admission(welcome.card, tokenizer)
         self._served = _Served(welcome.card, admission, welcome.tokenizer)
         self._remote_clock = RemoteClock()
@@ -312,8 +312,9 @@ class PeerBackend:
 
     def _is_final(self, reason: Exception) -> bool:
         """Whether to ask again makes no sense: before it was ever there, or of another life."""
-        refused = isinstance(reason, PeerRefused | CheckpointError)
-        return refused and (self._served is None or self._only_epoch is not None)
+        if self._served is None:
+            return isinstance(reason, PeerRefused | CheckpointError)
+        return self._only_epoch is not None and isinstance(reason, PeerChanged)
 
     def _settle(self, error: Exception | None) -> None:
         """End `start`, once."""

@@ -53,6 +53,10 @@ class PeerRefused(BackendFailed):
     """A peer is not what it should be, or does not know us: to ask again does not help."""
 
 
+class PeerChanged(PeerRefused):
+    """A peer is another one than it was, and will not be that again."""
+
+
 class Link:
     """A connection that is open and proved. Use on the event loop's thread.
 

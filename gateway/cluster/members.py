@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from backends.errors import BackendFailed, CheckpointError
@@ -29,6 +30,27 @@ was wrong, such as a secret. (Chosen.)"""
 
 Reach = Callable[[WorkerReport], PeerBackend]
 """Returns the backend that reaches a worker, in the life that it reports."""
+
+
+@dataclass(slots=True)
+class _Model:
+    """What the workers of a node's fleet serve.
+
+    Attributes:
+        digest: of its tokenizer's files; "" while that is not known.
+    """
+
+    model_id: str
+    max_model_len: int
+    digest: str = ""
+
+    def mismatch(self, model_id: str, max_model_len: int) -> str | None:
+        """Return why who serves this does not belong here; None if it does."""
+        if model_id != self.model_id:
+            return f"it serves {model_id!r}, not {self.model_id!r}"
+        if max_model_len < self.max_model_len:
+            return f"its context is {max_model_len} tokens, not {self.max_model_len}"
+        return None
 
 
 class _Member:
@@ -65,13 +87,14 @@ class Members:
         self._changed = changed
         self._members: dict[str, _Member] = {}
         self._strangers: dict[str, str] = {}  # lives of workers that do not belong here, and why
-        self._digest: str | None = None  # of the fleet's tokenizer
+        self._serves: _Model | None = None  # what belongs here, for good
         self._came = asyncio.Event()
         self._leaving = set[asyncio.Task[None]]()
 
     async def first(self) -> None:
         """Return once there is a worker: for a node that has none of its own."""
         while not self._fleet.workers:
+            self._came.clear()
             await self.look()
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -94,6 +117,7 @@ class Members:
             if gone:
                 self._leave(member)
             member.worker.gateways = max(1, snapshot.gateways)
+        self._strangers = {one: life for one, life in self._strangers.items() if one in there}
         for worker_id, view in there.items():
             if worker_id not in self._members and self._belongs(view):
                 self._join(view.report)
@@ -127,15 +151,16 @@ class Members:
         return False
 
     def _mismatch(self, report: WorkerReport) -> str | None:
-        """Return why a worker cannot take what this node's others take; None if it can."""
-        if not self._fleet.workers:
-            return None
-        card = self._fleet.card
-        if report.model_id != card.model_id:
-            return f"it serves {report.model_id!r}, not {card.model_id!r}"
-        if report.max_model_len < card.max_model_len:
-            return f"its context is {report.max_model_len} tokens, not {card.max_model_len}"
-        return None
+        """Return why a worker cannot take what this node's others take; None if it may."""
+        serves = self._known()
+        return None if serves is None else serves.mismatch(report.model_id, report.max_model_len)
+
+    def _known(self) -> _Model | None:
+        """Return what this node serves, as far as it is known."""
+        if self._serves is None and self._fleet.own:
+            card = self._fleet.card
+            self._serves = _Model(card.model_id, card.max_model_len)
+        return self._serves
 
     def _is_to_be_retried(self, member: _Member) -> bool:
         refused_s = member.refused_s
@@ -171,21 +196,29 @@ class Members:
     async def _check(self, backend: PeerBackend) -> None:
         """Return if a worker has the fleet's model, and token ids mean the same to it.
 
+        The first one of a node that has none of its own settles what that is.
+
         Raises:
             BackendFailed: it has not, or they do not.
         """
-        if self._digest is None and self._fleet.own:
+        card, digest = backend.card, backend.tokenizer_digest
+        serves = self._known()
+        if serves is not None and not serves.digest and self._fleet.own:
             files = self._fleet.tokenizer.files
-            self._digest = await asyncio.to_thread(lambda: files_digest(files()))
-        self._digest = self._digest or backend.tokenizer_digest  # of several first ones, one is it
-        if self._digest != backend.tokenizer_digest:
+            serves.digest = await asyncio.to_thread(lambda: files_digest(files()))
+        if self._serves is None:  # still: of several first ones, one is it
+            self._serves = _Model(card.model_id, card.max_model_len, digest)
+        why = self._serves.mismatch(card.model_id, card.max_model_len)
+        if why is not None:
+            raise BackendFailed(why)
+        if self._serves.digest != digest:
             raise BackendFailed("its tokenizer is another one")
-        if self._fleet.workers and backend.card.model_id != self._fleet.card.model_id:
-            raise BackendFailed("it serves another model")
 
     def _leave(self, member: _Member) -> None:
         """Send to a worker no more; what still runs there ends."""
         worker = member.worker
+        if member.joining is not None:
+            member.joining.cancel()
         del self._members[worker.worker_id]
         if member.refused_s is None:
             log(logging.INFO, "worker left", worker=worker.worker_id, epoch=worker.epoch)
@@ -197,7 +230,6 @@ class Members:
 
 async def _stop(member: _Member) -> None:
     if member.joining is not None:
-        member.joining.cancel()
         await asyncio.wait({member.joining})
     await member.backend.stop()
 

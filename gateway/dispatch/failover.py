@@ -125,6 +125,7 @@ class Failover:
         said, losses, avoid = Said(request), list[Loss](), set[str]()
         lost: _Lost | None = None
         for number in count(1):
+            since_s = self._queue.now_s()
             routed = await self._turn(run, index, request, waiting, lost)
             before = said.tokens
             try:
@@ -141,7 +142,7 @@ class Failover:
                 return
             except NoCapacity:
                 self._queue.hold()
-                waiting = waiting.on()
+                waiting = waiting.on(since_s)
                 continue
             except BackendFailed as error:
                 if said.is_complete:
@@ -203,7 +204,7 @@ class Failover:
 
     def _given_up(self, lost: _Lost, losses: list[Loss], said: Said) -> GivenUp | None:
         """Return why a prompt does not go on now; None if it does."""
-        if not self._fleet.serving:
+        if not self._fleet.serving or self._fleet.ending:
             return GivenUp.NO_WORKER
         if said.tokens and not lost.placed.worker.backend.card.capabilities.resume:
             return GivenUp.UNABLE

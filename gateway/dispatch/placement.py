@@ -117,7 +117,7 @@ class Placer:
         Args:
             expected_tokens: of output of each of its sequences.
         """
-        first = self._fleet.workers[0].backend
+        first = self._fleet.any.backend
         return RouteView(
             self._view(job, index, request, first.card.model_id),
             request.most_tokens,

@@ -29,7 +29,7 @@ class Waiting:
 
     Attributes:
         avoid: ids of workers that it goes to only if there is no other.
-        since_s: from when on its longest wait counts; None begins with its turn.
+        since_s: from when on its longest wait counts; None begins with the next turn.
     """
 
     request_id: str
@@ -42,10 +42,14 @@ class Waiting:
         """Return what is left of the request, with the place that it had."""
         return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
 
-    def on(self) -> Waiting:
-        """Return the request as it waits on, with the place that it had: it was not sent."""
-        since_s = self.ticket.arrived_s if self.since_s is None else self.since_s
-        return replace(self, ticket=replace(self.ticket, returning=True), since_s=since_s)
+    def on(self, since_s: float) -> Waiting:
+        """Return the request as it waits on, with the place that it had: it was not sent.
+
+        Args:
+            since_s: when it took its place for the turn that came to nothing.
+        """
+        begun_s = since_s if self.since_s is None else self.since_s
+        return replace(self, ticket=replace(self.ticket, returning=True), since_s=begun_s)
 
 
 @dataclass(slots=True)
@@ -87,7 +91,7 @@ class CentralQueue:
         self.ordering = ordering
         self._fleet = fleet
         self.router = router
-        self._now_s = now_s
+        self.now_s = now_s
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
         self._places: dict[int, _Place] = {}  # by ticket
         self._held = False
@@ -134,7 +138,7 @@ class CentralQueue:
         if not self._fleet.serving:
             self._fail_all()
             return
-        now_s = self._now_s()  # once: at another instant somebody else may be next
+        now_s = self.now_s()  # once: at another instant somebody else may be next
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
             gone = place.turn.cancelled()  # and has not been able to leave by itself yet
@@ -177,7 +181,7 @@ class CentralQueue:
         """Return how long it may still wait; None is for ever."""
         if self._timeout_s is None or waiting.since_s is None:
             return self._timeout_s
-        return max(0.0, waiting.since_s + self._timeout_s - self._now_s())
+        return max(0.0, waiting.since_s + self._timeout_s - self.now_s())
 
     def _push(self, place: _Place) -> None:
         self._places[place.waiting.ticket.key] = place

@@ -14,6 +14,7 @@ import pytest
 from gateway.app import Listening, StartError, build_node, drain, start_workers
 from gateway.cluster.address import advertised_url, is_local
 from gateway.config import ServeConfig
+from gateway.dispatch.failover import COMEBACK_S
 from gateway.lifecycle import NodeState
 from gateway.state.memory import MemoryStore
 from gateway.state.store import Snapshot
@@ -263,6 +264,71 @@ async def test_who_serves_something_else_is_left_out(
         "it serves 'draftgate-demo', not 'another'",
         "its context is 100 tokens, not 8192",
     ]
+
+
+async def test_what_a_gateway_serves_is_settled_by_its_first_worker(store: Forgetful) -> None:
+    """Another model with the same tokenizer does not take its place, nor a shorter context, though
+    nobody else is left."""
+    first, other = ScriptedBackend(), ScriptedBackend()
+    other.card = replace(other.card, model_id="another")
+    shorter = ScriptedBackend()
+    shorter.card = replace(shorter.card, max_model_len=500)
+    async with running(store=store, join=JOIN, no_worker=True, start=False) as where:
+        async with member(store, backends=[first]) as there:
+            await start_workers(where.node)
+            await there.node.heartbeat.leave()
+        async with member(store, backends=[other]), member(store, backends=[shorter]):
+            async with asyncio.timeout(PATIENCE_S):
+                while where.node.fleet.workers:
+                    await where.node.heartbeat.beat()
+                    await asyncio.sleep(0.01)
+            for _ in range(3):
+                await where.node.heartbeat.beat()
+                await asyncio.sleep(0.01)
+            assert where.node.fleet.workers == ()
+            assert where.node.fleet.card.model_id == "scripted"
+        async with member(store, backends=[ScriptedBackend()]):
+            await knows(where, 1)
+
+
+async def test_a_node_that_stops_ends_its_streams_at_once(
+    store: Forgetful, scripted: ScriptedBackend
+) -> None:
+    """Each has one error event, also that of a worker of another node: nobody waits for more."""
+    body = {"prompt": [1] * 10, "max_tokens": 50, "stream": True}
+    async with (
+        member(store, backends=[scripted]),
+        running(store=store, join=JOIN, no_worker=True) as where,
+        client(where) as http,
+    ):
+        asked = asyncio.create_task(http.post(PATH, json=body))
+        scripted.emit(await scripted.submitted.get(), "one")
+        await until(lambda: where.node.fleet.workers[0].occupancy.started == 1)
+        begun_s = asyncio.get_running_loop().time()
+        await where.node.stop()
+        told = events((await asked).text)
+        assert asyncio.get_running_loop().time() - begun_s < COMEBACK_S / 3
+        assert sum("error" in event for event in told if isinstance(event, dict)) == 1
+
+
+async def test_a_link_that_is_refused_for_a_while_comes_back(
+    store: Forgetful, scripted: ScriptedBackend
+) -> None:
+    """A worker that answers 404 for a moment, as a proxy in front of it may, is asked again."""
+    async with (
+        member(store, backends=[scripted]) as there,
+        running(store=store, join=JOIN, no_worker=True) as where,
+    ):
+        (worker,) = where.node.fleet.workers
+        access, there.node.peer_access = there.node.peer_access, None
+        await worker.backend._link._socket.close()
+        await until(
+            lambda: worker.backend.failure is not None and "secret" in worker.backend.failure
+        )
+        there.node.peer_access = access
+        await until(lambda: worker.backend.failure is None)
+        await where.node.heartbeat.beat()
+        assert where.node.fleet.workers == (worker,)
 
 
 async def test_a_node_whose_own_worker_breaks_fails_though_others_serve(

@@ -21,7 +21,9 @@ from tests.gateway.flaky_store import FlakyStore
 from tests.gateway.troubles import (
     Dispatched,
     Told,
+    Trouble,
     answer,
+    behind,
     dispatching,
     play,
     quick_starts,
@@ -105,6 +107,31 @@ def test_who_finds_all_leased_for_too_long_is_told() -> None:
             return now_s() - begin_s
 
     assert play(scenario()) == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_stream_older_than_the_longest_wait_goes_on_through_a_full_pool() -> None:
+    """It has lost its worker and finds all leased: its wait begins then, not when it came."""
+
+    async def scenario() -> int:
+        trouble = {0: Trouble(behind(300))}
+        settings = {"config": WorkerConfig(), "shared": True, "timeout_s": 0.2}
+        async with dispatching(simulated(trouble), 2, **settings) as there:
+            await asyncio.sleep(0.1)
+            begun_s = asyncio.get_running_loop().time()
+            await others_lease(there.store, there, 1, 1)  # of equals it takes the other one
+            asking = asyncio.create_task(answer(there.dispatcher, job(1_000)))
+            await asyncio.sleep(0.05)
+            full = there.fleet.workers[1].backend.load()
+            await others_lease(there.store, there, 1, full.kv_blocks_total * full.kv_block_tokens)
+            while there.fleet.workers[0].backend.failure is None:  # noqa: ASYNC110 - it sets none
+                await asyncio.sleep(0.01)
+            assert asyncio.get_running_loop().time() - begun_s > 0.2
+            await asyncio.sleep(0.1)
+            await there.store.release(["theirs"])
+            (choice,) = await asking
+            return len(choice.token_ids)
+
+    assert play(scenario()) == 1_000
 
 
 def test_a_reservation_takes_the_worker_that_others_have_left() -> None:

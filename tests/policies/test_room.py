@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.room import STEPS_AHEAD, Need, Occupancy, from_others, has_room, usable_seats
+from policies.room import STEPS_AHEAD, Need, Occupancy, has_room, usable_seats
 from policies.types import WorkerLoad, WorkerSpeed
 
 
@@ -95,36 +95,37 @@ def test_usable_seats_are_from_one_to_all(
 
 def test_what_others_sent_takes_seats_and_turns() -> None:
     """Of a worker that several gateways use: its own figures count where they are more."""
-    at = Occupancy(load(running=10, waiting=6), 6, started=6, others=10)
+    at = Occupancy(load(running=10, waiting=6), 8, started=8, others=8, gateways=2)
     assert not has_room(at, Need(2, 10, 20))
-    assert has_room(replace(at, load=load(running=9, waiting=6), others=9), ONE)
-    assert has_room(Occupancy(load(running=1), others=1), ONE)
-    full = load(running=1, kv_blocks_free=0)
-    assert not has_room(Occupancy(full, others=1), ONE)
-    ahead = load(running=1, prompt_tokens=STEPS_AHEAD * 512)
-    assert has_room(Occupancy(ahead, 1), ONE)
-    assert not has_room(Occupancy(ahead, 1, others=1), ONE)
+    assert has_room(replace(at, load=load(running=9, waiting=6), others=7), ONE)
+    ahead = load(running=2, prompt_tokens=STEPS_AHEAD * 512)
+    assert has_room(Occupancy(ahead, 2), ONE)
+    assert not has_room(Occupancy(ahead, 1, others=1, gateways=2), ONE)
 
 
 @given(
     st.integers(0, 200), st.integers(0, 200), st.integers(0, 300), st.integers(1, 64),
-    st.integers(2, 8),
+    st.integers(2, 8), st.integers(1, 40),
 )  # fmt: skip
 def test_others_leave_a_gateway_its_share(
-    running: int, waiting: int, own: int, seats: int, gateways: int
+    running: int, waiting: int, own: int, seats: int, gateways: int, sequences: int
 ) -> None:
-    """However much others send, who has less than its share of the seats there has room."""
-    there = load(seats=seats, running=running, waiting=waiting)
-    others = from_others(there, own, gateways)
-    assert 0 <= others <= max(0, running + waiting - own)
-    if own < seats // gateways:
-        assert has_room(Occupancy(there, own, own, others=others), ONE)
-    if running + waiting - own > seats and own > seats // 2 + seats // 16:
-        assert not has_room(Occupancy(there, own, own, others=others), ONE)
+    """However much others send, who has less than its share of the seats there has room, and who
+    has nothing there may send one request, however large."""
+    others = max(0, running + waiting - own)
+    at = Occupancy(load(seats=seats, running=running, waiting=waiting), own, own, 0, None, others)
+    at = replace(at, gateways=gateways)
+    need = Need(sequences, 100, 200)
+    if own == 0 or own + sequences <= seats // gateways:
+        assert has_room(at, need)
+    if others and own > seats // 2 + seats // 16 and own + others >= 2 * seats:
+        assert not has_room(at, need)
 
 
-def test_unknown_seats_bound_nobody_by_others() -> None:
-    """All of them count then, and there is room all the same."""
-    there = load(seats=0, running=500)
-    assert from_others(there, 20, 2) == 480
-    assert has_room(Occupancy(there, 20, 20, others=480), ONE)
+def test_a_promised_time_leaves_a_gateway_its_share_of_what_is_left() -> None:
+    """Fewer seats keep a promise; others have no more of these than their part."""
+    speed = WorkerSpeed(tpot_s=0.02, sequence_s=0.001)
+    there = load(seats=64, running=40, speed=speed)
+    at = Occupancy(there, 1, 1, 0, 0.02, 39, gateways=4)
+    assert usable_seats(at, 0.02) == 40
+    assert has_room(at, Need(1, 10, 20, 0.02))
