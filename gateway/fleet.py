@@ -13,7 +13,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from typing import Final, cast
 
 from backends.base import Backend, Upstream, WorkerConfig
@@ -22,7 +21,7 @@ from backends.peer.backend import PeerBackend
 from backends.tokenizer import Tokenizer
 from backends.types import Delta, GenerationRequest, ModelCard
 from gateway.state.store import new_epoch
-from policies.room import Need, Occupancy
+from policies.room import Need, Occupancy, shared
 from policies.routing import Candidate
 
 NO_WORKER: Final = "there is no worker"
@@ -176,9 +175,7 @@ class PeerWorker(FleetWorker):
     @property
     def occupancy(self) -> Occupancy:
         """What it has on its hands, and what others have sent there."""
-        at = super().occupancy
-        others = max(0, at.load.running + at.load.waiting - at.sequences)
-        return replace(at, others=others, gateways=self.gateways)
+        return shared(super().occupancy, self.gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there."""

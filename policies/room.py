@@ -8,7 +8,7 @@ there is a seat, memory for its prompt, and no more prompt tokens ahead than the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from policies.types import WorkerLoad
@@ -86,6 +86,12 @@ def has_room(at: Occupancy, need: Need) -> bool:
         return True
     free_tokens = at.load.kv_blocks_free * at.load.kv_block_tokens
     return ahead + need.prompt_tokens <= free_tokens
+
+
+def shared(at: Occupancy, gateways: int) -> Occupancy:
+    """Return what a worker that so many gateways send to has on its hands, others' included."""
+    others = max(0, at.load.running + at.load.waiting - at.sequences)
+    return replace(at, others=others, gateways=gateways)
 
 
 def seated(at: Occupancy) -> int:

@@ -86,7 +86,9 @@ class Members:
         self._reach = reach
         self._changed = changed
         self._members: dict[str, _Member] = {}
-        self._strangers: dict[str, str] = {}  # lives of workers that do not belong here, and why
+        self._strangers: dict[
+            str, str
+        ] = {}  # workers that do not belong here: lives that were told
         self._serves: _Model | None = None  # what belongs here, for good
         self._came = asyncio.Event()
         self._leaving = set[asyncio.Task[None]]()
@@ -203,7 +205,7 @@ class Members:
         """
         card, digest = backend.card, backend.tokenizer_digest
         serves = self._known()
-        if serves is not None and not serves.digest and self._fleet.own:
+        if serves is not None and not serves.digest:  # its own model's
             files = self._fleet.tokenizer.files
             serves.digest = await asyncio.to_thread(lambda: files_digest(files()))
         if self._serves is None:  # still: of several first ones, one is it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 from gateway.dispatch.routing import Routed
@@ -70,7 +71,7 @@ def _offers(routed: Routed, most: int) -> Iterator[Offer]:
         yield Offer(routed.worker.worker_id, routed.worker.epoch, watermark=routed.worker.watermark)
         return
     pairs = zip(routed.choices, routed.route.offers, strict=True)
-    for worker, offer in list(pairs)[:most]:
+    for worker, offer in islice(pairs, most):
         yield Offer(
             worker.worker_id, worker.epoch, offer.score, offer.score_per_token, worker.watermark
         )

@@ -58,9 +58,10 @@ class Router:
             self._policy.placed(request, candidates[0])
             return Routed(there[0][0])
         route = self._policy.route(request, Candidates(candidates, rivals), self._draw)
-        workers = {worker.worker_id: worker for worker, _ in there}
-        choices = tuple(workers[offer.worker_id] for offer in route.offers)
-        self._policy.placed(request, choices[0].candidate(choices[0].occupancy))
+        places = {one.worker_id: place for place, one in enumerate(candidates)}
+        chosen = [places[offer.worker_id] for offer in route.offers]
+        self._policy.placed(request, candidates[chosen[0]])
+        choices = tuple(there[place][0] for place in chosen)
         return Routed(choices[0], route, choices)
 
     def moved(self, view: View, worker: FleetWorker) -> None:

@@ -1,13 +1,5 @@
-"""Fixtures of the peers' tests."""
+"""Fixtures of the peers' tests: those of the gateway's that they share."""
 
-from __future__ import annotations
+from tests.gateway.conftest import scripted
 
-import pytest
-
-from tests.gateway.harness import ScriptedBackend
-
-
-@pytest.fixture
-async def scripted() -> ScriptedBackend:
-    """A worker whose steps the test decides; not serving yet."""
-    return ScriptedBackend()
+__all__ = ["scripted"]

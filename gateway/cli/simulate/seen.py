@@ -23,7 +23,7 @@ from gateway.dispatch.routing import Routed
 from gateway.fleet import Fleet, FleetWorker
 from gateway.state.store import Reservation, WorkerReport
 from policies.protocols import SpeculationPolicy
-from policies.room import Occupancy
+from policies.room import Occupancy, shared
 from policies.types import WorkerLoad
 
 
@@ -91,9 +91,7 @@ class Seen(FleetWorker):
     @property
     def occupancy(self) -> Occupancy:
         """What it has on its hands, and what others have sent there (as of any peer)."""
-        at = super().occupancy
-        others = max(0, at.load.running + at.load.waiting - at.sequences)
-        return replace(at, others=others, gateways=self._gateways)
+        return shared(super().occupancy, self._gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there, which is at once."""
