@@ -69,7 +69,7 @@ async def test_a_client_that_leaves_frees_the_memory_two_nodes_away() -> None:
 async def test_a_node_counts_what_others_send_to_its_worker() -> None:
     """Its own clients wait for seats that another node's requests have, and get them then."""
     async with (
-        running(max_num_seqs=1) as there,
+        running(max_num_seqs=1, profile=SLOW) as there,
         running(backend="peer", upstream=(there.url,)) as where,
         client(there) as direct,
         client(where) as http,
