@@ -19,6 +19,7 @@ WORKDIR /src
 # The dependencies first: this layer stays as long as they do. Its README is empty, so that a word
 # changed there installs nothing anew.
 COPY pyproject.toml constraints.txt LICENSE ./
+COPY draftgate/__init__.py draftgate/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     touch README.md \
     && pip install -c constraints.txt setuptools \
@@ -28,6 +29,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 FROM build AS wheel
 
 COPY README.md ./
+COPY draftgate draftgate
 COPY policies policies
 COPY backends backends
 COPY gateway gateway

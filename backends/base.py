@@ -7,9 +7,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard, Pace
-from policies.types import WorkerLoad
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.policies.types import WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)

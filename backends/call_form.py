@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from backends.schema_bounds import check_schema
+from draftgate.backends.schema_bounds import check_schema
 
 
 class FunctionForm(msgspec.Struct, frozen=True):

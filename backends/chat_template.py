@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from backends.errors import CheckpointError, RequestRejected
+from draftgate.backends.errors import CheckpointError, RequestRejected
 
 MAX_PROMPT_CHARS: Final = 1 << 24
 """The longest prompt a template may write: about four million tokens, beyond any context."""

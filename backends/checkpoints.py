@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from backends.errors import CheckpointError
-from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 
 _HUB_NAME: Final = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 

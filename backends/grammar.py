@@ -23,12 +23,12 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from backends.call_form import calls_as_lark
-from backends.core.drafts import ROOT, Draft
-from backends.errors import RequestRejected
-from backends.schema_bounds import check_pattern, check_schema
-from backends.tokenizer import Tokenizer
-from backends.types import GrammarKind, GrammarSpec
+from draftgate.backends.call_form import calls_as_lark
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.schema_bounds import check_pattern, check_schema
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -7,15 +7,15 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 
-from backends.base import Backend, Upstream, WorkerConfig
+from draftgate.backends.base import Backend, Upstream, WorkerConfig
 
 BACKEND_GROUP = "draftgate.backends"
 
 _BUILT_IN = {
-    "engine": "backends.engine.backend:EngineBackend",
-    "sim": "backends.sim.backend:SimBackend",
-    "openai": "backends.openai.upstream:OpenAIUpstream",
-    "peer": "backends.peer.backend:static_peer",
+    "engine": "draftgate.backends.engine.backend:EngineBackend",
+    "sim": "draftgate.backends.sim.backend:SimBackend",
+    "openai": "draftgate.backends.openai.upstream:OpenAIUpstream",
+    "peer": "draftgate.backends.peer.backend:static_peer",
 }
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from backends.core.admission import Admission
-from backends.grammar import LlGrammars
-from backends.tokenizer import Tokenizer
-from backends.types import ModelCard
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import ModelCard
 
 
 def remote_admission(card: ModelCard, tokenizer: Tokenizer) -> Admission:

@@ -15,8 +15,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any
 
-from backends.errors import BackendFailed
-from backends.types import Delta, GenerationRequest
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.types import Delta, GenerationRequest
 
 
 class DeltaStreams:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from backends.base import Backend
-from backends.errors import BackendFailed, RequestRejected
-from backends.token_ids import compact
-from backends.types import (
+from draftgate.backends.base import Backend
+from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import (
     Capabilities,
     Delta,
     FinishReason,
@@ -26,7 +26,7 @@ from backends.types import (
     SamplingParams,
     Task,
 )
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PATIENCE_S: Final = 60.0
 """How long a check waits for what must happen; generous, since only failures wait that long."""

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
-from backends.errors import CheckpointError
-from backends.token_texts import TokenTexts
+from draftgate.backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.token_texts import TokenTexts
 
 FILES: Final = (
     "tokenizer.json",

@@ -7,9 +7,9 @@ from enum import StrEnum
 from functools import cache
 from typing import NamedTuple
 
-from backends.token_ids import TokenIds
-from policies.types import ANYTIME, ServiceLevel, SpeculationPlan
-from policies.types import Pace as Pace  # noqa: PLC0414 - part of what backends speak
+from draftgate.backends.token_ids import TokenIds
+from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
+from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - part of what backends speak
 
 
 class Task(StrEnum):

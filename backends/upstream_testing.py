@@ -9,8 +9,8 @@ import asyncio
 import json
 from typing import Any, Final
 
-from backends.base import Upstream, UpstreamCall
-from backends.errors import UpstreamUnreachable
+from draftgate.backends.base import Upstream, UpstreamCall
+from draftgate.backends.errors import UpstreamUnreachable
 
 PATIENCE_S: Final = 60.0
 """How long a check waits for what must happen; generous, since only failures wait that long."""

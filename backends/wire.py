@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from backends.token_ids import TokenIds, from_bytes, to_bytes
+from draftgate.backends.token_ids import TokenIds, from_bytes, to_bytes
 
 Received = TypeVar("Received")
 

@@ -27,8 +27,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from policies.quotas import Quota
-from policies.types import ServiceLevel
+from draftgate.policies.quotas import Quota
+from draftgate.policies.types import ServiceLevel
 
 Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]

@@ -20,15 +20,15 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from backends.errors import BackendError
-from backends.registry import backend_factory
-from gateway.config import ServeConfig
-from gateway.fleet import Fleet
-from gateway.http.routes import build_app
-from gateway.lifecycle import NodeState
-from gateway.node import Node
-from gateway.state.opening import open_store
-from gateway.telemetry.tracing import open_tracing
+from draftgate.backends.errors import BackendError
+from draftgate.backends.registry import backend_factory
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.http.routes import build_app
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.node import Node
+from draftgate.gateway.state.opening import open_store
+from draftgate.gateway.telemetry.tracing import open_tracing
 
 YOUNG_OBJECTS: Final = 5_000
 """So many new objects are there before the garbage collector looks at them. Few of a request's

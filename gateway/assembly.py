@@ -7,26 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
-from gateway.dispatch.decisions import Decisions
-from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.leases import Leases
-from gateway.dispatch.placement import Placer
-from gateway.dispatch.queue import CentralQueue
-from gateway.dispatch.routing import Router
-from gateway.fleet import Fleet
-from gateway.forwarding.forwarder import Forwarder
-from gateway.forwarding.pools import Pools
-from gateway.lifecycle import Lifecycle
-from gateway.state.store import Store
-from gateway.telemetry.metrics import Metrics
-from policies.failover import MOST_RESUMES
-from policies.ordering.returning import ReturningFirst
-from policies.protocols import SpeculationPolicy
-from policies.quotas import Ledger, Quota
-from policies.registry import admission_policy, ordering_policy, routing_policy
-from policies.retry_budget import RetryBudget
-from policies.routing import Draw
+from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.leases import Leases
+from draftgate.gateway.dispatch.placement import Placer
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.forwarding.forwarder import Forwarder
+from draftgate.gateway.forwarding.pools import Pools
+from draftgate.gateway.lifecycle import Lifecycle
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.policies.failover import MOST_RESUMES
+from draftgate.policies.ordering.returning import ReturningFirst
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.quotas import Ledger, Quota
+from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
+from draftgate.policies.retry_budget import RetryBudget
+from draftgate.policies.routing import Draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from backends.errors import (
+from draftgate.backends.errors import (
     BackendFailed,
     RequestRejected,
     UpstreamFailed,

@@ -15,14 +15,14 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final, cast
 
-from backends.base import Backend, Upstream, WorkerConfig
-from backends.errors import BackendFailed
-from backends.peer.backend import PeerBackend
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard
-from gateway.state.store import new_epoch
-from policies.room import Need, Occupancy, shared
-from policies.routing import Candidate
+from draftgate.backends.base import Backend, Upstream, WorkerConfig
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard
+from draftgate.gateway.state.store import new_epoch
+from draftgate.policies.room import Need, Occupancy, shared
+from draftgate.policies.routing import Candidate
 
 NO_WORKER: Final = "there is no worker"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from gateway.errors import Draining, Starting, WorkerFailed
+from draftgate.gateway.errors import Draining, Starting, WorkerFailed
 
 
 class NodeState(StrEnum):

@@ -10,32 +10,32 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from backends.peer.backend import PeerBackend
-from backends.peer.proof import secret_of
-from backends.peer.tokenizer import Tokenizers
-from gateway import __version__
-from gateway.accounts import Accounts, read_accounts
-from gateway.assembly import WaitingRules, build_dispatcher, build_forwarder
-from gateway.cluster.access import peer_access
-from gateway.cluster.address import advertised_url, is_local
-from gateway.cluster.heartbeat import Heartbeat
-from gateway.cluster.members import Members
-from gateway.config import ServeConfig
-from gateway.dispatch.admission import Bounds
-from gateway.dispatch.decisions import Decisions
-from gateway.errors import NotOffered
-from gateway.fleet import Fleet, FleetWorker
-from gateway.lifecycle import Lifecycle, NodeState
-from gateway.served import Served
-from gateway.state.store import Store, WorkerReport
-from gateway.telemetry import figures
-from gateway.telemetry.live import Live
-from gateway.telemetry.logs import log
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.tracing import Tracing
-from policies.registry import speculation_policy
-from policies.retry_budget import RetryBudget
-from policies.types import WorkerLoad
+from draftgate import __version__
+from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.peer.proof import secret_of
+from draftgate.backends.peer.tokenizer import Tokenizers
+from draftgate.gateway.accounts import Accounts, read_accounts
+from draftgate.gateway.assembly import WaitingRules, build_dispatcher, build_forwarder
+from draftgate.gateway.cluster.access import peer_access
+from draftgate.gateway.cluster.address import advertised_url, is_local
+from draftgate.gateway.cluster.heartbeat import Heartbeat
+from draftgate.gateway.cluster.members import Members
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.admission import Bounds
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.errors import NotOffered
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.served import Served
+from draftgate.gateway.state.store import Store, WorkerReport
+from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry.live import Live
+from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.tracing import Tracing
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.retry_budget import RetryBudget
+from draftgate.policies.types import WorkerLoad
 
 _UNSHARED: Final = "--peer-secret-env is not given"
 

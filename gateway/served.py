@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.tokenizer import Tokenizer
-from gateway.errors import InvalidRequest, ModelNotFound
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.errors import InvalidRequest, ModelNotFound
 
 
 @dataclass(frozen=True, slots=True)

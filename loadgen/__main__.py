@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from loadgen.cli import app
+from draftgate.loadgen.cli import app
 
 app(prog_name="python -m loadgen")

@@ -24,8 +24,8 @@ from typing import IO, Any, Final, Self
 from msgspec import UNSET, DecodeError, Struct, UnsetType, ValidationError, convert, field
 from msgspec.json import Encoder, decode, encode
 
-from loadgen.checking.verify import LosslessCheck
-from loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
 
 FORMAT: Final = "loadgen-events/1"
 

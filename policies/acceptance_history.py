@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
-from policies.types import UNTESTED, DraftCounts
+from draftgate.policies.types import UNTESTED, DraftCounts
 
 MOST_TENANTS: Final = 4096
 """Tenants that are remembered, a megabyte or so; those not heard of for longest go first."""

@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.price import few_slots_s, slots_s
-from policies.step_cost import StepCost
-from policies.types import StepView
+from draftgate.policies.price import few_slots_s, slots_s
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import StepView
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.types import DraftCandidate
+from draftgate.policies.types import DraftCandidate
 
 
 def arbitrate(

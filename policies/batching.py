@@ -11,8 +11,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Final
 
-from policies.step_cost import StepCost
-from policies.types import BatchView
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import BatchView
 
 STRETCH: Final = 5.0
 """Without a target, a step with prefills may take so many times what its decodes alone take: the

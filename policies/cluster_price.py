@@ -26,9 +26,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from policies.price import LEAST_S
-from policies.room import Need
-from policies.types import WorkerLoad, WorkerSpeed
+from draftgate.policies.price import LEAST_S
+from draftgate.policies.room import Need
+from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 FORGETTING: Final = 0.98
 """What a request leaves of all before it in what is usual: the last fifty decide, as with lengths

@@ -25,7 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from policies.regression import NonNegativeRegression
+from draftgate.policies.regression import NonNegativeRegression
 
 REFIT_STEPS: Final = 64
 """Steps that are learned at once: 2 to 3 microseconds for each (one core, Zen 5, 2026-11-22)."""

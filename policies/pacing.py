@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from policies.types import Pace
+from draftgate.policies.types import Pace
 
 UNTOUCHED_BYTES: Final = 16 * 1024
 """A backlog up to this size is nobody's fault: a hundred chunks of 160 bytes, less than the send

@@ -27,8 +27,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.step_cost import StepCost
-from policies.types import StepView
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import StepView
 
 Array = NDArray[np.float64]
 

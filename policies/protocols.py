@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from policies.admission.types import AdmissionView, Admitted, Refused
-from policies.ordering.ticket import Ticket
-from policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
-from policies.step_cost import StepCost
-from policies.types import BatchView, RequestView, SpeculationPlan, StepView, WorkerLoad
+from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
+from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import BatchView, RequestView, SpeculationPlan, StepView, WorkerLoad
 
 
 @runtime_checkable

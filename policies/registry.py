@@ -12,17 +12,17 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final, Generic, TypeGuard, TypeVar
 
-from policies.admission import Bounded, Deadline, Unbounded
-from policies.batching import DecodeFirst, FixedBudget, PrefillFirst, Slack
-from policies.ordering import Fair, edf, fcfs
-from policies.protocols import (
+from draftgate.policies.admission import Bounded, Deadline, Unbounded
+from draftgate.policies.batching import DecodeFirst, FixedBudget, PrefillFirst, Slack
+from draftgate.policies.ordering import Fair, edf, fcfs
+from draftgate.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
     OrderingPolicy,
     RoutingPolicy,
     SpeculationPolicy,
 )
-from policies.routing import (
+from draftgate.policies.routing import (
     Price,
     least_loaded,
     power_of_two,
@@ -30,7 +30,7 @@ from policies.routing import (
     round_robin,
     weighted,
 )
-from policies.speculation import (
+from draftgate.policies.speculation import (
     AdaptiveVerification,
     Auto,
     Fixed,

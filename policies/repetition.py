@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 MATCH_TOKENS: Final = 2
 """Tokens that have to agree for a place to be found. Of 1 to 4 it tells most of what is accepted
-later (`python -m backends.engine.bench.request_forecast`, 2026-11-21): a longer match is found more
+later (`python -m bench.engine.request_forecast`, 2026-11-21): a longer match is found more
 seldom and hardly ever wrong, so shares of prompts differ less."""
 
 TAIL_TOKENS: Final = 512

@@ -15,13 +15,19 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from policies.types import ANY_PROPOSER, DraftCounts, RequestView, SpeculationMode, WorkerLoad
-from policies.weights import weight
+from draftgate.policies.types import (
+    ANY_PROPOSER,
+    DraftCounts,
+    RequestView,
+    SpeculationMode,
+    WorkerLoad,
+)
+from draftgate.policies.weights import weight
 
 HISTORY_TOKENS: Final = 64.0
 """Tested tokens that what is known of all weighs in what is said of one tenant: those of a request
 of 96 tokens. (16 to 256 forecast recorded requests from others of their task equally well, within
-0.002 nats a token: `python -m backends.engine.bench.request_forecast`, 2026-11-21.)"""
+0.002 nats a token: `python -m bench.engine.request_forecast`, 2026-11-21.)"""
 
 REPETITION_SLOPE: Final = 1.7
 USUAL_REPETITION: Final = 0.59

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from policies.types import WorkerLoad
+from draftgate.policies.types import WorkerLoad
 
 STEPS_AHEAD: Final = 2
 """Steps' worth of prompt tokens that a worker has before it: the one that runs and the next one.

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from policies.draft_pay import DraftMeans, expected_accepted, pays
-from policies.protocols import SpeculationPolicy
-from policies.speculation.planning import no_speculation
-from policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
+from draftgate.policies.draft_pay import DraftMeans, expected_accepted, pays
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.speculation.planning import no_speculation
+from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
 
 
 class Pool(StrEnum):

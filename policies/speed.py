@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from policies.step_cost import StepCost
-from policies.types import WorkerSpeed
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import WorkerSpeed
 
 LAST_STEPS: Final = 32
 """Steps that a mean looks back on: 0.3 to 1 second at steps of 10 to 30 ms. Prompts that come some

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from policies.types import WorkerLoad
+from draftgate.policies.types import WorkerLoad
 
 LATE_STEPS: Final = 20
 """A worker is hung that takes longer for a step than for so many usual ones. Drafts that are

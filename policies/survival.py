@@ -6,7 +6,7 @@ sequence's last draft of that source ended while it is still to be made (`outcom
 table says is shifted for each request by what came of its own drafts.
 
 Brier scores of survivals on recorded drafts of held-out code, n-gram trees / the shipped draft
-model (`python -m backends.engine.bench.survival`, 2026-11-21): one rate for all 0.223 / 0.209; a
+model (`python -m bench.engine.survival`, 2026-11-21): one rate for all 0.223 / 0.209; a
 rate for each request 0.168 / 0.177; by evidence and position 0.132 / 0.167, shifted for each
 request 0.130 / 0.159. Before drafting, by the last outcome and shifted: 0.138 / 0.174.
 """

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 
-from policies.admission.types import AdmissionView, Admitted, PoolView, QueueView, Refused
-from policies.ordering.ticket import Ticket
-from policies.protocols import (
+from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView, Refused
+from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
     OrderingPolicy,
     RoutingPolicy,
     SpeculationPolicy,
 )
-from policies.room import Occupancy
-from policies.routing.types import Candidate, Candidates, Route, RouteView
-from policies.step_cost import StepCost
-from policies.types import (
+from draftgate.policies.room import Occupancy
+from draftgate.policies.routing.types import Candidate, Candidates, Route, RouteView
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import (
     ANY_PROPOSER,
     PROPOSER_MODES,
     BatchView,

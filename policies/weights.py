@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from policies.types import ServiceLevel
+from draftgate.policies.types import ServiceLevel
 
 LATE_WEIGHT: Final = 4.0
 """Weight of a sequence that is late. A slot that survives with 0.2 then counts as much as one with

@@ -108,4 +108,4 @@ def test_a_kernel_has_a_reference_and_a_test(path: Path) -> None:
     reference = _reference_of(path)
     assert reference.exists()
     for module in (path, reference):
-        assert f"backends.engine.kernels.{module.stem}" in NAMES_IN_TESTS
+        assert f"draftgate.backends.engine.kernels.{module.stem}" in NAMES_IN_TESTS

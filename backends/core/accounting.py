@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from backends.core.draft_plan import DraftPlan
-from backends.core.queues import Queues
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.types import FinishReason, Phases, StepTrace, TokenLogprob
+from draftgate.backends.core.draft_plan import DraftPlan
+from draftgate.backends.core.queues import Queues
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.types import FinishReason, Phases, StepTrace, TokenLogprob
 
 
 class Details(NamedTuple):

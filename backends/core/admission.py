@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from backends.core.grammar import Grammars
-from backends.errors import RequestRejected
-from backends.tokenizer import Tokenizer
-from backends.types import GenerationRequest, Task
+from draftgate.backends.core.grammar import Grammars
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GenerationRequest, Task
 
 LOOKED_AT_TOKENS: Final = 1 << 14
 """Tokens of a prompt that are looked at before other threads may run."""

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from typing import Final
 
-from backends.core.draft_scores import DraftScores
-from backends.core.drafts import DraftRequest, Proposer
-from backends.core.offers import Terms
-from backends.core.sequence import Sequence
-from backends.types import Pace
-from policies.look_ups import LookUpGains
+from draftgate.backends.core.draft_scores import DraftScores
+from draftgate.backends.core.drafts import DraftRequest, Proposer
+from draftgate.backends.core.offers import Terms
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.types import Pace
+from draftgate.policies.look_ups import LookUpGains
 
 HOPELESS_TURNS: Final = 16
 """Sequences whose next drafts are not worth a slot are asked for in each so many steps: where one

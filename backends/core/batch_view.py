@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork
-from policies.batching import patience_s
-from policies.types import BatchView
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork
+from draftgate.policies.batching import patience_s
+from draftgate.policies.types import BatchView
 
 
 def batch_view(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.kv_blocks import KvBlocks
 
 
 @dataclass(slots=True, eq=False)

@@ -7,19 +7,19 @@ from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from backends.core.drafting import Drafting
-from backends.core.drafts import Draft, Proposer
-from backends.core.kv_blocks import KvBlocks
-from backends.core.offers import Offer, Terms
-from backends.core.sequence import Sequence
-from backends.types import StepTrace
-from policies.drafting_cost import DraftingMeter, StepDrafting
-from policies.price import rate, slot_price
-from policies.protocols import SpeculationPolicy
-from policies.speculation import MOST_FIXED
-from policies.step_cost import StepCost
-from policies.types import StepView
-from policies.weights import weight
+from draftgate.backends.core.drafting import Drafting
+from draftgate.backends.core.drafts import Draft, Proposer
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.offers import Offer, Terms
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.types import StepTrace
+from draftgate.policies.drafting_cost import DraftingMeter, StepDrafting
+from draftgate.policies.price import rate, slot_price
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.speculation import MOST_FIXED
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import StepView
+from draftgate.policies.weights import weight
 
 TERMS_STEPS: Final = 16
 """Steps of a batch that stays the same for which the terms of drafting are computed once: they

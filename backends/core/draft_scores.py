@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from backends.core.drafts import Draft
-from backends.core.sequence import Sequence
-from policies.survival import FORGETTING, Acceptance, RequestRecord, Row, Survivals
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.policies.survival import FORGETTING, Acceptance, RequestRecord, Row, Survivals
 
 GRAMMAR: Final = "grammar"
 """The source of drafts that a grammar forces."""

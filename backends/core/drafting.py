@@ -13,21 +13,21 @@ from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import Final
 
-from backends.core.asking import Asking
-from backends.core.draft_scores import GRAMMAR, DraftScores
-from backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
-from backends.core.exploration import Exploration
-from backends.core.offers import Offer, Terms
-from backends.core.sequence import Sequence
-from policies.arbitration import arbitrate
-from policies.drafting_cost import StepDrafting
-from policies.types import ANY_PROPOSER, DraftCandidate
+from draftgate.backends.core.asking import Asking
+from draftgate.backends.core.draft_scores import GRAMMAR, DraftScores
+from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
+from draftgate.backends.core.exploration import Exploration
+from draftgate.backends.core.offers import Offer, Terms
+from draftgate.backends.core.sequence import Sequence
+from draftgate.policies.arbitration import arbitrate
+from draftgate.policies.drafting_cost import StepDrafting
+from draftgate.policies.types import ANY_PROPOSER, DraftCandidate
 
 FIRST_TOKENS: Final = 64
 TOKENS_PER_STEP: Final = 2.5
 """What a sequence is taken to go on for at first, and by how much in a step with drafts: half the
 shortest outputs people ask for, and the middle of what drafts gave on held-out code (1.6 to 3.4,
-docs/measurements/proposers.json). Catching up is spread over the steps they give."""
+bench/results/proposers.json). Catching up is spread over the steps they give."""
 
 
 _NOTHING: Final = DraftCandidate(())

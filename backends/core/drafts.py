@@ -12,7 +12,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from backends.core.sequence import Sequence
+from draftgate.backends.core.sequence import Sequence
 
 ROOT: Final = -1
 """The parent of tokens that follow the sequence itself."""

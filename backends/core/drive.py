@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from backends.core.steps import Executor, StepPlan, StepResult
-from backends.core.worker import Worker
-from backends.types import Delta
+from draftgate.backends.core.steps import Executor, StepPlan, StepResult
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.types import Delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from backends.core.sequence import Sequence, SequenceState
-from backends.core.steps import StepPlan, StepResult
-from backends.types import Delta, FinishReason
+from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.types import Delta, FinishReason
 
 
 def pooling_plan(plan: StepPlan) -> StepPlan:

@@ -11,8 +11,8 @@ import math
 from collections.abc import Container, Iterator, Mapping
 from typing import Final
 
-from backends.core.drafts import DraftRequest, Proposer
-from policies.drafting_cost import DraftingCost
+from draftgate.backends.core.drafts import DraftRequest, Proposer
+from draftgate.policies.drafting_cost import DraftingCost
 
 EXPLORED_SHARE: Final = 0.005
 """Share of the time of steps for drafting what no policy asked for, so that a proposer which costs

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Protocol
 
-from backends.types import GrammarSpec
+from draftgate.backends.types import GrammarSpec
 
 if TYPE_CHECKING:
-    from backends.core.drafts import Draft
+    from draftgate.backends.core.drafts import Draft
 
 
 class Grammar(Protocol):

@@ -15,8 +15,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from backends.core.free_runs import FreeRuns
-from backends.core.prefix_cache import PrefixCache
+from draftgate.backends.core.free_runs import FreeRuns
+from draftgate.backends.core.prefix_cache import PrefixCache
 
 
 class OutOfBlocks(Exception):

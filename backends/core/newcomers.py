@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from backends.core.kv_blocks import KvBlocks
-from backends.core.sequence import Sequence
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.sequence import Sequence
 
 
 def first_blocks(waiting: Collection[Sequence], blocks: KvBlocks) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from backends.core.drafts import Draft
-from backends.core.sequence import Sequence
-from policies.drafting_cost import NO_DRAFTING_COST, DraftingCost
-from policies.types import DraftCandidate
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.policies.drafting_cost import NO_DRAFTING_COST, DraftingCost
+from draftgate.policies.types import DraftCandidate
 
 
 class Terms(NamedTuple):

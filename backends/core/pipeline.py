@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from backends.core.accounting import Emission
-from backends.core.steps import Executor, Launcher, StepPlan
-from backends.core.worker import Worker
-from backends.types import Delta
+from draftgate.backends.core.accounting import Emission
+from draftgate.backends.core.steps import Executor, Launcher, StepPlan
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.types import Delta
 
 _Launched = tuple[StepPlan, Any]  # and what its launch returned
 

@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Container
 
-from backends.core.kv_blocks import KvBlocks, OutOfBlocks
-from backends.core.prefix_cache import PendingPrefixes
-from backends.core.sequence import Sequence, SequenceState
-from backends.types import Pace
+from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from draftgate.backends.core.prefix_cache import PendingPrefixes
+from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.types import Pace
 
 
 class Queues:

@@ -22,23 +22,23 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from backends.core.accounting import Accounting, Details, Emission, details_of
-from backends.core.batch_view import batch_view
-from backends.core.draft_plan import DraftPlan, Room
-from backends.core.drafts import Draft, Proposer
-from backends.core.embedding import embedded, pooling_plan
-from backends.core.kv_blocks import KvBlocks, OutOfBlocks
-from backends.core.newcomers import first_blocks, prompt_tokens
-from backends.core.queues import Queues
-from backends.core.sequence import Sequence, SequenceState
-from backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
-from backends.types import FinishReason, Pace, StepTrace
-from policies.batching import Slack
-from policies.cost_fit import StepCostFit
-from policies.protocols import BatchingPolicy, SpeculationPolicy
-from policies.speed import SpeedMeter
-from policies.step_cost import StepCost
-from policies.types import WorkerLoad, WorkerSpeed
+from draftgate.backends.core.accounting import Accounting, Details, Emission, details_of
+from draftgate.backends.core.batch_view import batch_view
+from draftgate.backends.core.draft_plan import DraftPlan, Room
+from draftgate.backends.core.drafts import Draft, Proposer
+from draftgate.backends.core.embedding import embedded, pooling_plan
+from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from draftgate.backends.core.newcomers import first_blocks, prompt_tokens
+from draftgate.backends.core.queues import Queues
+from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult
+from draftgate.backends.types import FinishReason, Pace, StepTrace
+from draftgate.policies.batching import Slack
+from draftgate.policies.cost_fit import StepCostFit
+from draftgate.policies.protocols import BatchingPolicy, SpeculationPolicy
+from draftgate.policies.speed import SpeedMeter
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-from backends.core.draft_pages import DraftTable
-from backends.core.grammar import Grammar
-from backends.core.prefix_cache import extend_chain
-from backends.token_ids import TokenIds, compact
-from backends.types import (
+from draftgate.backends.core.draft_pages import DraftTable
+from draftgate.backends.core.grammar import Grammar
+from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.token_ids import TokenIds, compact
+from draftgate.backends.types import (
     FinishReason,
     GenerationRequest,
     Pace,
@@ -25,9 +25,9 @@ from backends.types import (
     SpeculationOutcome,
     Task,
 )
-from policies.survival import RequestRecord
-from policies.types import ANYTIME
-from policies.weights import next_due_s
+from draftgate.policies.survival import RequestRecord
+from draftgate.policies.types import ANYTIME
+from draftgate.policies.weights import next_due_s
 
 
 class SequenceState(Enum):

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
-from backends.core.drafts import NO_DRAFT, Draft
-from backends.core.sequence import Sequence
-from backends.types import StepTrace, TokenLogprob
-from policies.step_cost import StepSize
+from draftgate.backends.core.drafts import NO_DRAFT, Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.types import StepTrace, TokenLogprob
+from draftgate.policies.step_cost import StepSize
 
 PENDING: Final = -1
 """A token that a launched step is to draw: known on the device before it is known here."""

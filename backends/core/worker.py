@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from itertools import count
 
-from backends.core.accounting import Details, Emission
-from backends.core.admission import Admission
-from backends.core.detokenize import TextStream
-from backends.core.embedding import embedding_delta
-from backends.core.grammar import Grammar, Grammars
-from backends.core.scheduler import Scheduler
-from backends.core.sequence import Sequence
-from backends.core.steps import StepPlan, StepResult
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, GenerationRequest, Pace, TokenLogprob
-from policies.types import WorkerLoad
+from draftgate.backends.core.accounting import Details, Emission
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.core.detokenize import TextStream
+from draftgate.backends.core.embedding import embedding_delta
+from draftgate.backends.core.grammar import Grammar, Grammars
+from draftgate.backends.core.scheduler import Scheduler
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, TokenLogprob
+from draftgate.policies.types import WorkerLoad
 
 
 class Worker:

@@ -9,15 +9,15 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final, Protocol
 
-from backends.base import WorkerConfig
-from backends.engine.loop import EngineLoop, LoopEvents
-from backends.engine.process import EngineProcess
-from backends.engine.served import ServedModel
-from backends.errors import BackendError, BackendFailed
-from backends.streams import DeltaStreams
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard, Pace
-from policies.types import WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.engine.loop import EngineLoop, LoopEvents
+from draftgate.backends.engine.process import EngineProcess
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.errors import BackendError, BackendFailed
+from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.policies.types import WorkerLoad
 
 
 class EngineHost(Protocol):
@@ -187,6 +187,6 @@ def _host(config: WorkerConfig, events: LoopEvents) -> EngineHost:
     """Return where the engine will run. torch is imported only if that is this process."""
     if config.own_process:
         return EngineProcess(config, events)
-    from backends.engine.load import load_engine
+    from draftgate.backends.engine.load import load_engine
 
     return EngineLoop(lambda progress: load_engine(config, progress), events)

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from backends.errors import CheckpointError
-from backends.tokenizer import read_json
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.tokenizer import read_json
 
 STORED_DTYPES: Final = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """The dtypes we convert, by the name that safetensors gives them."""

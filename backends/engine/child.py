@@ -12,11 +12,11 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-from backends.base import WorkerConfig
-from backends.engine.load import load_engine
-from backends.engine.loop import EngineLoop
-from backends.engine.served import ServedModel
-from backends.engine.wire import (
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.loop import EngineLoop
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.wire import (
     Cancel,
     Channel,
     Command,
@@ -29,8 +29,8 @@ from backends.engine.wire import (
     Stepped,
     Submit,
 )
-from backends.types import Delta
-from policies.types import WorkerLoad
+from draftgate.backends.types import Delta
+from draftgate.policies.types import WorkerLoad
 
 STOP_S: Final = 5.0
 """How long the step in progress may take once nobody listens any more."""

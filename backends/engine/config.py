@@ -9,16 +9,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from backends.engine.fields import Fields
-from backends.engine.rope import (
+from draftgate.backends.engine.fields import Fields
+from draftgate.backends.engine.rope import (
     LinearScaling,
     Llama3Scaling,
     Rope,
     YarnScaling,
     yarn_attention_factor,
 )
-from backends.errors import CheckpointError
-from backends.tokenizer import read_json
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.tokenizer import read_json
 
 MOST_LAYERS: Final = 1 << 12
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")

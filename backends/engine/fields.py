@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, Final
 
-from backends.errors import CheckpointError
+from draftgate.backends.errors import CheckpointError
 
 MOST: Final = 1 << 24
 """No count of a real model comes near: larger is damage, and must not be looped over."""

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.core.drafts import ROOT, Draft
-from backends.core.steps import SequenceWork
-from backends.engine.kv_pool import BLOCK_TOKENS
-from backends.engine.linear import padded_rows
-from backends.engine.transfer import to_device
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.steps import SequenceWork
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
+from draftgate.backends.engine.linear import padded_rows
+from draftgate.backends.engine.transfer import to_device
 
 
 class AttentionSpan(NamedTuple):

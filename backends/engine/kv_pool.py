@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.engine.config import ModelConfig
+from draftgate.backends.engine.config import ModelConfig
 
 BLOCK_TOKENS: Final = 16
 """Tokens per KV block: small enough that a sequence wastes few, as in other engines."""

@@ -11,35 +11,35 @@ from typing import Final
 
 import torch
 
-from backends.base import WorkerConfig
-from backends.checkpoints import checkpoint_id, find_checkpoint
-from backends.core.drafts import Proposer
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.worker import Worker
-from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.gpu.shapes import ROW_BUCKETS
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
-from backends.engine.memory import measured_kv_bytes, taken_bytes
-from backends.engine.model import Decoder
-from backends.engine.numerics import choose_device, choose_dtype, fix_sums, numerics_class
-from backends.engine.proposers.registry import (
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
+from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
+from draftgate.backends.engine.memory import measured_kv_bytes, taken_bytes
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.numerics import choose_device, choose_dtype, fix_sums, numerics_class
+from draftgate.backends.engine.proposers.registry import (
     ProposerSetup,
     check_proposer_name,
     make_proposers,
 )
-from backends.engine.runner import ModelRunner, Runner
-from backends.engine.sampler import Verify
-from backends.engine.sentence_transformers import pools_last_token
-from backends.engine.served import ServedModel
-from backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
-from backends.engine.weights import Weights, load_weights
-from backends.errors import CheckpointError
-from backends.grammar import LlGrammars
-from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
-from backends.tokenizer import Tokenizer
-from backends.types import Capabilities, ModelCard
-from policies.registry import batching_policy, speculation_policy
+from draftgate.backends.engine.runner import ModelRunner, Runner
+from draftgate.backends.engine.sampler import Verify
+from draftgate.backends.engine.sentence_transformers import pools_last_token
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
+from draftgate.backends.engine.weights import Weights, load_weights
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.policies.registry import batching_policy, speculation_policy
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}
 
@@ -172,7 +172,7 @@ def runner_for(
     if decoder.device.type != "cuda":
         return Runner(decoder, pool, verify)
     # Not everywhere is Triton.
-    from backends.engine.gpu.runner import gpu_runner
+    from draftgate.backends.engine.gpu.runner import gpu_runner
 
     runner = gpu_runner(
         decoder, pool, max_num_seqs=max_num_seqs, max_model_len=max_model_len, verify=verify

@@ -28,9 +28,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from backends.core.drafts import Draft
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.transfer import to_device
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.transfer import to_device
 
 _KEPT_PROMPTS: Final = 64
 """Prompts whose distinct tokens are remembered: as many sequences as a batch often has."""

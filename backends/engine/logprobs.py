@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backends.core.steps import StepPlan
-from backends.engine.sampler import Walks
-from backends.types import TokenLogprob
+from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.engine.sampler import Walks
+from draftgate.backends.types import TokenLogprob
 
 
 class RowLogprobs(NamedTuple):

@@ -13,15 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from backends.core.pipeline import Pipeline
-from backends.core.worker import Worker
-from backends.engine.served import ServedModel
-from backends.errors import BackendError
-from backends.types import Delta, GenerationRequest, Pace
-from policies.types import WorkerLoad
+from draftgate.backends.core.pipeline import Pipeline
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.errors import BackendError
+from draftgate.backends.types import Delta, GenerationRequest, Pace
+from draftgate.policies.types import WorkerLoad
 
 if TYPE_CHECKING:
-    from backends.engine.load import LoadedEngine
+    from draftgate.backends.engine.load import LoadedEngine
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backends.engine.config import ModelConfig
-from backends.engine.inputs import StepInputs
-from backends.engine.kv_pool import Layers
-from backends.engine.linear import PRODUCT_ROWS, padded_rows
-from backends.engine.operators.choose import operators_for
-from backends.engine.weights import Weights
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.inputs import StepInputs
+from draftgate.backends.engine.kv_pool import Layers
+from draftgate.backends.engine.linear import PRODUCT_ROWS, padded_rows
+from draftgate.backends.engine.operators.choose import operators_for
+from draftgate.backends.engine.weights import Weights
 
 
 class Decoder:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from backends.engine.checkpoint import Checkpoint
+from draftgate.backends.engine.checkpoint import Checkpoint
 
 FLOAT32_PARAMETERS: Final = 50_000_000
 """Below this, `auto` computes in float32 on a CPU: exact, and dispatch dominates anyway."""

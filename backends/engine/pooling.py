@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from backends.core.steps import StepPlan
+from draftgate.backends.core.steps import StepPlan
 
 
 def rows_of(plan: StepPlan) -> list[int]:

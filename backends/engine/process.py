@@ -15,11 +15,11 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
-from backends.base import WorkerConfig
-from backends.checkpoints import find_checkpoint
-from backends.engine.loop import LoopEvents
-from backends.engine.served import ServedModel
-from backends.engine.wire import (
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.checkpoints import find_checkpoint
+from draftgate.backends.engine.loop import LoopEvents
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.wire import (
     Cancel,
     Channel,
     Command,
@@ -32,10 +32,10 @@ from backends.engine.wire import (
     Stepped,
     Submit,
 )
-from backends.errors import BackendFailed, CheckpointError
-from backends.remote import remote_admission
-from backends.tokenizer import Tokenizer
-from backends.types import GenerationRequest, Pace
+from draftgate.backends.errors import BackendFailed, CheckpointError
+from draftgate.backends.remote import remote_admission
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GenerationRequest, Pace
 
 STOP_S: Final = 10.0
 """How long a process may take to end once it was told to; then it is killed."""
@@ -135,7 +135,7 @@ def _spawn(end: socket.socket) -> subprocess.Popen[bytes]:
     In a session of its own: a terminal's Ctrl-C is for the gateway, which lets streams end first.
     """
     return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", "backends.engine.child", str(end.fileno())],
+        [sys.executable, "-m", "draftgate.backends.engine.child", str(end.fileno())],
         pass_fds=(end.fileno(),),
         stdin=subprocess.DEVNULL,
         start_new_session=True,

@@ -10,15 +10,15 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from backends.core.steps import Executor, Launcher, StepPlan, StepResult
-from backends.engine import logprobs, pooling
-from backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
-from backends.engine.kv_pool import KvPool
-from backends.engine.logits import adjust, forbid
-from backends.engine.logprobs import RowLogprobs
-from backends.engine.model import Decoder
-from backends.engine.operators.base import Operators
-from backends.engine.sampler import Verify, Walks, draw, walk
+from draftgate.backends.core.steps import Executor, Launcher, StepPlan, StepResult
+from draftgate.backends.engine import logprobs, pooling
+from draftgate.backends.engine.inputs import Feed, build_inputs, feed_of, slots_of
+from draftgate.backends.engine.kv_pool import KvPool
+from draftgate.backends.engine.logits import adjust, forbid
+from draftgate.backends.engine.logprobs import RowLogprobs
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.operators.base import Operators
+from draftgate.backends.engine.sampler import Verify, Walks, draw, walk
 
 
 @dataclass(frozen=True, slots=True)

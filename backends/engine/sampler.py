@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.kernels import rejection_ref
-from backends.engine.kernels.sample_verify_ref import RowSampling, sample
-from backends.engine.transfer import to_device
-from backends.types import SamplingParams
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.kernels import rejection_ref
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, sample
+from draftgate.backends.engine.transfer import to_device
+from draftgate.backends.types import SamplingParams
 
 Verify = Literal["coupled", "rejection"]
 """How drafts are verified: a draft is kept if it equals the token of its position (`coupled`), or
@@ -58,7 +58,7 @@ def settles_drafts(plan: StepPlan) -> bool:
 
 def _sample(logits: Tensor, rows: RowSampling) -> Tensor:
     if logits.is_cuda:
-        from backends.engine.kernels import sample_verify
+        from draftgate.backends.engine.kernels import sample_verify
 
         return sample_verify.sample(logits, rows)
     return sample(logits, rows)

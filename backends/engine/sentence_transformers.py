@@ -12,8 +12,8 @@ import logging
 from pathlib import Path
 from typing import Any, Final
 
-from backends.errors import CheckpointError
-from backends.tokenizer import read_json
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.tokenizer import read_json
 
 LAST_TOKEN: Final = "lasttoken"
 SILENT_MODE: Final = "mean_tokens"

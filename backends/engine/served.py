@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.core.admission import Admission
-from backends.types import ModelCard
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.types import ModelCard
 
 
 @dataclass(frozen=True, slots=True)

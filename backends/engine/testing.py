@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Final
 
-from backends.base import WorkerConfig
-from backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
-from backends.core.drive import drive
-from backends.core.sequence import Sequence
-from backends.engine.load import load_engine
-from backends.token_ids import compact
-from backends.types import GenerationRequest, SamplingParams
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
+from draftgate.backends.core.drive import drive
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PROMPTS: Final = (
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",

@@ -11,21 +11,21 @@ from typing import Final
 
 import torch
 
-from backends.core.drafts import Draft
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.config import ModelConfig
-from backends.engine.inputs import AttentionSpan, attending
-from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
-from backends.engine.linear import padded_rows
-from backends.engine.numerics import CPU
-from backends.engine.operators.choose import operators_for
-from backends.engine.runner import ModelRunner
-from backends.token_ids import compact
-from backends.types import GenerationRequest, ResumedChoice, SamplingParams
-from policies.speculation import Off
-from policies.step_cost import StepCost
-from policies.types import RequestView, WorkerLoad
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.inputs import AttentionSpan, attending
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
+from draftgate.backends.engine.linear import padded_rows
+from draftgate.backends.engine.numerics import CPU
+from draftgate.backends.engine.operators.choose import operators_for
+from draftgate.backends.engine.runner import ModelRunner
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from draftgate.policies.speculation import Off
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import RequestView, WorkerLoad
 
 TOKEN_BUCKETS: Final = tuple(
     sorted(

@@ -11,11 +11,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from backends.engine.checkpoint import Checkpoint, TensorReader, checkpoint_hash
-from backends.engine.config import ModelConfig
-from backends.engine.linear import Linear
-from backends.engine.numerics import CPU
-from backends.engine.operators.compiler import compiler_version
+from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader, checkpoint_hash
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.numerics import CPU
+from draftgate.backends.engine.operators.compiler import compiler_version
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT: Final = ("self_attn.o_proj",)

@@ -13,10 +13,10 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from backends.base import WorkerConfig
-from backends.types import Delta, GenerationRequest, ModelCard, Pace
-from backends.wire import Codec
-from policies.types import WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.wire import Codec
+from draftgate.policies.types import WorkerLoad
 
 _LENGTH_BYTES: Final = 4
 

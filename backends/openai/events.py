@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, Final
 
-from backends.base import TokenUsage
+from draftgate.backends.base import TokenUsage
 
 MOST_EVENT_BYTES: Final = 4 << 20
 """Longer events end the stream: what has no end must not fill memory. A chunk with 20 alternatives

@@ -7,10 +7,10 @@ from typing import Final
 
 import aiohttp
 
-from backends.base import TokenUsage
-from backends.errors import UpstreamFailed
-from backends.openai.events import EventScan, StreamEnding, usage_in
-from backends.reasons import plain_reason
+from draftgate.backends.base import TokenUsage
+from draftgate.backends.errors import UpstreamFailed
+from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
+from draftgate.backends.reasons import plain_reason
 
 _TAIL_BYTES: Final = 16 << 10
 """Of a whole answer the end is kept, where `usage` stands."""

@@ -6,7 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import aiohttp
 
-from backends.reasons import plain_reason
+from draftgate.backends.reasons import plain_reason
 
 PROBE_S: Final = 2.0
 """Between probes of an upstream that is well: an outage (three failures) is known in 6 s, or as

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from policies.draft_pay import BatchShare
-from policies.types import WorkerSpeed
+from draftgate.policies.draft_pay import BatchShare
+from draftgate.policies.types import WorkerSpeed
 
 WEIGHT: Final = 0.2
 """Of the newest answer in the running means: about the last ten count."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from backends.openai.metrics.polling import POLL_S
-from backends.openai.metrics.reading import Reading
-from backends.openai.metrics.tally import DraftTally
-from backends.openai.speed import ObservedSpeed
-from policies.draft_pay import DraftMeans, chance_of, slot_price
-from policies.seats import next_seats
-from policies.types import WorkerLoad
+from draftgate.backends.openai.metrics.polling import POLL_S
+from draftgate.backends.openai.metrics.reading import Reading
+from draftgate.backends.openai.metrics.tally import DraftTally
+from draftgate.backends.openai.speed import ObservedSpeed
+from draftgate.policies.draft_pay import DraftMeans, chance_of, slot_price
+from draftgate.policies.seats import next_seats
+from draftgate.policies.types import WorkerLoad
 
 STALE_S: Final = 5 * POLL_S
 """Older readings count for nothing: what others send there is over by then, or unknown."""

@@ -13,17 +13,17 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
-from backends.errors import UpstreamUnreachable
-from backends.openai.exchange import HttpExchange
-from backends.openai.metrics.polling import POLL_S, MetricsPoller
-from backends.openai.pauses import Pauses
-from backends.openai.probing import PROBE_S, Prober
-from backends.openai.speed import ObservedSpeed
-from backends.openai.told import ToldLoad
-from backends.reasons import plain_reason
-from backends.types import Capabilities, ModelCard
-from policies.types import WorkerLoad
+from draftgate.backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
+from draftgate.backends.errors import UpstreamUnreachable
+from draftgate.backends.openai.exchange import HttpExchange
+from draftgate.backends.openai.metrics.polling import POLL_S, MetricsPoller
+from draftgate.backends.openai.pauses import Pauses
+from draftgate.backends.openai.probing import PROBE_S, Prober
+from draftgate.backends.openai.speed import ObservedSpeed
+from draftgate.backends.openai.told import ToldLoad
+from draftgate.backends.reasons import plain_reason
+from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.policies.types import WorkerLoad
 
 CONNECT_S: Final = 5.0
 """A connection takes a round trip or two; the answer itself may take as long as it likes."""

@@ -15,21 +15,21 @@ from typing import Final
 
 import aiohttp
 
-from backends.base import WorkerConfig
-from backends.core.admission import Admission
-from backends.errors import BackendFailed, CheckpointError, WorkerLeft
-from backends.peer.clock import RemoteClock
-from backends.peer.link import CONNECT_S, Link, PeerChanged, PeerRefused, linked
-from backends.peer.messages import WORKER_PATH, Cancel, Report, SetPace, Submit, Update
-from backends.peer.numbers import Numbers
-from backends.peer.proof import SharedSecret, secret_of
-from backends.peer.tokenizer import Tokenizers
-from backends.remote import remote_admission
-from backends.streams import DeltaStreams
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard, Pace
-from policies.breaker import Breaker, Patience
-from policies.types import WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.errors import BackendFailed, CheckpointError, WorkerLeft
+from draftgate.backends.peer.clock import RemoteClock
+from draftgate.backends.peer.link import CONNECT_S, Link, PeerChanged, PeerRefused, linked
+from draftgate.backends.peer.messages import WORKER_PATH, Cancel, Report, SetPace, Submit, Update
+from draftgate.backends.peer.numbers import Numbers
+from draftgate.backends.peer.proof import SharedSecret, secret_of
+from draftgate.backends.peer.tokenizer import Tokenizers
+from draftgate.backends.remote import remote_admission
+from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.policies.breaker import Breaker, Patience
+from draftgate.policies.types import WorkerLoad
 
 logger = logging.getLogger("draftgate.peer")
 

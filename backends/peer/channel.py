@@ -15,8 +15,8 @@ import msgspec
 from aiohttp import ClientWebSocketResponse
 from aiohttp.web import WebSocketResponse
 
-from backends.peer.messages import Piece
-from backends.wire import Codec
+from draftgate.backends.peer.messages import Piece
+from draftgate.backends.wire import Codec
 
 PIECE_BYTES: Final = 256 << 10
 

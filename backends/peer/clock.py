@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from backends.types import Phases
+from draftgate.backends.types import Phases
 
 DRIFT: Final = 1e-3
 """Seconds in a second by which two clocks may part: ten times what quartz and NTP's slewing at its

@@ -11,9 +11,9 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from backends.errors import BackendFailed
-from backends.peer.channel import MOST_FRAME_BYTES, Channel
-from backends.peer.messages import (
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.peer.channel import MOST_FRAME_BYTES, Channel
+from draftgate.backends.peer.messages import (
     MOST_REPORT_BYTES,
     AskTokenizer,
     Command,
@@ -22,8 +22,8 @@ from backends.peer.messages import (
     Update,
     Welcome,
 )
-from backends.peer.proof import Proof, SharedSecret, is_answer
-from backends.reasons import plain_reason
+from draftgate.backends.peer.proof import Proof, SharedSecret, is_answer
+from draftgate.backends.reasons import plain_reason
 
 CONNECT_S: Final = 5.0
 """For a connection and the welcome on it. A node whose event loop is later serves nobody well."""

@@ -18,8 +18,8 @@ from typing import Final
 
 import msgspec
 
-from backends.types import Delta, GenerationRequest, ModelCard, Pace
-from policies.types import WorkerLoad
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.policies.types import WorkerLoad
 
 PREFIX: Final = "/peer/"
 """Of all paths that only nodes of the cluster may use."""

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from backends.errors import CheckpointError
-from backends.tokenizer import Tokenizer, is_tokenizer_file
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.tokenizer import Tokenizer, is_tokenizer_file
 
 
 class Tokenizers:

@@ -6,9 +6,9 @@ from itertools import takewhile
 from random import Random
 from typing import Final, NamedTuple, Protocol
 
-from backends.core.sequence import Sequence
-from backends.sim.recording import Recording, Text
-from backends.sim.truth import Truth
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.sim.recording import Recording, Text
+from draftgate.backends.sim.truth import Truth
 
 TASK_ENDS: Final = "/"
 """In a request's id: what stands before it is the task whose records are replayed."""

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from backends.base import WorkerConfig
-from backends.errors import BackendFailed
-from backends.sim.clock import Clock, LoopClock
-from backends.sim.executor import SimExecutor
-from backends.sim.parts import Builder, StepWorker, serving_parts
-from backends.streams import DeltaStreams
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, GenerationRequest, ModelCard, Pace
-from policies.types import WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.sim.clock import Clock, LoopClock
+from draftgate.backends.sim.executor import SimExecutor
+from draftgate.backends.sim.parts import Builder, StepWorker, serving_parts
+from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.policies.types import WorkerLoad
 
 
 class SimBackend:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from backends.sim.profile import DraftCost, Profile
-from policies.step_cost import StepCost
+from draftgate.backends.sim.profile import DraftCost, Profile
+from draftgate.policies.step_cost import StepCost
 
 
 def misjudged(profile: Profile, error: float, seed: int) -> Profile:

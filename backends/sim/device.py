@@ -20,9 +20,9 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from backends.core.steps import StepPlan
-from backends.sim.profile import Profile
-from policies.step_cost import StepCost
+from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.sim.profile import Profile
+from draftgate.policies.step_cost import StepCost
 
 LAUNCH_SHARE: Final = 0.1
 """Of the shortest step, what is neither reading nor arithmetic: launches and samplers. Assumed."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from itertools import takewhile
 
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan, StepResult
-from backends.sim.device import Device
-from backends.sim.truth import Truth
-from backends.types import TokenLogprob
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.sim.device import Device
+from draftgate.backends.sim.truth import Truth
+from draftgate.backends.types import TokenLogprob
 
 
 class SimExecutor:

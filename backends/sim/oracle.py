@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from backends.core.drafting import Drafting
-from backends.core.kv_blocks import KvBlocks
-from backends.core.offers import Offer, Terms
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.sequence import Sequence as Tokens
-from backends.sim.proposer import SimProposer
-from policies.allocation import allocate
-from policies.protocols import BatchingPolicy, SpeculationPolicy
-from policies.speculation import MAX_DRAFT_TOKENS, Fixed
-from policies.step_cost import StepCost
-from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
+from draftgate.backends.core.drafting import Drafting
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.offers import Offer, Terms
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.sequence import Sequence as Tokens
+from draftgate.backends.sim.proposer import SimProposer
+from draftgate.policies.allocation import allocate
+from draftgate.policies.protocols import BatchingPolicy, SpeculationPolicy
+from draftgate.policies.speculation import MAX_DRAFT_TOKENS, Fixed
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 NAME: Final = "oracle"
 

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from backends.base import WorkerConfig
-from backends.checkpoints import checkpoint_id, find_checkpoint
-from backends.core.admission import Admission
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.steps import StepPlan, StepResult
-from backends.core.worker import Worker
-from backends.shipped import SHIPPED_MODEL_ID
-from backends.sim.acceptance import ConstantAcceptance
-from backends.sim.clock import Clock
-from backends.sim.device import Device, ProfileDevice
-from backends.sim.executor import SimExecutor
-from backends.sim.profile import DraftCost, Profile, load_profile
-from backends.sim.proposer import SimProposer
-from backends.sim.service import ServiceDevice, constant_service
-from backends.sim.truth import Truth, printable_vocabulary
-from backends.tokenizer import Tokenizer, read_json
-from backends.types import Capabilities, Delta, GenerationRequest, ModelCard, Pace
-from policies.registry import batching_policy, speculation_policy
-from policies.types import SpeculationMode, WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.shipped import SHIPPED_MODEL_ID
+from draftgate.backends.sim.acceptance import ConstantAcceptance
+from draftgate.backends.sim.clock import Clock
+from draftgate.backends.sim.device import Device, ProfileDevice
+from draftgate.backends.sim.executor import SimExecutor
+from draftgate.backends.sim.profile import DraftCost, Profile, load_profile
+from draftgate.backends.sim.proposer import SimProposer
+from draftgate.backends.sim.service import ServiceDevice, constant_service
+from draftgate.backends.sim.truth import Truth, printable_vocabulary
+from draftgate.backends.tokenizer import Tokenizer, read_json
+from draftgate.backends.types import Capabilities, Delta, GenerationRequest, ModelCard, Pace
+from draftgate.policies.registry import batching_policy, speculation_policy
+from draftgate.policies.types import SpeculationMode, WorkerLoad
 
 BLOCK_TOKENS: Final = 16
 DEFAULT_MODEL_LEN: Final = 8192

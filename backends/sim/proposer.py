@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from backends.core.drafts import NO_DRAFT, Draft, DraftRequest
-from backends.core.sequence import Sequence
-from backends.sim.acceptance import Acceptance
-from backends.sim.device import Device
-from backends.sim.profile import DraftCost
-from backends.sim.truth import Truth
+from draftgate.backends.core.drafts import NO_DRAFT, Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.sim.acceptance import Acceptance
+from draftgate.backends.sim.device import Device
+from draftgate.backends.sim.profile import DraftCost
+from draftgate.backends.sim.truth import Truth
 
 
 class SimProposer:

@@ -1,6 +1,6 @@
 """Recorded acceptance: what proposers would have drafted at each position of real texts.
 
-A file of the form `acceptance/1`, made by `backends.engine.bench.acceptance` from held-out texts of
+A file of the form `acceptance/1`, made by `bench.engine.acceptance` from held-out texts of
 the shipped model. Neighbouring positions of one text go together (where a text repeats itself,
 drafts are right again and again), so acceptance that is replayed is autocorrelated as the real one
 is; drawn at random, drafts would pay more (speculation.md: the iid formula over-predicts).

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 
-from backends.core.steps import StepPlan
-from backends.types import GenerationRequest
+from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.types import GenerationRequest
 
 ServiceTime = Callable[[GenerationRequest], float]
 """Seconds of a request."""

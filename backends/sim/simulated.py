@@ -10,29 +10,29 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
-from backends.base import WorkerConfig
-from backends.core.admission import Admission
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.shipped import SHIPPED_MODEL
-from backends.sim.acceptance import ReplayedAcceptance
-from backends.sim.belief import misjudged
-from backends.sim.clock import Clock
-from backends.sim.device import Device, ProfileDevice, RooflineDevice
-from backends.sim.executor import SimExecutor
-from backends.sim.oracle import NAME as ORACLE
-from backends.sim.oracle import Oracle, OracleScheduler
-from backends.sim.parts import BLOCK_TOKENS, EXACT, Parts, num_blocks
-from backends.sim.profile import DraftCost, Profile, load_profile, slowed
-from backends.sim.proposer import SimProposer
-from backends.sim.recording import load_recording
-from backends.sim.truth import Truth
-from backends.sim.worker import Ledger, TextlessWorker
-from backends.tokenizer import Tokenizer
-from backends.types import ModelCard
-from policies.protocols import SpeculationPolicy
-from policies.registry import batching_policy, speculation_policy
-from policies.types import SpeculationMode
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.sim.acceptance import ReplayedAcceptance
+from draftgate.backends.sim.belief import misjudged
+from draftgate.backends.sim.clock import Clock
+from draftgate.backends.sim.device import Device, ProfileDevice, RooflineDevice
+from draftgate.backends.sim.executor import SimExecutor
+from draftgate.backends.sim.oracle import NAME as ORACLE
+from draftgate.backends.sim.oracle import Oracle, OracleScheduler
+from draftgate.backends.sim.parts import BLOCK_TOKENS, EXACT, Parts, num_blocks
+from draftgate.backends.sim.profile import DraftCost, Profile, load_profile, slowed
+from draftgate.backends.sim.proposer import SimProposer
+from draftgate.backends.sim.recording import load_recording
+from draftgate.backends.sim.truth import Truth
+from draftgate.backends.sim.worker import Ledger, TextlessWorker
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import ModelCard
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import batching_policy, speculation_policy
+from draftgate.policies.types import SpeculationMode
 
 VOCABULARY: Final = range(256)
 """Token ids of prompts and outputs: small whole numbers take no memory of their own."""

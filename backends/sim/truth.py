@@ -16,8 +16,8 @@ from hashlib import blake2b
 from random import Random
 from typing import Final, TypeVar
 
-from backends.core.sequence import Sequence
-from backends.tokenizer import Tokenizer
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from array import array
 from dataclasses import dataclass, field
 from itertools import count
 
-from backends.core.admission import Admission
-from backends.core.scheduler import Scheduler
-from backends.core.sequence import Sequence
-from backends.core.steps import StepPlan, StepResult
-from backends.types import Delta, FinishReason, GenerationRequest, Pace
-from policies.types import WorkerLoad
+from draftgate.backends.core.admission import Admission
+from draftgate.backends.core.scheduler import Scheduler
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
+from draftgate.policies.types import WorkerLoad
 
 
 @dataclass(slots=True)

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.cli.options import config_from, with_settings
-from gateway.cli.ray import app as ray_app
-from gateway.cli.simulate.flags import simulate
-from gateway.config import ConfigError
+import draftgate
+from draftgate.gateway.cli.options import config_from, with_settings
+from draftgate.gateway.cli.ray import app as ray_app
+from draftgate.gateway.cli.simulate.flags import simulate
+from draftgate.gateway.config import ConfigError
 
 app = typer.Typer(
     name="draftgate",
@@ -31,7 +32,7 @@ BAD_USAGE = 2
 @with_settings()
 def serve(settings: dict[str, Any]) -> None:
     """Serve a model over OpenAI's HTTP API."""
-    from gateway.cli.server import run_server
+    from draftgate.gateway.cli.server import run_server
 
     run_server(config_from(settings).config)
 
@@ -47,7 +48,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template")] = False,
 ) -> None:
     """Generate text without a server; what speculation did goes to stderr."""
-    from gateway.cli.generate import Sample, run_generate
+    from draftgate.gateway.cli.generate import Sample, run_generate
 
     sample = Sample(prompt, max_tokens, temperature, seed, chat)
     run_generate(config_from(settings).config, sample)
@@ -59,7 +60,7 @@ def generate(
 )
 def load(context: typer.Context) -> None:
     """Send load to a server and check every stream (also: sweep, compare, report, calibrate)."""
-    from loadgen.cli import app as loadgen
+    from draftgate.loadgen.cli import app as loadgen
 
     loadgen(context.args, prog_name="draftgate load")
 
@@ -68,26 +69,26 @@ app.command()(simulate)
 
 
 BENCHES = {
-    "engine": "backends.engine.bench.engine",
-    "host": "backends.engine.bench.host",
-    "streams": "backends.engine.bench.streams",
-    "kernels": "backends.engine.bench.kernels",
-    "simulator": "gateway.cli.simulate.prediction",
-    "policies": "gateway.cli.studies.policies",
-    "capacity": "gateway.cli.studies.capacity",
-    "classes": "gateway.cli.studies.classes",
-    "gaps": "gateway.cli.studies.gaps",
-    "herd": "gateway.cli.studies.herd",
-    "routing": "gateway.cli.studies.routing",
-    "joint": "gateway.cli.studies.joint",
-    "overload": "gateway.cli.studies.overload",
-    "tracing": "gateway.cli.studies.tracing",
-    "edge": "gateway.cli.studies.edge.command",
-    "readers": "gateway.cli.studies.readers",
-    "rag": "gateway.cli.studies.rag",
-    "store": "gateway.cli.studies.store",
-    "sweep": "gateway.cli.studies.sweep",
-    "judges": "gateway.cli.studies.judges.command",
+    "engine": "bench.engine.engine",
+    "host": "bench.engine.host",
+    "streams": "bench.engine.streams",
+    "kernels": "bench.engine.kernels",
+    "simulator": "bench.studies.prediction",
+    "policies": "bench.studies.policies",
+    "capacity": "bench.studies.capacity",
+    "classes": "bench.studies.classes",
+    "gaps": "bench.studies.gaps",
+    "herd": "bench.studies.herd",
+    "routing": "bench.studies.routing",
+    "joint": "bench.studies.joint",
+    "overload": "bench.studies.overload",
+    "tracing": "bench.studies.tracing",
+    "edge": "bench.studies.edge.command",
+    "readers": "bench.studies.readers",
+    "rag": "bench.studies.rag",
+    "store": "bench.studies.store",
+    "sweep": "bench.studies.sweep",
+    "judges": "bench.studies.judges.command",
 }
 
 
@@ -102,6 +103,13 @@ def bench(
     if what not in BENCHES:
         typer.echo(f"draftgate: unknown benchmark {what!r}; known: {', '.join(BENCHES)}", err=True)
         raise typer.Exit(BAD_USAGE)
+    # The benchmarks stand beside the package in a checkout; an installed package has none.
+    checkout = Path(draftgate.__file__).resolve().parent.parent
+    if not (checkout / "bench").is_dir():
+        typer.echo("draftgate: benchmarks run from a source checkout; this is a package", err=True)
+        raise typer.Exit(BAD_USAGE)
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
     import_module(BENCHES[what]).main(context.args)
 
 
@@ -113,7 +121,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON lines")] = False,
 ) -> None:
     """Show recorded decisions about speculation, and what another policy makes of them."""
-    from gateway.cli.explain import run_explain
+    from draftgate.gateway.cli.explain import run_explain
 
     run_explain(decisions, policy, request, as_json=as_json)
 
@@ -123,7 +131,7 @@ def collect_env(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
 ) -> None:
     """Describe this machine and what is installed, for bug reports."""
-    from gateway.cli.environment import as_text, collect_environment
+    from draftgate.gateway.cli.environment import as_text, collect_environment
 
     found = collect_environment()
     if as_json:
@@ -141,7 +149,7 @@ def show_config(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
 ) -> None:
     """Show the settings in force, and where each one comes from. Secrets are masked."""
-    from gateway.cli.configuration import as_json_text, as_lines
+    from draftgate.gateway.cli.configuration import as_json_text, as_lines
 
     shown = as_json_text if as_json else as_lines
     typer.echo(shown(config_from(settings)))
@@ -150,7 +158,7 @@ def show_config(
 @app.command()
 def version() -> None:
     """Print the version."""
-    from gateway import __version__
+    from draftgate import __version__
 
     typer.echo(__version__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gateway.config import EffectiveConfig, settings
+from draftgate.gateway.config import EffectiveConfig, settings
 
 
 def as_lines(effective: EffectiveConfig) -> str:

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import typer
 
-from gateway.dispatch.decisions import Decision, read_decisions
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.routing import Route
-from policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.gateway.dispatch.decisions import Decision, read_decisions
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.routing import Route
+from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 FAILED = 1
 

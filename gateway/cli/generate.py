@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import typer
 
-from backends.errors import BackendError
-from backends.token_ids import compact
-from backends.types import SamplingParams, SpeculationOutcome
-from gateway.app import StartError, build_node, start_workers
-from gateway.cli.loading import loading_shown, stderr
-from gateway.config import ServeConfig
-from gateway.dispatch.job import Job
-from gateway.errors import GatewayError, InvalidRequest
-from gateway.node import Node
-from policies.repetition import repetition
+from draftgate.backends.errors import BackendError
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import SamplingParams, SpeculationOutcome
+from draftgate.gateway.app import StartError, build_node, start_workers
+from draftgate.gateway.cli.loading import loading_shown, stderr
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import GatewayError, InvalidRequest
+from draftgate.gateway.node import Node
+from draftgate.policies.repetition import repetition
 
 FAILED = 1
 

@@ -12,9 +12,9 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gateway.config import ServeConfig
-from gateway.fleet import Fleet
-from gateway.telemetry.logs import log
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.telemetry.logs import log
 
 PATIENCE_S: Final = 0.5
 """A bar that vanishes sooner than this is only a flicker."""

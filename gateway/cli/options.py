@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from gateway.config import EffectiveConfig, Setting, load_config, settings
+from draftgate.gateway.config import EffectiveConfig, Setting, load_config, settings
 
 R = TypeVar("R")
 

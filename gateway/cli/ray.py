@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from gateway.cli.options import config_from, with_settings
-from gateway.config import EffectiveConfig
+from draftgate.gateway.cli.options import config_from, with_settings
+from draftgate.gateway.config import EffectiveConfig
 
 FAILED: Final = 1
 
@@ -46,7 +46,7 @@ def start(
     ] = False,
 ) -> None:
     """Start workers that join a pool, and drain them on Ctrl-C or SIGTERM."""
-    from gateway.launch.words import Need
+    from draftgate.gateway.launch.words import Need
 
     given = config_from(settings)
     need = Need(cpus_per_worker, gpus_per_worker, max_restarts, detach)
@@ -56,7 +56,7 @@ def start(
 @app.command()
 def status(address: Address = "auto", pool: Pool = "default") -> None:
     """Say which worker is where, and whether it has joined; exits with 1 if one has not."""
-    from gateway.launch.launcher import look
+    from draftgate.gateway.launch.launcher import look
 
     _within(address, lambda: look(_found(pool), _show))
 
@@ -64,14 +64,14 @@ def status(address: Address = "auto", pool: Pool = "default") -> None:
 @app.command()
 def stop(address: Address = "auto", pool: Pool = "default") -> None:
     """Drain the workers of a pool, and end them; Ctrl-C waits for their streams no longer."""
-    from gateway.launch.launcher import stop as stop_all
+    from draftgate.gateway.launch.launcher import stop as stop_all
 
     _within(address, lambda: stop_all(_found(pool), _show))
 
 
 async def _start(given: EffectiveConfig, workers: int, need: Any) -> bool:
-    from gateway.launch.launcher import launch
-    from gateway.launch.plan import orders_of
+    from draftgate.gateway.launch.launcher import launch
+    from draftgate.gateway.launch.plan import orders_of
 
     cluster = _cluster()
     first = max(cluster.found(given.config.pool), default=-1) + 1
@@ -104,7 +104,7 @@ def _within(address: str, work: Callable[[], Coroutine[Any, Any, bool]]) -> None
 def _cluster() -> ModuleType:
     """Return the module that speaks with Ray, if Ray is there."""
     try:
-        from gateway.launch import cluster
+        from draftgate.gateway.launch import cluster
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
-from gateway.cli.options import metavar, shown_default
-from gateway.config import Setting, settings
-from gateway.telemetry.figures import FIGURES, Figure
-from gateway.telemetry.metrics import shown_name
+from draftgate.gateway.cli.options import metavar, shown_default
+from draftgate.gateway.config import Setting, settings
+from draftgate.gateway.telemetry.figures import FIGURES, Figure
+from draftgate.gateway.telemetry.metrics import shown_name
 
 _SETTINGS = """\
 # Settings

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from gateway import __version__
-from gateway.app import Listening, NodeFailed, StartError, serve
-from gateway.cli.loading import loading_shown, stderr
-from gateway.config import ServeConfig
-from gateway.node import Node
-from gateway.telemetry.logs import configure, log
+from draftgate import __version__
+from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
+from draftgate.gateway.cli.loading import loading_shown, stderr
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.logs import configure, log
 
 FAILED = 1
 """Exit status of a node that cannot start, or has lost its last worker."""

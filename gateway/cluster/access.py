@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from backends.peer.proof import ProofChecker, SharedSecret, secret_of
-from gateway.config import ServeConfig
+from draftgate.backends.peer.proof import ProofChecker, SharedSecret, secret_of
+from draftgate.gateway.config import ServeConfig
 
 NO_PROOF: Final = ""
 """The answer to a peer of which no proof is asked."""

@@ -10,9 +10,9 @@ from typing import Final
 
 from yarl import URL
 
-from gateway.cluster.access import is_loopback
-from gateway.config import ServeConfig
-from gateway.state.redis.url import read_redis_url
+from draftgate.gateway.cluster.access import is_loopback
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.state.redis.url import read_redis_url
 
 _WILDCARDS: Final = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}  # noqa: S104 - no bind
 

@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, Final
 
-from backends.peer.messages import WORKER_PATH
-from gateway.cluster.members import Members
-from gateway.dispatch.decisions import Decisions
-from gateway.dispatch.leases import Leases
-from gateway.dispatch.queue import CentralQueue
-from gateway.fleet import Fleet, FleetWorker
-from gateway.state.store import Store, WorkerReport
-from gateway.telemetry.logs import log
+from draftgate.backends.peer.messages import WORKER_PATH
+from draftgate.gateway.cluster.members import Members
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.leases import Leases
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.state.store import Store, WorkerReport
+from draftgate.gateway.telemetry.logs import log
 
 HEARTBEAT_S: Final = 1.0
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from backends.errors import BackendFailed, CheckpointError
-from backends.peer.backend import PeerBackend
-from backends.peer.tokenizer import files_digest
-from gateway.fleet import Fleet, PeerWorker
-from gateway.state.store import STALE_S, Snapshot, Store, WorkerReport, WorkerView
-from gateway.telemetry.logs import log
+from draftgate.backends.errors import BackendFailed, CheckpointError
+from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.peer.tokenizer import files_digest
+from draftgate.gateway.fleet import Fleet, PeerWorker
+from draftgate.gateway.state.store import STALE_S, Snapshot, Store, WorkerReport, WorkerView
+from draftgate.gateway.telemetry.logs import log
 
 LOOK_S: Final = 1.0
 """Between two looks: as often as workers report."""

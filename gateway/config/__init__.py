@@ -1,6 +1,6 @@
 """Settings: what there is to set (`schema`), and what is in force (`reading`)."""
 
-from gateway.config.reading import (
+from draftgate.gateway.config.reading import (
     ConfigError,
     EffectiveConfig,
     Setting,
@@ -8,7 +8,7 @@ from gateway.config.reading import (
     load_config,
     settings,
 )
-from gateway.config.schema import ServeConfig
+from draftgate.gateway.config.schema import ServeConfig
 
 __all__ = [
     "ConfigError",

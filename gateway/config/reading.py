@@ -14,9 +14,9 @@ from typing import Any, Final, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from backends.registry import backend_names
-from gateway.config.schema import ServeConfig
-from gateway.config.values import (
+from draftgate.backends.registry import backend_names
+from draftgate.gateway.config.schema import ServeConfig
+from draftgate.gateway.config.values import (
     MASK,
     check_pool,
     check_url,
@@ -26,8 +26,8 @@ from gateway.config.values import (
     texts,
     urls,
 )
-from gateway.state.redis.url import read_redis_url
-from policies.registry import (
+from draftgate.gateway.state.redis.url import read_redis_url
+from draftgate.policies.registry import (
     admission_policy,
     batching_policy,
     ordering_policy,

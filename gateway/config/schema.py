@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from backends.base import WorkerConfig
-from policies.failover import MOST_RESUMES
-from policies.retry_budget import LEAST_PER_S, RETRY_SHARE
+from draftgate.backends.base import WorkerConfig
+from draftgate.policies.failover import MOST_RESUMES
+from draftgate.policies.retry_budget import LEAST_PER_S, RETRY_SHARE
 
 
 def _meta(

@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from gateway.dispatch.queue import CentralQueue, Waiting
-from gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
-from gateway.fleet import Fleet
-from policies.admission.forecast import pool_of, work_s
-from policies.admission.types import AdmissionView, Admitted, QueueView, Refused
-from policies.ordering.ticket import Ticket
-from policies.output_history import OutputHistory
-from policies.protocols import AdmissionPolicy
-from policies.quotas import Ledger, Shortage
-from policies.room import Need
-from policies.types import ANYTIME, ServiceLevel
+from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
+from draftgate.gateway.fleet import Fleet
+from draftgate.policies.admission.forecast import pool_of, work_s
+from draftgate.policies.admission.types import AdmissionView, Admitted, QueueView, Refused
+from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.output_history import OutputHistory
+from draftgate.policies.protocols import AdmissionPolicy
+from draftgate.policies.quotas import Ledger, Shortage
+from draftgate.policies.room import Need
+from draftgate.policies.types import ANYTIME, ServiceLevel
 
 
 @dataclass(frozen=True, slots=True)

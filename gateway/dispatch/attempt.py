@@ -8,18 +8,22 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import NamedTuple
 
-from backends.types import Delta, GenerationRequest, Pace
-from gateway.dispatch.admission import AdmissionController
-from gateway.dispatch.leases import Leases
-from gateway.dispatch.placement import Placement, Placer, need_of
-from gateway.dispatch.queue import CentralQueue
-from gateway.dispatch.routing import Routed
-from gateway.dispatch.run import Run
-from gateway.dispatch.watchdog import Reading, Watchdog
-from gateway.state.store import Reservation
-from gateway.telemetry.hops import WorkerHops, dispatched
-from gateway.telemetry.outcomes import describe_decision, describe_reservation, describe_route
-from policies.routing import RouteView
+from draftgate.backends.types import Delta, GenerationRequest, Pace
+from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.gateway.dispatch.leases import Leases
+from draftgate.gateway.dispatch.placement import Placement, Placer, need_of
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
+from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.telemetry.hops import WorkerHops, dispatched
+from draftgate.gateway.telemetry.outcomes import (
+    describe_decision,
+    describe_reservation,
+    describe_route,
+)
+from draftgate.policies.routing import RouteView
 
 
 class _Booked(NamedTuple):

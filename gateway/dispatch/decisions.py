@@ -13,9 +13,9 @@ from typing import Final
 
 import msgspec
 
-from policies.protocols import SpeculationPolicy
-from policies.routing import Route
-from policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.routing import Route
+from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000
 """Decisions that are kept: some minutes of a busy node, a megabyte."""

@@ -10,21 +10,21 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
-from backends.types import GenerationRequest
-from gateway.dispatch.admission import AdmissionController, Ask
-from gateway.dispatch.attempt import Attempts
-from gateway.dispatch.failover import Failover
-from gateway.dispatch.job import Job
-from gateway.dispatch.leases import Leases
-from gateway.dispatch.placement import Placer, need_of
-from gateway.dispatch.prompts import merged
-from gateway.dispatch.queue import CentralQueue
-from gateway.dispatch.run import UNWATCHED, Run, Watch
-from gateway.dispatch.watchdog import Watchdog
-from gateway.fleet import Fleet
-from gateway.lifecycle import Lifecycle
-from gateway.telemetry.outcomes import admission_attributes
-from gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.backends.types import GenerationRequest
+from draftgate.gateway.dispatch.admission import AdmissionController, Ask
+from draftgate.gateway.dispatch.attempt import Attempts
+from draftgate.gateway.dispatch.failover import Failover
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.leases import Leases
+from draftgate.gateway.dispatch.placement import Placer, need_of
+from draftgate.gateway.dispatch.prompts import merged
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
+from draftgate.gateway.dispatch.watchdog import Watchdog
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.lifecycle import Lifecycle
+from draftgate.gateway.telemetry.outcomes import admission_attributes
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 
 
 class Dispatcher:

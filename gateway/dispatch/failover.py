@@ -15,19 +15,19 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-from backends.errors import BackendFailed, WorkerLeft, WorkerStalled
-from backends.token_ids import compact
-from backends.types import Delta, GenerationRequest, ResumedChoice
-from gateway.dispatch.admission import AdmissionController
-from gateway.dispatch.attempt import Attempts
-from gateway.dispatch.leases import NoCapacity
-from gateway.dispatch.placement import Placement, need_of
-from gateway.dispatch.queue import CentralQueue, Waiting
-from gateway.dispatch.routing import Routed
-from gateway.dispatch.run import Resume, Run
-from gateway.errors import QueueTimeout
-from gateway.fleet import Fleet
-from policies.failover import Cause, GivenUp, Loss, given_up
+from draftgate.backends.errors import BackendFailed, WorkerLeft, WorkerStalled
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import Delta, GenerationRequest, ResumedChoice
+from draftgate.gateway.dispatch.admission import AdmissionController
+from draftgate.gateway.dispatch.attempt import Attempts
+from draftgate.gateway.dispatch.leases import NoCapacity
+from draftgate.gateway.dispatch.placement import Placement, need_of
+from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.fleet import Fleet
+from draftgate.policies.failover import Cause, GivenUp, Loss, given_up
 
 COMEBACK_S: Final = 15.0
 """Who has lost its worker waits so long for another one where none may be asked: a link that broke

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.token_ids import TokenIds
-from backends.types import GrammarSpec, SamplingParams, Task
-from policies.types import ANYTIME, ServiceLevel, SpeculationMode
+from draftgate.backends.token_ids import TokenIds
+from draftgate.backends.types import GrammarSpec, SamplingParams, Task
+from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from gateway.dispatch.routing import Routed
-from gateway.state.store import Lease, Offer, Refusal, Reservation, Store
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.state.store import Lease, Offer, Refusal, Reservation, Store
 
 LEASE_S: Final = 30.0
 """A lease outlives this many seconds of silence from the node that holds it."""

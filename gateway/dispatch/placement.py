@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from backends.core.prefix_cache import extend_chain
-from backends.errors import BackendFailed, RequestRejected
-from backends.types import GenerationRequest, SpeculationOutcome, Task
-from gateway.aside import aside
-from gateway.dispatch.decisions import Decisions
-from gateway.dispatch.job import Job
-from gateway.dispatch.routing import Routed
-from gateway.errors import InvalidRequest
-from gateway.fleet import Fleet, FleetWorker
-from gateway.state.store import Reservation
-from policies.acceptance_history import AcceptanceHistory
-from policies.cluster_price import UsualNeed, projected
-from policies.protocols import SpeculationPolicy
-from policies.room import Need
-from policies.routing import RouteView
-from policies.types import (
+from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.types import GenerationRequest, SpeculationOutcome, Task
+from draftgate.gateway.aside import aside
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.state.store import Reservation
+from draftgate.policies.acceptance_history import AcceptanceHistory
+from draftgate.policies.cluster_price import UsualNeed, projected
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.room import Need
+from draftgate.policies.routing import RouteView
+from draftgate.policies.types import (
     PROPOSER_MODES,
     RequestView,
     SpeculationMode,

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Final, TypeAlias
 
-from backends.types import Delta
-from gateway.dispatch.run import Run
+from draftgate.backends.types import Delta
+from draftgate.gateway.dispatch.run import Run
 
 PROMPTS_AT_ONCE: Final = 64
 """Prompts of one request that wait or run at a time, as many as a default batch holds: a request of

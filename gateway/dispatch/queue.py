@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from backends.errors import BackendFailed
-from gateway.dispatch.routing import Routed, Router, View
-from gateway.errors import QueueTimeout
-from gateway.fleet import Fleet
-from policies.ordering.ticket import Ticket
-from policies.protocols import OrderingPolicy
-from policies.room import Need, has_room
+from draftgate.backends.errors import BackendFailed
+from draftgate.gateway.dispatch.routing import Routed, Router, View
+from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.fleet import Fleet
+from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.protocols import OrderingPolicy
+from draftgate.policies.room import Need, has_room
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gateway.fleet import FleetWorker
-from policies.protocols import RoutingPolicy
-from policies.room import Occupancy
-from policies.routing import Candidates, Draw, Route, RouteView
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.policies.protocols import RoutingPolicy
+from draftgate.policies.room import Occupancy
+from draftgate.policies.routing import Candidates, Draw, Route, RouteView
 
 View = Callable[[], RouteView]
 """Returns what is known of a request by now; asked only where there is a choice to be made."""

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from backends.types import Delta, GenerationRequest
-from gateway.dispatch.admission import Entry
-from gateway.dispatch.job import Job
-from gateway.dispatch.placement import Placement
-from gateway.telemetry.tracing import Span
-from policies.failover import Cause, GivenUp
-from policies.types import Pace
+from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.gateway.dispatch.admission import Entry
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.telemetry.tracing import Span
+from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.types import Pace
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from contextvars import Context
 from typing import Any, Final
 
-from backends.errors import WorkerStalled
-from backends.types import Pace
-from gateway.dispatch.run import Run
-from gateway.fleet import FleetWorker
-from gateway.telemetry.logs import log
-from policies.stall import StreamSilence, WorkerSilence
-from policies.types import WorkerLoad
+from draftgate.backends.errors import WorkerStalled
+from draftgate.backends.types import Pace
+from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.telemetry.logs import log
+from draftgate.policies.stall import StreamSilence, WorkerSilence
+from draftgate.policies.types import WorkerLoad
 
 LOOK_S: Final = 1.0
 """Between two looks, and what each counts for. Well below the patience, and a look at a worker and

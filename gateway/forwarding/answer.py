@@ -9,12 +9,12 @@ from typing import Final
 
 import msgspec
 
-from backends.base import Exchange, TokenUsage, UpstreamCall
-from backends.errors import UpstreamFailed, UpstreamUnreachable
-from gateway.errors import UpstreamBroken, UpstreamUnavailable
-from gateway.fleet import FleetWorker
-from gateway.forwarding.pools import Pooled, pool_of
-from policies.types import SpeculationPlan
+from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
+from draftgate.backends.errors import UpstreamFailed, UpstreamUnreachable
+from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.forwarding.pools import Pooled, pool_of
+from draftgate.policies.types import SpeculationPlan
 
 NO_TOKENS: Final = TokenUsage(0, 0, 0)
 

@@ -10,23 +10,30 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from backends.base import TokenUsage, UpstreamCall
-from backends.errors import BackendFailed, UpstreamFailed
-from gateway.accounts import Account
-from gateway.dispatch.admission import AdmissionController, Ask, Entry
-from gateway.dispatch.queue import CentralQueue, Waiting
-from gateway.dispatch.routing import View
-from gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
-from gateway.fleet import Fleet, FleetWorker
-from gateway.forwarding.answer import ERRORS, NO_TOKENS, Forwarded, Refusal, begin, refused
-from gateway.forwarding.pools import Pooled, Pools
-from gateway.telemetry import figures
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.tracing import NO_SPAN, Span
-from policies.retry_budget import RetryBudget
-from policies.room import Need, Occupancy, has_room
-from policies.routing import RouteView
-from policies.types import RequestView, ServiceLevel, SpeculationMode
+from draftgate.backends.base import TokenUsage, UpstreamCall
+from draftgate.backends.errors import BackendFailed, UpstreamFailed
+from draftgate.gateway.accounts import Account
+from draftgate.gateway.dispatch.admission import AdmissionController, Ask, Entry
+from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.routing import View
+from draftgate.gateway.errors import GatewayError, UpstreamBusy, UpstreamUnavailable
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.forwarding.answer import (
+    ERRORS,
+    NO_TOKENS,
+    Forwarded,
+    Refusal,
+    begin,
+    refused,
+)
+from draftgate.gateway.forwarding.pools import Pooled, Pools
+from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.policies.retry_budget import RetryBudget
+from draftgate.policies.room import Need, Occupancy, has_room
+from draftgate.policies.routing import RouteView
+from draftgate.policies.types import RequestView, ServiceLevel, SpeculationMode
 
 MOST_ATTEMPTS: Final = 3
 """Of one request. More would multiply the load on those that are left when some are out."""

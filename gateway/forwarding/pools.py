@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from gateway.dispatch.decisions import Decisions
-from gateway.fleet import Fleet, FleetWorker
-from gateway.telemetry import figures
-from gateway.telemetry.metrics import Metrics
-from policies.protocols import SpeculationPolicy
-from policies.room import Occupancy
-from policies.routing import Route
-from policies.spec_pools import Pool, PoolChoice, PoolOffer, choose_pool
-from policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.room import Occupancy
+from draftgate.policies.routing import Route
+from draftgate.policies.spec_pools import Pool, PoolChoice, PoolOffer, choose_pool
+from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 POOL_HEADER: Final = "X-Speculation-Pool"
 REASON_HEADER: Final = "X-Speculation-Reason"

@@ -11,11 +11,11 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.accounts import EVERYBODY, Account
-from gateway.dispatch.job import Job
-from gateway.errors import Unauthorized
-from gateway.http.context import NODE
-from gateway.http.peers.endpoint import is_peer
+from draftgate.gateway.accounts import EVERYBODY, Account
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import Unauthorized
+from draftgate.gateway.http.context import NODE
+from draftgate.gateway.http.peers.endpoint import is_peer
 
 ACCOUNT: Final = web.RequestKey("account", Account)
 """Whose request it is."""

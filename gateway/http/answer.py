@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from msgspec import UNSET
 
-from backends.types import Delta, SpeculationOutcome
-from gateway.aside import aside
-from gateway.dispatch.placement import Placement
-from gateway.dispatch.run import Resume, Run
-from gateway.http.replies.rendering import Rendering, WholeChoice
-from gateway.http.replies.shapes import (
+from draftgate.backends.types import Delta, SpeculationOutcome
+from draftgate.gateway.aside import aside
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.dispatch.run import Resume, Run
+from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
+from draftgate.gateway.http.replies.shapes import (
     PromptMetrics,
     PromptTokensDetails,
     ResponseMetrics,
@@ -17,8 +17,8 @@ from gateway.http.replies.shapes import (
     SpeculativeDecoding,
     Usage,
 )
-from gateway.http.requests.validation import Call
-from gateway.telemetry.watch import RequestWatch
+from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.telemetry.watch import RequestWatch
 
 
 class Answer:

@@ -7,11 +7,11 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.errors import BodyTooLarge, InvalidRequest
-from gateway.http.readers import SlowReaders
-from gateway.node import Node
-from gateway.telemetry.logs import add_about_request
-from gateway.telemetry.tracing import Span, Tracing
+from draftgate.gateway.errors import BodyTooLarge, InvalidRequest
+from draftgate.gateway.http.readers import SlowReaders
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.logs import add_about_request
+from draftgate.gateway.telemetry.tracing import Span, Tracing
 
 NODE: Final = web.AppKey("node", Node)
 SLOW_READERS: Final = web.AppKey("slow_readers", SlowReaders)

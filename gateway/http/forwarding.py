@@ -8,22 +8,22 @@ from typing import Final
 
 from aiohttp import web
 
-from backends.base import UpstreamCall
-from gateway.accounts import EVERYBODY, Account
-from gateway.aside import aside
-from gateway.errors import NotOffered
-from gateway.forwarding.answer import Forwarded
-from gateway.forwarding.forwarder import ForwardJob, forward_ask
-from gateway.http.accounts import ACCOUNT, fingerprint
-from gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, new_id, read_body
-from gateway.http.heartbeats import Heartbeats
-from gateway.http.relay import Relay
-from gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
-from gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
-from gateway.node import Node
-from gateway.telemetry.tracing import NO_SPAN, Span
-from gateway.telemetry.watch import RequestWatch
-from policies.types import ServiceLevel
+from draftgate.backends.base import UpstreamCall
+from draftgate.gateway.accounts import EVERYBODY, Account
+from draftgate.gateway.aside import aside
+from draftgate.gateway.errors import NotOffered
+from draftgate.gateway.forwarding.answer import Forwarded
+from draftgate.gateway.forwarding.forwarder import ForwardJob, forward_ask
+from draftgate.gateway.http.accounts import ACCOUNT, fingerprint
+from draftgate.gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, new_id, read_body
+from draftgate.gateway.http.heartbeats import Heartbeats
+from draftgate.gateway.http.relay import Relay
+from draftgate.gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
+from draftgate.gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.telemetry.watch import RequestWatch
+from draftgate.policies.types import ServiceLevel
 
 INLINE_BYTES: Final = 256 << 10
 """Of larger bodies the fields are read in a thread: 1 MB takes 7 ms, 13 with a name to map (Zen 4,

@@ -10,21 +10,21 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
-from gateway.aside import aside
-from gateway.errors import Draining, GatewayError, Starting, as_gateway_error
-from gateway.http.accounts import ACCOUNT, in_name_of_account
-from gateway.http.answer import Answer
-from gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
-from gateway.http.forwarding import forward
-from gateway.http.replies.rendering import Frame, Rendering
-from gateway.http.requests.naming import named_as
-from gateway.http.requests.service import retries_of, service_of
-from gateway.http.requests.validation import Call
-from gateway.http.stream import EventStream, stream_answer
-from gateway.node import Node
-from gateway.served import Served
-from gateway.telemetry.watch import Ending, RequestWatch
-from policies.types import ServiceLevel
+from draftgate.gateway.aside import aside
+from draftgate.gateway.errors import Draining, GatewayError, Starting, as_gateway_error
+from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
+from draftgate.gateway.http.answer import Answer
+from draftgate.gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
+from draftgate.gateway.http.forwarding import forward
+from draftgate.gateway.http.replies.rendering import Frame, Rendering
+from draftgate.gateway.http.requests.naming import named_as
+from draftgate.gateway.http.requests.service import retries_of, service_of
+from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.stream import EventStream, stream_answer
+from draftgate.gateway.node import Node
+from draftgate.gateway.served import Served
+from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.policies.types import ServiceLevel
 
 T = TypeVar("T")
 

@@ -20,9 +20,9 @@ from typing import Any, Final, Protocol
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from gateway.telemetry.logs import log
-from policies.pacing import ReaderView, pace
-from policies.types import Pace
+from draftgate.gateway.telemetry.logs import log
+from draftgate.policies.pacing import ReaderView, pace
+from draftgate.policies.types import Pace
 
 BUFFER_BYTES: Final = 16 << 10
 """Of a stream's connection: some 70 chunks of a token each."""

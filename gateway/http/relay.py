@@ -8,12 +8,12 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from backends.errors import UpstreamFailed
-from gateway.errors import UpstreamBroken, as_gateway_error
-from gateway.forwarding.answer import ERRORS, Forwarded
-from gateway.http.replies.rendering import event
-from gateway.http.stream import EVENT_HEADERS, UNBUFFERED
-from gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.backends.errors import UpstreamFailed
+from draftgate.gateway.errors import UpstreamBroken, as_gateway_error
+from draftgate.gateway.forwarding.answer import ERRORS, Forwarded
+from draftgate.gateway.http.replies.rendering import event
+from draftgate.gateway.http.stream import EVENT_HEADERS, UNBUFFERED
+from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 
 WHOLE_BYTES: Final = 1 << 20
 """A whole answer of up to this size is sent once it is complete, so that one which breaks off is an

@@ -9,7 +9,7 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.errors import (
+from draftgate.gateway.errors import (
     Draining,
     GatewayError,
     InvalidRequest,
@@ -17,16 +17,16 @@ from gateway.errors import (
     RouteNotFound,
     as_gateway_error,
 )
-from gateway.http import generation
-from gateway.http.accounts import authenticate
-from gateway.http.context import (
+from draftgate.gateway.http import generation
+from draftgate.gateway.http.accounts import authenticate
+from draftgate.gateway.http.context import (
     NODE,
     REQUEST_ID,
     REQUEST_ID_HEADER,
     SLOW_READERS,
     client_request_id,
 )
-from gateway.http.endpoints import (
+from draftgate.gateway.http.endpoints import (
     decisions,
     embeddings,
     health,
@@ -36,13 +36,13 @@ from gateway.http.endpoints import (
     page,
     tokenize,
 )
-from gateway.http.endpoints.chat import CHAT
-from gateway.http.endpoints.completions import COMPLETIONS
-from gateway.http.endpoints.responses import RESPONSES
-from gateway.http.peers.endpoint import add_peer_routes
-from gateway.http.readers import SlowReaders
-from gateway.node import Node
-from gateway.telemetry.logs import about_request, log
+from draftgate.gateway.http.endpoints.chat import CHAT
+from draftgate.gateway.http.endpoints.completions import COMPLETIONS
+from draftgate.gateway.http.endpoints.responses import RESPONSES
+from draftgate.gateway.http.peers.endpoint import add_peer_routes
+from draftgate.gateway.http.readers import SlowReaders
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.logs import about_request, log
 
 GENERATING: Final = (CHAT, COMPLETIONS, RESPONSES)
 

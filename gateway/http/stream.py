@@ -15,14 +15,14 @@ from typing import Final
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from backends.types import Delta
-from gateway.aside import aside
-from gateway.dispatch.run import Run
-from gateway.errors import as_gateway_error
-from gateway.http.answer import Answer
-from gateway.http.heartbeats import Heartbeats
-from gateway.http.readers import Reader, SlowReaders
-from gateway.telemetry.watch import Ending
+from draftgate.backends.types import Delta
+from draftgate.gateway.aside import aside
+from draftgate.gateway.dispatch.run import Run
+from draftgate.gateway.errors import as_gateway_error
+from draftgate.gateway.http.answer import Answer
+from draftgate.gateway.http.heartbeats import Heartbeats
+from draftgate.gateway.http.readers import Reader, SlowReaders
+from draftgate.gateway.telemetry.watch import Ending
 
 INLINE_LOGPROBS: Final = 32
 """A delta of more tokens with log probabilities, merged for a reader that fell behind, is spelled

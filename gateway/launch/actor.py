@@ -19,7 +19,7 @@ import msgspec
 import ray
 from msgspec.structs import replace
 
-from gateway.launch.words import Notice, Order, WorkerStatus
+from draftgate.gateway.launch.words import Notice, Order, WorkerStatus
 
 PAUSE_S: Final = 5.0
 """Before a worker is given back to Ray that did not even load: Ray restarts at once, for ever.
@@ -93,7 +93,7 @@ def _start(order: Order, gpus: tuple[str, ...]) -> subprocess.Popen[bytes]:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     # A session of its own: signals to the group of Ray's processes are not meant for it.
     child = subprocess.Popen(
-        [sys.executable, "-m", "gateway.launch.child"],
+        [sys.executable, "-m", "draftgate.gateway.launch.child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,

@@ -20,13 +20,13 @@ from typing import Final, TextIO
 import msgspec
 import uvloop
 
-from gateway.app import Listening, NodeFailed, StartError, serve
-from gateway.cli.loading import loading_shown, stderr
-from gateway.cluster.access import peer_access
-from gateway.config import ServeConfig
-from gateway.launch.words import Notice, Order
-from gateway.node import Node
-from gateway.telemetry.logs import configure
+from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
+from draftgate.gateway.cli.loading import loading_shown, stderr
+from draftgate.gateway.cluster.access import peer_access
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.launch.words import Notice, Order
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.logs import configure
 
 FAILED: Final = 1
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from gateway.launch.actor import WorkerActor
-from gateway.launch.plan import number_in
-from gateway.launch.words import Need, Order, Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.launch.actor import WorkerActor
+from draftgate.gateway.launch.plan import number_in
+from draftgate.gateway.launch.words import Need, Order, Restarting, WorkerGone, WorkerStatus
 
 NAMESPACE: Final = "draftgate"
 """Of Ray: names of actors mean something within it."""

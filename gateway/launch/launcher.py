@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol
 
-from gateway.app import Signals, until_signal
-from gateway.launch.shown import OVER, State, line_of, state_of
-from gateway.launch.words import Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.app import Signals, until_signal
+from draftgate.gateway.launch.shown import OVER, State, line_of, state_of
+from draftgate.gateway.launch.words import Restarting, WorkerGone, WorkerStatus
 
 LOOK_S: Final = 1.0
 """Between two questions to a worker."""

@@ -7,8 +7,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from gateway.config import ConfigError, EffectiveConfig
-from gateway.launch.words import Order
+from draftgate.gateway.config import ConfigError, EffectiveConfig
+from draftgate.gateway.launch.words import Order
 
 _DECIDED: Final = {
     "host": "workers listen at the address of their Ray node",

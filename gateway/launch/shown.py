@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from gateway.launch.words import WorkerStatus
+from draftgate.gateway.launch.words import WorkerStatus
 
 
 class State(StrEnum):

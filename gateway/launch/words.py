@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.config import ServeConfig
+from draftgate.gateway.config import ServeConfig
 
 
 class Restarting(Exception):

@@ -14,10 +14,10 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from gateway.state.deadline import Wait, wait_for_answer
-from gateway.state.store import StoreError
-from gateway.telemetry.logs import log
-from policies.breaker import Breaker, Patience
+from draftgate.gateway.state.deadline import Wait, wait_for_answer
+from draftgate.gateway.state.store import StoreError
+from draftgate.gateway.telemetry.logs import log
+from draftgate.policies.breaker import Breaker, Patience
 
 T = TypeVar("T")
 Call = Callable[[], Coroutine[Any, Any, T]]

@@ -19,9 +19,9 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from gateway.state.calls import DEADLINE_S, PATIENCE, GuardedCalls
-from gateway.state.memory import MemoryStore
-from gateway.state.store import (
+from draftgate.gateway.state.calls import DEADLINE_S, PATIENCE, GuardedCalls
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
     Lease,
@@ -34,7 +34,7 @@ from gateway.state.store import (
     WorkerReport,
     WorkerView,
 )
-from policies.breaker import Patience
+from draftgate.policies.breaker import Patience
 
 AT_ONCE: Final = 200
 """Leases that are renewed, or released, in one call: 1.0 ms, 2.6 ms where the store lost them, an

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from gateway.state.store import (
+from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
     Lease,

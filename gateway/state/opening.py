@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from gateway.state.guarded import GuardedStore
-from gateway.state.memory import MemoryStore
-from gateway.state.store import Store
+from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import Store
 
 
 def open_store(join: str | None, pool: str) -> Store:
@@ -21,6 +21,6 @@ def open_store(join: str | None, pool: str) -> Store:
     """
     if join is None:
         return MemoryStore()
-    from gateway.state.redis.store import RedisStore
+    from draftgate.gateway.state.redis.store import RedisStore
 
     return GuardedStore(RedisStore.at(join, pool, f"g-{secrets.token_hex(4)}"))

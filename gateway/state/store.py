@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from policies.types import WorkerLoad
+from draftgate.policies.types import WorkerLoad
 
 STALE_S: Final = 3.0
 """A worker that is silent for so long gets no leases: three heartbeats of 1 s are missing. With two

@@ -16,7 +16,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Final
 
-from policies.types import WorkerLoad
+from draftgate.policies.types import WorkerLoad
 
 
 class Kind(StrEnum):

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from backends.types import Delta, GenerationRequest, Phases
-from gateway.telemetry.outcomes import outcome_attributes
-from gateway.telemetry.tracing import Span
+from draftgate.backends.types import Delta, GenerationRequest, Phases
+from draftgate.gateway.telemetry.outcomes import outcome_attributes
+from draftgate.gateway.telemetry.tracing import Span
 
 MOST_CHOICES: Final = 8
 """Choices of a request that have spans; `draftgate.traced_choices` says so where there are more."""

@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from gateway.telemetry.metrics import Loads
-from gateway.telemetry.recent import Percentiles, Recent
+from draftgate.gateway.telemetry.metrics import Loads
+from draftgate.gateway.telemetry.recent import Percentiles, Recent
 
 SAMPLE_S: Final = 1.0
 

@@ -18,10 +18,10 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from gateway.telemetry.cardinality import LabelBounds
-from gateway.telemetry.figures import FIGURES, Figure, Kind
-from gateway.telemetry.recent import Recent
-from policies.types import WorkerLoad
+from draftgate.gateway.telemetry.cardinality import LabelBounds
+from draftgate.gateway.telemetry.figures import FIGURES, Figure, Kind
+from draftgate.gateway.telemetry.recent import Recent
+from draftgate.policies.types import WorkerLoad
 
 Loads = Callable[[], Sequence[WorkerLoad | None]]
 """The load of every worker in order, None for a broken one; empty before they have started."""

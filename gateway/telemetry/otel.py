@@ -25,9 +25,9 @@ from opentelemetry.sdk.resources import (
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from gateway import __version__
-from gateway.errors import as_gateway_error
-from gateway.telemetry.tracing import NO_SPAN, Attributes, Span, is_ours
+from draftgate import __version__
+from draftgate.gateway.errors import as_gateway_error
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Attributes, Span, is_ours
 
 TRACES_PATH: Final = "/v1/traces"
 """Where an OTLP/HTTP collector takes spans."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from backends.types import SpeculationOutcome, Task
-from gateway.dispatch.admission import Entry
-from gateway.dispatch.job import Job
-from gateway.dispatch.placement import Placement
-from gateway.dispatch.routing import Routed
-from gateway.dispatch.run import Resume
-from gateway.state.store import Reservation
-from gateway.telemetry import figures
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.tracing import Attributes, Span
-from policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.backends.types import SpeculationOutcome, Task
+from draftgate.gateway.dispatch.admission import Entry
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.dispatch.run import Resume
+from draftgate.gateway.state.store import Reservation
+from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.tracing import Attributes, Span
+from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 
 def job_attributes(job: Job) -> Attributes:

@@ -10,7 +10,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from backends.types import SpeculationOutcome
+from draftgate.backends.types import SpeculationOutcome
 
 WINDOW_S: Final = 60.0
 """What is older is forgotten."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self, TypeAlias
 
-from gateway.errors import as_gateway_error
-from gateway.telemetry.logs import log
+from draftgate.gateway.errors import as_gateway_error
+from draftgate.gateway.telemetry.logs import log
 
 PROTOCOL: Final = "http/protobuf"
 """Of OTLP, in the words of `OTEL_EXPORTER_OTLP_PROTOCOL`."""
@@ -170,6 +170,6 @@ def open_tracing(endpoint: str | None, environ: Mapping[str, str]) -> Tracing:
     )
     if protocol != PROTOCOL:
         log(logging.WARNING, "unsupported OTLP protocol", asked=protocol, used=PROTOCOL)
-    from gateway.telemetry.otel import otlp_tracing
+    from draftgate.gateway.telemetry.otel import otlp_tracing
 
     return otlp_tracing(endpoint)

@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
-from backends.base import TokenUsage
-from backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
-from gateway.dispatch.job import Job
-from gateway.dispatch.placement import Placement
-from gateway.dispatch.run import Resume
-from gateway.errors import TooMany
-from gateway.telemetry import figures
-from gateway.telemetry.logs import log
-from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.outcomes import (
+from draftgate.backends.base import TokenUsage
+from draftgate.backends.types import Delta, FinishReason, Phases, SpeculationOutcome, Task
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.dispatch.run import Resume
+from draftgate.gateway.errors import TooMany
+from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry.logs import log
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.gateway.telemetry.outcomes import (
     count_outcome,
     decision_attributes,
     job_attributes,
@@ -24,9 +24,9 @@ from gateway.telemetry.outcomes import (
     plan_attributes,
     resume_attributes,
 )
-from gateway.telemetry.tracing import Attributes, AttributeValue, Span
-from policies.failover import Cause, GivenUp
-from policies.types import SpeculationPlan
+from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
+from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.types import SpeculationPlan
 
 
 class Ending(StrEnum):

@@ -15,7 +15,7 @@ from typing import Any, Final
 from msgspec import DecodeError, Struct
 from msgspec.json import Decoder
 
-from loadgen.checking.audit import Verdict
+from draftgate.loadgen.checking.audit import Verdict
 
 NUMBER_BYTES: Final = 4
 

@@ -14,10 +14,10 @@ from typing import Final
 
 import aiohttp
 
-from loadgen.checking.audit import Verdict
-from loadgen.sending.client import Patience, ask
-from loadgen.sending.clock import start_clock
-from loadgen.types import Planned, Record
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.sending.client import Patience, ask
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.types import Planned, Record
 
 CONTEXT: Final = 30
 """Characters shown on either side of the first difference."""

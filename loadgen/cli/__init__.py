@@ -10,8 +10,8 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-from loadgen.cli import calibrate, compare, run, search, sweep
-from loadgen.cli.flags import with_groups
+from draftgate.loadgen.cli import calibrate, compare, run, search, sweep
+from draftgate.loadgen.cli.flags import with_groups
 
 
 class UrlFirst(TyperGroup):

@@ -8,11 +8,11 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import refuse
-from loadgen.cli.flags import Processes
-from loadgen.sending.calibrate import Probe, render
-from loadgen.sending.calibrate import calibrate as find_ceilings
-from loadgen.sending.loop import in_loop
+from draftgate.loadgen.cli.ending import refuse
+from draftgate.loadgen.cli.flags import Processes
+from draftgate.loadgen.sending.calibrate import Probe, render
+from draftgate.loadgen.sending.calibrate import calibrate as find_ceilings
+from draftgate.loadgen.sending.loop import in_loop
 
 
 def calibrate(

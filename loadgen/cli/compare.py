@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import INVALID, REGRESSION, refuse, write_json
-from loadgen.cli.flags import JsonOut
-from loadgen.events import read_events
+from draftgate.loadgen.cli.ending import INVALID, REGRESSION, refuse, write_json
+from draftgate.loadgen.cli.flags import JsonOut
+from draftgate.loadgen.events import read_events
 
 
 def compare(
@@ -30,10 +30,10 @@ def compare(
     Exit status: 0; 1 if a figure is surely worse (all of them are judged together, or those with a
     `--threshold`, beyond it); 2 if the runs cannot be compared; 3 if one of them is INVALID.
     """
-    from loadgen.compare.comparison import compare as compare_runs
-    from loadgen.compare.limits import parse_limit
-    from loadgen.compare.results import as_compare
-    from loadgen.report.comparison import render
+    from draftgate.loadgen.compare.comparison import compare as compare_runs
+    from draftgate.loadgen.compare.limits import parse_limit
+    from draftgate.loadgen.compare.results import as_compare
+    from draftgate.loadgen.report.comparison import render
 
     try:
         limits = [parse_limit(text) for text in threshold or ()]

@@ -10,14 +10,14 @@ from typing import Any, Final
 import typer
 from rich.console import Console
 
-from loadgen.checking.audit import Verdict
-from loadgen.checking.verify import LosslessCheck
-from loadgen.cli.flags import Output
-from loadgen.measuring.summary import invalid_reasons, summarize
-from loadgen.report.dialect import render_as
-from loadgen.report.runs import Report
-from loadgen.report.table import render, side_by_side
-from loadgen.types import Record, Run
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.cli.flags import Output
+from draftgate.loadgen.measuring.summary import invalid_reasons, summarize
+from draftgate.loadgen.report.dialect import render_as
+from draftgate.loadgen.report.runs import Report
+from draftgate.loadgen.report.table import render, side_by_side
+from draftgate.loadgen.types import Record, Run
 
 NOT_INTACT: Final = 1
 REGRESSION: Final = 1
@@ -70,7 +70,7 @@ def tell(reports: Sequence[Report], output: Output) -> None:
         )
     if output.html_out is not None:
         # plotly's bundle of 5 MB is read for this alone.
-        from loadgen.report.page import page
+        from draftgate.loadgen.report.page import page
 
         output.html_out.write_text(page(reports), encoding="utf-8")
 

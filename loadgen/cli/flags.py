@@ -11,11 +11,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from loadgen.dialects import DIALECTS
-from loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
-from loadgen.sending.run import Target
-from loadgen.types import Slo
-from loadgen.workloads import WORKLOADS
+from draftgate.loadgen.dialects import DIALECTS
+from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
+from draftgate.loadgen.sending.run import Target
+from draftgate.loadgen.types import Slo
+from draftgate.loadgen.workloads import WORKLOADS
 
 R = TypeVar("R")
 

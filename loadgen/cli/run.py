@@ -9,12 +9,12 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import exit_status, refuse, tell, worst
-from loadgen.cli.flags import Output, Questions, Sending, Server, Url
-from loadgen.events import read_events
-from loadgen.report.runs import Report, name_of
-from loadgen.sending.loop import in_loop
-from loadgen.sending.run import run_load
+from draftgate.loadgen.cli.ending import exit_status, refuse, tell, worst
+from draftgate.loadgen.cli.flags import Output, Questions, Sending, Server, Url
+from draftgate.loadgen.events import read_events
+from draftgate.loadgen.report.runs import Report, name_of
+from draftgate.loadgen.sending.loop import in_loop
+from draftgate.loadgen.sending.run import run_load
 
 
 def run(

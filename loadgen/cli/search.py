@@ -10,12 +10,12 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import INVALID, refuse, write_json
-from loadgen.cli.flags import JsonOut, Questions, Server, Url
-from loadgen.search.report import as_dict, probe_in_words, render
-from loadgen.search.runner import search_load
-from loadgen.search.types import SHARES, Found, Measured, Stop
-from loadgen.sending.loop import in_loop
+from draftgate.loadgen.cli.ending import INVALID, refuse, write_json
+from draftgate.loadgen.cli.flags import JsonOut, Questions, Server, Url
+from draftgate.loadgen.search.report import as_dict, probe_in_words, render
+from draftgate.loadgen.search.runner import search_load
+from draftgate.loadgen.search.types import SHARES, Found, Measured, Stop
+from draftgate.loadgen.sending.loop import in_loop
 
 ONLY_A_BOUND: Final = 1
 

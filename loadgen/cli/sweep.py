@@ -10,10 +10,10 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from loadgen.cli.ending import INVALID, exit_status, refuse, worst, write_json
-from loadgen.cli.flags import HtmlOut, JsonOut, Questions, Server
-from loadgen.sending.loop import in_loop
-from loadgen.sweep.cells import contenders, in_order, numbers
+from draftgate.loadgen.cli.ending import INVALID, exit_status, refuse, worst, write_json
+from draftgate.loadgen.cli.flags import HtmlOut, JsonOut, Questions, Server
+from draftgate.loadgen.sending.loop import in_loop
+from draftgate.loadgen.sweep.cells import contenders, in_order, numbers
 
 
 def sweep(  # noqa: PLR0913, PLR0917 - flags
@@ -43,8 +43,8 @@ def sweep(  # noqa: PLR0913, PLR0917 - flags
     Within a round the order is shuffled; at one rate all are asked the same at one time. Ctrl-C
     keeps what is done. Exit status as of a run, the worst of all cells'.
     """
-    from loadgen.report.sweep import finish
-    from loadgen.sweep.run import Sweep, run_sweep
+    from draftgate.loadgen.report.sweep import finish
+    from draftgate.loadgen.sweep.run import Sweep, run_sweep
 
     console = Console(stderr=True)
     try:

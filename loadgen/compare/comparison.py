@@ -21,17 +21,17 @@ from typing import Final
 
 import numpy as np
 
-from loadgen.compare.limits import Limit
-from loadgen.compare.measures import HIGHER_IS_BETTER, Measure, measures
-from loadgen.measuring.bootstrap import (
+from draftgate.loadgen.compare.limits import Limit
+from draftgate.loadgen.compare.measures import HIGHER_IS_BETTER, Measure, measures
+from draftgate.loadgen.measuring.bootstrap import (
     REPLICATES,
     Floats,
     block_length,
     resampled_counts,
 )
-from loadgen.measuring.quantiles import student_quantile, student_tail
-from loadgen.measuring.summary import invalid_reasons
-from loadgen.types import Run, Slo
+from draftgate.loadgen.measuring.quantiles import student_quantile, student_tail
+from draftgate.loadgen.measuring.summary import invalid_reasons
+from draftgate.loadgen.types import Run, Slo
 
 ERROR: Final = 0.025
 """Of either side: 95 % intervals."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Final
 
-from loadgen.compare.measures import POINTS
+from draftgate.loadgen.compare.measures import POINTS
 
 POINT_OF: Final = {
     **dict.fromkeys(("ttft_s", "tpot_s", "latency_s", "chunk_gap_s"), tuple(POINTS)),

@@ -12,12 +12,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from loadgen.checking.audit import Verdict
-from loadgen.measuring.bootstrap import Counts, Floats
-from loadgen.measuring.figures import FIGURE, completion_tokens
-from loadgen.measuring.slo import met
-from loadgen.measuring.summary import schedule_s
-from loadgen.types import Record, Run
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.measuring.bootstrap import Counts, Floats
+from draftgate.loadgen.measuring.figures import FIGURE, completion_tokens
+from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.summary import schedule_s
+from draftgate.loadgen.types import Record, Run
 
 POINTS: Final = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 LEAST_BEYOND: Final = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any, Final
 
-from loadgen.compare.comparison import ERROR, Change, Comparison
-from loadgen.measuring.bootstrap import REPLICATES
+from draftgate.loadgen.compare.comparison import ERROR, Change, Comparison
+from draftgate.loadgen.measuring.bootstrap import REPLICATES
 
 FORMULAS: Final = {
     "interval": "change -+ t SE: SE over resamples of requests in blocks (stationary bootstrap), t"

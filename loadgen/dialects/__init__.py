@@ -2,7 +2,7 @@
 
 A file each, pure: from a run's records to an `Account`. Definitions were read in the sources of the
 versions named, and held to what these tools print about a server of known truth
-(`gateway/cli/studies/judges`, docs/loadgen.md). They are the tools' own, right or wrong.
+(`bench/studies/judges`, docs/loadgen.md). They are the tools' own, right or wrong.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from loadgen.dialects import aiperf, guidellm, vllm
-from loadgen.dialects.base import Account
-from loadgen.types import Run
+from draftgate.loadgen.dialects import aiperf, guidellm, vllm
+from draftgate.loadgen.dialects.base import Account
+from draftgate.loadgen.types import Run
 
 DIALECTS: Final[Mapping[str, Callable[[Run], Account]]] = {
     "vllm": vllm.account,

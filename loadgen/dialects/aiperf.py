@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
-from loadgen.measuring.figures import completion_tokens
-from loadgen.types import Record, Run
+from draftgate.loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
+from draftgate.loadgen.measuring.figures import completion_tokens
+from draftgate.loadgen.types import Record, Run
 
 TOOL: Final = "aiperf 0.13.0"
 COLUMNS: Final = {"avg": None, "p50": 0.5, "p90": 0.9, "p99": 0.99}

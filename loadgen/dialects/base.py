@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from loadgen.checking.audit import ABORTS, Verdict
-from loadgen.measuring.figures import percentile
-from loadgen.types import Record
+from draftgate.loadgen.checking.audit import ABORTS, Verdict
+from draftgate.loadgen.measuring.figures import percentile
+from draftgate.loadgen.types import Record
 
 BROKEN: Final = frozenset(
     {

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from loadgen.checking.audit import Verdict
-from loadgen.dialects.base import (
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.dialects.base import (
     BROKEN,
     Account,
     Count,
@@ -21,8 +21,8 @@ from loadgen.dialects.base import (
     told_error,
     weighted_percentile,
 )
-from loadgen.measuring.figures import completion_tokens
-from loadgen.types import Record, Run, Slo
+from draftgate.loadgen.measuring.figures import completion_tokens
+from draftgate.loadgen.types import Record, Run, Slo
 
 TOOL: Final = "guidellm 0.8.1"
 COLUMNS: Final[Mapping[str, float | None]] = {

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from loadgen.checking.audit import Verdict
-from loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
-from loadgen.measuring.figures import completion_tokens
-from loadgen.types import Record, Run
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
+from draftgate.loadgen.measuring.figures import completion_tokens
+from draftgate.loadgen.types import Record, Run
 
 TOOL: Final = "vllm bench serve 0.33.0"
 COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p99": 0.99}

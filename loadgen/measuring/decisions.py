@@ -13,7 +13,7 @@ from itertools import zip_longest
 from statistics import fmean
 from typing import Any
 
-from loadgen.types import Record
+from draftgate.loadgen.types import Record
 
 
 @dataclass(frozen=True, slots=True)

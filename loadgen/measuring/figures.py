@@ -13,8 +13,8 @@ from itertools import pairwise
 from math import ceil, floor
 from typing import Final
 
-from loadgen.checking.audit import Verdict
-from loadgen.types import Record
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.types import Record
 
 PERCENTILES: Final = (50, 90, 99)
 

@@ -7,10 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from loadgen.checking.audit import Verdict
-from loadgen.measuring.figures import Distribution, distribution, errors, intact, latency_s, ttft_s
-from loadgen.measuring.slo import met
-from loadgen.types import Record
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.measuring.figures import (
+    Distribution,
+    distribution,
+    errors,
+    intact,
+    latency_s,
+    ttft_s,
+)
+from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.types import Record
 
 HOP_FORMULAS: Final = {
     "TTFT": "first text (of embeddings: the answer) - the end of the hop before it (of the"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final, NamedTuple
 
-from loadgen.checking.audit import Verdict
-from loadgen.measuring.figures import latency_s, tpot_s, ttft_s
-from loadgen.types import Record
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.measuring.figures import latency_s, tpot_s, ttft_s
+from draftgate.loadgen.types import Record
 
 Z_95: Final = 1.959963984540054
 """Quantile 0.975 of the standard normal distribution: two-sided 95 %."""

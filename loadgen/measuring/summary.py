@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from loadgen.checking.verify import LosslessCheck
-from loadgen.measuring.decisions import decisions
-from loadgen.measuring.figures import (
+from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.measuring.decisions import decisions
+from draftgate.loadgen.measuring.figures import (
     FIGURE,
     FIGURES,
     PERCENTILE_FORMULA,
@@ -18,10 +18,10 @@ from loadgen.measuring.figures import (
     intact,
     values_of,
 )
-from loadgen.measuring.hops import HOP_FORMULAS, hops, hops_as_dict
-from loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
-from loadgen.sending.health import judge_health
-from loadgen.types import Record, Run
+from draftgate.loadgen.measuring.hops import HOP_FORMULAS, hops, hops_as_dict
+from draftgate.loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from draftgate.loadgen.sending.health import judge_health
+from draftgate.loadgen.types import Record, Run
 
 FORMULAS = {
     "goodput_rps": "intact requests that met all limits (TTFT, TPOT, deadline) / seconds of the"

@@ -10,10 +10,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from loadgen.planning.arrivals import parse_arrival
-from loadgen.planning.traces import TraceRow, at_rate, scaled
-from loadgen.types import Planned, Question, Slo
-from loadgen.workloads import (
+from draftgate.loadgen.planning.arrivals import parse_arrival
+from draftgate.loadgen.planning.traces import TraceRow, at_rate, scaled
+from draftgate.loadgen.types import Planned, Question, Slo
+from draftgate.loadgen.workloads import (
     ApproximateCounter,
     Endpoint,
     Rag,

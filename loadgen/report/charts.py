@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from math import log10
 from typing import Any, Final
 
-from loadgen.measuring.decisions import Decisions, decisions
-from loadgen.measuring.figures import FIGURE, Figure, values_of
-from loadgen.types import Record
+from draftgate.loadgen.measuring.decisions import Decisions, decisions
+from draftgate.loadgen.measuring.figures import FIGURE, Figure, values_of
+from draftgate.loadgen.types import Record
 
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D46")
 FAILED: Final = "#D55E00"

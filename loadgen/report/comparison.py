@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.compare.comparison import Change, Comparison
-from loadgen.measuring.figures import FIGURE
-from loadgen.report.words import milliseconds, number, percent
+from draftgate.loadgen.compare.comparison import Change, Comparison
+from draftgate.loadgen.measuring.figures import FIGURE
+from draftgate.loadgen.report.words import milliseconds, number, percent
 
 STYLES = {"worse": "red", "better": "green", "": ""}
 TITLES = {

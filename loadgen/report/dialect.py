@@ -8,10 +8,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.dialects import DIALECTS
-from loadgen.dialects.base import Account
-from loadgen.report.words import NOTHING, number
-from loadgen.types import Run
+from draftgate.loadgen.dialects import DIALECTS
+from draftgate.loadgen.dialects.base import Account
+from draftgate.loadgen.report.words import NOTHING, number
+from draftgate.loadgen.types import Run
 
 
 def render_as(run: Run, name: str) -> RenderableType:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from loadgen.report.runs import Point
-from loadgen.report.words import NOTHING, number
-from loadgen.sweep.goodput import readings
+from draftgate.loadgen.report.runs import Point
+from draftgate.loadgen.report.words import NOTHING, number
+from draftgate.loadgen.sweep.goodput import readings
 
 HEAD: Final = ("goodput, requests/s", "share", "read off", "surely between")
 NOTES: Final = (

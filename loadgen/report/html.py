@@ -11,13 +11,13 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from loadgen.measuring.decisions import Decisions
-from loadgen.measuring.figures import FIGURES, PERCENTILES, distribution, values_of
-from loadgen.measuring.hops import HOP_FORMULAS, Hop
-from loadgen.measuring.slo import attainment, attainment_by_class, goodput_rps
-from loadgen.measuring.summary import FORMULAS, schedule_s
-from loadgen.report.charts import Chart
-from loadgen.report.words import (
+from draftgate.loadgen.measuring.decisions import Decisions
+from draftgate.loadgen.measuring.figures import FIGURES, PERCENTILES, distribution, values_of
+from draftgate.loadgen.measuring.hops import HOP_FORMULAS, Hop
+from draftgate.loadgen.measuring.slo import attainment, attainment_by_class, goodput_rps
+from draftgate.loadgen.measuring.summary import FORMULAS, schedule_s
+from draftgate.loadgen.report.charts import Chart
+from draftgate.loadgen.report.words import (
     HOP_COLUMNS,
     HOP_FIGURE_COLUMNS,
     hop_figure_rows,
@@ -27,7 +27,7 @@ from loadgen.report.words import (
     share_of,
     value_of,
 )
-from loadgen.types import Run
+from draftgate.loadgen.types import Run
 
 
 def document(title: str, body: Iterable[str]) -> str:
@@ -42,7 +42,7 @@ def document(title: str, body: Iterable[str]) -> str:
 
 
 def _part(name: str) -> str:
-    return files("loadgen.report").joinpath(name).read_text(encoding="utf-8")
+    return files("draftgate.loadgen.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def figure_part(chart: Chart) -> str:

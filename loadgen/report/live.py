@@ -15,12 +15,12 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from loadgen.checking.audit import Verdict
-from loadgen.measuring.figures import tpot_s, ttft_s
-from loadgen.measuring.slo import met
-from loadgen.report.words import milliseconds, percent
-from loadgen.sending.health import lag_s
-from loadgen.types import Record
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.measuring.figures import tpot_s, ttft_s
+from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.report.words import milliseconds, percent
+from draftgate.loadgen.sending.health import lag_s
+from draftgate.loadgen.types import Record
 
 RENEWALS_PER_S: Final = 2.0
 """Drawing takes some milliseconds from the loop that is to be on time: seldom is enough."""

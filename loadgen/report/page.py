@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from loadgen.checking.verify import LosslessCheck
-from loadgen.measuring.decisions import decisions
-from loadgen.measuring.figures import FIGURE, PERCENTILES, distribution, errors, values_of
-from loadgen.measuring.hops import hops
-from loadgen.measuring.slo import attainment, goodput_rps
-from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
-from loadgen.report.charts import Chart, Series, by_class, decision_charts, distribution_chart
-from loadgen.report.goodput import HEAD as GOODPUTS
-from loadgen.report.goodput import NOTES as GOODPUT_NOTES
-from loadgen.report.goodput import goodput_rows
-from loadgen.report.html import (
+from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.measuring.decisions import decisions
+from draftgate.loadgen.measuring.figures import FIGURE, PERCENTILES, distribution, errors, values_of
+from draftgate.loadgen.measuring.hops import hops
+from draftgate.loadgen.measuring.slo import attainment, goodput_rps
+from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
+from draftgate.loadgen.report.charts import (
+    Chart,
+    Series,
+    by_class,
+    decision_charts,
+    distribution_chart,
+)
+from draftgate.loadgen.report.goodput import HEAD as GOODPUTS
+from draftgate.loadgen.report.goodput import NOTES as GOODPUT_NOTES
+from draftgate.loadgen.report.goodput import goodput_rows
+from draftgate.loadgen.report.html import (
     classes_part,
     decisions_part,
     document,
@@ -29,11 +35,11 @@ from loadgen.report.html import (
     hops_part,
     table_part,
 )
-from loadgen.report.rate_charts import rate_charts
-from loadgen.report.runs import HEAD, TIMES_IN_MS, Report, points, row
-from loadgen.report.time_charts import time_charts
-from loadgen.report.words import number, percent, value_of
-from loadgen.types import Run
+from draftgate.loadgen.report.rate_charts import rate_charts
+from draftgate.loadgen.report.runs import HEAD, TIMES_IN_MS, Report, points, row
+from draftgate.loadgen.report.time_charts import time_charts
+from draftgate.loadgen.report.words import number, percent, value_of
+from draftgate.loadgen.types import Run
 
 FIGURES_DRAWN = ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from loadgen.measuring.figures import FIGURE
-from loadgen.measuring.slo import attainment
-from loadgen.report.charts import FROM_ZERO, GREY, SYMBOLS, Chart, colour
-from loadgen.report.runs import Point
+from draftgate.loadgen.measuring.figures import FIGURE
+from draftgate.loadgen.measuring.slo import attainment
+from draftgate.loadgen.report.charts import FROM_ZERO, GREY, SYMBOLS, Chart, colour
+from draftgate.loadgen.report.runs import Point
 
 RATE: Final = {"title": {"text": "offered requests/s"}, **FROM_ZERO}
 TIMES: Final = ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s")

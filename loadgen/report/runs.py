@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from loadgen.checking.verify import LosslessCheck
-from loadgen.measuring.figures import FIGURE, PERCENTILES, distribution, errors, values_of
-from loadgen.measuring.slo import attainment, goodput_rps
-from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
-from loadgen.report.words import milliseconds, number, percent
-from loadgen.types import Record, Run
+from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.measuring.figures import FIGURE, PERCENTILES, distribution, errors, values_of
+from draftgate.loadgen.measuring.slo import attainment, goodput_rps
+from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
+from draftgate.loadgen.report.words import milliseconds, number, percent
+from draftgate.loadgen.types import Record, Run
 
 HEAD: Final = (
     *("run", "rate/s", "requests", "failed", "as promised", "[95 %]", "goodput/s", "tokens/s"),

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from loadgen.measuring.summary import summarize
-from loadgen.report.runs import points
-from loadgen.report.table import side_by_side
-from loadgen.sweep.goodput import readings
-from loadgen.sweep.run import Done, Sweep, told
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.report.runs import points
+from draftgate.loadgen.report.table import side_by_side
+from draftgate.loadgen.sweep.goodput import readings
+from draftgate.loadgen.sweep.run import Done, Sweep, told
 
 
 def finish(sweep: Sweep, done: Done, html_out: Path | None) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def finish(sweep: Sweep, done: Done, html_out: Path | None) -> dict[str, Any]:
     Console().print(side_by_side(reports))
     if html_out is not None and reports:
         # plotly's bundle of 5 MB is read for this alone.
-        from loadgen.report.page import page
+        from draftgate.loadgen.report.page import page
 
         html_out.write_text(page(reports), encoding="utf-8")
     return as_sweep(sweep, done)

@@ -9,23 +9,23 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.checking.verify import LosslessCheck
-from loadgen.measuring.decisions import Decisions, decisions
-from loadgen.measuring.figures import (
+from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.measuring.decisions import Decisions, decisions
+from draftgate.loadgen.measuring.figures import (
     FIGURES,
     PERCENTILES,
     distribution,
     errors,
     values_of,
 )
-from loadgen.measuring.hops import hops
-from loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
-from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
-from loadgen.report.goodput import HEAD as GOODPUTS
-from loadgen.report.goodput import NOTES as GOODPUT_NOTES
-from loadgen.report.goodput import goodput_rows
-from loadgen.report.runs import HEAD, NARROW, TIMES_IN_MS, Report, points, row
-from loadgen.report.words import (
+from draftgate.loadgen.measuring.hops import hops
+from draftgate.loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
+from draftgate.loadgen.report.goodput import HEAD as GOODPUTS
+from draftgate.loadgen.report.goodput import NOTES as GOODPUT_NOTES
+from draftgate.loadgen.report.goodput import goodput_rows
+from draftgate.loadgen.report.runs import HEAD, NARROW, TIMES_IN_MS, Report, points, row
+from draftgate.loadgen.report.words import (
     HOP_COLUMNS,
     HOP_FIGURE_COLUMNS,
     hop_figure_rows,
@@ -35,7 +35,7 @@ from loadgen.report.words import (
     share_of,
     value_of,
 )
-from loadgen.types import ClientHealth, Run
+from draftgate.loadgen.types import ClientHealth, Run
 
 
 def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:

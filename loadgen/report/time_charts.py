@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from loadgen.checking.audit import Verdict
-from loadgen.measuring.decisions import Decision, decisions_of
-from loadgen.measuring.figures import FIGURE, intact, ttft_s
-from loadgen.measuring.slo import met
-from loadgen.report.charts import (
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.measuring.decisions import Decision, decisions_of
+from draftgate.loadgen.measuring.figures import FIGURE, intact, ttft_s
+from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.report.charts import (
     COLOURS,
     DOTS,
     FAILED,
@@ -22,8 +22,8 @@ from loadgen.report.charts import (
     dots,
     thinned,
 )
-from loadgen.sending.health import lag_s
-from loadgen.types import Record, Run
+from draftgate.loadgen.sending.health import lag_s
+from draftgate.loadgen.types import Record, Run
 
 BARS: Final = 300
 BINS: Final = 60

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from loadgen.measuring.figures import PERCENTILES, Figure
-from loadgen.measuring.hops import Hop
-from loadgen.measuring.slo import Attainment
+from draftgate.loadgen.measuring.figures import PERCENTILES, Figure
+from draftgate.loadgen.measuring.hops import Hop
+from draftgate.loadgen.measuring.slo import Attainment
 
 NOTHING = "-"
 

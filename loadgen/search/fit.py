@@ -26,9 +26,9 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from loadgen.measuring.quantiles import student_quantile
-from loadgen.search.batches import Dispersion, dispersion
-from loadgen.search.types import Measured
+from draftgate.loadgen.measuring.quantiles import student_quantile
+from draftgate.loadgen.search.batches import Dispersion, dispersion
+from draftgate.loadgen.search.types import Measured
 
 Vector: TypeAlias = NDArray[np.float64]
 

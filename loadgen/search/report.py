@@ -8,9 +8,9 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from loadgen.report.words import number, percent
-from loadgen.search.runner import Report
-from loadgen.search.types import Found, Measured
+from draftgate.loadgen.report.words import number, percent
+from draftgate.loadgen.search.runner import Report
+from draftgate.loadgen.search.types import Found, Measured
 
 FORMAT: Final = "search/1"
 

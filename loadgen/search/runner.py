@@ -9,23 +9,23 @@ from typing import Any, Final, TypeAlias
 
 import aiohttp
 
-from loadgen.checking.audit import Verdict as Intact
-from loadgen.measuring.figures import latency_s, ttft_s
-from loadgen.measuring.slo import met
-from loadgen.measuring.summary import summarize
-from loadgen.planning.corpus import open_corpus
-from loadgen.planning.plan import Load, make_plan
-from loadgen.search.search import Search
-from loadgen.search.types import Aim, Found, Measured, Probe, Verdict
-from loadgen.search.watch import Watch
-from loadgen.sending.client import ask, open_session
-from loadgen.sending.clock import start_clock
-from loadgen.sending.driver import run_plan
-from loadgen.sending.health import judge_health
-from loadgen.sending.null_server import allow_many_connections
-from loadgen.sending.run import Target, settings_of
-from loadgen.sending.server import Server, look_at
-from loadgen.types import Planned, Record, Run
+from draftgate.loadgen.checking.audit import Verdict as Intact
+from draftgate.loadgen.measuring.figures import latency_s, ttft_s
+from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.planning.corpus import open_corpus
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.search.search import Search
+from draftgate.loadgen.search.types import Aim, Found, Measured, Probe, Verdict
+from draftgate.loadgen.search.watch import Watch
+from draftgate.loadgen.sending.client import ask, open_session
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.driver import run_plan
+from draftgate.loadgen.sending.health import judge_health
+from draftgate.loadgen.sending.null_server import allow_many_connections
+from draftgate.loadgen.sending.run import Target, settings_of
+from draftgate.loadgen.sending.server import Server, look_at
+from draftgate.loadgen.types import Planned, Record, Run
 
 WARM_UP: Final = 8
 """Requests, one after the other, before the first probe: connections, caches, compilers."""

@@ -19,10 +19,10 @@ from __future__ import annotations
 from math import inf, isinf, sqrt
 from typing import Final
 
-from loadgen.search.batches import SMALLEST
-from loadgen.search.fit import Fit, fit
-from loadgen.search.settling import expected_dispersion, settling_s
-from loadgen.search.types import Aim, Found, Measured, Probe, Stop, Verdict
+from draftgate.loadgen.search.batches import SMALLEST
+from draftgate.loadgen.search.fit import Fit, fit
+from draftgate.loadgen.search.settling import expected_dispersion, settling_s
+from draftgate.loadgen.search.types import Aim, Found, Measured, Probe, Stop, Verdict
 
 STEP: Final = 2.0
 """Of the bracket. Larger steps overload the server for longer, smaller ones take more probes."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from loadgen.search.types import Aim
+from draftgate.loadgen.search.types import Aim
 
 TIMES: Final = 2.0
 """Relaxation times that are not counted."""

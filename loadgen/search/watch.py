@@ -18,8 +18,8 @@ from __future__ import annotations
 from math import log, sqrt
 from typing import Final
 
-from loadgen.search.batches import SMALLEST, dispersion
-from loadgen.search.types import Aim, Probe, Verdict
+from draftgate.loadgen.search.batches import SMALLEST, dispersion
+from draftgate.loadgen.search.types import Aim, Probe, Verdict
 
 ALPHA: Final = 0.1
 """Share of wrong verdicts at the very rate that is looked for; fewer, the further off. A smaller

@@ -24,15 +24,15 @@ import aiohttp
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from loadgen.checking.audit import Verdict
-from loadgen.planning.plan import Load, make_plan
-from loadgen.sending.client import open_session
-from loadgen.sending.driver import run_plan
-from loadgen.sending.health import judge_health
-from loadgen.sending.null_server import Pace, allow_many_connections
-from loadgen.sending.processes.parent import run_in_processes
-from loadgen.sending.processes.wire import Job
-from loadgen.types import ClientHealth, Run
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.driver import run_plan
+from draftgate.loadgen.sending.health import judge_health
+from draftgate.loadgen.sending.null_server import Pace, allow_many_connections
+from draftgate.loadgen.sending.processes.parent import run_in_processes
+from draftgate.loadgen.sending.processes.wire import Job
+from draftgate.loadgen.types import ClientHealth, Run
 
 PACE: Final = Pace(ttft_s=0.050, itl_s=0.020)
 """50 tokens a second: faster than reading, and what a small model gives one user."""
@@ -239,7 +239,7 @@ async def null_server(pace: Pace) -> AsyncGenerator[str, None]:
     """Run a null server as a process of its own; gives its address."""
     options = ["--ttft-ms", str(pace.ttft_s * 1e3), "--itl-ms", str(pace.itl_s * 1e3)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "loadgen.sending.null_server", *options, stdout=PIPE
+        sys.executable, "-m", "draftgate.loadgen.sending.null_server", *options, stdout=PIPE
     )
     assert process.stdout is not None
     try:

@@ -10,11 +10,11 @@ from typing import Any, Final
 import aiohttp
 from msgspec.json import encode
 
-from loadgen.checking.audit import StreamAudit, Verdict
-from loadgen.checking.vectors import VectorAudit
-from loadgen.sending.clock import Clock
-from loadgen.sending.sse import SseParser
-from loadgen.types import Arrived, Planned, Question, Record
+from draftgate.loadgen.checking.audit import StreamAudit, Verdict
+from draftgate.loadgen.checking.vectors import VectorAudit
+from draftgate.loadgen.sending.clock import Clock
+from draftgate.loadgen.sending.sse import SseParser
+from draftgate.loadgen.types import Arrived, Planned, Question, Record
 
 KEEPALIVE_S: Final = 4.0
 """Idle connections are kept this long: less than servers keep theirs (uvicorn: 5 s), for a request

@@ -9,12 +9,12 @@ from typing import Final, TypeAlias
 
 import aiohttp
 
-from loadgen.planning.plan import Load, Plan
-from loadgen.sending.client import Exchange, Patience
-from loadgen.sending.clock import Clock, start_clock
-from loadgen.sending.flows import whole
-from loadgen.sending.health import HealthMonitor, without_full_collections
-from loadgen.types import SINGLE, Planned, Record, Run
+from draftgate.loadgen.planning.plan import Load, Plan
+from draftgate.loadgen.sending.client import Exchange, Patience
+from draftgate.loadgen.sending.clock import Clock, start_clock
+from draftgate.loadgen.sending.flows import whole
+from draftgate.loadgen.sending.health import HealthMonitor, without_full_collections
+from draftgate.loadgen.types import SINGLE, Planned, Record, Run
 
 TIMER_S: Final = 0.001
 """Resolution of the event loops' timers (epoll's and libuv's milliseconds): shorter sleeps would

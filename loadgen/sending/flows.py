@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadgen.checking.audit import Verdict
-from loadgen.types import SINGLE, Planned, Record, Single
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.types import SINGLE, Planned, Record, Single
 
 
 def whole(planned: Planned, hops: Sequence[Record]) -> Record:

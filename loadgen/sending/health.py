@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
-from loadgen.sending.clock import Clock
-from loadgen.types import ClientHealth, Record, Run
+from draftgate.loadgen.sending.clock import Clock
+from draftgate.loadgen.types import ClientHealth, Record, Run
 
 TICK_S: Final = 0.01
 """How often the event loop is asked whether it answers: often enough to see stalls of the size that

@@ -12,12 +12,12 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from loadgen.checking.audit import Verdict
-from loadgen.sending.client import Patience, ask
-from loadgen.sending.clock import start_clock
-from loadgen.sending.processes.wire import Job
-from loadgen.types import Planned, Question
-from loadgen.workloads import Rag, Retriever, indexed_passages
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.sending.client import Patience, ask
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.processes.wire import Job
+from draftgate.loadgen.types import Planned, Question
+from draftgate.loadgen.workloads import Rag, Retriever, indexed_passages
 
 BATCH: Final = 32
 """Passages embedded by one request: some 8,000 tokens, which a server computes in seconds."""

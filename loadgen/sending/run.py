@@ -14,21 +14,21 @@ import aiohttp
 from msgspec import to_builtins
 from rich.console import Console
 
-from loadgen.checking.verify import LosslessCheck, verify_lossless
-from loadgen.events import EventWriter
-from loadgen.planning.corpus import Corpus, open_corpus
-from loadgen.planning.plan import Load, Part, Plan, make_plan
-from loadgen.planning.traces import read_trace
-from loadgen.report.live import LiveView, Progress
-from loadgen.sending.client import Patience, open_session
-from loadgen.sending.driver import requests_of, run_plan
-from loadgen.sending.null_server import allow_many_connections
-from loadgen.sending.processes.parent import run_in_processes
-from loadgen.sending.processes.wire import Job
-from loadgen.sending.retrieval import retriever_of
-from loadgen.sending.server import Server, look_at
-from loadgen.types import Record, Run
-from loadgen.workloads import Rag
+from draftgate.loadgen.checking.verify import LosslessCheck, verify_lossless
+from draftgate.loadgen.events import EventWriter
+from draftgate.loadgen.planning.corpus import Corpus, open_corpus
+from draftgate.loadgen.planning.plan import Load, Part, Plan, make_plan
+from draftgate.loadgen.planning.traces import read_trace
+from draftgate.loadgen.report.live import LiveView, Progress
+from draftgate.loadgen.sending.client import Patience, open_session
+from draftgate.loadgen.sending.driver import requests_of, run_plan
+from draftgate.loadgen.sending.null_server import allow_many_connections
+from draftgate.loadgen.sending.processes.parent import run_in_processes
+from draftgate.loadgen.sending.processes.wire import Job
+from draftgate.loadgen.sending.retrieval import retriever_of
+from draftgate.loadgen.sending.server import Server, look_at
+from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.workloads import Rag
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import aiohttp
 
-from loadgen.planning.corpus import Corpus
-from loadgen.sending.client import first_model
-from loadgen.workloads import ApproximateCounter, fit_counter
+from draftgate.loadgen.planning.corpus import Corpus
+from draftgate.loadgen.sending.client import first_model
+from draftgate.loadgen.workloads import ApproximateCounter, fit_counter
 
 SAMPLES: Final = 8
 SAMPLE_CHARACTERS: Final = 2000

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
 
-from loadgen.planning.plan import Load
+from draftgate.loadgen.planning.plan import Load
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from loadgen.measuring.bootstrap import inflation
-from loadgen.measuring.slo import Interval, attainment, met, wilson
-from loadgen.report.runs import Point
-from loadgen.types import Run
+from draftgate.loadgen.measuring.bootstrap import inflation
+from draftgate.loadgen.measuring.slo import Interval, attainment, met, wilson
+from draftgate.loadgen.report.runs import Point
+from draftgate.loadgen.types import Run
 
 SHARES: Final = (0.90, 0.95, 0.99)
 

@@ -11,15 +11,15 @@ from typing import Any, Final
 from msgspec import to_builtins
 from rich.console import Console
 
-from loadgen.events import read_events
-from loadgen.measuring.slo import attainment
-from loadgen.measuring.summary import invalid_reasons
-from loadgen.planning.plan import Load
-from loadgen.report.runs import Report
-from loadgen.report.words import percent
-from loadgen.sending.run import Target, run_load
-from loadgen.sweep.cells import Cell, Contender
-from loadgen.types import Run
+from draftgate.loadgen.events import read_events
+from draftgate.loadgen.measuring.slo import attainment
+from draftgate.loadgen.measuring.summary import invalid_reasons
+from draftgate.loadgen.planning.plan import Load
+from draftgate.loadgen.report.runs import Report
+from draftgate.loadgen.report.words import percent
+from draftgate.loadgen.sending.run import Target, run_load
+from draftgate.loadgen.sweep.cells import Cell, Contender
+from draftgate.loadgen.types import Run
 
 WARM_UP_SEED: Final = 1_000_003
 """Far from the seeds of rounds, so that no cell finds its own prompts cached."""

@@ -7,17 +7,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from loadgen.planning.corpus import open_corpus
-from loadgen.types import Slo
-from loadgen.workloads.base import Endpoint, Setting, Workload, text_of, through
-from loadgen.workloads.chat import Chat
-from loadgen.workloads.code import Code
-from loadgen.workloads.documents import LongDocument
-from loadgen.workloads.mixed import Mixed
-from loadgen.workloads.rag import Rag, Retriever, collection
-from loadgen.workloads.shared_prefix import SharedPrefix
-from loadgen.workloads.tokens import ApproximateCounter, TokenCounter, fit_counter
-from loadgen.workloads.trace import Replay, Row
+from draftgate.loadgen.planning.corpus import open_corpus
+from draftgate.loadgen.types import Slo
+from draftgate.loadgen.workloads.base import Endpoint, Setting, Workload, text_of, through
+from draftgate.loadgen.workloads.chat import Chat
+from draftgate.loadgen.workloads.code import Code
+from draftgate.loadgen.workloads.documents import LongDocument
+from draftgate.loadgen.workloads.mixed import Mixed
+from draftgate.loadgen.workloads.rag import Rag, Retriever, collection
+from draftgate.loadgen.workloads.shared_prefix import SharedPrefix
+from draftgate.loadgen.workloads.tokens import ApproximateCounter, TokenCounter, fit_counter
+from draftgate.loadgen.workloads.trace import Replay, Row
 
 __all__ = [
     "WORKLOADS",

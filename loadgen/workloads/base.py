@@ -10,9 +10,9 @@ from math import log
 from random import Random
 from typing import Final, Literal, Protocol
 
-from loadgen.planning.corpus import Corpus, Library
-from loadgen.types import Message, Question, Slo
-from loadgen.workloads.tokens import TokenCounter, cut
+from draftgate.loadgen.planning.corpus import Corpus, Library
+from draftgate.loadgen.types import Message, Question, Slo
+from draftgate.loadgen.workloads.tokens import TokenCounter, cut
 
 PROMPT_SHARE: Final = 0.68
 """Of the context left beside the answer, what a prompt may fill by the counter: counts are

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from loadgen.types import Message, Question
-from loadgen.workloads.base import Lengths, Setting
-from loadgen.workloads.tokens import cut
+from draftgate.loadgen.types import Message, Question
+from draftgate.loadgen.workloads.base import Lengths, Setting
+from draftgate.loadgen.workloads.tokens import cut
 
 OPEN_SESSIONS: Final = 32
 """Conversations at a time: a turn comes 32 requests after the one before it."""

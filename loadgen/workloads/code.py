@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from loadgen.types import Question
-from loadgen.workloads.base import Lengths, Setting
+from draftgate.loadgen.types import Question
+from draftgate.loadgen.workloads.base import Lengths, Setting
 
 PROMPT: Final = Lengths(median=1469, sigma=1.15, least=17, most=7436)
 ANSWER: Final = Lengths(median=13, sigma=0.85, least=6, most=251)

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from loadgen.types import Slo
+from draftgate.loadgen.types import Slo
 
 PROMPT_TOKENS_PER_OUTPUT: Final = 20.0
 """Prompt tokens that take as long as one output token: 18 to 35 in six questions (TTFT 0.7 to 1.0 s

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from loadgen.types import Question
-from loadgen.workloads.base import Lengths, Setting
-from loadgen.workloads.tokens import cut
+from draftgate.loadgen.types import Question
+from draftgate.loadgen.workloads.base import Lengths, Setting
+from draftgate.loadgen.workloads.tokens import cut
 
 DOCUMENT: Final = Lengths(median=6909, sigma=1.2, least=894, most=16_384)
 """Mooncake's conversation trace (12,031 requests; Qin et al., FAST 2025): median, spread and 1st

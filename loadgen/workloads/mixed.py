@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from loadgen.types import Question, Slo
-from loadgen.workloads.base import Setting, Shares, Workload
-from loadgen.workloads.chat import Chat
-from loadgen.workloads.code import Code
-from loadgen.workloads.documents import LongDocument
+from draftgate.loadgen.types import Question, Slo
+from draftgate.loadgen.workloads.base import Setting, Shares, Workload
+from draftgate.loadgen.workloads.chat import Chat
+from draftgate.loadgen.workloads.code import Code
+from draftgate.loadgen.workloads.documents import LongDocument
 
 CLASSES: Final = {"interactive": 0.5, "standard": 0.3, "batch": 0.2}
 TENANTS: Final = {"tenant-a": 0.6, "tenant-b": 0.3, "tenant-c": 0.1}

@@ -13,11 +13,11 @@ from functools import lru_cache
 from random import Random
 from typing import Any, Final, Protocol
 
-from loadgen.types import Message, Planned, Question, Record, Slo
-from loadgen.workloads import planner
-from loadgen.workloads.base import Lengths, Setting, through, zipf
-from loadgen.workloads.deadline import Work, announced
-from loadgen.workloads.tokens import cut
+from draftgate.loadgen.types import Message, Planned, Question, Record, Slo
+from draftgate.loadgen.workloads import planner
+from draftgate.loadgen.workloads.base import Lengths, Setting, through, zipf
+from draftgate.loadgen.workloads.deadline import Work, announced
+from draftgate.loadgen.workloads.tokens import cut
 
 PASSAGES: Final = 5
 PASSAGE_TOKENS: Final = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from loadgen.types import Message, Question
-from loadgen.workloads.base import Setting, zipf
+from draftgate.loadgen.types import Message, Question
+from draftgate.loadgen.workloads.base import Setting, zipf
 
 PREFIXES: Final = 64
 PREFIX_TOKENS: Final = 2048

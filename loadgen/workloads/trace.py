@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, Protocol
 
-from loadgen.types import Question
-from loadgen.workloads.base import Setting
-from loadgen.workloads.tokens import cut
+from draftgate.loadgen.types import Question
+from draftgate.loadgen.workloads.base import Setting
+from draftgate.loadgen.workloads.tokens import cut
 
 BLOCKS_KEPT: Final = 16_384
 """Texts of blocks kept for the rows that share them: some 30 MB at 512 tokens a block."""

@@ -1,9 +1,9 @@
 """Admission policies: who may wait, and when those may come back who may not."""
 
-from policies.admission.bounded import Bounded, Unbounded
-from policies.admission.deadline import Deadline
-from policies.admission.forecast import pool_of
-from policies.admission.types import (
+from draftgate.policies.admission.bounded import Bounded, Unbounded
+from draftgate.policies.admission.deadline import Deadline
+from draftgate.policies.admission.forecast import pool_of
+from draftgate.policies.admission.types import (
     AdmissionView,
     Admitted,
     PoolView,

@@ -23,7 +23,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
-from policies.ordering.fair import OVERDUE_EVERY
+from draftgate.policies.ordering.fair import OVERDUE_EVERY
 
 FLOW_S: Final = 20.0
 """What came so long ago counts 1 / e: a flow of a tenth of the pool for each request is known

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from policies.admission.appointments import Appointments, Booking
-from policies.admission.classes import Classes, Drain
-from policies.admission.forecast import (
+from draftgate.policies.admission.appointments import Appointments, Booking
+from draftgate.policies.admission.classes import Classes, Drain
+from draftgate.policies.admission.forecast import (
     Z_LIKELY,
     Z_SURE,
     Forecast,
@@ -16,8 +16,8 @@ from policies.admission.forecast import (
     drained_s,
     forecast,
 )
-from policies.admission.refusals import not_in_time, queue_full, shed, too_slow
-from policies.admission.types import AdmissionView, Admitted, Refused
+from draftgate.policies.admission.refusals import not_in_time, queue_full, shed, too_slow
+from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 
 TARGET_SHARE: Final = 0.5
 """Appointments are for when half of the wait is ahead with which a deadline is surely met: an error

@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from policies.admission.classes import WHOLE, Drain
-from policies.admission.types import AdmissionView, Admitted, PoolView
-from policies.ordering.fair import PRESSING_SHARE
-from policies.types import WorkerLoad, WorkerSpeed
+from draftgate.policies.admission.classes import WHOLE, Drain
+from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView
+from draftgate.policies.ordering.fair import PRESSING_SHARE
+from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 Z_SURE: Final = 1.645
 """One in twenty waits is longer: the 95th percentile of a normal error. With this chance a newcomer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from policies.types import ANYTIME, UNKNOWN_SPEED, ServiceLevel, WorkerSpeed
+from draftgate.policies.types import ANYTIME, UNKNOWN_SPEED, ServiceLevel, WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)

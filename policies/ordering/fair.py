@@ -6,9 +6,9 @@ from bisect import insort
 from collections import Counter
 from typing import Final
 
-from policies.ordering.fair_class import FairClass
-from policies.ordering.line import Line, Place
-from policies.ordering.ticket import Ticket
+from draftgate.policies.ordering.fair_class import FairClass
+from draftgate.policies.ordering.line import Line, Place
+from draftgate.policies.ordering.ticket import Ticket
 
 STARVATION_S: Final = 30.0
 """Who has waited longer is overdue, of whatever class: about when people and clients' timeouts give

@@ -24,8 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from policies.ordering.line import Line, Place
-from policies.ordering.ticket import Ticket
+from draftgate.policies.ordering.line import Line, Place
+from draftgate.policies.ordering.ticket import Ticket
 
 LEAST_WORK_S: Final = 1e-3
 """A request counts as so much at least: where nobody knows what requests take, all count alike."""

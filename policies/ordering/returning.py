@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policies.ordering.ticket import Ticket
-from policies.protocols import OrderingPolicy
+from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.protocols import OrderingPolicy
 
 
 class ReturningFirst:

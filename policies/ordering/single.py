@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from policies.ordering.line import Line, Place
-from policies.ordering.ticket import Ticket
+from draftgate.policies.ordering.line import Line, Place
+from draftgate.policies.ordering.ticket import Ticket
 
 
 class SingleLine:

@@ -1,7 +1,7 @@
 """Routing policies: which worker a request goes to."""
 
-from policies.routing.price import Price
-from policies.routing.scored import (
+from draftgate.policies.routing.price import Price
+from draftgate.policies.routing.scored import (
     Scored,
     least_loaded,
     power_of_two,
@@ -9,7 +9,7 @@ from policies.routing.scored import (
     round_robin,
     weighted,
 )
-from policies.routing.types import Candidate, Candidates, Draw, Offer, Route, RouteView
+from draftgate.policies.routing.types import Candidate, Candidates, Draw, Offer, Route, RouteView
 
 __all__ = [
     "Candidate",

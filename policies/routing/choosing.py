@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from policies.routing.types import Candidates, Draw, Offer, RouteView
+from draftgate.policies.routing.types import Candidates, Draw, Offer, RouteView
 
 LEAST_PER_TOKEN: Final = 1e-12
 """Scores are taken to rise by so much at least, so that no worker takes endless tokens."""

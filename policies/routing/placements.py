@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from policies.routing.prefix_index import PrefixIndex
-from policies.routing.types import Candidate, RouteView
+from draftgate.policies.routing.prefix_index import PrefixIndex
+from draftgate.policies.routing.types import Candidate, RouteView
 
 
 @dataclass(slots=True)

@@ -32,11 +32,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from policies.request_forecast import forecast
-from policies.routing.choosing import Score
-from policies.routing.types import Candidate, RouteView
-from policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer
-from policies.types import ANY_PROPOSER, SpeculationMode, WorkerLoad, WorkerSpeed
+from draftgate.policies.request_forecast import forecast
+from draftgate.policies.routing.choosing import Score
+from draftgate.policies.routing.types import Candidate, RouteView
+from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer
+from draftgate.policies.types import ANY_PROPOSER, SpeculationMode, WorkerLoad, WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from policies.routing.choosing import Offers, ranked, spread
-from policies.routing.placements import Placements
-from policies.routing.prediction import Prediction, predicted
-from policies.routing.scored import MOST_OFFERS, Scored
-from policies.routing.scorers import cached_tokens
-from policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
+from draftgate.policies.routing.choosing import Offers, ranked, spread
+from draftgate.policies.routing.placements import Placements
+from draftgate.policies.routing.prediction import Prediction, predicted
+from draftgate.policies.routing.scored import MOST_OFFERS, Scored
+from draftgate.policies.routing.scorers import cached_tokens
+from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
 WITHIN: Final = 0.05
 """A worker that costs at most so much more than the best one, has no more to do and as much of the

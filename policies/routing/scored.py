@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from policies.routing.choosing import Pick, Score, least, less_of_two, ranked, spread
-from policies.routing.placements import Placements
-from policies.routing.scorers import READ_PROMPTS, SCORERS
-from policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
+from draftgate.policies.routing.choosing import Pick, Score, least, less_of_two, ranked, spread
+from draftgate.policies.routing.placements import Placements
+from draftgate.policies.routing.scorers import READ_PROMPTS, SCORERS
+from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
 MOST_OFFERS: Final = 64
 """Workers of a decision that are offered to a reservation, the best ones: it looks at each."""

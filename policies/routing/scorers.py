@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from policies.routing.choosing import Score
-from policies.routing.prediction import predicted
-from policies.routing.prefix_index import PrefixIndex
-from policies.routing.types import Candidate, RouteView
+from draftgate.policies.routing.choosing import Score
+from draftgate.policies.routing.prediction import predicted
+from draftgate.policies.routing.prefix_index import PrefixIndex
+from draftgate.policies.routing.types import Candidate, RouteView
 
 Scorer: TypeAlias = Callable[[RouteView, Sequence[Candidate], PrefixIndex], Sequence[Score]]
 """Returns the score of each candidate. Changes nothing."""

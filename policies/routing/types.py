@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from policies.room import Occupancy, seated
-from policies.types import RequestView, WorkerLoad
+from draftgate.policies.room import Occupancy, seated
+from draftgate.policies.types import RequestView, WorkerLoad
 
 Draw = Callable[[], float]
 """A source of randomness: uniform in [0, 1), independent from call to call."""

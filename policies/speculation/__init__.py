@@ -4,12 +4,12 @@ Each is a value that decides for a request at the gateway (`decide`), and for a 
 (`least_survival`, `draft_lengths`).
 """
 
-from policies.speculation.adaptive import AdaptiveVerification
-from policies.speculation.auto import Auto
-from policies.speculation.fixed import MOST_FIXED, Fixed, Off
-from policies.speculation.planning import MAX_DRAFT_TOKENS
-from policies.speculation.smartspec import SmartSpec
-from policies.speculation.threshold import ThresholdByBatch
+from draftgate.policies.speculation.adaptive import AdaptiveVerification
+from draftgate.policies.speculation.auto import Auto
+from draftgate.policies.speculation.fixed import MOST_FIXED, Fixed, Off
+from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
+from draftgate.policies.speculation.smartspec import SmartSpec
+from draftgate.policies.speculation.threshold import ThresholdByBatch
 
 __all__ = [
     "MAX_DRAFT_TOKENS",

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from policies.allocation import allocate
-from policies.speculation.planning import (
+from draftgate.policies.allocation import allocate
+from draftgate.policies.speculation.planning import (
     MAX_DRAFT_TOKENS,
     plan_up_to,
     unweighted,
     within_budget,
 )
-from policies.step_cost import StepCost
-from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from policies.allocation import allocate
-from policies.price import least_slot_price
-from policies.request_forecast import RequestForecast, forecast
-from policies.speculation.planning import (
+from draftgate.policies.allocation import allocate
+from draftgate.policies.price import least_slot_price
+from draftgate.policies.request_forecast import RequestForecast, forecast
+from draftgate.policies.speculation.planning import (
     MAX_DRAFT_TOKENS,
     capped,
     choose_proposer,
     no_speculation,
     unweighted,
 )
-from policies.step_cost import StepCost
-from policies.types import (
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import (
     ANY_PROPOSER,
     RequestView,
     SpeculationMode,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from policies.speculation.planning import no_speculation, plan_up_to, within_budget
-from policies.step_cost import StepCost
-from policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
+from draftgate.policies.speculation.planning import no_speculation, plan_up_to, within_budget
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 MOST_FIXED: Final = 64
 """Longest draft of `fixed:K`: what a verify tile of a GPU kernel holds; metrics count by slot."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from policies.types import (
+from draftgate.policies.types import (
     PROPOSER_MODES,
     RequestView,
     SpeculationMode,

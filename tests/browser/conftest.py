@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest_asyncio
 
-from backends.types import Delta, GenerationRequest
-from gateway.app import Listening
+from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.gateway.app import Listening
 from tests.conftest import IN_CI
 from tests.gateway.harness import ScriptedBackend, running
 

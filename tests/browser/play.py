@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 
-from backends.core.detokenize import TextStream
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
+from draftgate.backends.core.detokenize import TextStream
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
 
 TEXT = 'def area(self):\n    return self.width * self.height  # "é😀"\n\n'
 

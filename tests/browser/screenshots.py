@@ -16,7 +16,7 @@ from typing import Final
 import httpx
 from playwright.async_api import Browser, Page, expect
 
-from gateway.app import Listening
+from draftgate.gateway.app import Listening
 from tests.browser.browse import chromium, visiting
 from tests.gateway.harness import running
 

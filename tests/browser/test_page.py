@@ -8,7 +8,7 @@ import re
 import pytest
 from playwright.async_api import expect
 
-from backends.types import Delta
+from draftgate.backends.types import Delta
 from tests.browser.conftest import Scene
 from tests.browser.play import TEXT, in_steps
 from tests.gateway.harness import until

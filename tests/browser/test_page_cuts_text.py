@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backends.core.detokenize import TextStream
-from backends.tokenizer import Tokenizer
+from draftgate.backends.core.detokenize import TextStream
+from draftgate.backends.tokenizer import Tokenizer
 from tests.browser.conftest import Scene
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]

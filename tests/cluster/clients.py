@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 import aiohttp
 
-from loadgen.checking.audit import Verdict
-from loadgen.checking.verify import first_difference
-from loadgen.planning.plan import Load, make_plan
-from loadgen.sending.client import Exchange, Patience, first_model, open_session
-from loadgen.sending.clock import start_clock
-from loadgen.sending.driver import send_on_schedule
-from loadgen.types import Planned, Record
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.checking.verify import first_difference
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.sending.client import Exchange, Patience, first_model, open_session
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.driver import send_on_schedule
+from draftgate.loadgen.types import Planned, Record
 
 REFUSED = ('"draining"', '"model_loading"')
 """Codes by which a node says that it is another one's turn."""

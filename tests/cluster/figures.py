@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.engine.bench.record import provenance
-from loadgen.measuring.figures import tpot_s, ttft_s
-from loadgen.types import Record
+from bench.engine.record import provenance
+from draftgate.loadgen.measuring.figures import tpot_s, ttft_s
+from draftgate.loadgen.types import Record
 
 
 def percentile(values: Sequence[float], share: float) -> float:

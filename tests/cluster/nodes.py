@@ -21,7 +21,7 @@ START_S = 300.0
 PATIENT = ("--queue-timeout-s", "300", "--drain-timeout-s", "300")
 """Of gateways: what is slow here is the machine."""
 
-COMMAND = (sys.executable, "-c", "from gateway.cli import main; main()", "serve")
+COMMAND = (sys.executable, "-m", "draftgate", "serve")
 
 
 class NodeProcess:

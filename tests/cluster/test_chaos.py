@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dispatch.leases import LEASE_S
+from draftgate.gateway.dispatch.leases import LEASE_S
 from tests.cluster.clients import Clients, clients_of, questions
 from tests.cluster.figures import latencies, write_figures
 from tests.cluster.nodes import Cluster, cluster

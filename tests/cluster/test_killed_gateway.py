@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.dispatch.leases import LEASE_S
-from loadgen.checking.audit import Verdict
-from loadgen.types import Planned, Question
+from draftgate.gateway.dispatch.leases import LEASE_S
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.types import Planned, Question
 from tests.cluster.clients import Clients, clients_of
 from tests.cluster.nodes import Cluster, cluster, eventually
 from tests.cluster.pool import look, settled

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from gateway.app import Listening, StartError, build_node, drain, start_workers
-from gateway.cluster.address import advertised_url, is_local
-from gateway.config import ServeConfig
-from gateway.dispatch.failover import COMEBACK_S
-from gateway.lifecycle import NodeState
-from gateway.state.memory import MemoryStore
-from gateway.state.store import Snapshot
+from draftgate.gateway.app import Listening, StartError, build_node, drain, start_workers
+from draftgate.gateway.cluster.address import advertised_url, is_local
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.failover import COMEBACK_S
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import Snapshot
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from gateway.app import Listening
-from gateway.state.guarded import GuardedStore
-from gateway.state.redis.store import RedisStore
-from gateway.telemetry.tracing import open_tracing
+from draftgate.gateway.app import Listening
+from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.telemetry.tracing import open_tracing
 from tests.gateway.collector import Collector, Sent, collecting
 from tests.gateway.harness import PATIENCE_S, post_raw, running, until
 from tests.gateway.redis_server import RedisServer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from loadgen.types import Record
+from draftgate.loadgen.types import Record
 from tests.cluster.clients import Clients, clients_of, questions
 from tests.cluster.figures import latencies, write_figures
 from tests.cluster.nodes import NodeProcess, cluster

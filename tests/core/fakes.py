@@ -7,12 +7,12 @@ from collections.abc import Sequence as Many
 from itertools import count
 from random import Random
 
-from backends.core.drafts import ROOT, Draft, DraftRequest
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan, StepResult
-from backends.token_ids import compact
-from backends.types import GenerationRequest, SamplingParams, Task, TokenLogprob
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams, Task, TokenLogprob
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 TrueToken = Callable[[Sequence, int], int]
 """The token of a sequence at an absolute position."""

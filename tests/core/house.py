@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.sequence import Sequence, SequenceState
-from backends.core.steps import SequenceWork, StepPlan
-from backends.types import FinishReason, GenerationRequest, Pace
-from policies.registry import batching_policy, speculation_policy
-from policies.step_cost import StepCost
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.types import FinishReason, GenerationRequest, Pace
+from draftgate.policies.registry import batching_policy, speculation_policy
+from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
 
 BLOCK = 4

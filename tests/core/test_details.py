@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from backends.core.drafts import ROOT, Draft
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.worker import Worker
-from backends.types import Delta, GenerationRequest, Phases
-from policies.registry import speculation_policy
-from policies.step_cost import StepCost
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.types import Delta, GenerationRequest, Phases
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
 from tests.core.test_pipeline import LETTERS, Letters
 

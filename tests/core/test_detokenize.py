@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from backends.core.detokenize import TextStream
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
+from draftgate.backends.core.detokenize import TextStream
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
 
 
 @cache

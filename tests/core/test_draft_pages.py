@@ -7,8 +7,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backends.core.draft_pages import DraftPages, DraftTable
-from backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from draftgate.backends.core.draft_pages import DraftPages, DraftTable
+from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 
 BLOCK = 4
 

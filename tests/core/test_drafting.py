@@ -9,19 +9,19 @@ from random import Random
 
 import pytest
 
-from backends.core.asking import (
+from draftgate.backends.core.asking import (
     HOPELESS_TURNS,
     MOST_RESTING_TURNS,
     PROBED_TURNS,
     RESTING_TURNS,
 )
-from backends.core.drafting import Drafting
-from backends.core.drafts import Draft, DraftRequest
-from backends.core.exploration import EXPLORED_SHARE, MOST_SAVED_STEPS
-from backends.core.offers import Terms
-from backends.core.sequence import Sequence
-from policies.drafting_cost import DraftingCost
-from policies.types import ANY_PROPOSER
+from draftgate.backends.core.drafting import Drafting
+from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.exploration import EXPLORED_SHARE, MOST_SAVED_STEPS
+from draftgate.backends.core.offers import Terms
+from draftgate.backends.core.sequence import Sequence
+from draftgate.policies.drafting_cost import DraftingCost
+from draftgate.policies.types import ANY_PROPOSER
 from tests.core.fakes import FakeProposer, hashed_token, request
 
 WRONG, RIGHT = (lambda key, position: True), (lambda key, position: False)

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.drafts import ROOT, Draft
 
 
 @st.composite

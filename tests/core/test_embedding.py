@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.steps import StepPlan
-from backends.core.worker import Worker
-from backends.errors import RequestRejected
-from backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
-from policies.registry import speculation_policy
-from policies.step_cost import StepCost
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, request
 from tests.core.house import House
 

@@ -7,10 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from backends.core.worker import Worker
-from backends.errors import RequestRejected
-from backends.grammar import LlGrammars
-from backends.types import FinishReason, GenerationRequest, GrammarKind, GrammarSpec, ResumedChoice
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.types import (
+    FinishReason,
+    GenerationRequest,
+    GrammarKind,
+    GrammarSpec,
+    ResumedChoice,
+)
 from tests.core.fakes import request, scripted
 from tests.core.test_worker import EOS, Bench, encode, text_of, tokenizer, tokens_of
 

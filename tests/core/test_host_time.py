@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from backends.core.drafts import Draft, DraftRequest
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.sequence import Sequence
-from backends.core.steps import StepResult
-from policies.registry import speculation_policy
-from policies.step_cost import StepCost
+from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import StepResult
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, request
 
 TOKENS = 1600

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backends.core.scheduler import SPARING_STEPS
-from backends.core.sequence import Sequence, SequenceState
-from backends.types import FinishReason, Pace
-from policies.registry import speculation_policy
+from draftgate.backends.core.scheduler import SPARING_STEPS
+from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.types import FinishReason, Pace
+from draftgate.policies.registry import speculation_policy
 from tests.core.house import BLOCK, House
 
 

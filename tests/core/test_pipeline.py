@@ -7,15 +7,22 @@ from itertools import count
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from backends.core.kv_blocks import KvBlocks
-from backends.core.pipeline import Pipeline
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.sequence import Sequence
-from backends.core.steps import PENDING, StepPlan, StepResult
-from backends.core.worker import Worker
-from backends.types import Delta, FinishReason, GenerationRequest, Pace, ResumedChoice, Task
-from policies.registry import speculation_policy
-from policies.step_cost import StepCost
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.pipeline import Pipeline
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.types import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Pace,
+    ResumedChoice,
+    Task,
+)
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
 from tests.core.house import BLOCK, prefixes
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.core.kv_blocks import KvBlocks, OutOfBlocks
-from backends.core.prefix_cache import HASH_BYTES, PendingPrefixes, extend_chain
+from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
+from draftgate.backends.core.prefix_cache import HASH_BYTES, PendingPrefixes, extend_chain
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "mooncake"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces are not here")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from backends.errors import RequestRejected
-from backends.types import Delta, FinishReason, GenerationRequest, ResumedChoice
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, ResumedChoice
 from tests.core.fakes import request, scripted
 from tests.core.test_worker import Bench, encode, text_of, tokens_of
 

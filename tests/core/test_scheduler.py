@@ -9,13 +9,13 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backends.core.drafts import Draft
-from backends.core.sequence import Sequence, SequenceState
-from backends.types import FinishReason, Pace, ResumedChoice, Task
-from policies.batching import LEAST_CHUNK, LEAST_STRETCH
-from policies.registry import speculation_policy
-from policies.types import ServiceLevel
-from policies.weights import LATE_WEIGHT
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.types import FinishReason, Pace, ResumedChoice, Task
+from draftgate.policies.batching import LEAST_CHUNK, LEAST_STRETCH
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import ServiceLevel
+from draftgate.policies.weights import LATE_WEIGHT
 from tests.core.fakes import FakeExecutor, request
 from tests.core.house import COST, House, RandomPicker, expected_output
 

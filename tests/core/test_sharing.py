@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from backends.core.sequence import SequenceState
+from draftgate.backends.core.sequence import SequenceState
 from tests.core.fakes import request
 from tests.core.house import BLOCK, House
 

@@ -6,15 +6,15 @@ from functools import cache
 
 import pytest
 
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.worker import Worker
-from backends.errors import RequestRejected
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, GenerationRequest, Pace
-from policies.registry import speculation_policy
-from policies.step_cost import StepCost
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
 
 

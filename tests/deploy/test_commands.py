@@ -9,8 +9,8 @@ import pytest
 import typer.main
 import yaml
 
-from gateway.cli import app
-from gateway.config import settings
+from draftgate.gateway.cli import app
+from draftgate.gateway.config import settings
 from tests.deploy.compose import ROOT, services
 from tests.deploy.kubernetes import containers
 

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app import CLOSE_S
-from gateway.config import ServeConfig
+from draftgate.gateway.app import CLOSE_S
+from draftgate.gateway.config import ServeConfig
 from tests.deploy.compose import ROOT, read, seconds, services
 from tests.deploy.processes import Addresses, LocalService, free_ports, running
 from tests.gateway.collector import Collector, collecting

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from aiohttp import web
 
-from gateway.app import CLOSE_S
-from gateway.http.routes import build_app
-from gateway.node import Node
+from draftgate.gateway.app import CLOSE_S
+from draftgate.gateway.http.routes import build_app
+from draftgate.gateway.node import Node
 from tests.deploy.kubernetes import (
     BASE,
     FOLDER,

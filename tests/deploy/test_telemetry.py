@@ -11,8 +11,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.telemetry.figures import FIGURES, Kind
-from gateway.telemetry.watch import Ending
+from draftgate.gateway.telemetry.figures import FIGURES, Kind
+from draftgate.gateway.telemetry.watch import Ending
 from tests.deploy.compose import ROOT, services
 from tests.deploy.kubernetes import workloads
 from tests.deploy.promql import (

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from backends.core.drafts import Draft
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.config import read_model_config
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.model import Decoder
-from backends.engine.runner import Runner
-from backends.engine.weights import load_weights
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.weights import load_weights
 
 
 class Table:

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import torch
 
-from backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
-from backends.core.drive import drive
-from backends.core.kv_blocks import KvBlocks
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.sequence import Sequence
-from backends.core.worker import Worker
-from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.model import Decoder
-from backends.engine.proposers.ngram import NgramProposer
-from backends.engine.runner import Runner
-from backends.engine.sampler import Verify
-from backends.engine.weights import load_weights
-from backends.grammar import LlGrammars
-from backends.token_ids import compact
-from backends.tokenizer import Tokenizer
-from backends.types import (
+from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
+from draftgate.backends.core.drive import drive
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.sampler import Verify
+from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.token_ids import compact
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import (
     Delta,
     FinishReason,
     GenerationRequest,
@@ -36,10 +36,10 @@ from backends.types import (
     Task,
     TokenLogprob,
 )
-from policies.protocols import SpeculationPolicy
-from policies.speculation import Off
-from policies.step_cost import StepCost
-from policies.types import (
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.speculation import Off
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import (
     RequestView,
     SpeculationMode,
     SpeculationPlan,

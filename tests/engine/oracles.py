@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from backends.types import SamplingParams
+from draftgate.backends.types import SamplingParams
 
 
 def adjusted(

@@ -8,14 +8,14 @@ from functools import cache
 
 import torch
 
-from backends.base import WorkerConfig
-from backends.core.drafts import Proposer
-from backends.engine.config import read_model_config
-from backends.engine.model import Decoder
-from backends.engine.proposers.registry import ProposerSetup, make_proposers
-from backends.engine.weights import load_weights
-from backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW
-from policies.types import SpeculationMode
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.proposers.registry import ProposerSetup, make_proposers
+from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW
+from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import COST, MAX_MODEL_LEN, Engine, HostileProposer
 
 MODES = (

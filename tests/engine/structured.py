@@ -11,12 +11,12 @@ from typing import Any
 
 import jsonschema
 
-from backends.core.drafts import Draft
-from backends.core.drive import drive
-from backends.core.worker import Worker
-from backends.grammar import LlGrammar, LlGrammars
-from backends.tokenizer import Tokenizer
-from backends.types import (
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.drive import drive
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.grammar import LlGrammar, LlGrammars
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import (
     FinishReason,
     GenerationRequest,
     GrammarKind,

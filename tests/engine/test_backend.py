@@ -10,15 +10,15 @@ from contextlib import aclosing
 
 import pytest
 
-from backends.base import WorkerConfig
-from backends.engine.backend import EngineBackend
-from backends.engine.bench.prompts import held_out_prompts
-from backends.engine.loop import EngineLoop
-from backends.engine.runner import Runner
-from backends.errors import BackendFailed, CheckpointError, RequestRejected
-from backends.testing import check_backend
-from backends.types import FinishReason, GenerationRequest, Pace
-from policies.registry import speculation_policy
+from bench.engine.prompts import held_out_prompts
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.engine.backend import EngineBackend
+from draftgate.backends.engine.loop import EngineLoop
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
+from draftgate.backends.testing import check_backend
+from draftgate.backends.types import FinishReason, GenerationRequest, Pace
+from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import request
 
 SMALL = WorkerConfig(device="cpu", max_model_len=512, kv_bytes=4 << 20, threads=1)
@@ -201,7 +201,7 @@ async def test_a_device_that_hangs_does_not_keep_the_process(
     backend: EngineBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that does not end is waited for so long only; its streams end with an error."""
-    monkeypatch.setattr("backends.engine.backend.STOP_S", 0.05)
+    monkeypatch.setattr("draftgate.backends.engine.backend.STOP_S", 0.05)
     release, hangs = threading.Event(), threading.Event()
     launch = Runner.launch
 

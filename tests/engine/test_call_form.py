@@ -9,12 +9,12 @@ import jsonschema
 import msgspec
 import pytest
 
-from backends.call_form import CallForm, FunctionForm
-from backends.errors import RequestRejected
-from backends.grammar import LlGrammars
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from backends.types import GrammarKind, GrammarSpec
+from draftgate.backends.call_form import CallForm, FunctionForm
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GrammarKind, GrammarSpec
 from tests.engine.structured import completed, next_mask, tokens_in
 
 POINT = {

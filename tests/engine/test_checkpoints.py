@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backends.base import WorkerConfig
-from backends.engine.checkpoint import Checkpoint, checkpoint_hash
-from backends.engine.config import FAMILIES, read_model_config
-from backends.engine.load import load_engine
-from backends.engine.numerics import choose_dtype
-from backends.engine.weights import load_weights
-from backends.errors import CheckpointError
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.engine.checkpoint import Checkpoint, checkpoint_hash
+from draftgate.backends.engine.config import FAMILIES, read_model_config
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.numerics import choose_dtype
+from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
 
 
 def load(directory: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from backends.core.drafts import Draft
-from backends.engine.testing import check_draft, check_proposer
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.engine.testing import check_draft, check_proposer
 
 ELSEWHERE = '''
 """Drafts what came behind the last line that began alike."""
 
-from backends.core.drafts import Draft
+from draftgate.backends.core.drafts import Draft
 
 
 class LineProposer:

@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.base import WorkerConfig
-from backends.core.draft_pages import DraftPages
-from backends.core.drafts import DraftRequest
-from backends.core.kv_blocks import KvBlocks
-from backends.core.sequence import Sequence
-from backends.engine.bench.prompts import held_out_prompts
-from backends.engine.inputs import Feed
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.load import load_engine
-from backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
-from backends.errors import CheckpointError
-from backends.shipped import SHIPPED_DRAFT, SHIPPED_MODEL
-from backends.types import ResumedChoice
-from policies.registry import speculation_policy
-from policies.speculation import Off
-from policies.step_cost import StepCost
-from policies.types import SpeculationMode
+from bench.engine.prompts import held_out_prompts
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.draft_pages import DraftPages
+from draftgate.backends.core.drafts import DraftRequest
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.inputs import Feed
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_MODEL
+from draftgate.backends.types import ResumedChoice
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import Model, Setup, request, run
 from tests.engine.proposing import every_proposer, shipped_draft
 

@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from backends.base import WorkerConfig
-from backends.core.drive import drive
-from backends.engine.backend import EngineBackend
-from backends.engine.sentence_transformers import why_not_embedded
-from backends.errors import CheckpointError, RequestRejected
-from backends.shipped import SHIPPED_MODEL
-from backends.types import FinishReason, GenerationRequest
-from policies.registry import speculation_policy
-from policies.speculation import Off
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.drive import drive
+from draftgate.backends.engine.backend import EngineBackend
+from draftgate.backends.engine.sentence_transformers import why_not_embedded
+from draftgate.backends.errors import CheckpointError, RequestRejected
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.types import FinishReason, GenerationRequest
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
 from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
 from tests.engine.harness import Engine, Model, Setup, request, to_embed
 from tests.engine.test_families import random_model

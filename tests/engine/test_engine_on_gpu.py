@@ -14,22 +14,21 @@ import numpy as np
 import pytest
 import torch
 
-from backends.base import WorkerConfig
-from backends.core.drafts import Proposer
-from backends.core.steps import StepPlan
-from backends.engine.backend import EngineBackend
-from backends.engine.config import read_model_config
-from backends.engine.demo import train
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.load import load_engine
-from backends.engine.model import Decoder
-from backends.engine.runner import Runner
-from backends.engine.weights import load_weights
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from backends.types import FinishReason
-from policies.protocols import SpeculationPolicy
-from policies.speculation import Fixed, Off
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.engine.backend import EngineBackend
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.load import load_engine
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import FinishReason
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.speculation import Fixed, Off
 from tests.engine.harness import (
     MAX_MODEL_LEN,
     HostileProposer,
@@ -50,6 +49,7 @@ from tests.engine.tiny import (
     tiny_weights,
     torch_decoder,
 )
+from training import train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,7 +165,7 @@ class Shipped:
         self.tokenizer = Tokenizer(SHIPPED_MODEL)
 
     def engine(self, setup: Setup) -> TinyEngine:
-        from backends.engine.gpu.runner import gpu_runner
+        from draftgate.backends.engine.gpu.runner import gpu_runner
 
         config = self.decoder.config
         pool = KvPool(config, setup.num_blocks, self.dtype, self.decoder.device)

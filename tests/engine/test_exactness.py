@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.engine import linear as linear_module
-from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.inputs import AttentionSpan, attending
-from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
-from backends.engine.linear import (
+from draftgate.backends.engine import linear as linear_module
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.inputs import AttentionSpan, attending
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
+from draftgate.backends.engine.linear import (
     EXACT_ROWS,
     LEAST_ROWS,
     MOST_ROWS,
@@ -28,16 +28,16 @@ from backends.engine.linear import (
     Linear,
     padded_rows,
 )
-from backends.engine.model import Decoder
-from backends.engine.numerics import choose_device, choose_dtype, numerics_class
-from backends.engine.operators.base import Operators, RotaryTables
-from backends.engine.operators.native import NativeOperators, native_operators
-from backends.engine.operators.pieces import KvPiece, kv_pieces
-from backends.engine.operators.reference import TorchOperators
-from backends.engine.runner import Runner
-from backends.engine.warmup import exactness, windows_are_exact
-from backends.engine.weights import load_weights
-from backends.shipped import SHIPPED_MODEL
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.numerics import choose_device, choose_dtype, numerics_class
+from draftgate.backends.engine.operators.base import Operators, RotaryTables
+from draftgate.backends.engine.operators.native import NativeOperators, native_operators
+from draftgate.backends.engine.operators.pieces import KvPiece, kv_pieces
+from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.warmup import exactness, windows_are_exact
+from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import Table, blocks_of, logits_in_steps, runner_of
 
 DTYPES = [torch.float32, torch.bfloat16]

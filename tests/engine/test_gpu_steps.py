@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 
-from backends.core.drafts import ROOT, Draft
-from backends.core.steps import SequenceWork
-from backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
-from backends.engine.gpu.packing import PackedFeeds
-from backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
-from backends.engine.inputs import feed_of, lay_out
-from backends.engine.kv_pool import BLOCK_TOKENS
-from backends.engine.linear import Linear
-from backends.engine.operators.ragged import ragged_spans
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.steps import SequenceWork
+from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
+from draftgate.backends.engine.gpu.packing import PackedFeeds
+from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
+from draftgate.backends.engine.inputs import feed_of, lay_out
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.operators.ragged import ragged_spans
 from tests.engine.feeding import Table
 
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from backends.core.drafts import ROOT, Draft
-from backends.engine.bench.schemas import random_schemas
-from backends.errors import RequestRejected
-from backends.grammar import MOST_COMPILED, LlGrammars
-from backends.schema_bounds import MOST_PATTERN_CHARACTERS
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from backends.types import GrammarSpec
+from bench.engine.schemas import random_schemas
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.grammar import MOST_COMPILED, LlGrammars
+from draftgate.backends.schema_bounds import MOST_PATTERN_CHARACTERS
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GrammarSpec
 from tests.engine.structured import (
     completed,
     next_mask,
@@ -334,11 +334,11 @@ def test_the_engine_runs_without_llguidance() -> None:
     code = (
         "import sys; sys.modules['llguidance'] = None\n"
         "import backends.engine.load\n"
-        "from backends.grammar import LlGrammars\n"
-        "from backends.errors import RequestRejected\n"
-        "from backends.shipped import SHIPPED_MODEL\n"
-        "from backends.tokenizer import Tokenizer\n"
-        "from backends.types import GrammarKind, GrammarSpec\n"
+        "from draftgate.backends.grammar import LlGrammars\n"
+        "from draftgate.backends.errors import RequestRejected\n"
+        "from draftgate.backends.shipped import SHIPPED_MODEL\n"
+        "from draftgate.backends.tokenizer import Tokenizer\n"
+        "from draftgate.backends.types import GrammarKind, GrammarSpec\n"
         "try:\n"
         "    LlGrammars(Tokenizer(SHIPPED_MODEL), {0}).start(GrammarSpec(GrammarKind.REGEX, 'a'))\n"
         "except RequestRejected as error:\n"

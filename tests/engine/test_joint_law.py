@@ -19,18 +19,18 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from backends.core.draft_scores import DraftScores
-from backends.core.drafts import Draft, DraftRequest
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.kernels import noise, rejection_ref
-from backends.engine.kernels.sample_verify_ref import RowSampling
-from backends.engine.sampler import Verify
-from backends.types import GenerationRequest, SamplingParams
-from policies.cost_fit import StepCostFit
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.speculation import Off
+from draftgate.backends.core.draft_scores import DraftScores
+from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.kernels import noise, rejection_ref
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
+from draftgate.backends.engine.sampler import Verify
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.cost_fit import StepCostFit
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
 from tests.engine.harness import Model, RandomSlots, Setup, request, run
 from tests.engine.oracles import adjusted
 from tests.kernels.laws import ALPHA, filtered_law, p_value

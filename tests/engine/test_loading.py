@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.engine import checkpoint, weights
-from backends.engine.bench.loading import load_apart, random_checkpoint
-from backends.engine.checkpoint import HASH_PIECE_BYTES, Checkpoint, checkpoint_hash
-from backends.engine.config import read_model_config
-from backends.engine.weights import load_weights
-from backends.errors import CheckpointError
-from backends.shipped import SHIPPED_MODEL
+from bench.engine.loading import load_apart, random_checkpoint
+from draftgate.backends.engine import checkpoint, weights
+from draftgate.backends.engine.checkpoint import HASH_PIECE_BYTES, Checkpoint, checkpoint_hash
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
 
 LARGE = {

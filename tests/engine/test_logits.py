@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from backends.core.drafts import Draft
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.logits import adjust
-from backends.token_ids import compact
-from backends.types import GenerationRequest, SamplingParams
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.logits import adjust
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 from tests.engine.oracles import adjusted
 
 VOCAB = 40

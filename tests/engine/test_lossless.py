@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 
-from backends.engine.bench.prompts import held_out_prompts
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.speculation import Off
-from policies.types import SpeculationMode
+from bench.engine.prompts import held_out_prompts
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
+from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import (
     Model,
     Outcome,

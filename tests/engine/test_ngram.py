@@ -9,15 +9,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from backends.core.drafts import Draft, DraftRequest
-from backends.core.sequence import Sequence
-from backends.engine.proposers.corpus import MOST_TENANTS, Corpora
-from backends.engine.proposers.ngram import NgramProposer
-from backends.engine.proposers.ngram_index import MOST_EVIDENCE, MOST_MATCHES, NgramIndex
-from backends.engine.testing import check_draft
-from backends.token_ids import compact
-from backends.types import GenerationRequest, ResumedChoice, SamplingParams
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.proposers.corpus import MOST_TENANTS, Corpora
+from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.engine.proposers.ngram_index import MOST_EVIDENCE, MOST_MATCHES, NgramIndex
+from draftgate.backends.engine.testing import check_draft
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 PLAN = SpeculationPlan("test", SpeculationMode.NGRAM, "ngram", 16, "a test")

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.inputs import AttentionSpans, StepInputs
-from backends.engine.kv_pool import KvPool
-from backends.engine.linear import Linear
-from backends.engine.model import Decoder
-from backends.engine.operators import compiler
-from backends.engine.operators.base import Operators, RotaryTables
-from backends.engine.operators.choose import operators_for
-from backends.engine.operators.native import native_operators
-from backends.engine.operators.reference import TorchOperators
-from backends.engine.runner import Runner
-from backends.engine.weights import load_weights
-from backends.shipped import SHIPPED_MODEL
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.inputs import AttentionSpans, StepInputs
+from draftgate.backends.engine.kv_pool import KvPool
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.operators import compiler
+from draftgate.backends.engine.operators.base import Operators, RotaryTables
+from draftgate.backends.engine.operators.choose import operators_for
+from draftgate.backends.engine.operators.native import native_operators
+from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.weights import load_weights
+from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import blocks_of, logits_in_steps
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -182,7 +182,9 @@ def test_logits_of_the_shipped_model_are_those_of_torch(
     tokens = torch.randint(0, 4096, (300,), generator=torch.Generator().manual_seed(1)).tolist()
     edges = [0, 200, 280, *range(281, 301)]
     fast = Decoder(config, weights, 512)
-    monkeypatch.setattr("backends.engine.operators.choose.native_operators", lambda *_: None)
+    monkeypatch.setattr(
+        "draftgate.backends.engine.operators.choose.native_operators", lambda *_: None
+    )
     slow = Decoder(config, weights, 512)
     assert fast.operators.name != slow.operators.name
     found, expected = (

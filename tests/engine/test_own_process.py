@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import WorkerConfig
-from backends.engine import process
-from backends.engine.backend import EngineBackend
-from backends.errors import BackendFailed, CheckpointError
-from backends.testing import check_backend, collect, make_request
-from backends.token_ids import compact
-from backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
-from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.engine import process
+from draftgate.backends.engine.backend import EngineBackend
+from draftgate.backends.errors import BackendFailed, CheckpointError
+from draftgate.backends.testing import check_backend, collect, make_request
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
+from draftgate.policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
 
 CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_process=True)
 

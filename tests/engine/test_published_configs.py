@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.rope import Llama3Scaling, Rope, YarnScaling
-from backends.engine.weights import layer_shapes
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.rope import Llama3Scaling, Rope, YarnScaling
+from draftgate.backends.engine.weights import layer_shapes
 
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,

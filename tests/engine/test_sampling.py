@@ -8,15 +8,15 @@ from functools import cache
 import pytest
 import torch
 
-from backends.core.drafts import Draft
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.bench.prompts import held_out_prompts
-from backends.token_ids import compact
-from backends.types import GenerationRequest
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.speculation import Off
+from bench.engine.prompts import held_out_prompts
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
 from tests.engine import oracles
 from tests.engine.harness import (
     Model,

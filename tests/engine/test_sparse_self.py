@@ -13,23 +13,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backends.core.drafts import Draft, DraftRequest, Proposer
-from backends.core.drive import drive
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.bench.prompts import held_out_prompts
-from backends.engine.inputs import StepInputs, slots_of
-from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool, Layers
-from backends.engine.model import Decoder
-from backends.engine.operators.pieces import pieces_of
-from backends.engine.proposers.ngram import NgramProposer
-from backends.engine.proposers.sparse_self import SparseSelfProposer
-from backends.engine.runner import Runner
-from backends.types import GenerationRequest, ResumedChoice
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.speculation import Off
-from policies.step_cost import StepCost
+from bench.engine.prompts import held_out_prompts
+from draftgate.backends.core.drafts import Draft, DraftRequest, Proposer
+from draftgate.backends.core.drive import drive
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.inputs import StepInputs, slots_of
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool, Layers
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.operators.pieces import pieces_of
+from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.types import GenerationRequest, ResumedChoice
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
+from draftgate.policies.step_cost import StepCost
 from tests.engine.harness import (
     COST,
     Engine,

@@ -9,14 +9,14 @@ from functools import cache
 
 import pytest
 
-from backends.core.drafts import Proposer
-from backends.engine.bench.prompts import held_out_prompts
-from backends.engine.bench.schemas import Schema, random_schemas
-from backends.engine.proposers.ngram import NgramProposer
-from backends.types import FinishReason, GenerationRequest, ResumedChoice
-from policies.registry import speculation_policy
-from policies.speculation import Off
-from policies.types import SpeculationMode
+from bench.engine.prompts import held_out_prompts
+from bench.engine.schemas import Schema, random_schemas
+from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.types import FinishReason, GenerationRequest, ResumedChoice
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
+from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request
 from tests.engine.proposing import every_proposer, mixed
 from tests.engine.structured import (

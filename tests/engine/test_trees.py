@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from backends.core.drafts import ROOT, Draft
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.kv_pool import BLOCK_TOKENS
-from backends.shipped import SHIPPED_MODEL
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
+from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import Table, logits_in_steps, runner_of
 
 BLOCKS = 64
@@ -86,7 +86,7 @@ def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> 
 
 
 def _walks(taken: tuple[int, ...]):
-    from backends.engine.sampler import Walks
+    from draftgate.backends.engine.sampler import Walks
 
     return Walks([(0, *(place + 1 for place in taken))], [(0,) * (len(taken) + 1)])
 

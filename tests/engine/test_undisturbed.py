@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from backends.engine.bench.prompts import held_out_prompts
-from backends.shipped import SHIPPED_MODEL
-from backends.types import GenerationRequest, ResumedChoice
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.speculation import Off
+from bench.engine.prompts import held_out_prompts
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.types import GenerationRequest, ResumedChoice
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import Off
 from tests.engine.harness import Engine, Model, RandomSlots, Setup, request, run
 from tests.engine.proposing import every_proposer_and_a_hostile_one, mixed
 

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from backends.engine.wire import Channel, Command, Ready, Report, SetPace, Stepped, Submit
-from backends.token_ids import compact
-from backends.types import (
+from draftgate.backends.engine.wire import Channel, Command, Ready, Report, SetPace, Stepped, Submit
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import (
     Capabilities,
     Delta,
     FinishReason,
@@ -24,7 +24,13 @@ from backends.types import (
     StepTrace,
     Task,
 )
-from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan, WorkerLoad, WorkerSpeed
+from draftgate.policies.types import (
+    ServiceLevel,
+    SpeculationMode,
+    SpeculationPlan,
+    WorkerLoad,
+    WorkerSpeed,
+)
 
 PLAN = SpeculationPlan("auto", SpeculationMode.AUTO, "ngram", 4, "because", 0.1)
 REQUESTS = [

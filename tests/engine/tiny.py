@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backends.core.drafts import ROOT, Draft
-from backends.core.kv_blocks import KvBlocks
-from backends.core.pipeline import Pipeline
-from backends.core.scheduler import Scheduler, SchedulerConfig
-from backends.core.steps import SequenceWork, StepPlan
-from backends.core.worker import Worker
-from backends.engine.config import ModelConfig, read_model_config
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.linear import Linear
-from backends.engine.model import Decoder
-from backends.engine.operators.base import RotaryTables
-from backends.engine.operators.reference import TorchOperators
-from backends.engine.runner import Runner
-from backends.engine.weights import LayerWeights, Weights
-from backends.shipped import SHIPPED_MODEL
-from backends.types import Delta, GenerationRequest
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.pipeline import Pipeline
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.core.worker import Worker
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.weights import LayerWeights, Weights
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.types import Delta, GenerationRequest
 from tests.engine.feeding import Table
 from tests.engine.harness import COST, Outcome, Setup, note
 
 if TYPE_CHECKING:
-    from backends.engine.gpu.runner import GpuRunner
+    from draftgate.backends.engine.gpu.runner import GpuRunner
 
 VOCAB = 61
 POSITIONS = 256
@@ -102,7 +102,7 @@ def torch_decoder(config: ModelConfig, weights: Weights) -> Decoder:
 
 def triton_decoder(config: ModelConfig, weights: Weights) -> Decoder:
     """The model on the Triton kernels, wherever its weights lie."""
-    from backends.engine.operators.triton import triton_operators
+    from draftgate.backends.engine.operators.triton import triton_operators
 
     decoder = Decoder(config, weights, POSITIONS)
     decoder.operators = triton_operators(config, POSITIONS, decoder.device)
@@ -176,7 +176,7 @@ def cpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner:
 
 def gpu_engine(config: ModelConfig, weights: Weights, setup: Setup, **of_runner: Any) -> TinyEngine:
     """The model on the GPU's runner and kernels, wherever its weights lie."""
-    from backends.engine.gpu.runner import gpu_runner
+    from draftgate.backends.engine.gpu.runner import gpu_runner
 
     decoder = triton_decoder(config, weights)
     pool = KvPool(config, setup.num_blocks, weights.embedding.dtype, decoder.device)

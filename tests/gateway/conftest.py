@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.app import Listening
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.redis_server import RedisServer, redis_running
 

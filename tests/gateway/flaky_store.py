@@ -6,9 +6,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from gateway.state.guarded import GuardedStore
-from gateway.state.memory import MemoryStore
-from gateway.state.store import Lease, Offer, Reservation, Snapshot, StoreError, WorkerReport
+from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import (
+    Lease,
+    Offer,
+    Reservation,
+    Snapshot,
+    StoreError,
+    WorkerReport,
+)
 
 
 class FlakyStore:

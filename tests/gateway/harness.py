@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 from aiohttp import web_app
 
-from backends.errors import BackendFailed, RequestRejected
-from backends.shipped import SHIPPED_MODEL
-from backends.streams import DeltaStreams
-from backends.tokenizer import Tokenizer
-from backends.types import (
+from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import (
     Delta,
     FinishReason,
     GenerationRequest,
@@ -24,16 +24,16 @@ from backends.types import (
     Phases,
     SpeculationOutcome,
 )
-from gateway.app import Listening, build_fleet, listening, start_workers
-from gateway.config import ServeConfig
-from gateway.dispatch.job import Job
-from gateway.dispatch.placement import Placement
-from gateway.fleet import Fleet
-from gateway.node import Node
-from gateway.state.memory import MemoryStore
-from gateway.state.store import Store
-from gateway.telemetry.tracing import NoTracing, Tracing
-from policies.types import WorkerLoad
+from draftgate.gateway.app import Listening, build_fleet, listening, start_workers
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.node import Node
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import Store
+from draftgate.gateway.telemetry.tracing import NoTracing, Tracing
+from draftgate.policies.types import WorkerLoad
 
 PATIENCE_S = 10.0
 

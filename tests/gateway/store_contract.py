@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.state.store import FORGET_S, STALE_S, Lease, Refusal, Store
-from policies.types import WorkerLoad, WorkerSpeed
+from draftgate.gateway.state.store import FORGET_S, STALE_S, Lease, Refusal, Store
+from draftgate.policies.types import WorkerLoad, WorkerSpeed
 from tests.gateway.stores import (
     IDLE,
     Timed,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.state.memory import MemoryStore
-from gateway.state.redis.client import open_client
-from gateway.state.redis.store import RedisStore
-from gateway.state.store import Lease, Offer, Reservation, Store, WorkerReport, WorkerView
-from policies.types import WorkerLoad
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.redis.client import open_client
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.state.store import Lease, Offer, Reservation, Store, WorkerReport, WorkerView
+from draftgate.policies.types import WorkerLoad
 
 BEGIN_US: Final = 1_763_800_000_000_000
 IDLE: Final = WorkerLoad(0, 0, 10, 10, 0.0, 0.5, ("ngram",))

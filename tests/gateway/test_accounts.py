@@ -11,10 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from gateway.accounts import EVERYBODY, Account, Accounts, read_accounts
-from gateway.app import Listening, StartError, build_node
-from gateway.config import ServeConfig
-from policies.types import ServiceLevel
+from draftgate.gateway.accounts import EVERYBODY, Account, Accounts, read_accounts
+from draftgate.gateway.app import Listening, StartError, build_node
+from draftgate.gateway.config import ServeConfig
+from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
 BODY = {"prompt": "x", "max_tokens": 5}

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from contextvars import ContextVar
 
-from gateway.aside import MOST_THREADS, aside
+from draftgate.gateway.aside import MOST_THREADS, aside
 
 
 async def test_long_work_has_few_threads_however_much_there_is() -> None:

@@ -10,10 +10,10 @@ from typing import Annotated
 import pytest
 from msgspec import Meta
 
-from gateway.cli.options import config_from, with_settings
-from gateway.config import Setting
+from draftgate.gateway.cli.options import config_from, with_settings
+from draftgate.gateway.config import Setting
 
-COMMAND = [sys.executable, "-c", "from gateway.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "draftgate"]
 
 
 def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
@@ -29,7 +29,7 @@ def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
 def test_help_lists_the_commands_without_torch() -> None:
     """`--help` is quick: it loads neither torch nor the HTTP server."""
     script = (
-        "import sys\nfrom gateway.cli import app\n"
+        "import sys\nfrom draftgate.gateway.cli import app\n"
         "app(['--help'], standalone_mode=False)\n"
         "print(sorted({'torch', 'aiohttp', 'opentelemetry', 'rich'} & set(sys.modules) - {'rich'}))"
     )
@@ -43,7 +43,7 @@ def test_help_lists_the_commands_without_torch() -> None:
 
 def test_every_setting_is_a_flag_of_serve() -> None:
     """The flags of `serve` are the fields of the struct, and bounds are checked by it."""
-    from gateway.config import settings
+    from draftgate.gateway.config import settings
 
     shown = draftgate("serve", "--help").stdout
     assert all(setting.flag in shown for setting in settings())
@@ -81,7 +81,7 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1() -> None:
 def test_a_missing_package_is_one_line_with_the_way_out() -> None:
     """Without torch, the engine says what to install."""
     script = (
-        "import sys; sys.modules['torch'] = None\nfrom gateway.cli import main\n"
+        "import sys; sys.modules['torch'] = None\nfrom draftgate.gateway.cli import main\n"
         "sys.argv = ['draftgate', 'generate', 'x']\nmain()"
     )
     done = subprocess.run(
@@ -126,9 +126,11 @@ def test_a_list_flag_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     peers = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "x", "list", (), gateway=True)
-    monkeypatch.setattr("gateway.cli.options.settings", lambda: (peers,))
+    monkeypatch.setattr("draftgate.gateway.cli.options.settings", lambda: (peers,))
     seen: list[object] = []
-    monkeypatch.setattr("gateway.cli.options.load_config", lambda flags, _file: seen.append(flags))
+    monkeypatch.setattr(
+        "draftgate.gateway.cli.options.load_config", lambda flags, _file: seen.append(flags)
+    )
     app = typer.Typer()
 
     @app.command()

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from backends.types import GenerationRequest, Phases
-from gateway.app import Listening
-from gateway.telemetry.figures import GENERATION_TOKENS
-from gateway.telemetry.hops import MOST_CHOICES, MOST_CHUNKS
-from gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
+from draftgate.backends.types import GenerationRequest, Phases
+from draftgate.gateway.app import Listening
+from draftgate.gateway.telemetry.figures import GENERATION_TOKENS
+from draftgate.gateway.telemetry.hops import MOST_CHOICES, MOST_CHUNKS
+from draftgate.gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
 from tests.gateway.collector import Collector, Sent, collecting
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 

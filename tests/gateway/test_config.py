@@ -8,10 +8,10 @@ from typing import Annotated
 import pytest
 from msgspec import Meta
 
-from backends.base import WorkerConfig
-from gateway.cli.configuration import as_json_text, as_lines
-from gateway.cli.reference import PAGES
-from gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
+from draftgate.backends.base import WorkerConfig
+from draftgate.gateway.cli.configuration import as_json_text, as_lines
+from draftgate.gateway.cli.reference import PAGES
+from draftgate.gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "Peers", "list", (), gateway=True)
@@ -170,7 +170,7 @@ def test_each_device_gets_a_worker_and_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`--devices 2,0` is two workers, in this order; without `--threads` they share the cores."""
-    monkeypatch.setattr("gateway.config.schema._usable_cores", lambda: 5)
+    monkeypatch.setattr("draftgate.gateway.config.schema._usable_cores", lambda: 5)
     config = effective_config({"devices": "2, 0"}, {}).config
     assert [w.device_index for w in config.worker_configs()] == [2, 0]
     assert {w.threads for w in config.worker_configs()} == {2}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.types import (
+from draftgate.backends.types import (
     Delta,
     FinishReason,
     GrammarKind,
@@ -17,14 +17,14 @@ from backends.types import (
     SamplingParams,
     SpeculationOutcome,
 )
-from gateway.config import ServeConfig
-from gateway.dispatch.decisions import KEPT, Decisions, read_decisions
-from gateway.dispatch.job import Job
-from gateway.node import Node
-from gateway.state.memory import MemoryStore
-from gateway.telemetry.tracing import NoTracing
-from policies.registry import speculation_policy
-from policies.types import (
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.decisions import KEPT, Decisions, read_decisions
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.node import Node
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.telemetry.tracing import NoTracing
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import (
     UNTESTED,
     DraftCounts,
     RequestView,

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.app import Listening
-from gateway.http.stream import EventStream
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http.stream import EventStream
 from tests.gateway.harness import (
     ScriptedBackend,
     is_idle,

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from backends.errors import RequestRejected
-from backends.types import SamplingParams
-from gateway.config import ServeConfig
-from gateway.dispatch.job import Job
-from gateway.errors import InvalidRequest
-from gateway.node import Node
-from gateway.state.memory import MemoryStore
-from gateway.state.store import WorkerReport
-from gateway.telemetry.tracing import NoTracing
-from policies.types import SpeculationMode
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.types import SamplingParams
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.node import Node
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import WorkerReport
+from draftgate.gateway.telemetry.tracing import NoTracing
+from draftgate.policies.types import SpeculationMode
 from tests.gateway.harness import ScriptedBackend, leased, placed, scripted_fleet
 
 
@@ -83,7 +83,7 @@ async def test_the_heartbeat_publishes_and_survives(
     node: Node, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A store that fails once does not end the heartbeat: a node must not look dead."""
-    monkeypatch.setattr("gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("draftgate.gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     calls: list[str] = []
     published = asyncio.Event()
 

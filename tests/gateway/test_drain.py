@@ -12,18 +12,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.app import drain
-from gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.app import drain
+from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from tests.gateway.harness import ScriptedBackend, client, events, running, until
 
 COMMAND = [
-    sys.executable, "-c", "from gateway.cli import main; main()",
+    sys.executable, "-m", "draftgate",
     "serve", "--backend", "sim", "--port", "0",
 ]  # fmt: skip
 BODY = {"prompt": "x", "max_tokens": 100, "stream": True}
 
 POISON = """
-from backends.sim.executor import SimExecutor
+from draftgate.backends.sim.executor import SimExecutor
 execute = SimExecutor.execute
 def breaks(self, plan):
     if any(work.sequence.output_tokens >= 200 for work in plan.work):

@@ -17,16 +17,16 @@ from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from backends.errors import BackendFailed
-from backends.shipped import SHIPPED_MODEL
-from backends.types import Capabilities, Delta, FinishReason, Task
-from gateway.app import Listening
-from gateway.dispatch.prompts import PROMPTS_AT_ONCE
-from gateway.http.replies.embeddings import unit_vector
-from gateway.http.requests.embeddings import MAX_INPUTS
-from gateway.telemetry.otel import OtelTracing
-from policies.admission.deadline import Deadline
-from policies.types import ServiceLevel, SpeculationMode
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
+from draftgate.gateway.app import Listening
+from draftgate.gateway.dispatch.prompts import PROMPTS_AT_ONCE
+from draftgate.gateway.http.replies.embeddings import unit_vector
+from draftgate.gateway.http.requests.embeddings import MAX_INPUTS
+from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.policies.admission.deadline import Deadline
+from draftgate.policies.types import ServiceLevel, SpeculationMode
 from tests.gateway.harness import (
     ScriptedBackend,
     client,

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
 
-from backends.types import Delta, FinishReason
-from gateway.app import Listening
-from gateway.http import heartbeats
+from draftgate.backends.types import Delta, FinishReason
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http import heartbeats
 from tests.gateway.harness import ScriptedBackend, client, events, post_raw, running, until
 
 FINAL = Delta(0, (1,), "", (), FinishReason.STOP)

@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from backends import grammar
-from backends.tokenizer import Tokenizer
-from backends.types import (
+from bench.studies.edge.hold import CONTEXT, KV_BYTES, STEP_TOKENS, long_model
+from bench.studies.edge.targets import paced_profile
+from draftgate.backends import grammar
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import (
     Delta,
     FinishReason,
     GrammarKind,
@@ -25,15 +27,13 @@ from backends.types import (
     SpeculationOutcome,
     TokenLogprob,
 )
-from gateway.app import Listening, settle_interpreter
-from gateway.cli.studies.edge.hold import CONTEXT, KV_BYTES, STEP_TOKENS, long_model
-from gateway.cli.studies.edge.targets import paced_profile
-from gateway.dispatch import placement
-from gateway.http import accounts
-from gateway.http.endpoints import tokenize
-from gateway.http.generation import INLINE_BODY_BYTES
-from gateway.http.replies import rendering
-from gateway.http.requests import validation
+from draftgate.gateway.app import Listening, settle_interpreter
+from draftgate.gateway.dispatch import placement
+from draftgate.gateway.http import accounts
+from draftgate.gateway.http.endpoints import tokenize
+from draftgate.gateway.http.generation import INLINE_BODY_BYTES
+from draftgate.gateway.http.replies import rendering
+from draftgate.gateway.http.requests import validation
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running
 
 MEGABYTE = 1 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from backends.types import Delta, FinishReason, SpeculationOutcome
-from gateway.app import Listening
+from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import ScriptedBackend, events, port_of, post_raw, running
 
 DELTAS, CHARACTERS = 128, 1 << 18

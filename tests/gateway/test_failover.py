@@ -10,18 +10,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from backends.base import WorkerConfig
-from backends.core.steps import StepPlan
-from backends.errors import BackendFailed
-from backends.shipped import SHIPPED_MODEL
-from backends.sim.profile import load_profile
-from backends.token_ids import compact
-from backends.tokenizer import Tokenizer
-from backends.types import FinishReason, SamplingParams
-from gateway.dispatch.job import Job
-from policies.failover import Cause, GivenUp
-from policies.quotas import Quota, Totals
-from policies.types import SpeculationMode
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.token_ids import compact
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import FinishReason, SamplingParams
+from draftgate.gateway.dispatch.job import Job
+from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.quotas import Quota, Totals
+from draftgate.policies.types import SpeculationMode
 from tests.gateway.troubles import (
     DEVICE_ERROR,
     Choice,

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from backends.errors import BackendFailed
-from backends.token_ids import compact
-from backends.types import (
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import (
     Capabilities,
     Delta,
     FinishReason,
@@ -20,9 +20,9 @@ from backends.types import (
     SamplingParams,
     Task,
 )
-from gateway.dispatch.job import Job
-from policies.failover import Cause, GivenUp
-from policies.types import ServiceLevel
+from draftgate.gateway.dispatch.job import Job
+from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend
 from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching, play, read, texts
 

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from backends.shipped import SHIPPED_MODEL
-from gateway.app import Listening
-from gateway.lifecycle import NodeState
-from gateway.telemetry import figures
-from policies import stall
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.gateway.app import Listening
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.telemetry import figures
+from draftgate.policies import stall
 from tests.gateway.harness import client, events, is_idle, running, until
 
 pytestmark = pytest.mark.skipif(
@@ -109,7 +109,7 @@ class StickyError:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> StickyError:
     """What befalls the devices of this process's engines."""
-    from backends.engine.runner import Runner
+    from draftgate.backends.engine.runner import Runner
 
     sticky, execute = StickyError(), Runner.execute
 

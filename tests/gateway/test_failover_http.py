@@ -14,10 +14,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backends.tokenizer import Tokenizer
-from backends.types import ResumedChoice
-from gateway.app import Listening
-from gateway.http import heartbeats
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import ResumedChoice
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http import heartbeats
 from tests.gateway.harness import ScriptedBackend, client, events, is_idle, running, until
 from tests.gateway.tool_models import TOOLS, with_template
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from backends.errors import BackendFailed
-from backends.token_ids import compact
-from backends.types import SamplingParams
-from gateway.dispatch.failover import COMEBACK_S
-from gateway.dispatch.job import Job
-from policies.failover import Cause, GivenUp
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import SamplingParams
+from draftgate.gateway.dispatch.failover import COMEBACK_S
+from draftgate.gateway.dispatch.job import Job
+from draftgate.policies.failover import Cause, GivenUp
 from tests.gateway.harness import ScriptedBackend
 from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching, play, texts
 

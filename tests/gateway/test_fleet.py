@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from backends.shipped import SHIPPED_MODEL
-from backends.types import GenerationRequest, SamplingParams
-from gateway.app import Listening, StartError, drain, start_workers
-from gateway.config import ServeConfig
-from gateway.dispatch.job import Job
-from gateway.fleet import FleetWorker
-from gateway.lifecycle import NodeState
-from gateway.state.store import WorkerReport
-from policies.room import Need
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.gateway.app import Listening, StartError, drain, start_workers
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.state.store import WorkerReport
+from draftgate.policies.room import Need
 from tests.gateway.harness import (
     ScriptedBackend,
     client,
@@ -184,7 +184,7 @@ async def test_the_heartbeat_tells_of_every_worker_and_of_a_loss_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each worker is published under its own id; a broken one is withdrawn and logged, once."""
-    monkeypatch.setattr("gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
+    monkeypatch.setattr("draftgate.gateway.cluster.heartbeat.HEARTBEAT_S", 0.001)
     store, ids = node.node.store, [worker.worker_id for worker in node.node.fleet.workers]
     beats = Counter[str]()
     publish = store.publish

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from backends.sim.clock import VirtualTimeLoop, run_virtual
-from gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE
-from gateway.state.guarded import AT_ONCE, GuardedStore
-from gateway.state.store import STALE_S, Refusal
+from draftgate.backends.sim.clock import VirtualTimeLoop, run_virtual
+from draftgate.gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE
+from draftgate.gateway.state.guarded import AT_ONCE, GuardedStore
+from draftgate.gateway.state.store import STALE_S, Refusal
 from tests.gateway.flaky_store import FlakyStore, guarded
 from tests.gateway.stores import granted, leased_tokens, offer, report, reserve, views
 

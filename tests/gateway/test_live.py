@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.types import SpeculationOutcome
-from gateway.app import Listening
-from gateway.http.endpoints.page import WEB
-from gateway.telemetry.live import KEPT, Live
-from gateway.telemetry.recent import MOST_KEPT, WINDOW_S, Recent, percentiles
-from policies.types import WorkerLoad
+from draftgate.backends.types import SpeculationOutcome
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http.endpoints.page import WEB
+from draftgate.gateway.telemetry.live import KEPT, Live
+from draftgate.gateway.telemetry.recent import MOST_KEPT, WINDOW_S, Recent, percentiles
+from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import client, events, running, until
 
 LOAD = WorkerLoad(3, 2, 6, 8, 0.2, 0.5, ("ngram",))

@@ -10,10 +10,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from backends.base import WorkerConfig
-from backends.openai.upstream import OpenAIUpstream
-from backends.upstream_testing import check_upstream
-from gateway.app import Listening
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.openai.upstream import OpenAIUpstream
+from draftgate.backends.upstream_testing import check_upstream
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import client, running, until
 from tests.gateway.llama_server import SEAT_TOKENS, SEATS, LlamaServer, find_server, llama_server
 from tests.gateway.random_gguf import write_random_gguf

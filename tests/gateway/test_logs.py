@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.telemetry.logs import (
+from draftgate.gateway.telemetry.logs import (
     JsonFormatter,
     LineFormatter,
     about_request,
@@ -19,7 +19,7 @@ from gateway.telemetry.logs import (
     configure,
     log,
 )
-from gateway.telemetry.otel import OtelTracing
+from draftgate.gateway.telemetry.otel import OtelTracing
 from tests.gateway.harness import ScriptedBackend, client, port_of, running
 
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}

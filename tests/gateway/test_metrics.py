@@ -9,13 +9,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from backends.types import Delta, FinishReason, Phases
-from gateway.telemetry import figures
-from gateway.telemetry.cardinality import MOST_VALUES, OTHER
-from gateway.telemetry.figures import FIGURES, Figure, Kind
-from gateway.telemetry.metrics import Metrics, shown_name
-from gateway.telemetry.tracing import NO_SPAN
-from gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.backends.types import Delta, FinishReason, Phases
+from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry.cardinality import MOST_VALUES, OTHER
+from draftgate.gateway.telemetry.figures import FIGURES, Figure, Kind
+from draftgate.gateway.telemetry.metrics import Metrics, shown_name
+from draftgate.gateway.telemetry.tracing import NO_SPAN
+from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"

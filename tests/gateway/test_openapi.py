@@ -13,12 +13,12 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from backends.peer.messages import PREFIX
-from gateway.app import Listening
-from gateway.http.openapi.document import document
-from gateway.http.openapi.operations import OPERATIONS
-from gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
-from gateway.http.routes import build_app
+from draftgate.backends.peer.messages import PREFIX
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http.openapi.document import document
+from draftgate.gateway.http.openapi.operations import OPERATIONS
+from draftgate.gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
+from draftgate.gateway.http.routes import build_app
 from tests.gateway.harness import ScriptedBackend, client, events, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

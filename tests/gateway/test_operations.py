@@ -14,11 +14,11 @@ import uvloop
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.app import Listening, start_workers
-from gateway.aside import aside
-from gateway.dispatch import placement
-from gateway.http import generation
-from gateway.http.routes import build_app
+from draftgate.gateway.app import Listening, start_workers
+from draftgate.gateway.aside import aside
+from draftgate.gateway.dispatch import placement
+from draftgate.gateway.http import generation
+from draftgate.gateway.http.routes import build_app
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
 COMPLETION = {"prompt": "def f(x):", "max_tokens": 30, "seed": 1}
@@ -182,7 +182,7 @@ def test_accepted_sockets_do_not_wait_to_fill_packets(loop: Any) -> None:
 
     async def scenario() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gateway.http.endpoints.health.version", look)
+            patch.setattr("draftgate.gateway.http.endpoints.health.version", look)
             async with running() as where, client(where) as http:
                 await http.get("/version")
 

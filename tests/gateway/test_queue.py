@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.errors import BackendFailed
-from backends.sim.clock import run_virtual
-from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Ask
-from gateway.dispatch.queue import CentralQueue, Waiting
-from gateway.dispatch.routing import Router
-from gateway.errors import Overloaded, QueueTimeout
-from gateway.fleet import FleetWorker
-from policies.admission.types import AdmissionView, RefusalKind, Refused
-from policies.ordering.fair import STARVATION_S
-from policies.ordering.ticket import Ticket
-from policies.quotas import Ledger
-from policies.registry import ordering_policy, routing_policy
-from policies.room import Need
-from policies.routing import RouteView
-from policies.types import RequestView, WorkerLoad
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.sim.clock import run_virtual
+from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Ask
+from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
+from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.errors import Overloaded, QueueTimeout
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
+from draftgate.policies.ordering.fair import STARVATION_S
+from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.quotas import Ledger
+from draftgate.policies.registry import ordering_policy, routing_policy
+from draftgate.policies.room import Need
+from draftgate.policies.routing import RouteView
+from draftgate.policies.types import RequestView, WorkerLoad
 
 
 class Backend:

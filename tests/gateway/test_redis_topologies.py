@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.state.redis.client import open_client
-from gateway.state.redis.store import RedisStore
-from gateway.state.redis.url import RedisUrl, Topology, read_redis_url
-from gateway.state.store import StoreError
+from draftgate.gateway.state.redis.client import open_client
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.state.redis.url import RedisUrl, Topology, read_redis_url
+from draftgate.gateway.state.store import StoreError
 from tests.gateway.harness import eventually
 from tests.gateway.redis_server import redis_running
 from tests.gateway.stores import granted, leased_tokens, report

@@ -8,11 +8,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from backends.types import Delta, FinishReason
-from gateway.http.replies.chat import ChatRendering
-from gateway.http.replies.completion import CompletionRendering
-from gateway.http.replies.rendering import Frame
-from gateway.http.requests.validation import Call
+from draftgate.backends.types import Delta, FinishReason
+from draftgate.gateway.http.replies.chat import ChatRendering
+from draftgate.gateway.http.replies.completion import CompletionRendering
+from draftgate.gateway.http.replies.rendering import Frame
+from draftgate.gateway.http.requests.validation import Call
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
 

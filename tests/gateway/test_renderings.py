@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.types import Delta, FinishReason
-from gateway.errors import WorkerFailed
-from gateway.http.endpoints.chat import CHAT
-from gateway.http.endpoints.completions import COMPLETIONS
-from gateway.http.endpoints.responses import RESPONSES
-from gateway.http.generation import Api
-from gateway.http.replies.rendering import Frame, Rendering, WholeChoice
-from gateway.http.replies.shapes import (
+from draftgate.backends.types import Delta, FinishReason
+from draftgate.gateway.errors import WorkerFailed
+from draftgate.gateway.http.endpoints.chat import CHAT
+from draftgate.gateway.http.endpoints.completions import COMPLETIONS
+from draftgate.gateway.http.endpoints.responses import RESPONSES
+from draftgate.gateway.http.generation import Api
+from draftgate.gateway.http.replies.rendering import Frame, Rendering, WholeChoice
+from draftgate.gateway.http.replies.shapes import (
     PromptTokensDetails,
     ResponseMetrics,
     SpeculativeDecoding,
     Usage,
 )
-from gateway.served import Served
-from policies.types import ANYTIME
+from draftgate.gateway.served import Served
+from draftgate.policies.types import ANYTIME
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER
 
 USAGE = Usage(3, 4, 7, PromptTokensDetails(0))

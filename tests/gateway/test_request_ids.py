@@ -8,7 +8,7 @@ import gzip
 import httpx
 import pytest
 
-from gateway.app import Listening
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import port_of, running
 
 OF_CLIENT = "trace-me 42"

@@ -17,10 +17,10 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from backends.grammar import LlGrammars
-from backends.shipped import SHIPPED_MODEL
-from backends.types import GrammarSpec
-from gateway.app import Listening
+from draftgate.backends.grammar import LlGrammars
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.types import GrammarSpec
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import client, events, is_idle, running, until
 
 pytestmark = [

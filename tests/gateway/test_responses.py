@@ -18,12 +18,12 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason
-from gateway.app import Listening
-from gateway.http.requests.naming import client_name
-from gateway.http.requests.responses import PARAMS
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, FinishReason
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http.requests.naming import client_name
+from draftgate.gateway.http.requests.responses import PARAMS
 from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.tool_models import NOW, WEATHER, with_template
 

@@ -9,19 +9,19 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from backends.core.prefix_cache import extend_chain
-from backends.types import SamplingParams
-from gateway.config import ConfigError
-from gateway.config.reading import effective_config
-from gateway.dispatch.decisions import Decisions, read_decisions
-from gateway.dispatch.job import Job
-from gateway.dispatch.routing import Router
-from gateway.fleet import FleetWorker
-from gateway.telemetry.otel import OtelTracing
-from policies.registry import routing_policy
-from policies.room import Need
-from policies.routing import RouteView
-from policies.types import RequestView
+from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.types import SamplingParams
+from draftgate.gateway.config import ConfigError
+from draftgate.gateway.config.reading import effective_config
+from draftgate.gateway.dispatch.decisions import Decisions, read_decisions
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.policies.registry import routing_policy
+from draftgate.policies.room import Need
+from draftgate.policies.routing import RouteView
+from draftgate.policies.types import RequestView
 from tests.gateway.harness import ScriptedBackend, client, placed, running
 from tests.gateway.test_cli import draftgate
 

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS
 
-from gateway.http.openapi.operations import OPERATIONS
+from draftgate.gateway.http.openapi.operations import OPERATIONS
 from tests.gateway.harness import running
 from tests.gateway.tool_models import with_template
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backends.types import GenerationRequest
-from policies.types import ANYTIME, ServiceLevel
+from draftgate.backends.types import GenerationRequest
+from draftgate.policies.types import ANYTIME, ServiceLevel
 from tests.gateway.harness import ScriptedBackend, client, running
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

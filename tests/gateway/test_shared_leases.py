@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from backends.base import WorkerConfig
-from backends.shipped import SHIPPED_MODEL
-from backends.sim.profile import load_profile
-from backends.token_ids import compact
-from backends.tokenizer import Tokenizer
-from backends.types import SamplingParams
-from gateway.dispatch.job import Job
-from gateway.errors import QueueTimeout
-from gateway.state.guarded import GuardedStore
-from gateway.state.store import Lease, Store
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.token_ids import compact
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import SamplingParams
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import QueueTimeout
+from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.store import Lease, Store
 from tests.gateway.flaky_store import FlakyStore
 from tests.gateway.troubles import (
     Dispatched,

@@ -11,17 +11,17 @@ from statistics import median
 import pytest
 from typer.testing import CliRunner
 
-from backends.base import WorkerConfig
-from gateway.cli import app
-from gateway.cli.simulate.experiment import Setup, run_experiment
-from gateway.cli.simulate.intervals import batch_means, estimate
-from gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
-from gateway.cli.simulate.report import page
-from gateway.cli.simulate.results import as_json
-from loadgen.measuring.figures import FIGURE, ttft_s, values_of
-from loadgen.planning.plan import Load
-from loadgen.types import Slo
-from loadgen.workloads import WORKLOADS, make_workload
+from draftgate.backends.base import WorkerConfig
+from draftgate.gateway.cli import app
+from draftgate.gateway.cli.simulate.experiment import Setup, run_experiment
+from draftgate.gateway.cli.simulate.intervals import batch_means, estimate
+from draftgate.gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
+from draftgate.gateway.cli.simulate.report import page
+from draftgate.gateway.cli.simulate.results import as_json
+from draftgate.loadgen.measuring.figures import FIGURE, ttft_s, values_of
+from draftgate.loadgen.planning.plan import Load
+from draftgate.loadgen.types import Slo
+from draftgate.loadgen.workloads import WORKLOADS, make_workload
 
 CONTRACT = {"requests", "valid", "goodput_rps", "attainment", "errors", "accepted_tokens_per_s"}
 CONTRACT |= {"ttft_s", "tpot_s", "latency_s"}

@@ -15,13 +15,13 @@ from random import Random
 
 import pytest
 
-from backends.base import WorkerConfig
-from backends.sim.service import ServiceDevice, constant_service
-from backends.sim.simulated import World
-from backends.types import GenerationRequest, SamplingParams
-from gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
-from gateway.dispatch.job import Job
-from loadgen.types import Planned, Question, Record
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.service import ServiceDevice, constant_service
+from draftgate.backends.sim.simulated import World
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
+from draftgate.gateway.dispatch.job import Job
+from draftgate.loadgen.types import Planned, Question, Record
 
 SERVICE_S = 0.01
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.search.types import Aim, Probe
+from draftgate.loadgen.search.types import Aim, Probe
 from tests.gateway.test_simulated_queues import SERVICE_S, ServiceWorld, poisson
 from tests.gateway.test_simulated_queues import run as simulated
 from tests.loadgen.md1 import capacity

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from backends.types import GenerationRequest, Pace
-from gateway.app import Listening
-from gateway.http import readers
+from draftgate.backends.types import GenerationRequest, Pace
+from draftgate.gateway.app import Listening
+from draftgate.gateway.http import readers
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,
@@ -70,7 +70,8 @@ async def node(
     seconds = count()
     monkeypatch.setattr(readers, "LOOK_S", 0.001)
     monkeypatch.setattr(
-        "gateway.http.routes.time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
+        "draftgate.gateway.http.routes.time",
+        SimpleNamespace(monotonic=lambda: float(next(seconds))),
     )
     async with running(backends=[scripted]) as where:
         yield where

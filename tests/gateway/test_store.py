@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.state.redis.client import open_client
-from gateway.state.redis.store import RedisStore
-from gateway.state.store import StoreError, new_epoch
+from draftgate.gateway.state.redis.client import open_client
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.state.store import StoreError, new_epoch
 from tests.gateway.redis_server import RedisServer, free_port
 from tests.gateway.store_contract import StoreContract
 from tests.gateway.stores import (

@@ -22,7 +22,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gateway.state.store import STALE_S, Lease, Offer, Refusal, Snapshot, Store, WorkerView
+from draftgate.gateway.state.store import (
+    STALE_S,
+    Lease,
+    Offer,
+    Refusal,
+    Snapshot,
+    Store,
+    WorkerView,
+)
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import Timed, TimedMemory, TimedRedis, report
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from backends.types import GenerationRequest
-from gateway.app import Listening, drain
-from gateway.http import readers
-from gateway.lifecycle import NodeState
-from gateway.node import Node
+from draftgate.backends.types import GenerationRequest
+from draftgate.gateway.app import Listening, drain
+from draftgate.gateway.http import readers
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.node import Node
 from tests.gateway.harness import ScriptedBackend, events, is_idle, port_of, running, until
 
 MUCH = "x" * 200_000
@@ -293,5 +293,5 @@ def test_any_interleaving_ends_once_and_leaves_nothing_behind(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "LOOK_S", 0.001)
         clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
-        patch.setattr("gateway.http.routes.time", clock)
+        patch.setattr("draftgate.gateway.http.routes.time", clock)
         asyncio.run(played(api, acts))

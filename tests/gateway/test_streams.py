@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from backends.errors import BackendFailed
-from backends.streams import DeltaStreams
-from backends.token_ids import compact
-from backends.types import (
+from draftgate.backends.errors import BackendFailed
+from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import (
     Delta,
     FinishReason,
     GenerationRequest,
@@ -18,7 +18,7 @@ from backends.types import (
     StepTrace,
     TokenLogprob,
 )
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PLAN = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "test")
 DONE = FinishReason.LENGTH

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.testing import check_speculation
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.testing import check_speculation
 from tests.gateway.test_cli import COMMAND, draftgate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"

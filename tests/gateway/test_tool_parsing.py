@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.http.tools.dialects import HERMES, LLAMA, MISTRAL, Dialect, dialect_of
-from gateway.http.tools.forcing import calls_grammar
-from gateway.http.tools.parsing import CallParser, Piece
+from draftgate.gateway.http.tools.dialects import HERMES, LLAMA, MISTRAL, Dialect, dialect_of
+from draftgate.gateway.http.tools.forcing import calls_grammar
+from draftgate.gateway.http.tools.parsing import CallParser, Piece
 
 TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
 NAMES = frozenset({"get", "get_weather", "now"})

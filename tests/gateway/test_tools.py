@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI
 
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
 from tests.gateway.harness import ScriptedBackend, client, events, running
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER, with_template
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
-from gateway.http.replies.steps import reason
+from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
+from draftgate.gateway.http.replies.steps import reason
 from tests.gateway.harness import ScriptedBackend, client, events, running
 
 ENDPOINTS = {

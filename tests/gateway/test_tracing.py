@@ -10,9 +10,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from gateway.app import Listening
-from gateway.telemetry.otel import OtelTracing
-from gateway.telemetry.tracing import NO_SPAN, NoTracing, open_tracing
+from draftgate.gateway.app import Listening
+from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.gateway.telemetry.tracing import NO_SPAN, NoTracing, open_tracing
 from tests.gateway.harness import client, load_of, post_raw, running, until
 
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}

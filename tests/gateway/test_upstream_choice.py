@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from gateway.app import Listening
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import client, is_idle, post_raw, running, until
 from tests.gateway.upstreams import (
     DONE,

@@ -14,14 +14,14 @@ from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from backends.base import WorkerConfig
-from backends.openai.upstream import OpenAIUpstream
-from backends.types import Capabilities
-from backends.upstream_testing import check_upstream
-from gateway.app import Listening, StartError, build_node, start_workers
-from gateway.config import ServeConfig
-from gateway.telemetry.otel import OtelTracing
-from policies.types import WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.openai.upstream import OpenAIUpstream
+from draftgate.backends.types import Capabilities
+from draftgate.backends.upstream_testing import check_upstream
+from draftgate.gateway.app import Listening, StartError, build_node, start_workers
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import client, is_idle, load_of, running, until
 from tests.gateway.upstreams import (
     DONE,

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.base import WorkerConfig
-from backends.openai.metrics.dialects import read_metrics
-from backends.openai.metrics.polling import MISSING_S
-from backends.openai.metrics.reading import DraftTotals, Reading
-from backends.openai.metrics.tally import HALF_LIFE_DRAFTS, PRIOR, DraftTally
-from backends.openai.speed import ObservedSpeed
-from backends.openai.told import STALE_S, UPSTREAM_PROPOSER, ToldLoad
-from backends.openai.upstream import OpenAIUpstream
-from gateway.app import Listening
-from policies.draft_pay import DraftMeans, expected_accepted
-from policies.types import WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.openai.metrics.dialects import read_metrics
+from draftgate.backends.openai.metrics.polling import MISSING_S
+from draftgate.backends.openai.metrics.reading import DraftTotals, Reading
+from draftgate.backends.openai.metrics.tally import HALF_LIFE_DRAFTS, PRIOR, DraftTally
+from draftgate.backends.openai.speed import ObservedSpeed
+from draftgate.backends.openai.told import STALE_S, UPSTREAM_PROPOSER, ToldLoad
+from draftgate.backends.openai.upstream import OpenAIUpstream
+from draftgate.gateway.app import Listening
+from draftgate.policies.draft_pay import DraftMeans, expected_accepted
+from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import client, post_raw, running, until
 from tests.gateway.metric_pages import llama_cpp, sglang, vllm
 from tests.gateway.upstreams import Clock, held, in_front, unasked, upstream, whole

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from backends.openai.retry_after import retry_after_s
-from backends.openai.speed import ObservedSpeed
+from draftgate.backends.openai.retry_after import retry_after_s
+from draftgate.backends.openai.speed import ObservedSpeed
 
 
 @pytest.mark.parametrize(

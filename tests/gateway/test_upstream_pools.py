@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from backends.base import WorkerConfig
-from gateway.app import Listening, StartError, build_node
-from gateway.config import ServeConfig
-from policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.backends.base import WorkerConfig
+from draftgate.gateway.app import Listening, StartError, build_node
+from draftgate.gateway.config import ServeConfig
+from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 from tests.gateway.harness import client, post_raw, running, until
 from tests.gateway.metric_pages import llama_cpp, sglang, vllm
 from tests.gateway.upstreams import (

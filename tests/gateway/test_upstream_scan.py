@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from backends.base import TokenUsage
-from backends.openai.events import EventScan, StreamEnding, usage_in
+from draftgate.backends.base import TokenUsage
+from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
 from tests.gateway.upstreams import DONE, LAST, TOKEN, USAGE
 
 WORDS = (

@@ -8,8 +8,8 @@ import json
 import pytest
 from aiohttp import web
 
-from gateway.http import heartbeats
-from gateway.http.heartbeats import COMMENT
+from draftgate.gateway.http import heartbeats
+from draftgate.gateway.http.heartbeats import COMMENT
 from tests.gateway.harness import client, events, is_idle, port_of, post_raw, running, until
 from tests.gateway.upstreams import (
     DONE,

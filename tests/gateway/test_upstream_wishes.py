@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from gateway.accounts import EVERYBODY, Account
-from gateway.errors import InvalidRequest
-from gateway.http.requests.forwarded import (
+from draftgate.gateway.accounts import EVERYBODY, Account
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.requests.forwarded import (
     MOST_OUTPUT_TOKENS,
     UNSAID_OUTPUT_TOKENS,
     changes,
     rewritten,
     wishes_of,
 )
-from gateway.http.requests.limits import MAX_CHOICES, MAX_PRIORITY
-from policies.types import SpeculationMode
+from draftgate.gateway.http.requests.limits import MAX_CHOICES, MAX_PRIORITY
+from draftgate.policies.types import SpeculationMode
 from tests.gateway.harness import client
 from tests.gateway.upstreams import (
     DONE,

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.errors import RequestRejected
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from gateway.errors import InvalidRequest
-from gateway.http.requests.limits import MAX_SEQUENCES
-from gateway.http.requests.responses import ResponsesBody, responses_call
-from gateway.http.requests.schemas import ChatBody, CompletionBody
-from gateway.http.requests.validation import (
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.requests.limits import MAX_SEQUENCES
+from draftgate.gateway.http.requests.responses import ResponsesBody, responses_call
+from draftgate.gateway.http.requests.schemas import ChatBody, CompletionBody
+from draftgate.gateway.http.requests.validation import (
     GENERATED_SEED_BITS,
     Served,
     chat_call,

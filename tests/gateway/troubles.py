@@ -15,28 +15,28 @@ from typing import Any, TypeVar
 
 import pytest
 
-from backends.base import Backend, WorkerConfig
-from backends.core.steps import StepPlan, StepResult
-from backends.sim import parts
-from backends.sim.backend import SimBackend
-from backends.sim.clock import Clock, run_virtual
-from backends.sim.executor import SimExecutor
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, SpeculationOutcome, TokenLogprob
-from gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
-from gateway.cluster.heartbeat import Heartbeat
-from gateway.dispatch.admission import Bounds
-from gateway.dispatch.decisions import Decisions
-from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.job import Job
-from gateway.dispatch.run import UNWATCHED, Resume, Run, Watch
-from gateway.fleet import Fleet
-from gateway.lifecycle import Lifecycle, NodeState
-from gateway.state.memory import MemoryStore
-from gateway.state.store import Store
-from policies.failover import MOST_RESUMES, Cause, GivenUp
-from policies.quotas import Quota
-from policies.registry import speculation_policy
+from draftgate.backends.base import Backend, WorkerConfig
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.sim import parts
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.clock import Clock, run_virtual
+from draftgate.backends.sim.executor import SimExecutor
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, TokenLogprob
+from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
+from draftgate.gateway.cluster.heartbeat import Heartbeat
+from draftgate.gateway.dispatch.admission import Bounds
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.run import UNWATCHED, Resume, Run, Watch
+from draftgate.gateway.fleet import Fleet
+from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.store import Store
+from draftgate.policies.failover import MOST_RESUMES, Cause, GivenUp
+from draftgate.policies.quotas import Quota
+from draftgate.policies.registry import speculation_policy
 
 T = TypeVar("T")
 

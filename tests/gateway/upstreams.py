@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
-from backends.base import WorkerConfig
-from backends.openai.upstream import OpenAIUpstream
-from gateway.app import Listening
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.openai.upstream import OpenAIUpstream
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import running
 
 Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 
 SLACK = 256
 """Slots behind the blocks, as in the pool of the engine."""

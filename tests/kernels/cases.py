@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from backends.engine.kernels import noise
-from backends.engine.kernels.sample_verify_ref import RowSampling, filtered_scores
+from draftgate.backends.engine.kernels import noise
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, filtered_scores
 
 
 def row_sampling(

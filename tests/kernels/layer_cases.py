@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.engine.kernels.kv_move_ref import NO_MOVE
-from backends.engine.rope import Rope
+from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
+from draftgate.backends.engine.rope import Rope
 
 
 def normal(

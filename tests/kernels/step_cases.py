@@ -9,8 +9,8 @@ from itertools import accumulate
 
 import torch
 
-from backends.core.drafts import ROOT, Draft
-from backends.engine.kernels.accept_walk_ref import (
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.engine.kernels.accept_walk_ref import (
     NO_DRAFT,
     NO_ROW,
     Acceptance,

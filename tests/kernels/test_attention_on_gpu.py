@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import merge_splits, merge_splits_ref, paged_attention_ref
-from backends.engine.kernels.paged_attention import paged_attention
-from backends.engine.kernels.paged_attention_sizes import scratch_floats
+from draftgate.backends.engine.kernels import merge_splits, merge_splits_ref, paged_attention_ref
+from draftgate.backends.engine.kernels.paged_attention import paged_attention
+from draftgate.backends.engine.kernels.paged_attention_sizes import scratch_floats
 from tests.kernels.attention_cases import (
     AttentionCase,
     attention_case,

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels.merge_splits import merge_splits
-from backends.engine.kernels.paged_attention import paged_attention
-from backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.merge_splits import merge_splits
+from draftgate.backends.engine.kernels.paged_attention import paged_attention
+from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 from tests.kernels.compiling import Launch, assert_lean, launches_of, on_paper
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.bench.kernel_cases import FULL, Inputs, KernelCase, cases
+from bench.engine.kernel_cases import FULL, Inputs, KernelCase, cases
 from tests.kernels.compiling import assert_lean, launches_of, on_paper
 
 

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import noise_triton
-from backends.engine.kernels.sample_verify import sample
-from backends.engine.kernels.sample_verify_ref import RowSampling
+from draftgate.backends.engine.kernels import noise_triton
+from draftgate.backends.engine.kernels.sample_verify import sample
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from tests.kernels.compiling import assert_lean, launches_of, on_paper
 
 _ROWS = 320

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels.kv_move import kv_move
-from backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
-from backends.engine.kernels.rope_kv import rope_kv
-from backends.engine.kernels.swiglu import swiglu
+from draftgate.backends.engine.kernels.kv_move import kv_move
+from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
+from draftgate.backends.engine.kernels.rope_kv import rope_kv
+from draftgate.backends.engine.kernels.swiglu import swiglu
 from tests.kernels.compiling import Launch, assert_lean, launches_of, on_paper
 
 _ROWS = 320

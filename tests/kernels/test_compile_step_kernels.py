@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels.accept_walk import accept_walk
-from backends.engine.kernels.accept_walk_ref import StopRules, TokenHistory
-from backends.engine.kernels.ngram_scan import ngram_scan
-from backends.engine.kernels.trim_drafts import trim_drafts
+from draftgate.backends.engine.kernels.accept_walk import accept_walk
+from draftgate.backends.engine.kernels.accept_walk_ref import StopRules, TokenHistory
+from draftgate.backends.engine.kernels.ngram_scan import ngram_scan
+from draftgate.backends.engine.kernels.trim_drafts import trim_drafts
 from tests.kernels.compiling import assert_lean, launches_of, on_paper
 
 _SEQUENCES = 256

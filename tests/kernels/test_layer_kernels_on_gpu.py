@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import (
+from draftgate.backends.engine.kernels import (
     kv_move,
     kv_move_ref,
     rms_norm,

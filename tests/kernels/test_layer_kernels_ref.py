@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from backends.engine.kernels import kv_move_ref, rms_norm_ref, rope_kv_ref, swiglu_ref
+from draftgate.backends.engine.kernels import kv_move_ref, rms_norm_ref, rope_kv_ref, swiglu_ref
 from tests.kernels.layer_cases import PATHS, normal, path_moves, rope_case
 
 

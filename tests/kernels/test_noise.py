@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine.kernels import noise
+from draftgate.backends.engine.kernels import noise
 
 # (seed, choice, position, purpose, token, word, u, g), the table of the contract.
 _GOLDEN = [
@@ -135,7 +135,8 @@ def test_references_import_without_triton() -> None:
     code = (
         "import sys\n"
         "sys.modules['triton'] = None\n"
-        "from backends.engine.kernels import noise, paged_attention_ref, sample_verify_ref\n"
+        "from draftgate.backends.engine.kernels import noise, paged_attention_ref\n"
+        "from draftgate.backends.engine.kernels import sample_verify_ref\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -147,6 +148,7 @@ def test_kernels_import_without_a_driver() -> None:
         "from triton.runtime import driver\n"
         "def refuse(self): raise AssertionError('the driver was asked for')\n"
         "type(driver).active = property(refuse)\n"
-        "from backends.engine.kernels import noise_triton, paged_attention, sample_verify\n"
+        "from draftgate.backends.engine.kernels import noise_triton, paged_attention\n"
+        "from draftgate.backends.engine.kernels import sample_verify\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

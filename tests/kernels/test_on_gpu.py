@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import (
+from draftgate.backends.engine.kernels import (
     noise,
     noise_triton,
     sample_verify,

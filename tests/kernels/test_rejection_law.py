@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy import stats
 
-from backends.engine.kernels import noise, rejection_ref
-from backends.engine.kernels.rejection_ref import settle
-from backends.engine.kernels.sample_verify_ref import RowSampling, sample
+from draftgate.backends.engine.kernels import noise, rejection_ref
+from draftgate.backends.engine.kernels.rejection_ref import settle
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, sample
 from tests.kernels import cases
 from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram, p_value
 

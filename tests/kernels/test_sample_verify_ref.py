@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from backends.engine.kernels import noise, sample_verify_ref
-from backends.engine.kernels.sample_verify_ref import filtered_scores, sample
+from draftgate.backends.engine.kernels import noise, sample_verify_ref
+from draftgate.backends.engine.kernels.sample_verify_ref import filtered_scores, sample
 from tests.kernels import cases
 
 

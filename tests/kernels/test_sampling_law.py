@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from backends.engine.kernels.accept_walk_ref import NO_DRAFT, accept_walk
-from backends.engine.kernels.sample_verify_ref import sample
+from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT, accept_walk
+from draftgate.backends.engine.kernels.sample_verify_ref import sample
 from tests.kernels import cases
 from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram
 from tests.kernels.step_cases import never_stop

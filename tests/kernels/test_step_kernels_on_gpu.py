@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from backends.engine.kernels import (
+from draftgate.backends.engine.kernels import (
     accept_walk,
     accept_walk_ref,
     ngram_scan,
@@ -19,7 +19,7 @@ from backends.engine.kernels import (
     trim_drafts,
     trim_drafts_ref,
 )
-from backends.engine.kernels.accept_walk_ref import TokenHistory
+from draftgate.backends.engine.kernels.accept_walk_ref import TokenHistory
 from tests.kernels.step_cases import (
     WALK_ROWS,
     WalkCase,

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.engine.kernels import accept_walk_ref, ngram_scan_ref, trim_drafts_ref
-from backends.engine.kernels.accept_walk_ref import NO_DRAFT
-from backends.engine.proposers.ngram import Place
-from backends.engine.proposers.ngram_index import Match
+from draftgate.backends.engine.kernels import accept_walk_ref, ngram_scan_ref, trim_drafts_ref
+from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT
+from draftgate.backends.engine.proposers.ngram import Place
+from draftgate.backends.engine.proposers.ngram_index import Match
 from tests.kernels.step_cases import (
     TrimCase,
     drafted_rows,

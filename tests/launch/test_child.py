@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from gateway.config import ServeConfig
-from gateway.launch.words import Notice, Order
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.launch.words import Notice, Order
 from tests.gateway.redis_server import RedisServer
 
 PATIENCE_S = 60.0
@@ -25,7 +25,8 @@ async def child(secret: str | None = None, **settings: Any) -> AsyncIterator[Pro
     """A process with an order, killed at the end."""
     order = Order(config=ServeConfig(**{"port": 0, "backend": "sim", **settings}), secret=secret)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway.launch.child", stdin=PIPE, stdout=PIPE, stderr=PIPE,
+        sys.executable, "-m", "draftgate.gateway.launch.child",
+        stdin=PIPE, stdout=PIPE, stderr=PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip
     process.stdin.write(order.encoded() + b"\n")

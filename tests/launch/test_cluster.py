@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.app import Listening, build_node, listening, start_workers
-from gateway.config import ServeConfig
+from draftgate.gateway.app import Listening, build_node, listening, start_workers
+from draftgate.gateway.config import ServeConfig
 from tests.gateway.harness import client, events, eventually
 from tests.gateway.redis_server import RedisServer
 
@@ -133,7 +133,7 @@ class Command:
 async def draftgate(cluster: RayCluster, *words: str) -> AsyncIterator[Command]:
     """Run `draftgate ray ...`; what is left of it is killed at the end."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "from gateway.cli import main; main()", "ray", *words,
+        sys.executable, "-m", "draftgate", "ray", *words,
         *("--address", cluster.address), stdin=DEVNULL, stdout=PIPE, stderr=STDOUT,
         env={**_environment(cluster.home), "CLUSTER_SECRET": SECRET, "COLUMNS": "200"},
     )  # fmt: skip

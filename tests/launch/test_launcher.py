@@ -10,9 +10,9 @@ from contextlib import suppress
 
 import pytest
 
-from gateway.launch import launcher as launching
-from gateway.launch.launcher import launch, look, stop
-from gateway.launch.words import Notice, Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.launch import launcher as launching
+from draftgate.gateway.launch.launcher import launch, look, stop
+from draftgate.gateway.launch.words import Notice, Restarting, WorkerGone, WorkerStatus
 from tests.gateway.harness import until
 
 JOINED = Notice("http://10.0.0.2:5", joined=True)

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from gateway.config import ConfigError, effective_config
-from gateway.launch.plan import name_of, number_in, orders_of
-from gateway.launch.shown import State, line_of, state_of
-from gateway.launch.words import Notice, Order, WorkerStatus
+from draftgate.gateway.config import ConfigError, effective_config
+from draftgate.gateway.launch.plan import name_of, number_in, orders_of
+from draftgate.gateway.launch.shown import State, line_of, state_of
+from draftgate.gateway.launch.words import Notice, Order, WorkerStatus
 
 JOIN = {"join": "redis://:hush@10.0.0.1:6379"}
 
@@ -123,7 +123,7 @@ def test_a_line_says_where_a_worker_is_and_how(
 def test_without_ray_the_command_says_what_to_install() -> None:
     """One line, status 1, no traceback."""
     script = (
-        "import sys; sys.modules['ray'] = None\nfrom gateway.cli import main\n"
+        "import sys; sys.modules['ray'] = None\nfrom draftgate.gateway.cli import main\n"
         "sys.argv = ['draftgate', 'ray', 'start', '--join', 'redis://127.0.0.1:1']\nmain()"
     )
     done = subprocess.run(

@@ -7,9 +7,9 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 
-from loadgen.search.search import Search
-from loadgen.search.types import Aim, Measured, Probe
-from loadgen.search.watch import Watch
+from draftgate.loadgen.search.search import Search
+from draftgate.loadgen.search.types import Aim, Measured, Probe
+from draftgate.loadgen.search.watch import Watch
 
 
 def attainment(rate_rps: float, service_s: float, limit_s: float) -> float:

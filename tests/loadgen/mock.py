@@ -19,7 +19,7 @@ from zlib import crc32
 
 from aiohttp import web
 
-from loadgen.types import Planned, Question
+from draftgate.loadgen.types import Planned, Question
 
 WORDS = ("def", "return", "x", "(y)", "é", "=", "1", "+")
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+from draftgate.loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
 
 WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 PROMISED = Slo(ttft_s=2.0, tpot_s=0.06)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from scipy import stats
 
-from loadgen.planning.arrivals import parse_arrival
+from draftgate.loadgen.planning.arrivals import parse_arrival
 
 RATE = 8.0
 SPECS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loadgen.measuring.bootstrap import (
+from draftgate.loadgen.measuring.bootstrap import (
     block_length,
     inflation,
     resampled_counts,

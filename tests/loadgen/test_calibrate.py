@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from loadgen.sending.calibrate import (
+from draftgate.loadgen.sending.calibrate import (
     PACE,
     CalibrationResult,
     Probe,
@@ -17,10 +17,10 @@ from loadgen.sending.calibrate import (
     probe,
     render,
 )
-from loadgen.sending.client import Patience, ask, first_model, open_session
-from loadgen.sending.clock import start_clock
-from loadgen.sending.null_server import Pace
-from loadgen.types import ClientHealth, Message, Planned
+from draftgate.loadgen.sending.client import Patience, ask, first_model, open_session
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.null_server import Pace
+from draftgate.loadgen.types import ClientHealth, Message, Planned
 from tests.loadgen.mock import question
 
 WELL = ClientHealth(max_lag_s=0.004, p99_lag_s=0.0012, cpu_share=0.85, loop_stall_s=0.003)

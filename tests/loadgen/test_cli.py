@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-import gateway.cli
-from loadgen import cli
-from loadgen.cli.ending import exit_status, worst
-from loadgen.events import EventWriter, read_events
-from loadgen.planning.corpus import open_corpus
-from loadgen.sending.calibrate import CalibrationResult
-from loadgen.sending.client import open_session
-from loadgen.sending.server import look_at
-from loadgen.types import ClientHealth
-from loadgen.workloads import ApproximateCounter
+from draftgate.gateway import cli as gateway_cli
+from draftgate.loadgen import cli
+from draftgate.loadgen.cli.ending import exit_status, worst
+from draftgate.loadgen.events import EventWriter, read_events
+from draftgate.loadgen.planning.corpus import open_corpus
+from draftgate.loadgen.sending.calibrate import CalibrationResult
+from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.server import look_at
+from draftgate.loadgen.types import ClientHealth
+from draftgate.loadgen.workloads import ApproximateCounter
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_calibrate import a_probe
 from tests.loadgen.truth import a_run
@@ -200,12 +200,12 @@ def test_chat_has_its_own_endpoint() -> None:
 def test_the_gateway_has_the_same_command() -> None:
     """`draftgate load` takes the same flags and gives the same exit status."""
     with serving_in_a_thread(Mock()) as url:
-        result = command("load", url, "--requests", 2, app=gateway.cli.app)
+        result = command("load", url, "--requests", 2, app=gateway_cli.app)
     assert result.exit_code in {0, 3}
     assert "2 of 2" in result.output
-    shown = command("load", "--help", app=gateway.cli.app)
+    shown = command("load", "--help", app=gateway_cli.app)
     assert "calibrate" in shown.output
-    assert command("load", "report", "/nowhere", app=gateway.cli.app).exit_code == 2
+    assert command("load", "report", "/nowhere", app=gateway_cli.app).exit_code == 2
 
 
 def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
@@ -218,7 +218,7 @@ def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
             on_probe(probe)
         return CalibrationResult((held, beyond), (held,), processes)
 
-    monkeypatch.setattr("loadgen.cli.calibrate.find_ceilings", ceilings)
+    monkeypatch.setattr("draftgate.loadgen.cli.calibrate.find_ceilings", ceilings)
     result = command("calibrate", "--probe-s", 0.5, "--processes", 2)
     assert result.exit_code == 0
     assert "200/s, 400 open: not held: CPU of the generator" in result.output
@@ -257,8 +257,8 @@ def test_neither_torch_nor_a_tokenizer_nor_a_hub() -> None:
     """The generator loads nothing of ours, and the gateway's command line no generator."""
     heavy = {"torch", "tokenizers", "transformers", "huggingface_hub", "gateway", "backends"}
     for module, never in (
-        ("loadgen.cli", {*heavy, "policies", "plotly"}),
-        ("gateway.cli", {"loadgen"}),
+        ("draftgate.loadgen.cli", {*heavy, "policies", "plotly"}),
+        ("draftgate.gateway.cli", {"loadgen"}),
     ):
         program = (
             f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"

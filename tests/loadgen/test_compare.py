@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from loadgen import cli
-from loadgen.compare.comparison import compare, holm, judge
-from loadgen.compare.limits import parse_limit
-from loadgen.compare.measures import Percentiles, measures
-from loadgen.events import EventWriter
-from loadgen.measuring.figures import FIGURE, distribution, values_of
-from loadgen.measuring.summary import summarize
-from loadgen.types import Run, Slo
+from draftgate.loadgen import cli
+from draftgate.loadgen.compare.comparison import compare, holm, judge
+from draftgate.loadgen.compare.limits import parse_limit
+from draftgate.loadgen.compare.measures import Percentiles, measures
+from draftgate.loadgen.events import EventWriter
+from draftgate.loadgen.measuring.figures import FIGURE, distribution, values_of
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.types import Run, Slo
 from tests.loadgen.queue import queue_run
 from tests.loadgen.test_report import BEHIND
 
@@ -127,7 +127,7 @@ def test_pairs_stay_pairs_however_many_values_a_run_has(monkeypatch) -> None:
     merged = [replace(r, chunks=r.chunks[::2]) for r in before.records]
     after, widths = replace(before, records=merged), []
     for cells in (4_000_000, 6000):
-        monkeypatch.setattr("loadgen.compare.comparison.CELLS", cells)
+        monkeypatch.setattr("draftgate.loadgen.compare.comparison.CELLS", cells)
         changes = {(c.key, c.point): c for c in compare(before, after).changes}
         low, high = changes["chunk_gap_s", "p50"].interval
         widths.append(high - low)

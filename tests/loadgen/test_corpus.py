@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from scipy.stats import chisquare
 
-from loadgen.planning.corpus import Document, Library, Place, docstrings, open_corpus
+from draftgate.loadgen.planning.corpus import Document, Library, Place, docstrings, open_corpus
 
 
 def test_a_library_reads_only_what_is_asked_for() -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.checking.audit import Verdict
-from loadgen.dialects import DIALECTS
-from loadgen.dialects.base import Account, weighted_percentile
-from loadgen.types import Run, Slo
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.dialects import DIALECTS
+from draftgate.loadgen.dialects.base import Account, weighted_percentile
+from draftgate.loadgen.types import Run, Slo
 from tests.loadgen.truth import a_run, failed, record
 
 PLAIN = record(0, 0.0, first_s=0.51, gaps_s=(0.1, 0.1, 0.2), tokens=5, connect_s=0.004)

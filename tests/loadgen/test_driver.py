@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.sending.client import open_session
-from loadgen.sending.clock import start_clock
-from loadgen.sending.driver import TIMER_S, run_plan, send_on_schedule
-from loadgen.sending.health import NEVER, Budget, HealthMonitor, judge_health, lag_s
-from loadgen.types import ClientHealth, Planned, Record, Run
+from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.driver import TIMER_S, run_plan, send_on_schedule
+from draftgate.loadgen.sending.health import NEVER, Budget, HealthMonitor, judge_health, lag_s
+from draftgate.loadgen.types import ClientHealth, Planned, Record, Run
 from tests.loadgen.mock import Mock, Script, planned, question, serving
 
 WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)

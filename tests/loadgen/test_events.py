@@ -9,10 +9,10 @@ from hashlib import sha256
 
 import pytest
 
-from loadgen.checking.verify import Difference, LosslessCheck
-from loadgen.events import EventWriter, read_events
-from loadgen.measuring.summary import summarize
-from loadgen.types import Message, Planned, Question, Slo
+from draftgate.loadgen.checking.verify import Difference, LosslessCheck
+from draftgate.loadgen.events import EventWriter, read_events
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.types import Message, Planned, Question, Slo
 from tests.loadgen.truth import a_run, record
 
 CHECK = LosslessCheck(3, 2, (Difference(1, 0, 5, "a", "b"),), ((2, "cut: gone"),), 1)

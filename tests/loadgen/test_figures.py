@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from loadgen.checking.verify import LosslessCheck
-from loadgen.measuring.decisions import decisions
-from loadgen.measuring.figures import (
+from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.measuring.decisions import decisions
+from draftgate.loadgen.measuring.figures import (
     FIGURE,
     FIGURES,
     chunk_gaps_s,
@@ -27,9 +27,9 @@ from loadgen.measuring.figures import (
     ttft_sent_s,
     values_of,
 )
-from loadgen.measuring.slo import wilson
-from loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, summarize
-from loadgen.types import ClientHealth, Slo
+from draftgate.loadgen.measuring.slo import wilson
+from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, summarize
+from draftgate.loadgen.types import ClientHealth, Slo
 from tests.loadgen.truth import WELL, a_run, failed, record, speculation
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.events import EventWriter, read_events
-from loadgen.measuring.figures import latency_s, ttft_s
-from loadgen.measuring.hops import hops, hops_as_dict
-from loadgen.measuring.slo import attainment, met, met_latency
-from loadgen.measuring.summary import summarize
-from loadgen.sending.client import open_session
-from loadgen.sending.driver import run_plan
-from loadgen.sending.health import lag_s
-from loadgen.types import SINGLE, Planned, Slo
+from draftgate.loadgen.events import EventWriter, read_events
+from draftgate.loadgen.measuring.figures import latency_s, ttft_s
+from draftgate.loadgen.measuring.hops import hops, hops_as_dict
+from draftgate.loadgen.measuring.slo import attainment, met, met_latency
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.driver import run_plan
+from draftgate.loadgen.sending.health import lag_s
+from draftgate.loadgen.types import SINGLE, Planned, Slo
 from tests.loadgen.mock import Mock, Script, question, serving, text_of
 from tests.loadgen.truth import a_run, record
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from loadgen.checking.audit import ABORTS, StreamAudit, Verdict
-from loadgen.sending.client import Exchange, Patience, ask, first_model, open_session
-from loadgen.sending.clock import start_clock
-from loadgen.types import Arrived, Message, Planned, Slo
+from draftgate.loadgen.checking.audit import ABORTS, StreamAudit, Verdict
+from draftgate.loadgen.sending.client import Exchange, Patience, ask, first_model, open_session
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.types import Arrived, Message, Planned, Slo
 from tests.loadgen.mock import (
     EVENT_FAULTS,
     TRANSPORT_FAULTS,

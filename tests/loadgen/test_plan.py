@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.planning.arrivals import parse_arrival
-from loadgen.planning.plan import PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load, Part, make_plan
-from loadgen.planning.traces import read_trace
-from loadgen.sending.driver import until
-from loadgen.types import Slo
+from draftgate.loadgen.planning.arrivals import parse_arrival
+from draftgate.loadgen.planning.plan import (
+    PROMPT,
+    PROMPT_MAX_TOKENS,
+    REQUESTS,
+    Load,
+    Part,
+    make_plan,
+)
+from draftgate.loadgen.planning.traces import read_trace
+from draftgate.loadgen.sending.driver import until
+from draftgate.loadgen.types import Slo
 
 ROWS = [
     {"at_s": 5.0, "prompt_tokens": 40, "output_tokens": 7},

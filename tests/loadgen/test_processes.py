@@ -16,17 +16,17 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from loadgen.checking.audit import Verdict
-from loadgen.checking.verify import choose, replay_of
-from loadgen.events import End, read_events
-from loadgen.measuring.summary import invalid_reasons, summarize
-from loadgen.planning.plan import Load, Part
-from loadgen.sending.health import judge_health, of_processes
-from loadgen.sending.processes import parent, sender
-from loadgen.sending.processes.parent import Merger, run_in_processes
-from loadgen.sending.processes.wire import JOB, REPORT, Job, Report, Start, frame, receive
-from loadgen.sending.run import Target, run_load
-from loadgen.types import Run, Slo
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.checking.verify import choose, replay_of
+from draftgate.loadgen.events import End, read_events
+from draftgate.loadgen.measuring.summary import invalid_reasons, summarize
+from draftgate.loadgen.planning.plan import Load, Part
+from draftgate.loadgen.sending.health import judge_health, of_processes
+from draftgate.loadgen.sending.processes import parent, sender
+from draftgate.loadgen.sending.processes.parent import Merger, run_in_processes
+from draftgate.loadgen.sending.processes.wire import JOB, REPORT, Job, Report, Start, frame, receive
+from draftgate.loadgen.sending.run import Target, run_load
+from draftgate.loadgen.types import Run, Slo
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
 from tests.loadgen.truth import WELL, a_run, record

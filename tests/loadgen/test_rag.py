@@ -10,22 +10,22 @@ from random import Random
 
 import pytest
 
-from loadgen.measuring.hops import hops
-from loadgen.planning.plan import Load, make_plan
-from loadgen.sending.client import Patience, open_session
-from loadgen.sending.driver import run_plan
-from loadgen.sending.retrieval import Index, open_index
-from loadgen.types import Slo
-from loadgen.workloads import ApproximateCounter, indexed_passages
-from loadgen.workloads.deadline import (
+from draftgate.loadgen.measuring.hops import hops
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.sending.client import Patience, open_session
+from draftgate.loadgen.sending.driver import run_plan
+from draftgate.loadgen.sending.retrieval import Index, open_index
+from draftgate.loadgen.types import Slo
+from draftgate.loadgen.workloads import ApproximateCounter, indexed_passages
+from draftgate.loadgen.workloads.deadline import (
     LEAST_S,
     PROMPT_TOKENS_PER_OUTPUT,
     WAITING,
     Work,
     announced,
 )
-from loadgen.workloads.planner import MOST_QUERIES, QUERY_CHARACTERS, SCHEMA, queries_of
-from loadgen.workloads.rag import (
+from draftgate.loadgen.workloads.planner import MOST_QUERIES, QUERY_CHARACTERS, SCHEMA, queries_of
+from draftgate.loadgen.workloads.rag import (
     BEGUN_TOKENS,
     DEADLINE_S,
     INDEXED,

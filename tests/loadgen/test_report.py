@@ -16,18 +16,18 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from loadgen.checking.verify import Difference, LosslessCheck
-from loadgen.measuring.figures import FIGURES
-from loadgen.report.charts import thinned
-from loadgen.report.live import Histogram, LiveView, Progress
-from loadgen.report.live import render as render_live
-from loadgen.report.page import charts as charts_of
-from loadgen.report.page import page as page_of
-from loadgen.report.runs import Report, name_of
-from loadgen.report.table import render, side_by_side
-from loadgen.report.time_charts import open_requests
-from loadgen.report.words import milliseconds
-from loadgen.types import ClientHealth
+from draftgate.loadgen.checking.verify import Difference, LosslessCheck
+from draftgate.loadgen.measuring.figures import FIGURES
+from draftgate.loadgen.report.charts import thinned
+from draftgate.loadgen.report.live import Histogram, LiveView, Progress
+from draftgate.loadgen.report.live import render as render_live
+from draftgate.loadgen.report.page import charts as charts_of
+from draftgate.loadgen.report.page import page as page_of
+from draftgate.loadgen.report.runs import Report, name_of
+from draftgate.loadgen.report.table import render, side_by_side
+from draftgate.loadgen.report.time_charts import open_requests
+from draftgate.loadgen.report.words import milliseconds
+from draftgate.loadgen.types import ClientHealth
 from tests.chromium import find_chromium
 from tests.loadgen.truth import a_run, failed, record, speculation
 

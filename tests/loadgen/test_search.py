@@ -7,11 +7,11 @@ from math import inf, isinf
 import numpy as np
 import pytest
 
-from loadgen.search.batches import dispersion
-from loadgen.search.search import Search
-from loadgen.search.settling import settling_s
-from loadgen.search.types import Aim, Measured, Probe, Stop, Verdict
-from loadgen.search.watch import Watch
+from draftgate.loadgen.search.batches import dispersion
+from draftgate.loadgen.search.search import Search
+from draftgate.loadgen.search.settling import settling_s
+from draftgate.loadgen.search.types import Aim, Measured, Probe, Stop, Verdict
+from draftgate.loadgen.search.watch import Watch
 from tests.loadgen.md1 import attainment, capacity, md1, run, waits
 
 SERVICE_S, LIMIT_S, SHARE = 0.02, 0.1, 0.95

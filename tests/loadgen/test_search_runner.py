@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from loadgen.search import runner
+from draftgate.loadgen.search import runner
 from tests.loadgen.mock import Mock, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
 

@@ -7,7 +7,7 @@ from math import sqrt
 import pytest
 from scipy.stats import binomtest
 
-from loadgen.measuring.slo import (
+from draftgate.loadgen.measuring.slo import (
     Z_95,
     attainment,
     attainment_by_class,
@@ -17,7 +17,7 @@ from loadgen.measuring.slo import (
     met_ttft,
     wilson,
 )
-from loadgen.types import Slo
+from draftgate.loadgen.types import Slo
 from tests.loadgen.truth import a_run, failed, record
 
 

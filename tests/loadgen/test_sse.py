@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from loadgen.sending.sse import SseEvent, SseParser
+from draftgate.loadgen.sending.sse import SseEvent, SseParser
 
 lines = st.one_of(
     st.sampled_from(["data: a", "data:b", "data", "data: ", ": comment", "event: x", "id: 1", ""]),

@@ -10,16 +10,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from loadgen import cli
-from loadgen.measuring.slo import wilson
-from loadgen.planning.plan import Load
-from loadgen.report.runs import Report, points
-from loadgen.sending.run import Target
-from loadgen.sweep import run as sweep_run
-from loadgen.sweep.cells import contenders, in_order, numbers
-from loadgen.sweep.goodput import falling, read_off, readings, surely
-from loadgen.sweep.run import Sweep, run_sweep
-from loadgen.types import Slo
+from draftgate.loadgen import cli
+from draftgate.loadgen.measuring.slo import wilson
+from draftgate.loadgen.planning.plan import Load
+from draftgate.loadgen.report.runs import Report, points
+from draftgate.loadgen.sending.run import Target
+from draftgate.loadgen.sweep import run as sweep_run
+from draftgate.loadgen.sweep.cells import contenders, in_order, numbers
+from draftgate.loadgen.sweep.goodput import falling, read_off, readings, surely
+from draftgate.loadgen.sweep.run import Sweep, run_sweep
+from draftgate.loadgen.types import Slo
 from tests.loadgen.mock import Mock, serving_in_a_thread
 from tests.loadgen.queue import queue_run
 from tests.loadgen.test_report import BEHIND
@@ -153,7 +153,7 @@ def swept(url: str, *flags: object):
 def test_a_sweep_runs_every_cell_and_tells_of_each(tmp_path, monkeypatch) -> None:
     """`sweep/1` has a summary for each cell, a page and a table come with it; called again it runs
     nothing that is there."""
-    judged = "loadgen.measuring.summary.judge_health"
+    judged = "draftgate.loadgen.measuring.summary.judge_health"
     monkeypatch.setattr(judged, lambda run: [])  # a busy machine is fine
     out, page, folder = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "events"
     mock = Mock()

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import pytest
 
-from loadgen.planning.plan import Load, make_plan
-from loadgen.planning.traces import TraceRow, at_rate, parse_trace, read_trace, scaled
-from loadgen.workloads import ApproximateCounter
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.planning.traces import TraceRow, at_rate, parse_trace, read_trace, scaled
+from draftgate.loadgen.workloads import ApproximateCounter
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 T = TypeVar("T")

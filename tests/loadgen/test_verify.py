@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.checking.verify import (
+from draftgate.loadgen.checking.verify import (
     CONTEXT,
     LosslessCheck,
     choose,
@@ -15,8 +15,8 @@ from loadgen.checking.verify import (
     replay_of,
     verify_lossless,
 )
-from loadgen.sending.client import open_session
-from loadgen.sending.driver import run_plan
+from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.driver import run_plan
 from tests.loadgen.mock import Mock, Script, planned, serving
 
 

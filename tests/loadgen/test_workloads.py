@@ -15,10 +15,10 @@ from statistics import median
 import pytest
 from scipy.stats import chisquare
 
-from loadgen.planning import corpus
-from loadgen.planning.corpus import Place, open_corpus
-from loadgen.types import Message, Question, Slo
-from loadgen.workloads import (
+from draftgate.loadgen.planning import corpus
+from draftgate.loadgen.planning.corpus import Place, open_corpus
+from draftgate.loadgen.types import Message, Question, Slo
+from draftgate.loadgen.workloads import (
     WORKLOADS,
     ApproximateCounter,
     fit_counter,
@@ -27,13 +27,13 @@ from loadgen.workloads import (
     text_of,
     through,
 )
-from loadgen.workloads.base import Lengths, zipf
-from loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
-from loadgen.workloads.documents import LongDocument
-from loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
-from loadgen.workloads.rag import INSTRUCTION, PASSAGES
-from loadgen.workloads.shared_prefix import POPULARITY, PREFIX_TOKENS, PREFIXES
-from loadgen.workloads.tokens import cut
+from draftgate.loadgen.workloads.base import Lengths, zipf
+from draftgate.loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
+from draftgate.loadgen.workloads.documents import LongDocument
+from draftgate.loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
+from draftgate.loadgen.workloads.rag import INSTRUCTION, PASSAGES
+from draftgate.loadgen.workloads.shared_prefix import POPULARITY, PREFIX_TOKENS, PREFIXES
+from draftgate.loadgen.workloads.tokens import cut
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTER = ApproximateCounter(4.0)
@@ -160,7 +160,7 @@ def test_workloads_need_neither_network_nor_torch_nor_tokenizer() -> None:
         "import sys, socket\n"
         "def refuse(*a, **k): raise OSError('no network')\n"
         "socket.socket = socket.create_connection = socket.getaddrinfo = refuse\n"
-        "from loadgen.workloads import WORKLOADS, make_workload\n"
+        "from draftgate.loadgen.workloads import WORKLOADS, make_workload\n"
         "[make_workload(name, seed=0).question(0) for name in WORKLOADS]\n"
         "print(sorted({'torch', 'tokenizers', 'transformers', 'huggingface_hub'} & {*sys.modules}))"
     )

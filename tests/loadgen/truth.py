@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+from draftgate.loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
 
 WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from backends.peer.backend import PeerBackend
-from backends.peer.channel import Channel
-from backends.peer.messages import (
+from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.peer.channel import Channel
+from draftgate.backends.peer.messages import (
     MOST_COMMAND_BYTES,
     WORKER_PATH,
     AskTokenizer,
@@ -19,13 +19,13 @@ from backends.peer.messages import (
     Update,
     Welcome,
 )
-from backends.peer.proof import SharedSecret
-from backends.peer.tokenizer import files_digest
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from backends.types import Capabilities, Delta, ModelCard
-from gateway.app import Listening
-from policies.types import WorkerLoad
+from draftgate.backends.peer.proof import SharedSecret
+from draftgate.backends.peer.tokenizer import files_digest
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Capabilities, Delta, ModelCard
+from draftgate.gateway.app import Listening
+from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import running
 from tests.gateway.tcp_proxy import TcpProxy, proxied
 

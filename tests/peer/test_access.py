@@ -11,13 +11,13 @@ import aiohttp
 import httpx
 import pytest
 
-from backends.peer.backend import PeerBackend
-from backends.peer.link import PeerRefused
-from backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
-from backends.testing import make_request
-from gateway.app import Listening, StartError, build_node
-from gateway.cluster.access import NO_PROOF, PeerAccess, is_loopback, peer_access
-from gateway.config import ServeConfig
+from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.peer.link import PeerRefused
+from draftgate.backends.peer.proof import WINDOW_S, ProofChecker, SharedSecret, is_answer, secret_of
+from draftgate.backends.testing import make_request
+from draftgate.gateway.app import Listening, StartError, build_node
+from draftgate.gateway.cluster.access import NO_PROOF, PeerAccess, is_loopback, peer_access
+from draftgate.gateway.config import ServeConfig
 from tests.gateway.harness import client, running
 from tests.peer.harness import SECRET, a_welcome, impostor, linked_to
 
@@ -121,7 +121,7 @@ async def test_nonsense_ends_the_connection_and_nothing_else(
     data: bytes, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No message, a message of no kind, one beyond the bound: that peer has to begin anew."""
-    monkeypatch.setattr("gateway.http.peers.endpoint.MOST_FRAME_BYTES", 1000)
+    monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.MOST_FRAME_BYTES", 1000)
     async with (
         running() as where,
         linked_to(where.url) as backend,

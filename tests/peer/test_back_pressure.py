@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from backends.testing import make_request
-from backends.types import Delta, Pace
-from gateway.http import readers
-from gateway.http.peers.outbox import MOST_DELTAS, Outbox
-from gateway.http.peers.session import PeerSession
+from draftgate.backends.testing import make_request
+from draftgate.backends.types import Delta, Pace
+from draftgate.gateway.http import readers
+from draftgate.gateway.http.peers.outbox import MOST_DELTAS, Outbox
+from draftgate.gateway.http.peers.session import PeerSession
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
 from tests.gateway.test_slow_readers import StoppedReader, generated
@@ -29,7 +29,8 @@ async def test_a_client_that_reads_slowly_holds_the_peer_back(
     seconds = count()
     monkeypatch.setattr(readers, "LOOK_S", 0.001)
     monkeypatch.setattr(
-        "gateway.http.routes.time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
+        "draftgate.gateway.http.routes.time",
+        SimpleNamespace(monotonic=lambda: float(next(seconds))),
     )
     async with (
         running(backends=[scripted]) as there,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.peer import channel as channels
-from backends.peer.channel import MOST_FRAME_BYTES, PIECE_BYTES, Channel
-from backends.peer.messages import (
+from draftgate.backends.peer import channel as channels
+from draftgate.backends.peer.channel import MOST_FRAME_BYTES, PIECE_BYTES, Channel
+from draftgate.backends.peer.messages import (
     MOST_COMMAND_BYTES,
     Cancel,
     Command,
@@ -21,9 +21,9 @@ from backends.peer.messages import (
     Submit,
     TokenizerFiles,
 )
-from backends.testing import make_request
-from backends.token_ids import compact
-from backends.wire import Codec
+from draftgate.backends.testing import make_request
+from draftgate.backends.token_ids import compact
+from draftgate.backends.wire import Codec
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.peer.harness import linked_to
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.peer.clock import DRIFT, RemoteClock
-from backends.types import Phases
+from draftgate.backends.peer.clock import DRIFT, RemoteClock
+from draftgate.backends.types import Phases
 
 OFFSETS = st.floats(-1e6, 1e6)
 DELAYS = st.lists(st.floats(1e-5, 0.5), min_size=1, max_size=30)

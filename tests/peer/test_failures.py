@@ -15,15 +15,15 @@ from functools import partial
 
 import pytest
 
-from backends.errors import BackendFailed, CheckpointError, RequestRejected
-from backends.peer.backend import PeerBackend
-from backends.peer.channel import MOST_FRAME_BYTES
-from backends.peer.link import Link, PeerRefused
-from backends.sim.clock import run_virtual
-from backends.testing import collect, make_request
-from backends.token_ids import compact
-from backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome
-from gateway.app import drain, start_workers
+from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
+from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.peer.channel import MOST_FRAME_BYTES
+from draftgate.backends.peer.link import Link, PeerRefused
+from draftgate.backends.sim.clock import run_virtual
+from draftgate.backends.testing import collect, make_request
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome
+from draftgate.gateway.app import drain, start_workers
 from tests.gateway.harness import is_idle, running, until
 from tests.gateway.tcp_proxy import TcpProxy, proxied
 from tests.gateway.test_cli import COMMAND
@@ -111,7 +111,7 @@ async def test_a_broken_connection_ends_every_stream_and_is_made_anew(
 
 async def test_streams_do_not_wait_for_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs says none; its streams have ended by the time that one stops waiting."""
-    monkeypatch.setattr("backends.peer.link.CLOSE_S", 60.0)
+    monkeypatch.setattr("draftgate.backends.peer.link.CLOSE_S", 60.0)
     async with behind_proxy() as (backend, proxy, _):
         assert "nothing was heard" in await broken(backend, proxy.freeze)
         proxy.thaw()
@@ -143,7 +143,7 @@ async def test_a_gateway_that_is_cut_off_without_a_word_keeps_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The peer asks it whether it is there, and ends what it left, though no connection closed."""
-    monkeypatch.setattr("gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
+    monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
     async with (
         running(profile=SLOW) as where,
         proxied(where.url) as proxy,
@@ -159,7 +159,7 @@ async def test_a_gateway_that_is_cut_off_without_a_word_keeps_no_memory(
 
 async def test_a_gateway_that_only_waits_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has nothing to say while it reads, and answers when it is asked."""
-    monkeypatch.setattr("gateway.http.peers.endpoint.PING_S", 0.05)
+    monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", 0.05)
     async with (
         running() as where,
         linked_to(where.url) as backend,
@@ -393,7 +393,7 @@ async def test_a_server_that_says_nothing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever takes the connection and does not say who it is, is no peer."""
-    monkeypatch.setattr("backends.peer.link.CONNECT_S", 0.2)
+    monkeypatch.setattr("draftgate.backends.peer.link.CONNECT_S", 0.2)
     async with impostor(None) as there:
         backend = PeerBackend(there.url, None)
         starting = asyncio.create_task(backend.start())

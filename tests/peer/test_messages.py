@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends import token_ids
-from backends.peer.messages import (
+from draftgate.backends import token_ids
+from draftgate.backends.peer.messages import (
     AskTokenizer,
     Cancel,
     Command,
@@ -21,9 +21,9 @@ from backends.peer.messages import (
     TokenizerFiles,
     Update,
 )
-from backends.peer.numbers import Numbers
-from backends.token_ids import compact, from_bytes, to_bytes
-from backends.types import (
+from draftgate.backends.peer.numbers import Numbers
+from draftgate.backends.token_ids import compact, from_bytes, to_bytes
+from draftgate.backends.types import (
     Delta,
     FinishReason,
     GenerationRequest,
@@ -38,8 +38,14 @@ from backends.types import (
     Task,
     TokenLogprob,
 )
-from backends.wire import Codec
-from policies.types import ServiceLevel, SpeculationMode, SpeculationPlan, WorkerLoad, WorkerSpeed
+from draftgate.backends.wire import Codec
+from draftgate.policies.types import (
+    ServiceLevel,
+    SpeculationMode,
+    SpeculationPlan,
+    WorkerLoad,
+    WorkerSpeed,
+)
 from tests.peer.harness import a_welcome
 
 PLAN = SpeculationPlan("auto", SpeculationMode.AUTO, "ngram", 4, "because", 0.1)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.shipped import SHIPPED_MODEL
-from gateway.app import StartError, build_node, drain, start_workers
-from gateway.config import ServeConfig
-from gateway.lifecycle import NodeState
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.gateway.app import StartError, build_node, drain, start_workers
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.lifecycle import NodeState
 from tests.gateway.harness import ScriptedBackend, client, events, is_idle, running, until
 from tests.gateway.tcp_proxy import proxied
 from tests.peer.harness import SLOW
@@ -165,8 +165,8 @@ def test_peers_need_an_address() -> None:
 def test_a_peer_is_made_by_name_without_torch() -> None:
     """A gateway needs none to send requests to those that do."""
     code = (
-        "import sys; from backends.base import WorkerConfig\n"
-        "from backends.registry import create_backend\n"
+        "import sys; from draftgate.backends.base import WorkerConfig\n"
+        "from draftgate.backends.registry import create_backend\n"
         "create_backend('peer', WorkerConfig(upstream='http://127.0.0.1:1'))\n"
         "print('torch' in sys.modules)"
     )

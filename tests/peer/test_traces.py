@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from backends.types import Phases
-from gateway.app import Listening
-from gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
+from draftgate.backends.types import Phases
+from draftgate.gateway.app import Listening
+from draftgate.gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
 from tests.gateway.collector import Collector, collecting
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
@@ -97,7 +97,7 @@ async def test_instants_of_a_machine_with_another_clock_lie_where_they_belong(
 ) -> None:
     """Within `dispatch`, and in the figures of the gateway as durations that were."""
     theirs = SimpleNamespace(monotonic=lambda: time.monotonic() + AHEAD_S)
-    monkeypatch.setattr("gateway.http.peers.session.time", theirs)
+    monkeypatch.setattr("draftgate.gateway.http.peers.session.time", theirs)
     backend = ScriptedBackend()
     async with (
         collecting() as collector,
@@ -146,7 +146,7 @@ async def test_an_error_there_is_on_the_span_there_and_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worker breaks: each node says so on its own part of the trace."""
-    monkeypatch.setattr("gateway.dispatch.failover.COMEBACK_S", 0.0)  # nobody comes back
+    monkeypatch.setattr("draftgate.gateway.dispatch.failover.COMEBACK_S", 0.0)  # nobody comes back
     backend = ScriptedBackend()
     async with (
         collecting() as collector,

@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from gateway.cli.studies.hindsight import Stay, starts_s
-from policies.admission import AdmissionView, Admitted, PoolView, QueueView
-from policies.ordering import Ticket
-from policies.registry import admission_policy, ordering_policy
-from policies.types import ServiceLevel, WorkerSpeed
+from bench.studies.hindsight import Stay, starts_s
+from draftgate.policies.admission import AdmissionView, Admitted, PoolView, QueueView
+from draftgate.policies.ordering import Ticket
+from draftgate.policies.registry import admission_policy, ordering_policy
+from draftgate.policies.types import ServiceLevel, WorkerSpeed
 
 TPOT_S = 0.02
 PROMPT_TOKEN_S = 1e-4

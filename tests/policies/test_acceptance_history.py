@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.acceptance_history import AcceptanceHistory, draft_counts
-from policies.types import UNTESTED, DraftCounts
+from draftgate.policies.acceptance_history import AcceptanceHistory, draft_counts
+from draftgate.policies.types import UNTESTED, DraftCounts
 
 
 def learn(

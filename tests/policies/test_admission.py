@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.admission import (
+from draftgate.policies.admission import (
     AdmissionView,
     Admitted,
     PoolView,
@@ -17,15 +17,15 @@ from policies.admission import (
     Refused,
     pool_of,
 )
-from policies.admission.appointments import Appointments, Booking
-from policies.admission.classes import Classes
-from policies.admission.forecast import WaitError, forecast
-from policies.admission.refusals import TENANT_ALPHA
-from policies.output_history import OutputHistory
-from policies.protocols import AdmissionPolicy
-from policies.registry import admission_policy
-from policies.testing import check_admission
-from policies.types import ServiceLevel, WorkerLoad, WorkerSpeed
+from draftgate.policies.admission.appointments import Appointments, Booking
+from draftgate.policies.admission.classes import Classes
+from draftgate.policies.admission.forecast import WaitError, forecast
+from draftgate.policies.admission.refusals import TENANT_ALPHA
+from draftgate.policies.output_history import OutputHistory
+from draftgate.policies.protocols import AdmissionPolicy
+from draftgate.policies.registry import admission_policy
+from draftgate.policies.testing import check_admission
+from draftgate.policies.types import ServiceLevel, WorkerLoad, WorkerSpeed
 
 SPEED = WorkerSpeed(tpot_s=0.02, prompt_token_s=1e-4, sequence_s=1e-4)
 BUSY = PoolView(workers=1, seats=32, running=32, speed=SPEED)

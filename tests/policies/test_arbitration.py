@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from policies.arbitration import arbitrate
-from policies.types import DraftCandidate
+from draftgate.policies.arbitration import arbitrate
+from draftgate.policies.types import DraftCandidate
 
 DEPTH_S = 1e-3
 RATE = 100.0  # tokens a second: a depth costs a tenth of a token

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from policies.batching import (
+from draftgate.policies.batching import (
     LATE_SHARE,
     LEAST_CHUNK,
     LEAST_STRETCH,
@@ -19,11 +19,11 @@ from policies.batching import (
     Slack,
     patience_s,
 )
-from policies.protocols import BatchingPolicy
-from policies.registry import batching_policy
-from policies.step_cost import StepCost
-from policies.testing import check_batching
-from policies.types import BatchView
+from draftgate.policies.protocols import BatchingPolicy
+from draftgate.policies.registry import batching_policy
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.testing import check_batching
+from draftgate.policies.types import BatchView
 
 STAIRS = tuple(range(16, 2049, 16))
 DRAFTS = (0, 16, 64, 256)

@@ -9,13 +9,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from backends.sim.profile import load_profile
-from policies.cluster_price import UsualNeed, projected
-from policies.price import slot_price
-from policies.room import Need
-from policies.speed import SpeedMeter
-from policies.step_cost import StepCost
-from policies.types import StepView, WorkerLoad, WorkerSpeed
+from draftgate.backends.sim.profile import load_profile
+from draftgate.policies.cluster_price import UsualNeed, projected
+from draftgate.policies.price import slot_price
+from draftgate.policies.room import Need
+from draftgate.policies.speed import SpeedMeter
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import StepView, WorkerLoad, WorkerSpeed
 from tests.policies.costs import costs
 
 SEATS = 256

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from policies.draft_pay import (
+from draftgate.policies.draft_pay import (
     KNEE_TOKENS,
     BatchShare,
     DraftMeans,

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.drafting_cost import NO_DRAFTING_COST, REFIT_STEPS, DraftingMeter, StepDrafting
+from draftgate.policies.drafting_cost import (
+    NO_DRAFTING_COST,
+    REFIT_STEPS,
+    DraftingMeter,
+    StepDrafting,
+)
 
 STEP_S = 1.5e-3
 HOST_S, HOST_SEQUENCE_S = 60e-6, 10e-6

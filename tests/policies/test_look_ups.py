@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policies.look_ups import FIRST_GAIN, LookUpGains
+from draftgate.policies.look_ups import FIRST_GAIN, LookUpGains
 
 
 def test_much_is_expected_at_first() -> None:

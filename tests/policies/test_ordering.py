@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.ordering import Fair, Ticket
-from policies.ordering.fair_class import LAG_S
-from policies.ordering.line import PIECE, Line
-from policies.protocols import OrderingPolicy
-from policies.registry import ordering_policy
-from policies.testing import check_ordering
+from draftgate.policies.ordering import Fair, Ticket
+from draftgate.policies.ordering.fair_class import LAG_S
+from draftgate.policies.ordering.line import PIECE, Line
+from draftgate.policies.protocols import OrderingPolicy
+from draftgate.policies.registry import ordering_policy
+from draftgate.policies.testing import check_ordering
 
 PATIENT = 1e9  # nobody is overdue
 

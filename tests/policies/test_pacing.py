@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.pacing import PAUSED_BYTES, SPARING_S, UNTOUCHED_BYTES, ReaderView, pace
-from policies.types import Pace
+from draftgate.policies.pacing import PAUSED_BYTES, SPARING_S, UNTOUCHED_BYTES, ReaderView, pace
+from draftgate.policies.types import Pace
 
 readers = st.builds(
     ReaderView,

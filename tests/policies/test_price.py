@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
-from policies.price import (
+from draftgate.policies.price import (
     LEAST_S,
     few_slots_s,
     least_slot_price,
@@ -18,8 +18,8 @@ from policies.price import (
     slots_s,
     step_s,
 )
-from policies.step_cost import StepCost
-from policies.types import StepView
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import StepView
 from tests.policies.costs import H100_8B, costs
 
 small = st.integers(0, 800)

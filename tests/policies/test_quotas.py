@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.quotas import MINUTE_NS, Ledger, Limit, Quota, Totals
+from draftgate.policies.quotas import MINUTE_NS, Ledger, Limit, Quota, Totals
 
 QUOTA = Quota(requests_per_minute=7, tokens_per_minute=1000, burst_requests=5, burst_tokens=600)
 

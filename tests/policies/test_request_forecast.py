@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from policies.repetition import MATCH_TOKENS, TAIL_TOKENS
-from policies.request_forecast import (
+from draftgate.policies.repetition import MATCH_TOKENS, TAIL_TOKENS
+from draftgate.policies.request_forecast import (
     GOOD_DRAFT,
     HISTORY_TOKENS,
     REPETITION_SLOPE,
@@ -16,7 +16,7 @@ from policies.request_forecast import (
     RequestForecast,
     forecast,
 )
-from policies.types import (
+from draftgate.policies.types import (
     ANY_PROPOSER,
     ANYTIME,
     DraftCounts,
@@ -25,7 +25,7 @@ from policies.types import (
     WorkerLoad,
 )
 
-MEASURED = Path(__file__).resolve().parents[2] / "docs/measurements/request-forecast.json"
+MEASURED = Path(__file__).resolve().parents[2] / "bench/results/request-forecast.json"
 RESULTS = json.loads(MEASURED.read_text())["results"]
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.room import STEPS_AHEAD, Need, Occupancy, has_room, usable_seats
-from policies.types import WorkerLoad, WorkerSpeed
+from draftgate.policies.room import STEPS_AHEAD, Need, Occupancy, has_room, usable_seats
+from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 
 def load(**fields: object) -> WorkerLoad:

@@ -10,16 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.protocols import RoutingPolicy
-from policies.registry import routing_policy
-from policies.room import Occupancy
-from policies.routing import Candidate, Candidates, Route, RouteView
-from policies.routing.choosing import filled, settled
-from policies.routing.prediction import predicted
-from policies.routing.prefix_index import STRIDE, PrefixIndex
-from policies.routing.scorers import OVERLOAD, SCORERS
-from policies.testing import check_routing
-from policies.types import DraftCounts, RequestView, SpeculationMode, WorkerLoad, WorkerSpeed
+from draftgate.policies.protocols import RoutingPolicy
+from draftgate.policies.registry import routing_policy
+from draftgate.policies.room import Occupancy
+from draftgate.policies.routing import Candidate, Candidates, Route, RouteView
+from draftgate.policies.routing.choosing import filled, settled
+from draftgate.policies.routing.prediction import predicted
+from draftgate.policies.routing.prefix_index import STRIDE, PrefixIndex
+from draftgate.policies.routing.scorers import OVERLOAD, SCORERS
+from draftgate.policies.testing import check_routing
+from draftgate.policies.types import (
+    DraftCounts,
+    RequestView,
+    SpeculationMode,
+    WorkerLoad,
+    WorkerSpeed,
+)
 
 SPECS = (
     "round_robin",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.seats import GROWTH, next_seats
+from draftgate.policies.seats import GROWTH, next_seats
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.just(0)), max_size=30))

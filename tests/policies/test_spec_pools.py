@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.draft_pay import expected_accepted, pays
-from policies.registry import speculation_policy
-from policies.spec_pools import Pool, PoolOffer, choose_pool, draft_means
-from policies.types import RequestView, SpeculationMode, WorkerLoad, WorkerSpeed
+from draftgate.policies.draft_pay import expected_accepted, pays
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.spec_pools import Pool, PoolOffer, choose_pool, draft_means
+from draftgate.policies.types import RequestView, SpeculationMode, WorkerLoad, WorkerSpeed
 
 REQUEST = RequestView(100, 50, 0.0)
 AUTO = speculation_policy("auto")

@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
-from policies.request_forecast import GOOD_DRAFT
-from policies.speculation import (
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.request_forecast import GOOD_DRAFT
+from draftgate.policies.speculation import (
     MAX_DRAFT_TOKENS,
     AdaptiveVerification,
     Auto,
@@ -20,9 +20,9 @@ from policies.speculation import (
     Off,
     SmartSpec,
 )
-from policies.step_cost import StepCost
-from policies.testing import check_speculation
-from policies.types import (
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.testing import check_speculation
+from draftgate.policies.types import (
     ANY_PROPOSER,
     UNTESTED,
     DraftCandidate,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.stall import (
+from draftgate.policies.stall import (
     LATE_STEPS,
     LEAST_PATIENCE_S,
     RETRY_S,
@@ -16,7 +16,7 @@ from policies.stall import (
     WorkerSilence,
     patience_s,
 )
-from policies.types import WorkerLoad, WorkerSpeed
+from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 LOAD = WorkerLoad(1, 0, 8, 8, 0.0, 0.5, (), step_tokens=512, steps=5)
 

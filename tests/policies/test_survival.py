@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from policies.calibration import brier_score, calibration_error, reliability
-from policies.survival import (
+from draftgate.policies.calibration import brier_score, calibration_error, reliability
+from draftgate.policies.survival import (
     EVIDENCE_EDGES,
     EVIDENCE_ROWS,
     OUTCOME_ROWS,

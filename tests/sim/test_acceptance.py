@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import WorkerConfig
-from backends.sim.acceptance import ReplayedAcceptance
-from backends.sim.backend import SimBackend
-from backends.sim.clock import run_virtual
-from backends.sim.profile import load_profile
-from backends.sim.recording import SHIPPED, Drafts, load_recording
-from backends.sim.simulated import World, proposer_names
-from backends.token_ids import compact
-from backends.types import GenerationRequest, SamplingParams
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.acceptance import ReplayedAcceptance
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.clock import run_virtual
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.recording import SHIPPED, Drafts, load_recording
+from draftgate.backends.sim.simulated import World, proposer_names
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 
 def request(task: str, seed: int, tokens: int, most: int, proposer: str = "ngram"):
@@ -44,7 +44,7 @@ def test_the_shipped_recording_is_whole() -> None:
     recording = load_recording()
     assert set(recording.tasks) == {"completion", "rewrite", "long_context"}
     assert recording.proposers == ("draft_model", "ngram", "sparse_self")
-    assert "backends.engine.bench.acceptance" in recording.source
+    assert "bench.engine.acceptance" in recording.source
     for task in recording.tasks:
         assert recording.texts(task, 0.0) != recording.texts(task, 1.0)
         for text in recording.texts(task, 0.0) + recording.texts(task, 1.0):

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from backends.base import WorkerConfig
-from backends.errors import BackendFailed, CheckpointError
-from backends.registry import create_backend
-from backends.sim.backend import SimBackend
-from backends.sim.clock import LoopClock, run_virtual
-from backends.sim.profile import load_profile
-from backends.testing import (
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.errors import BackendFailed, CheckpointError
+from draftgate.backends.registry import create_backend
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.clock import LoopClock, run_virtual
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.testing import (
     check_backend,
     check_card,
     check_closing_frees,
@@ -29,11 +29,11 @@ from backends.testing import (
     collect,
     make_request,
 )
-from backends.types import Capabilities, Pace
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.types import Capabilities, Pace
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 ROOT = Path(__file__).parents[2]
-INSTANT = ROOT / "gateway/cli/studies/edge/instant.json"
+INSTANT = ROOT / "bench/studies/edge/instant.json"
 SMALL_POOL = 16 * load_profile("cpu-demo").kv_token_bytes * 12  # twelve blocks
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from backends.sim.clock import LoopClock, run_virtual
+from draftgate.backends.sim.clock import LoopClock, run_virtual
 
 
 def test_time_jumps_to_the_next_timer() -> None:

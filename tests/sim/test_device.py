@@ -7,11 +7,11 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from backends.core.drafts import Draft
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.sim.belief import misjudged
-from backends.sim.device import (
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.sim.belief import misjudged
+from draftgate.backends.sim.device import (
     OVERLAP_LOST,
     SPREAD,
     ProfileDevice,
@@ -20,10 +20,10 @@ from backends.sim.device import (
     Weather,
     Work,
 )
-from backends.sim.profile import load_profile, profile_names
-from backends.token_ids import compact
-from backends.types import GenerationRequest, ResumedChoice, SamplingParams
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.sim.profile import load_profile, profile_names
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PLAN = SpeculationPlan("test", SpeculationMode.AUTO, None, 0, "a test")
 

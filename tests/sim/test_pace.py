@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from backends.base import WorkerConfig
-from backends.sim.backend import SimBackend
-from backends.sim.clock import LoopClock, run_virtual
-from backends.sim.simulated import World
-from backends.token_ids import compact
-from backends.types import GenerationRequest, Pace, SamplingParams
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.clock import LoopClock, run_virtual
+from draftgate.backends.sim.simulated import World
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, Pace, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PAUSE_S = 5.0
 TOKENS = 100

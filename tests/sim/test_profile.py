@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.sim.profile import load_profile, profile_names
+from draftgate.backends.sim.profile import load_profile, profile_names
 
 GOOD = {
     "device": "d",

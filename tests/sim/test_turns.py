@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from backends.base import WorkerConfig
-from backends.core.prefix_cache import extend_chain
-from backends.sim.clock import LoopClock
-from backends.sim.parts import BLOCK_TOKENS, Parts, serving_parts
-from backends.sim.profile import load_profile
-from backends.token_ids import compact
-from backends.types import GenerationRequest, SamplingParams
-from policies.types import SpeculationMode, SpeculationPlan
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.prefix_cache import extend_chain
+from draftgate.backends.sim.clock import LoopClock
+from draftgate.backends.sim.parts import BLOCK_TOKENS, Parts, serving_parts
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 STEP_TOKENS = 1024
 LIVE = 4

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.engine.bench.record import provenance
+from bench.engine.record import provenance
 from tests.soak.traffic import KEYS, KEYS_FILE, MAX_BODY_BYTES, Crowd, Seen
 
 SOAK_S = float(os.environ.get("SOAK_S", "1200"))
@@ -94,7 +94,13 @@ def served(folder: Path) -> Iterator[Served]:
         *("--max-body-bytes", str(MAX_BODY_BYTES), "--api-keys-file", str(keys)),
         *("--ngram-corpus-tokens", "4096", "--max-queued", "32"),
     ]
-    command = [sys.executable, "-c", "from gateway.cli import main; main()", "serve", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "draftgate",
+        "serve",
+        *flags,
+    ]
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=out)

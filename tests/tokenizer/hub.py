@@ -67,8 +67,8 @@ def serving() -> Iterator[Hub]:
 
 _CHILD = """
 import json, sys
-from backends.checkpoints import find_checkpoint
-from backends.errors import CheckpointError
+from draftgate.backends.checkpoints import find_checkpoint
+from draftgate.backends.errors import CheckpointError
 found = []
 for name, weights in json.loads(sys.argv[1]):
     try:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
 
 NOW = datetime(2026, 2, 28, 23, 59, 59)  # noqa: DTZ001  # local time, as templates write it
 REFUSED = "(refused)"

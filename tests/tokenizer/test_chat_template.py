@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from backends import chat_template
-from backends.chat_template import ChatTemplate, template_sources
-from backends.errors import CheckpointError, RequestRejected
+from draftgate.backends import chat_template
+from draftgate.backends.chat_template import ChatTemplate, template_sources
+from draftgate.backends.errors import CheckpointError, RequestRejected
 from tests.tokenizer.oracle import REFUSED, checkpoint, load
 
 HELLO = [{"role": "user", "content": "<Hé & 'you'>"}]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.checkpoints import checkpoint_id, find_checkpoint
-from backends.errors import CheckpointError
-from backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
-from backends.tokenizer import Tokenizer
+from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from draftgate.backends.tokenizer import Tokenizer
 from tests.tokenizer import hub
 from tests.tokenizer.hub import COMMIT, MODELS
 

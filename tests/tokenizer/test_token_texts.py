@@ -8,9 +8,9 @@ from hypothesis import example, given
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
-from backends.core.detokenize import TextStream
-from backends.token_texts import TokenTexts, _is_local
-from backends.tokenizer import Tokenizer
+from draftgate.backends.core.detokenize import TextStream
+from draftgate.backends.token_texts import TokenTexts, _is_local
+from draftgate.backends.tokenizer import Tokenizer
 
 WORDS = ["▁the", "▁", "a", "é", "▁é", "\ufffd", "▁▁", "x▁y"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

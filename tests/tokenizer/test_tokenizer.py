@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as FastTokenizer
 
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
 
 
 def test_the_vocabulary_ends_after_its_largest_id(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backends.engine.kernels.kv_move import kv_move
-from backends.engine.kernels.kv_move_ref import NO_MOVE
+from draftgate.backends.engine.kernels.kv_move import kv_move
+from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
 
 
 def compact(

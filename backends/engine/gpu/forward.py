@@ -18,14 +18,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from backends.engine import pooling
-from backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
-from backends.engine.gpu.packing import PackedFeeds
-from backends.engine.gpu.shapes import Shapes
-from backends.engine.inputs import Feed
-from backends.engine.kv_pool import Layers
-from backends.engine.model import Decoder
-from backends.engine.transfer import host_memory
+from draftgate.backends.engine import pooling
+from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
+from draftgate.backends.engine.gpu.packing import PackedFeeds
+from draftgate.backends.engine.gpu.shapes import Shapes
+from draftgate.backends.engine.inputs import Feed
+from draftgate.backends.engine.kv_pool import Layers
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.transfer import host_memory
 
 MoreFields = Callable[[HostFields], None]
 """Writes fields of a step that the forward pass does not read, to go over in the same copy."""

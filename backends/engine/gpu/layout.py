@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from backends.engine.inputs import AttentionSpans, RaggedSpans, StepInputs
-from backends.engine.kernels.sample_verify_ref import RowSampling
+from draftgate.backends.engine.inputs import AttentionSpans, RaggedSpans, StepInputs
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 
 _ALIGNED: Final = 64
 """Fields begin at multiples of so many bytes: Triton compiles kernels for aligned pointers."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.gpu.layout import HostFields
-from backends.engine.inputs import Feed, lay_out
-from backends.engine.kernels.accept_walk_ref import NO_DRAFT
-from backends.engine.kv_pool import BLOCK_TOKENS
-from backends.engine.operators.ragged import SpanLists, as_bits
-from backends.engine.sampler import sampling_columns
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.gpu.layout import HostFields
+from draftgate.backends.engine.inputs import Feed, lay_out
+from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
+from draftgate.backends.engine.operators.ragged import SpanLists, as_bits
+from draftgate.backends.engine.sampler import sampling_columns
 
 
 @dataclass(slots=True)

@@ -16,24 +16,24 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from backends.core.steps import PENDING, StepPlan, StepResult
-from backends.engine import logprobs, pooling
-from backends.engine.gpu.compaction import compact
-from backends.engine.gpu.forward import DeviceForward
-from backends.engine.gpu.layout import HostFields, StepFields, StepShape
-from backends.engine.gpu.packing import PackedFeeds, PackedWalks
-from backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
-from backends.engine.inputs import Feed, feed_of
-from backends.engine.kernels.accept_walk import accept_walk
-from backends.engine.kernels.accept_walk_ref import Acceptance, StopRules
-from backends.engine.kernels.sample_verify import sample
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.logits import adjust, forbid
-from backends.engine.logprobs import RowLogprobs
-from backends.engine.model import Decoder
-from backends.engine.operators.base import Operators
-from backends.engine.sampler import Verify, Walks, draw, settles_drafts
-from backends.engine.transfer import Mark, new_mark, to_device, to_host
+from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
+from draftgate.backends.engine import logprobs, pooling
+from draftgate.backends.engine.gpu.compaction import compact
+from draftgate.backends.engine.gpu.forward import DeviceForward
+from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepShape
+from draftgate.backends.engine.gpu.packing import PackedFeeds, PackedWalks
+from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
+from draftgate.backends.engine.inputs import Feed, feed_of
+from draftgate.backends.engine.kernels.accept_walk import accept_walk
+from draftgate.backends.engine.kernels.accept_walk_ref import Acceptance, StopRules
+from draftgate.backends.engine.kernels.sample_verify import sample
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.logits import adjust, forbid
+from draftgate.backends.engine.logprobs import RowLogprobs
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.operators.base import Operators
+from draftgate.backends.engine.sampler import Verify, Walks, draw, settles_drafts
+from draftgate.backends.engine.transfer import Mark, new_mark, to_device, to_host
 
 _PENDING: Final = ("pending_rows", "pending_sources")
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Final
 
-from backends.engine.gpu.layout import StepShape
+from draftgate.backends.engine.gpu.layout import StepShape
 
 ROW_BUCKETS: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
 """Rows of captured steps. Up to about 184 a step of bfloat16 weights takes the time of reading them

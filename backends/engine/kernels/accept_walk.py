@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels.accept_walk_ref import (
+from draftgate.backends.engine.kernels.accept_walk_ref import (
     NO_DRAFT,
     NO_ROW,
     Acceptance,

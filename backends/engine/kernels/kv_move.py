@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels.kv_move_ref import NO_MOVE
+from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
 
 _NO_MOVE: Final = tl.constexpr(NO_MOVE)
 

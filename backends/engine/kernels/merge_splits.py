@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels import paged_attention_sizes as sizes
+from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 
 
 @triton.jit

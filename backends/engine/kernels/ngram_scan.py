@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels.accept_walk_ref import NO_DRAFT
-from backends.engine.kernels.ngram_scan_ref import NgramDrafts, check_sizes
+from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT
+from draftgate.backends.engine.kernels.ngram_scan_ref import NgramDrafts, check_sizes
 
 _NO_DRAFT: Final = tl.constexpr(NO_DRAFT)
 

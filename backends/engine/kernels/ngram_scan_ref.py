@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from backends.engine.kernels.accept_walk_ref import NO_DRAFT
+from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT
 
 MAX_N: Final = 8
 """Longest n-gram that may be looked for."""

@@ -55,8 +55,8 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels import paged_attention_sizes as sizes
-from backends.engine.kernels.merge_splits import (
+from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
+from draftgate.backends.engine.kernels.merge_splits import (
     find_sequence,
     merge,
     merge_splits,
@@ -64,8 +64,8 @@ from backends.engine.kernels.merge_splits import (
     normalise,
     store_rows,
 )
-from backends.engine.kernels.paged_attention_ref import DraftTrees
-from backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
+from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
 
 _LOG2_E: Final = 1.4426950408889634
 

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 
 SPLIT_SIZE: Final = 512
 """Keys per split; part of the numerics class."""

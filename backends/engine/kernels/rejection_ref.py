@@ -40,8 +40,8 @@ from typing import Final
 
 import torch
 
-from backends.engine.kernels import noise
-from backends.engine.kernels.sample_verify_ref import RowSampling, filtered_scores
+from draftgate.backends.engine.kernels import noise
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, filtered_scores
 
 _ROUNDING: Final = 1e-12
 """Mass of a residual that is a matter of rounding: a sum of float32 is not known to that."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from backends.engine.kernels.rms_norm_ref import rms_norm
+from draftgate.backends.engine.kernels.rms_norm_ref import rms_norm
 
 
 def rope_kv(

@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels import noise
-from backends.engine.kernels.noise_triton import gumbel_tile, noise_key
-from backends.engine.kernels.sample_verify_ref import MASS_UNIT, RowSampling
+from draftgate.backends.engine.kernels import noise
+from draftgate.backends.engine.kernels.noise_triton import gumbel_tile, noise_key
+from draftgate.backends.engine.kernels.sample_verify_ref import MASS_UNIT, RowSampling
 
 _PURPOSE_OUTPUT: Final = tl.constexpr(noise.PURPOSE_OUTPUT)
 _MASS_UNIT: Final = tl.constexpr(MASS_UNIT)

@@ -39,7 +39,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from backends.engine.kernels import noise
+from draftgate.backends.engine.kernels import noise
 
 MASS_UNIT: Final = 2.0**40
 """Integer weight of the most likely token."""

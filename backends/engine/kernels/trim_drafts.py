@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels.trim_drafts_ref import TrimmedDrafts
+from draftgate.backends.engine.kernels.trim_drafts_ref import TrimmedDrafts
 
 MAX_PADDED_SLOTS: Final = 1 << 15
 """Most slots of all sequences, both sizes rounded up to powers of two: 512 sequences of 64."""

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backends.engine.inputs import AttentionSpans
-from backends.engine.kv_pool import KV_TILE
-from backends.engine.operators.pieces import KvPiece, pieces_of
+from draftgate.backends.engine.inputs import AttentionSpans
+from draftgate.backends.engine.kv_pool import KV_TILE
+from draftgate.backends.engine.operators.pieces import KvPiece, pieces_of
 
 CHUNK_TOKENS: Final = 128
 """Query tokens of a call: bounds the masks of a long prefill, and what is computed above the

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from backends.engine.inputs import StepInputs
-from backends.engine.linear import Linear
+from draftgate.backends.engine.inputs import StepInputs
+from draftgate.backends.engine.linear import Linear
 
 
 class RotaryTables(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from backends.engine.config import ModelConfig
-from backends.engine.numerics import CPU
-from backends.engine.operators.base import Operators, RotaryTables
-from backends.engine.operators.native import native_operators
-from backends.engine.operators.reference import TorchOperators
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.numerics import CPU
+from draftgate.backends.engine.operators.base import Operators, RotaryTables
+from draftgate.backends.engine.operators.native import native_operators
+from draftgate.backends.engine.operators.reference import TorchOperators
 
 
 def operators_for(
@@ -21,7 +21,7 @@ def operators_for(
     """
     if device.type == "cuda":
         # Not everywhere is Triton, and where it is, importing it takes a while.
-        from backends.engine.operators.triton import triton_operators
+        from draftgate.backends.engine.operators.triton import triton_operators
 
         return triton_operators(config, max_positions, device)
     tables = RotaryTables(*config.rope.tables(config.head_dim, max_positions, dtype))

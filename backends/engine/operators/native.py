@@ -14,12 +14,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from backends.engine.config import ModelConfig
-from backends.engine.inputs import AttentionSpans, StepInputs
-from backends.engine.kv_pool import KV_TILE
-from backends.engine.linear import Linear
-from backends.engine.operators.base import RotaryTables
-from backends.engine.operators.compiler import compiled, compiler_version
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.inputs import AttentionSpans, StepInputs
+from draftgate.backends.engine.kv_pool import KV_TILE
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.operators.compiler import compiled, compiler_version
 
 LANES: Final = 16
 """Floats of a vector: all widths are multiples."""

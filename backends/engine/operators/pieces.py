@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backends.engine.inputs import AttentionSpan, slots_of
-from backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
+from draftgate.backends.engine.inputs import AttentionSpan, slots_of
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
 
 
 @dataclass(frozen=True, slots=True)

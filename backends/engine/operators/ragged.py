@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.engine.inputs import AttentionSpan, AttentionSpans, RaggedSpans, slots_of
-from backends.engine.transfer import to_device
+from draftgate.backends.engine.inputs import AttentionSpan, AttentionSpans, RaggedSpans, slots_of
+from draftgate.backends.engine.transfer import to_device
 
 MOST_TREE_TOKENS: Final = 64
 """Draft tokens of a tree: the bits of a mask."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backends.engine.config import ModelConfig
-from backends.engine.inputs import StepInputs
-from backends.engine.linear import Linear
-from backends.engine.operators.attention import AttentionPlan, attend, plan_attention
-from backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.inputs import StepInputs
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.operators.attention import AttentionPlan, attend, plan_attention
+from draftgate.backends.engine.operators.base import RotaryTables
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ import torch
 import triton
 from torch import Tensor
 
-from backends.engine.config import ModelConfig
-from backends.engine.inputs import RaggedSpans, StepInputs
-from backends.engine.kernels.paged_attention import paged_attention
-from backends.engine.kernels.paged_attention_ref import DraftTrees
-from backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
-from backends.engine.kernels.rope_kv import rope_kv
-from backends.engine.kernels.swiglu import swiglu
-from backends.engine.linear import Linear
-from backends.engine.operators.base import RotaryTables
-from backends.engine.operators.ragged import ragged_spans
+from draftgate.backends.engine.config import ModelConfig
+from draftgate.backends.engine.inputs import RaggedSpans, StepInputs
+from draftgate.backends.engine.kernels.paged_attention import paged_attention
+from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
+from draftgate.backends.engine.kernels.rope_kv import rope_kv
+from draftgate.backends.engine.kernels.swiglu import swiglu
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.operators.base import RotaryTables
+from draftgate.backends.engine.operators.ragged import ragged_spans
 
 
 class TritonStep(NamedTuple):

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from backends.core.drafts import Draft, DraftRequest
-from backends.core.sequence import Sequence
-from backends.core.steps import SequenceWork, StepPlan
-from backends.engine.inputs import Feed
-from backends.engine.kernels.sample_verify_ref import filtered_scores
-from backends.engine.logits import adjust, forbid_rows
-from backends.engine.sampler import draw, row_sampling
+from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.engine.inputs import Feed
+from draftgate.backends.engine.kernels.sample_verify_ref import filtered_scores
+from draftgate.backends.engine.logits import adjust, forbid_rows
+from draftgate.backends.engine.sampler import draw, row_sampling
 
 PER_MILLE = 1000
 """Unit of a model's evidence: the probability of the first token."""

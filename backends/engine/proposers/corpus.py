@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Final
 
-from backends.engine.proposers.ngram_index import Match, NgramIndex
+from draftgate.backends.engine.proposers.ngram_index import Match, NgramIndex
 
 MOST_TENANTS: Final = 64
 """Tenants whose texts are kept, those asked for longest ago go first: it bounds the memory."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence as Many
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from backends.core.drafts import ROOT, Draft, DraftRequest
-from backends.core.sequence import Sequence
-from backends.engine.proposers.corpus import Corpora
-from backends.engine.proposers.ngram_index import Match, NgramIndex
+from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.proposers.corpus import Corpora
+from draftgate.backends.engine.proposers.ngram_index import Match, NgramIndex
 
 LENGTH_WEIGHT: Final = 2.0
 """How much more a place counts for each token by which its match is longer. Tokens a step along

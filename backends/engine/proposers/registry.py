@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Final
 
-from backends.base import WorkerConfig
-from backends.core.draft_pages import DraftPages
-from backends.core.drafts import Proposer
-from backends.core.kv_blocks import KvBlocks
-from backends.engine.gpu.forward import DeviceForward
-from backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
-from backends.engine.inputs import Feed
-from backends.engine.kv_pool import DraftLayers, KvPool
-from backends.engine.model import Decoder
-from backends.engine.proposers.chains import Forward
-from backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
-from backends.engine.proposers.ngram import NgramProposer
-from backends.engine.proposers.sparse_self import SparseSelfProposer
-from backends.engine.warmup import measure_depths
-from policies.step_cost import StepCost
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.draft_pages import DraftPages
+from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.engine.gpu.forward import DeviceForward
+from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
+from draftgate.backends.engine.inputs import Feed
+from draftgate.backends.engine.kv_pool import DraftLayers, KvPool
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.proposers.chains import Forward
+from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
+from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
+from draftgate.backends.engine.warmup import measure_depths
+from draftgate.policies.step_cost import StepCost
 
 PROPOSER_GROUP: Final = "draftgate.proposers"
 

@@ -29,14 +29,14 @@ from collections.abc import Sequence as Many
 import torch
 from torch import Tensor
 
-from backends.core.drafts import Draft, DraftRequest
-from backends.core.sequence import Sequence
-from backends.engine.inputs import AttentionSpan, Feed, build_inputs
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.model import Decoder
-from backends.engine.proposers.chains import Forward, draw_chains
-from policies.cost_fit import StepCostFit
-from policies.step_cost import StepCost, StepSize
+from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.inputs import AttentionSpan, Feed, build_inputs
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.proposers.chains import Forward, draw_chains
+from draftgate.policies.cost_fit import StepCostFit
+from draftgate.policies.step_cost import StepCost, StepSize
 
 
 class SparseSelfProposer:

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from backends.openai.metrics.reading import DraftTotals, Reading
-from backends.openai.metrics.samples import Samples, Series
-from policies.draft_pay import DraftMeans
+from draftgate.backends.openai.metrics.reading import DraftTotals, Reading
+from draftgate.backends.openai.metrics.samples import Samples, Series
+from draftgate.policies.draft_pay import DraftMeans
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import aiohttp
 
-from backends.openai.metrics.dialects import read_metrics
-from backends.openai.metrics.reading import Reading
+from draftgate.backends.openai.metrics.dialects import read_metrics
+from draftgate.backends.openai.metrics.reading import Reading
 
 POLL_S: Final = 1.5
 """Between readings. A request to an engine takes seconds, and what this gateway sends itself it

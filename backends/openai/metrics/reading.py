@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policies.draft_pay import DraftMeans
+from draftgate.policies.draft_pay import DraftMeans
 
 
 class DraftTotals(NamedTuple):

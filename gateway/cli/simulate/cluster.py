@@ -11,26 +11,26 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from backends.base import WorkerConfig
-from backends.errors import RequestRejected
-from backends.sim.backend import SimBackend
-from backends.sim.clock import LoopClock, run_virtual
-from backends.sim.simulated import World, simulation_policy
-from backends.sim.worker import Deliveries
-from backends.types import Delta
-from gateway.assembly import WaitingRules, build_dispatcher
-from gateway.cli.simulate.prompts import job_of
-from gateway.cli.simulate.records import record_of, refusal_of
-from gateway.cluster.heartbeat import Heartbeat
-from gateway.dispatch.admission import Bounds
-from gateway.dispatch.decisions import Decisions
-from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.job import Job
-from gateway.errors import TooMany
-from gateway.fleet import BackendFactory, Fleet
-from gateway.lifecycle import Lifecycle, NodeState
-from gateway.state.memory import MemoryStore
-from loadgen.types import Planned, Record
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.errors import RequestRejected
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.clock import LoopClock, run_virtual
+from draftgate.backends.sim.simulated import World, simulation_policy
+from draftgate.backends.sim.worker import Deliveries
+from draftgate.backends.types import Delta
+from draftgate.gateway.assembly import WaitingRules, build_dispatcher
+from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.cli.simulate.records import record_of, refusal_of
+from draftgate.gateway.cluster.heartbeat import Heartbeat
+from draftgate.gateway.dispatch.admission import Bounds
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import TooMany
+from draftgate.gateway.fleet import BackendFactory, Fleet
+from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.loadgen.types import Planned, Record
 
 EVERYBODY_WAITS: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
 """What a simulation compares is not who is refused, unless it says so."""

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gateway.cli.simulate.experiment import Results, Setup, Told, run_experiment
-from gateway.cli.simulate.report import page, render
-from gateway.cli.simulate.results import as_json
+from draftgate.gateway.cli.simulate.experiment import Results, Setup, Told, run_experiment
+from draftgate.gateway.cli.simulate.report import page, render
+from draftgate.gateway.cli.simulate.results import as_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from backends.base import WorkerConfig
-from backends.sim.simulated import World
-from gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
-from gateway.cli.simulate.intervals import batch_means
-from loadgen.measuring.figures import latency_s, tpot_s, ttft_s
-from loadgen.measuring.slo import met
-from loadgen.measuring.summary import summarize
-from loadgen.planning.plan import Load, make_plan
-from loadgen.planning.traces import TraceRow, read_trace
-from loadgen.sending.health import without_full_collections
-from loadgen.types import ClientHealth, Record, Run
-from policies.registry import routing_policy
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.simulated import World
+from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
+from draftgate.gateway.cli.simulate.intervals import batch_means
+from draftgate.loadgen.measuring.figures import latency_s, tpot_s, ttft_s
+from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.planning.traces import TraceRow, read_trace
+from draftgate.loadgen.sending.health import without_full_collections
+from draftgate.loadgen.types import ClientHealth, Record, Run
+from draftgate.policies.registry import routing_policy
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
 """The health of a generator whose clock waits for it."""

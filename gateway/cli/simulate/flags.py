@@ -66,11 +66,11 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     html_out: Annotated[Path | None, typer.Option("--html", help="Write a page here")] = None,
 ) -> None:
     """Run a load through dispatcher and schedulers in virtual time, under one or more policies."""
-    from backends.base import WorkerConfig
-    from gateway.cli.simulate.command import Output, run_simulate
-    from gateway.cli.simulate.experiment import Setup
-    from loadgen.planning.plan import Load
-    from loadgen.types import Slo
+    from draftgate.backends.base import WorkerConfig
+    from draftgate.gateway.cli.simulate.command import Output, run_simulate
+    from draftgate.gateway.cli.simulate.experiment import Setup
+    from draftgate.loadgen.planning.plan import Load
+    from draftgate.loadgen.types import Slo
 
     with refused():
         load = Load(

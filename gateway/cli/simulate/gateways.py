@@ -15,27 +15,27 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from backends.sim.backend import SimBackend
-from backends.sim.clock import LoopClock, run_virtual
-from gateway.assembly import loop_time_s
-from gateway.cli.simulate.cluster import Cluster, send
-from gateway.cli.simulate.prompts import job_of
-from gateway.cli.simulate.seen import Price, PricedPlacer, Reported, Seen
-from gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController
-from gateway.dispatch.decisions import Decisions
-from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.job import Job
-from gateway.dispatch.leases import Leases
-from gateway.dispatch.queue import CentralQueue
-from gateway.dispatch.routing import Router
-from gateway.fleet import BackendFactory, Fleet
-from gateway.lifecycle import Lifecycle, NodeState
-from gateway.state.memory import MemoryStore
-from loadgen.types import Planned, Record
-from policies.ordering.returning import ReturningFirst
-from policies.protocols import SpeculationPolicy
-from policies.quotas import Ledger as QuotaLedger
-from policies.registry import admission_policy, ordering_policy, routing_policy
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.clock import LoopClock, run_virtual
+from draftgate.gateway.assembly import loop_time_s
+from draftgate.gateway.cli.simulate.cluster import Cluster, send
+from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.cli.simulate.seen import Price, PricedPlacer, Reported, Seen
+from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.leases import Leases
+from draftgate.gateway.dispatch.queue import CentralQueue
+from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.fleet import BackendFactory, Fleet
+from draftgate.gateway.lifecycle import Lifecycle, NodeState
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.loadgen.types import Planned, Record
+from draftgate.policies.ordering.returning import ReturningFirst
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.quotas import Ledger as QuotaLedger
+from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
 
 HEARTBEAT_S: Final = 1.0
 """Between two reports of a worker, as `gateway.heartbeat` has it."""

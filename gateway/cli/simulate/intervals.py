@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import fsum, sqrt
 from typing import Any, Final
 
-from loadgen.measuring.quantiles import student_quantile
+from draftgate.loadgen.measuring.quantiles import student_quantile
 
 BATCHES: Final = 20
 """Batches of a run: Law recommends no more, as longer batches depend less on each other."""

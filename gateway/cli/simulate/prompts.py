@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from backends.sim.acceptance import TASK_ENDS
-from backends.token_ids import compact
-from backends.types import SamplingParams
-from gateway.dispatch.job import Job
-from loadgen.types import Planned, Question
-from loadgen.workloads import ApproximateCounter, text_of
-from policies.types import ServiceLevel, SpeculationMode
+from draftgate.backends.sim.acceptance import TASK_ENDS
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import SamplingParams
+from draftgate.gateway.dispatch.job import Job
+from draftgate.loadgen.types import Planned, Question
+from draftgate.loadgen.workloads import ApproximateCounter, text_of
+from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 COUNTER: Final = ApproximateCounter()
 

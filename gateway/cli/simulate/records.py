@@ -8,13 +8,13 @@ from typing import Any, overload
 
 from msgspec import to_builtins
 
-from backends.sim.worker import Deliveries
-from backends.types import Delta
-from gateway.cli.simulate.prompts import without_text
-from gateway.dispatch.placement import Placement
-from gateway.http.answer import speculation_reply
-from loadgen.checking.audit import Verdict
-from loadgen.types import Arrived, Planned, Record
+from draftgate.backends.sim.worker import Deliveries
+from draftgate.backends.types import Delta
+from draftgate.gateway.cli.simulate.prompts import without_text
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.http.answer import speculation_reply
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.types import Arrived, Planned, Record
 
 
 class Chunks(Sequence[Arrived]):

@@ -10,13 +10,13 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from gateway.cli.simulate.experiment import Outcome, Results, Setup
-from gateway.cli.simulate.intervals import differences, estimate, known
-from gateway.cli.simulate.results import mean_summary, settings_of
-from loadgen.measuring.decisions import decisions
-from loadgen.measuring.figures import FIGURE
-from loadgen.report.charts import Chart, Series, distribution_chart
-from loadgen.report.html import (
+from draftgate.gateway.cli.simulate.experiment import Outcome, Results, Setup
+from draftgate.gateway.cli.simulate.intervals import differences, estimate, known
+from draftgate.gateway.cli.simulate.results import mean_summary, settings_of
+from draftgate.loadgen.measuring.decisions import decisions
+from draftgate.loadgen.measuring.figures import FIGURE
+from draftgate.loadgen.report.charts import Chart, Series, distribution_chart
+from draftgate.loadgen.report.html import (
     classes_part,
     decisions_part,
     document,
@@ -25,9 +25,9 @@ from loadgen.report.html import (
     flattened,
     table_part,
 )
-from loadgen.report.time_charts import load_chart
-from loadgen.report.words import number, percent
-from loadgen.types import Run
+from draftgate.loadgen.report.time_charts import load_chart
+from draftgate.loadgen.report.words import number, percent
+from draftgate.loadgen.types import Run
 
 HEAD: Final = (
     "policy",

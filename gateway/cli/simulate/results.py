@@ -9,11 +9,11 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from backends.sim.profile import load_profile
-from backends.sim.recording import load_recording
-from gateway import __version__
-from gateway.cli.simulate.experiment import Outcome, Results, Setup
-from gateway.cli.simulate.intervals import Estimate, differences, estimate, known
+from draftgate import __version__
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.recording import load_recording
+from draftgate.gateway.cli.simulate.experiment import Outcome, Results, Setup
+from draftgate.gateway.cli.simulate.intervals import Estimate, differences, estimate, known
 
 MEANS = ("goodput_rps", "attainment", "accepted_tokens_per_s")
 DISTRIBUTIONS = ("ttft_s", "tpot_s", "latency_s")

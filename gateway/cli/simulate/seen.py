@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
 
-from backends.base import Backend
-from backends.sim.backend import SimBackend
-from backends.types import Delta, GenerationRequest
-from gateway.assembly import loop_time_s
-from gateway.dispatch.decisions import Decisions
-from gateway.dispatch.job import Job
-from gateway.dispatch.placement import Placement, Placer
-from gateway.dispatch.routing import Routed
-from gateway.fleet import Fleet, FleetWorker
-from gateway.state.store import Reservation, WorkerReport
-from policies.protocols import SpeculationPolicy
-from policies.room import Occupancy, shared
-from policies.types import WorkerLoad
+from draftgate.backends.base import Backend
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.types import Delta, GenerationRequest
+from draftgate.gateway.assembly import loop_time_s
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.placement import Placement, Placer
+from draftgate.gateway.dispatch.routing import Routed
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.state.store import Reservation, WorkerReport
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.room import Occupancy, shared
+from draftgate.policies.types import WorkerLoad
 
 
 class Price(StrEnum):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.http.generation import Api
-from gateway.http.replies.chat import ChatRendering
-from gateway.http.requests.validation import chat_call
+from draftgate.gateway.http.generation import Api
+from draftgate.gateway.http.replies.chat import ChatRendering
+from draftgate.gateway.http.requests.validation import chat_call
 
 CHAT: Final = Api(
     "/v1/chat/completions", "chat", chat_call, ChatRendering, {"messages": "messages"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.http.generation import Api
-from gateway.http.replies.completion import CompletionRendering
-from gateway.http.requests.validation import completion_call
+from draftgate.gateway.http.generation import Api
+from draftgate.gateway.http.replies.completion import CompletionRendering
+from draftgate.gateway.http.requests.validation import completion_call
 
 COMPLETIONS: Final = Api("/v1/completions", "text_completion", completion_call, CompletionRendering)

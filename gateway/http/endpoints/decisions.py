@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.dispatch.decisions import KEPT, Decision
-from gateway.errors import InvalidRequest
-from gateway.http.context import NODE
+from draftgate.gateway.dispatch.decisions import KEPT, Decision
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.context import NODE
 
 SHOWN: Final = 50
 """Decisions that are shown unless `limit` asks for another number."""

@@ -8,19 +8,19 @@ from typing import Final
 
 from aiohttp import web
 
-from backends.errors import BackendFailed, RequestRejected
-from gateway.aside import aside
-from gateway.dispatch.job import Job
-from gateway.errors import NoEmbeddings
-from gateway.http.accounts import ACCOUNT, in_name_of_account
-from gateway.http.context import new_id, read_body
-from gateway.http.forwarding import forward_embeddings
-from gateway.http.generation import parsed, send_json, watched
-from gateway.http.replies.embeddings import embeddings_reply
-from gateway.http.requests.embeddings import EmbeddingCall, embedding_call
-from gateway.http.requests.service import retries_of, service_of
-from gateway.node import Node
-from gateway.telemetry.watch import RequestWatch
+from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.gateway.aside import aside
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import NoEmbeddings
+from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
+from draftgate.gateway.http.context import new_id, read_body
+from draftgate.gateway.http.forwarding import forward_embeddings
+from draftgate.gateway.http.generation import parsed, send_json, watched
+from draftgate.gateway.http.replies.embeddings import embeddings_reply
+from draftgate.gateway.http.requests.embeddings import EmbeddingCall, embedding_call
+from draftgate.gateway.http.requests.service import retries_of, service_of
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.watch import RequestWatch
 
 PATH: Final = "/v1/embeddings"
 

@@ -7,13 +7,18 @@ import asyncio
 import msgspec
 from aiohttp import web
 
-from gateway import __version__
-from gateway.aside import aside
-from gateway.fleet import Fleet, FleetWorker
-from gateway.http.context import NODE, SLOW_READERS
-from gateway.http.replies.shapes import HealthReply, ReadyReply, VersionReply, WorkerHealth
-from gateway.lifecycle import NodeState
-from gateway.telemetry import figures
+from draftgate import __version__
+from draftgate.gateway.aside import aside
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.http.context import NODE, SLOW_READERS
+from draftgate.gateway.http.replies.shapes import (
+    HealthReply,
+    ReadyReply,
+    VersionReply,
+    WorkerHealth,
+)
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.telemetry import figures
 
 
 async def health(request: web.Request) -> web.Response:

@@ -8,10 +8,10 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.errors import InvalidRequest
-from gateway.http.context import NODE, SLOW_READERS
-from gateway.http.replies.rendering import event
-from gateway.http.stream import EventStream
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.context import NODE, SLOW_READERS
+from draftgate.gateway.http.replies.rendering import event
+from draftgate.gateway.http.stream import EventStream
 
 MOST_INTERVAL_S: Final = 60
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from gateway.errors import ModelNotFound
-from gateway.http.context import NODE
-from gateway.http.forwarding import pass_on
-from gateway.http.replies.shapes import ModelList, ModelReply
-from gateway.node import Node
+from draftgate.gateway.errors import ModelNotFound
+from draftgate.gateway.http.context import NODE
+from draftgate.gateway.http.forwarding import pass_on
+from draftgate.gateway.http.replies.shapes import ModelList, ModelReply
+from draftgate.gateway.node import Node
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:

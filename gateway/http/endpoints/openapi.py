@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from gateway.aside import aside
-from gateway.errors import NotOffered, Unavailable
-from gateway.http.context import NODE
-from gateway.http.openapi.document import document
+from draftgate.gateway.aside import aside
+from draftgate.gateway.errors import NotOffered, Unavailable
+from draftgate.gateway.http.context import NODE
+from draftgate.gateway.http.openapi.document import document
 
 
 async def get_document(request: web.Request) -> web.Response:

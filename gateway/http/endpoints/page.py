@@ -10,7 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
-from gateway.errors import RouteNotFound
+from draftgate.gateway.errors import RouteNotFound
 
 WEB: Final = Path(__file__).parents[2] / "web"
 INDEX: Final = "index.html"

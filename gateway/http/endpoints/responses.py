@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from gateway.http.generation import Api
-from gateway.http.replies.response import ResponseRendering
-from gateway.http.requests.responses import PARAMS, responses_call
+from draftgate.gateway.http.generation import Api
+from draftgate.gateway.http.replies.response import ResponseRendering
+from draftgate.gateway.http.requests.responses import PARAMS, responses_call
 
 RESPONSES: Final = Api("/v1/responses", "chat", responses_call, ResponseRendering, PARAMS)

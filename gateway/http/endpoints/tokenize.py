@@ -8,18 +8,18 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from gateway.aside import aside
-from gateway.errors import InvalidRequest
-from gateway.http.context import NODE, read_body
-from gateway.http.forwarding import pass_on_if_there
-from gateway.http.generation import INLINE_BODY_BYTES
-from gateway.http.replies.rendering import encode
-from gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
-from gateway.http.requests.decoding import decode
-from gateway.http.requests.messages import chat_prompt
-from gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
-from gateway.http.requests.tools import offered_tools
-from gateway.served import Served
+from draftgate.gateway.aside import aside
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.context import NODE, read_body
+from draftgate.gateway.http.forwarding import pass_on_if_there
+from draftgate.gateway.http.generation import INLINE_BODY_BYTES
+from draftgate.gateway.http.replies.rendering import encode
+from draftgate.gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
+from draftgate.gateway.http.requests.decoding import decode
+from draftgate.gateway.http.requests.messages import chat_prompt
+from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from draftgate.gateway.http.requests.tools import offered_tools
+from draftgate.gateway.served import Served
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)

@@ -9,11 +9,11 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from gateway import __version__
-from gateway.http.openapi.operations import OPERATIONS, Operation
-from gateway.http.openapi.schemas import components
-from gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER
-from gateway.served import Served
+from draftgate import __version__
+from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
+from draftgate.gateway.http.openapi.schemas import components
+from draftgate.gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER
+from draftgate.gateway.served import Served
 
 JSON: Final = "application/json"
 

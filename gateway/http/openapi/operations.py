@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.dispatch.decisions import KEPT
-from gateway.http.endpoints.decisions import SHOWN, DecisionList
-from gateway.http.endpoints.live import MOST_INTERVAL_S
-from gateway.http.endpoints.page import file_names
-from gateway.http.replies.response_shapes import ResponseEvent, ResponseReply
-from gateway.http.replies.shapes import (
+from draftgate.gateway.dispatch.decisions import KEPT
+from draftgate.gateway.http.endpoints.decisions import SHOWN, DecisionList
+from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S
+from draftgate.gateway.http.endpoints.page import file_names
+from draftgate.gateway.http.replies.response_shapes import ResponseEvent, ResponseReply
+from draftgate.gateway.http.replies.shapes import (
     ChatChunk,
     ChatReply,
     CompletionReply,
@@ -24,8 +24,8 @@ from gateway.http.replies.shapes import (
     TokenizeReply,
     VersionReply,
 )
-from gateway.http.requests.responses import ResponsesBody
-from gateway.http.requests.schemas import (
+from draftgate.gateway.http.requests.responses import ResponsesBody
+from draftgate.gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,

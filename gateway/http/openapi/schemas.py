@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.http.requests.decoding import neutral_values
-from gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
-from gateway.http.requests.messages import ROLES
-from gateway.http.requests.responses import ITEM_TYPES, PART_TYPES, UNSUPPORTED
-from gateway.http.requests.schemas import UnsupportedFields
-from gateway.http.requests.tools import CHOICES
-from gateway.served import Served
+from draftgate.gateway.http.requests.decoding import neutral_values
+from draftgate.gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
+from draftgate.gateway.http.requests.messages import ROLES
+from draftgate.gateway.http.requests.responses import ITEM_TYPES, PART_TYPES, UNSUPPORTED
+from draftgate.gateway.http.requests.schemas import UnsupportedFields
+from draftgate.gateway.http.requests.tools import CHOICES
+from draftgate.gateway.served import Served
 
 REF: Final = "#/components/schemas/{name}"
 

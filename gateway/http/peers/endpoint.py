@@ -13,15 +13,15 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from backends.peer.backend import PeerBackend
-from backends.peer.channel import MOST_FRAME_BYTES
-from backends.peer.messages import PREFIX, WORKER_PATH
-from gateway.errors import RouteNotFound
-from gateway.fleet import FleetWorker
-from gateway.http.context import NODE
-from gateway.http.peers.session import PeerSession
-from gateway.node import Node
-from gateway.telemetry.logs import log
+from draftgate.backends.peer.backend import PeerBackend
+from draftgate.backends.peer.channel import MOST_FRAME_BYTES
+from draftgate.backends.peer.messages import PREFIX, WORKER_PATH
+from draftgate.gateway.errors import RouteNotFound
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.http.context import NODE
+from draftgate.gateway.http.peers.session import PeerSession
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.logs import log
 
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
 """The answer to a node's proof; only requests of nodes have one."""

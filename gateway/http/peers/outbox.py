@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from backends.types import Delta
+from draftgate.backends.types import Delta
 
 MOST_DELTAS: Final = 1024
 """Beyond so many nobody adds any: what comes then waits where it is made, merged by request. A

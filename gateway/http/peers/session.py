@@ -11,9 +11,9 @@ from typing import Final
 import aiohttp
 from aiohttp import web
 
-from backends.errors import BackendFailed, CheckpointError, RequestRejected
-from backends.peer.channel import Channel
-from backends.peer.messages import (
+from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
+from draftgate.backends.peer.channel import Channel
+from draftgate.backends.peer.messages import (
     MOST_COMMAND_BYTES,
     REPORT_S,
     AskTokenizer,
@@ -24,15 +24,15 @@ from backends.peer.messages import (
     Update,
     Welcome,
 )
-from backends.peer.tokenizer import files_digest
-from backends.types import Delta
-from gateway.errors import GatewayError
-from gateway.fleet import FleetWorker
-from gateway.http.peers.outbox import Outbox
-from gateway.http.peers.stream import PeerStream
-from gateway.lifecycle import NodeState
-from gateway.node import Node
-from gateway.telemetry.logs import log
+from draftgate.backends.peer.tokenizer import files_digest
+from draftgate.backends.types import Delta
+from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.http.peers.outbox import Outbox
+from draftgate.gateway.http.peers.stream import PeerStream
+from draftgate.gateway.lifecycle import NodeState
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.logs import log
 
 _EXPLAINED: Final = (GatewayError, BackendFailed, RequestRejected)
 """Errors whose words are meant for the other node."""

@@ -7,15 +7,15 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Final
 
-from backends.peer.messages import Submit
-from backends.types import Delta, Pace
-from gateway.aside import aside
-from gateway.dispatch.placement import INLINE_TOKENS
-from gateway.fleet import FleetWorker
-from gateway.node import Node
-from gateway.telemetry.hops import WorkerHops
-from gateway.telemetry.tracing import NO_SPAN, Span
-from policies.room import Need
+from draftgate.backends.peer.messages import Submit
+from draftgate.backends.types import Delta, Pace
+from draftgate.gateway.aside import aside
+from draftgate.gateway.dispatch.placement import INLINE_TOKENS
+from draftgate.gateway.fleet import FleetWorker
+from draftgate.gateway.node import Node
+from draftgate.gateway.telemetry.hops import WorkerHops
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.policies.room import Need
 
 SPAN: Final = "peer.generate"
 """The SERVER span of such a request; below it are the worker's."""

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from backends.types import FinishReason
-from gateway.http.replies.shapes import (
+from draftgate.backends.types import FinishReason
+from draftgate.gateway.http.replies.shapes import (
     ChatMessage,
     FunctionCall,
     FunctionCallDelta,
     ToolCall,
     ToolCallDelta,
 )
-from gateway.http.requests.tools import OfferedTools
-from gateway.http.tools.parsing import CallParser, Piece
+from draftgate.gateway.http.requests.tools import OfferedTools
+from draftgate.gateway.http.tools.parsing import CallParser, Piece
 
 ID_CHARACTERS: Final = 9
 """Of a call's id: Mistral's templates take no other, and the others do not mind."""

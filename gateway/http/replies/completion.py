@@ -6,16 +6,23 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from backends.types import Delta, TokenLogprob
-from gateway.errors import GatewayError
-from gateway.http.replies.rendering import DONE, ChunkEncoder, Frame, WholeChoice, event, reply
-from gateway.http.replies.shapes import (
+from draftgate.backends.types import Delta, TokenLogprob
+from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.http.replies.rendering import (
+    DONE,
+    ChunkEncoder,
+    Frame,
+    WholeChoice,
+    event,
+    reply,
+)
+from draftgate.gateway.http.replies.shapes import (
     CompletionChoice,
     CompletionLogprobs,
     ResponseMetrics,
     Usage,
 )
-from gateway.http.requests.validation import Call
+from draftgate.gateway.http.requests.validation import Call
 
 
 class CompletionRendering:

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from backends.errors import BackendFailed
-from gateway.http.replies.rendering import encode
-from gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
+from draftgate.backends.errors import BackendFailed
+from draftgate.gateway.http.replies.rendering import encode
+from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
 
 _WIRE = np.dtype("<f4")
 

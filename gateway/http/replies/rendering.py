@@ -9,10 +9,10 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from backends.tokenizer import Tokenizer
-from backends.types import Delta, FinishReason, StepTrace, TokenLogprob
-from gateway.errors import GatewayError
-from gateway.http.replies.shapes import (
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, FinishReason, StepTrace, TokenLogprob
+from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.http.replies.shapes import (
     ChatChunkChoice,
     CompletionChoice,
     Reply,
@@ -20,7 +20,7 @@ from gateway.http.replies.shapes import (
     StepReply,
     Usage,
 )
-from gateway.http.replies.steps import step_replies
+from draftgate.gateway.http.replies.steps import step_replies
 
 encode: Final = msgspec.json.Encoder().encode
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType, structs
 
-from backends.types import Delta, FinishReason
-from gateway.errors import GatewayError
-from gateway.http.replies.rendering import Frame, WholeChoice, encode
-from gateway.http.replies.response_items import OutputItems
-from gateway.http.replies.response_shapes import (
+from draftgate.backends.types import Delta, FinishReason
+from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.http.replies.rendering import Frame, WholeChoice, encode
+from draftgate.gateway.http.replies.response_items import OutputItems
+from draftgate.gateway.http.replies.response_shapes import (
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -26,9 +26,9 @@ from gateway.http.replies.response_shapes import (
     ResponseReply,
     ResponseUsage,
 )
-from gateway.http.replies.shapes import ResponseMetrics, Usage
-from gateway.http.requests.responses import ResponsesBody
-from gateway.http.requests.validation import Call
+from draftgate.gateway.http.replies.shapes import ResponseMetrics, Usage
+from draftgate.gateway.http.requests.responses import ResponsesBody
+from draftgate.gateway.http.requests.validation import Call
 
 
 class ResponseRendering:

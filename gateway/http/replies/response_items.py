@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gateway.http.replies.calls import call_id
-from gateway.http.replies.response_shapes import (
+from draftgate.gateway.http.replies.calls import call_id
+from draftgate.gateway.http.replies.response_shapes import (
     FunctionCallItem,
     MessageItem,
     OutputText,
 )
-from gateway.http.requests.tools import OfferedTools
-from gateway.http.tools.parsing import CallParser, Piece
+from draftgate.gateway.http.requests.tools import OfferedTools
+from draftgate.gateway.http.tools.parsing import CallParser, Piece
 
 Event = Callable[..., bytes]
 

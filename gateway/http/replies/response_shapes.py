@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
-from gateway.http.replies.shapes import ResponseMetrics
+from draftgate.gateway.http.replies.shapes import ResponseMetrics
 
 
 class OutputText(Struct):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from backends.types import StepTrace
-from gateway.http.replies.shapes import StepReply
+from draftgate.backends.types import StepTrace
+from draftgate.gateway.http.replies.shapes import StepReply
 
 GRAMMAR: Final = "grammar"
 """The proposer of tokens that a form forces."""

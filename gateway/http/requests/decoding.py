@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.errors import InvalidRequest, Unsupported
-from gateway.http.requests.schemas import UnsupportedFields
-from policies.types import SpeculationMode
+from draftgate.gateway.errors import InvalidRequest, Unsupported
+from draftgate.gateway.http.requests.schemas import UnsupportedFields
+from draftgate.policies.types import SpeculationMode
 
 T = TypeVar("T")
 

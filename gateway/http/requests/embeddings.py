@@ -7,15 +7,15 @@ from typing import Final
 
 import msgspec
 
-from backends.types import Capabilities, SamplingParams, Task
-from gateway.dispatch.job import Job
-from gateway.errors import ContextTooLong, InvalidRequest
-from gateway.http.requests.decoding import decode, reject_unsupported
-from gateway.http.requests.limits import Range, check_ranges
-from gateway.http.requests.schemas import EmbeddingBody
-from gateway.http.requests.validation import prompts_of
-from gateway.served import Served
-from policies.types import ServiceLevel, SpeculationMode
+from draftgate.backends.types import Capabilities, SamplingParams, Task
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import ContextTooLong, InvalidRequest
+from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
+from draftgate.gateway.http.requests.limits import Range, check_ranges
+from draftgate.gateway.http.requests.schemas import EmbeddingBody
+from draftgate.gateway.http.requests.validation import prompts_of
+from draftgate.gateway.served import Served
+from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 MAX_INPUTS: Final = 2048
 """Texts of one request; OpenAI's bound."""

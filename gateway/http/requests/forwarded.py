@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import msgspec
 
-from backends.base import BYTES_PER_TOKEN
-from gateway.accounts import Account
-from gateway.errors import InvalidRequest, ModelNotFound
-from gateway.http.requests.limits import RANGES
-from policies.types import ServiceLevel, SpeculationMode
+from draftgate.backends.base import BYTES_PER_TOKEN
+from draftgate.gateway.accounts import Account
+from draftgate.gateway.errors import InvalidRequest, ModelNotFound
+from draftgate.gateway.http.requests.limits import RANGES
+from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 UNSAID_OUTPUT_TOKENS: Final = 1024
 """What an answer is taken to have at most where the request does not say; what answers turn out to

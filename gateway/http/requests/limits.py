@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway.errors import InvalidRequest
+from draftgate.gateway.errors import InvalidRequest
 
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import msgspec
 
-from backends.token_ids import TokenIds, compact
-from backends.tokenizer import Tokenizer
-from gateway.errors import InvalidRequest, Unsupported
-from gateway.http.requests.schemas import ContentPart, Message, ToolCallMessage
-from gateway.http.tools.dialects import dialect_of
+from draftgate.backends.token_ids import TokenIds, compact
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.errors import InvalidRequest, Unsupported
+from draftgate.gateway.http.requests.schemas import ContentPart, Message, ToolCallMessage
+from draftgate.gateway.http.tools.dialects import dialect_of
 
 ROLES: Final = {
     "system": "system",

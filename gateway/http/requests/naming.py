@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from backends.errors import RequestRejected
-from gateway.errors import InvalidRequest
+from draftgate.backends.errors import RequestRejected
+from draftgate.gateway.errors import InvalidRequest
 
 
 @contextmanager

@@ -9,16 +9,16 @@ from typing import Any, Final
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.errors import InvalidRequest, Unsupported
-from gateway.http.requests.decoding import ALSO_NEUTRAL, decode, reject_changing
-from gateway.http.requests.limits import (
+from draftgate.gateway.errors import InvalidRequest, Unsupported
+from draftgate.gateway.http.requests.decoding import ALSO_NEUTRAL, decode, reject_changing
+from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     check_ranges,
 )
-from gateway.http.requests.messages import Place
-from gateway.http.requests.schemas import (
+from draftgate.gateway.http.requests.messages import Place
+from draftgate.gateway.http.requests.schemas import (
     CalledFunction,
     ChatBody,
     ContentPart,
@@ -35,9 +35,9 @@ from gateway.http.requests.schemas import (
     Tool,
     ToolCallMessage,
 )
-from gateway.http.requests.validation import Call, call_of_chat
-from gateway.served import Served
-from policies.types import ANYTIME, ServiceLevel
+from draftgate.gateway.http.requests.validation import Call, call_of_chat
+from draftgate.gateway.served import Served
+from draftgate.policies.types import ANYTIME, ServiceLevel
 
 
 class SchemaTextFormat(Struct, tag_field="type", tag="json_schema"):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec import Raw, Struct
 
-from policies.types import SpeculationMode
+from draftgate.policies.types import SpeculationMode
 
 
 class StreamOptions(Struct):

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from gateway.errors import InvalidRequest
-from policies.types import ServiceLevel
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.policies.types import ServiceLevel
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from backends.types import GrammarSpec
-from gateway.errors import InvalidRequest, Unsupported
-from gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
-from gateway.http.requests.schemas import ChatBody, Function, NamedTool, TextFormat, Tool
-from gateway.http.tools.dialects import Dialect, dialect_of
-from gateway.http.tools.forcing import calls_grammar
+from draftgate.backends.types import GrammarSpec
+from draftgate.gateway.errors import InvalidRequest, Unsupported
+from draftgate.gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
+from draftgate.gateway.http.requests.schemas import ChatBody, Function, NamedTool, TextFormat, Tool
+from draftgate.gateway.http.tools.dialects import Dialect, dialect_of
+from draftgate.gateway.http.tools.forcing import calls_grammar
 
 CHOICES: Final = ("none", "auto", "required")
 

@@ -12,13 +12,13 @@ from typing import Final
 
 import msgspec
 
-from backends.token_ids import TokenIds, compact
-from backends.tokenizer import Tokenizer
-from backends.types import GrammarKind, GrammarSpec, SamplingParams
-from gateway.dispatch.job import Job
-from gateway.errors import InvalidRequest
-from gateway.http.requests.decoding import decode, reject_unsupported
-from gateway.http.requests.limits import (
+from draftgate.backends.token_ids import TokenIds, compact
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import GrammarKind, GrammarSpec, SamplingParams
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
+from draftgate.gateway.http.requests.limits import (
     BIAS,
     MAX_BIASED_TOKENS,
     MAX_SEQUENCES,
@@ -26,8 +26,8 @@ from gateway.http.requests.limits import (
     MAX_STOPS,
     check_ranges,
 )
-from gateway.http.requests.messages import Place, chat_prompt
-from gateway.http.requests.schemas import (
+from draftgate.gateway.http.requests.messages import Place, chat_prompt
+from draftgate.gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
     GenerationFields,
@@ -37,10 +37,10 @@ from gateway.http.requests.schemas import (
     ResponseFormat,
     StreamOptions,
 )
-from gateway.http.requests.tools import OfferedTools, offered_tools
-from gateway.served import Served
-from policies.repetition import repetition
-from policies.types import ANYTIME, ServiceLevel, SpeculationMode
+from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
+from draftgate.gateway.served import Served
+from draftgate.policies.repetition import repetition
+from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions; chat goes on until the model ends or the context is full."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.http.tools.patterns import Element, Pattern
+from draftgate.gateway.http.tools.patterns import Element, Pattern
 
 SPACE: Final = Element.SPACE
 

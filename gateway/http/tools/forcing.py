@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from backends.call_form import CallForm, FunctionForm
-from backends.types import GrammarKind, GrammarSpec
-from gateway.http.tools.dialects import Dialect
+from draftgate.backends.call_form import CallForm, FunctionForm
+from draftgate.backends.types import GrammarKind, GrammarSpec
+from draftgate.gateway.http.tools.dialects import Dialect
 
 
 def calls_grammar(

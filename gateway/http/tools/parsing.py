@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from gateway.http.tools.dialects import OBJECT_ENDS, Dialect
-from gateway.http.tools.patterns import Found, Pattern, Unsure, beginnings, first_match
+from draftgate.gateway.http.tools.dialects import OBJECT_ENDS, Dialect
+from draftgate.gateway.http.tools.patterns import Found, Pattern, Unsure, beginnings, first_match
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from gateway.state.redis.url import RedisUrl, Topology, read_redis_url
+from draftgate.gateway.state.redis.url import RedisUrl, Topology, read_redis_url
 
 CONNECT_S: Final = 1.0
 """For a connection, with TLS and names to be looked up. Nobody waits for it: calls have a deadline

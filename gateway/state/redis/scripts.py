@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from gateway.state.store import FORGET_S
+from draftgate.gateway.state.store import FORGET_S
 
 _LUA: Final = Path(__file__).with_name("lua")
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import msgspec
 from redis.exceptions import RedisError
 
-from gateway.state.redis.client import BROKEN, Connected, open_client
-from gateway.state.redis.scripts import NAMES, read_lua, script_text
-from gateway.state.store import (
+from draftgate.gateway.state.redis.client import BROKEN, Connected, open_client
+from draftgate.gateway.state.redis.scripts import NAMES, read_lua, script_text
+from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
     Lease,

@@ -21,12 +21,12 @@ from typing import Final
 
 from msgspec.structs import replace as with_fields
 
-from loadgen.checking.audit import Verdict
-from loadgen.events import End
-from loadgen.planning.plan import Part
-from loadgen.sending.health import of_processes
-from loadgen.sending.processes.wire import REPORT, Job, Report, Start, frame, receive
-from loadgen.types import Record, Run
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.events import End
+from draftgate.loadgen.planning.plan import Part
+from draftgate.loadgen.sending.health import of_processes
+from draftgate.loadgen.sending.processes.wire import REPORT, Job, Report, Start, frame, receive
+from draftgate.loadgen.types import Record, Run
 
 AHEAD_S: Final = 0.1
 """From naming the instant to the instant: a process reads its message within some milliseconds, and
@@ -199,7 +199,12 @@ async def _sender(job: Job) -> AsyncGenerator[Sender, None]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "loadgen.sending.processes.sender", str(theirs.fileno())),
+            *(
+                sys.executable,
+                "-m",
+                "draftgate.loadgen.sending.processes.sender",
+                str(theirs.fileno()),
+            ),
             stdin=DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,

@@ -15,16 +15,16 @@ from typing import Final
 
 import aiohttp
 
-from loadgen.events import End
-from loadgen.planning.plan import Plan, make_plan
-from loadgen.planning.traces import read_trace
-from loadgen.sending.client import open_session
-from loadgen.sending.clock import Clock, clock_from
-from loadgen.sending.driver import TIMER_S, requests_of, run_plan
-from loadgen.sending.loop import in_loop
-from loadgen.sending.processes.wire import JOB, START, Job, Report, frame, receive
-from loadgen.sending.retrieval import retriever_of
-from loadgen.types import Planned, Record, Run
+from draftgate.loadgen.events import End
+from draftgate.loadgen.planning.plan import Plan, make_plan
+from draftgate.loadgen.planning.traces import read_trace
+from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.clock import Clock, clock_from
+from draftgate.loadgen.sending.driver import TIMER_S, requests_of, run_plan
+from draftgate.loadgen.sending.loop import in_loop
+from draftgate.loadgen.sending.processes.wire import JOB, START, Job, Report, frame, receive
+from draftgate.loadgen.sending.retrieval import retriever_of
+from draftgate.loadgen.types import Planned, Record, Run
 
 REPORT_S: Final = 0.05
 """How long a report gathers. The live view is drawn twice a second and needs none sooner; one write

@@ -13,11 +13,11 @@ from typing import Final, TypeVar
 from msgspec import Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from loadgen.events import End
-from loadgen.planning.plan import WHOLE, Load, Part
-from loadgen.sending.client import Patience
-from loadgen.types import SINGLE, Record
-from loadgen.workloads import ApproximateCounter
+from draftgate.loadgen.events import End
+from draftgate.loadgen.planning.plan import WHOLE, Load, Part
+from draftgate.loadgen.sending.client import Patience
+from draftgate.loadgen.types import SINGLE, Record
+from draftgate.loadgen.workloads import ApproximateCounter
 
 T = TypeVar("T")
 

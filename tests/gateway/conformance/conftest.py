@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from backends.shipped import SHIPPED_MODEL
-from gateway.app import Listening
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.gateway.app import Listening
 from tests.gateway.harness import running
 
 ENGINE = pytest.param(

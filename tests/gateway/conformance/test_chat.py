@@ -6,7 +6,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.app import Listening
+from draftgate.gateway.app import Listening
 from tests.gateway.conformance.asks import CHAT
 from tests.gateway.harness import client, events
 

@@ -6,9 +6,9 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import Completion
 
-from backends.shipped import SHIPPED_MODEL
-from backends.tokenizer import Tokenizer
-from gateway.app import Listening
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.app import Listening
 from tests.gateway.conformance.asks import PROMPT
 from tests.gateway.harness import client, events
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.app import Listening
+from draftgate.gateway.app import Listening
 from tests.gateway.conformance.asks import CHAT, PROMPT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

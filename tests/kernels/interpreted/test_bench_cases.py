@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.bench.kernel_cases import Inputs, KernelCase, Sizes, cases
+from bench.engine.kernel_cases import Inputs, KernelCase, Sizes, cases
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from policies.registry import speculation_policy
+from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import HostileProposer, Outcome, Setup, request, to_embed
 from tests.engine.tiny import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
 

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from backends.types import GenerationRequest, TokenLogprob
-from policies.protocols import SpeculationPolicy
-from policies.registry import speculation_policy
+from draftgate.backends.types import GenerationRequest, TokenLogprob
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, request
 from tests.engine.tiny import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.kernels import (
+from draftgate.backends.engine.kernels import (
     kv_move,
     kv_move_ref,
     rms_norm,

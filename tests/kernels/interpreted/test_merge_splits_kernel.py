@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.kernels import merge_splits_ref
-from backends.engine.kernels.merge_splits import merge_splits
+from draftgate.backends.engine.kernels import merge_splits_ref
+from draftgate.backends.engine.kernels.merge_splits import merge_splits
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0")

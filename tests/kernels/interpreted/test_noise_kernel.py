@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.kernels import noise, noise_triton
+from draftgate.backends.engine.kernels import noise, noise_triton
 
 
 def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

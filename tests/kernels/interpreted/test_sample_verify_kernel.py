@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.kernels import sample_verify, sample_verify_ref
+from draftgate.backends.engine.kernels import sample_verify, sample_verify_ref
 from tests.kernels import cases
 
 

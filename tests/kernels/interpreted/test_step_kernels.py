@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.kernels import (
+from draftgate.backends.engine.kernels import (
     accept_walk,
     accept_walk_ref,
     ngram_scan,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.kernels import paged_attention_ref
-from backends.engine.kernels.paged_attention import paged_attention
-from backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels import paged_attention_ref
+from draftgate.backends.engine.kernels.paged_attention import paged_attention
+from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 from tests.kernels.attention_cases import (
     AttentionCase,
     attention_case,

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from backends.engine.kernels import tree_paths_ref
-from backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
+from draftgate.backends.engine.kernels import tree_paths_ref
+from draftgate.backends.engine.kernels.tree_paths import leaves_of_rows, path_slots
 from tests.kernels.attention_cases import ancestors_of, bushy, chain, comb, star
 
 

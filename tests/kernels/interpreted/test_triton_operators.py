@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backends.engine.kv_pool import BLOCK_TOKENS, KvPool
-from backends.engine.runner import Runner
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.runner import Runner
 from tests.engine.tiny import (
     MIXED_BLOCKS,
     mixed_plans,

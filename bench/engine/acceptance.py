@@ -1,0 +1,187 @@
+"""What would have been accepted at every position: recordings that the simulator replays.
+
+    python -m bench.engine.acceptance --json backends/sim/recordings/shipped.json
+
+The recordings of `bench.engine.proposers` hold one draft for each step of a run with
+drafts of 8, so they fit that run alone. Here the model generates without drafts, and each proposer
+is asked at every position what it would draft; the text shows how much of that had been accepted.
+Since verification is sampling, the text is the same with drafts of any length, so whatever a policy
+chooses, its next step finds its record. Prompts are the held-out ones of those recordings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence as Many
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from bench.engine.proposers import KV_BYTES, TEMPERATURES, tasks
+from bench.engine.record import provenance
+from bench.engine.speculation import loop_start
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.drafts import NO_DRAFT, Draft, DraftRequest, Proposer
+from draftgate.backends.core.drive import drive
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.proposers.ngram import NgramProposer
+from draftgate.backends.token_ids import TokenIds, compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
+
+SLOTS: Final = 16
+"""Longest draft that is asked for: the longest `auto` plans."""
+
+POSITIONS: Final = 160
+"""Positions recorded of each text; as many tokens more as a draft has show what was right."""
+
+LEAST_POSITIONS: Final = 24
+"""A text that loops sooner is left out: n-grams predict a small model's loops for ever."""
+
+PROPOSERS: Final = ("ngram", "draft_model", "sparse_self")
+"""`ngram` without branches: drafts of the simulator are chains."""
+
+SPARSE_TASKS: Final = ("long_context",)
+"""Where sparse self-speculation leaves something out: it reads the other tasks' contexts whole, so
+its drafts are always right there, which says nothing about longer ones."""
+
+DIGITS: Final = "0123456789abcdefg"
+"""A length of 0 to 16 tokens in one character."""
+
+Text = tuple[str, float, int]
+"""Task, temperature, prompt."""
+
+
+class Asked(NamedTuple):
+    """A draft at a position, and how many of its tokens were right."""
+
+    evidence: int
+    proposed: int
+    agreed: int
+
+
+class Listener:
+    """A proposer that asks another one, remembers what it said, and proposes nothing."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._said: dict[int, list[tuple[Draft, int]]] = {}  # by sequence key: draft, position
+        self.heard: dict[str, list[Asked]] = {}  # by request id
+        self.texts: dict[str, list[int]] = {}
+
+    def depth_s(self, sequences: int) -> float:
+        """Return what the proposer says: it decides when it is asked."""
+        return self._proposer.depth_s(sequences)
+
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return what the proposer says."""
+        return self._proposer.catch_up_s(sequence)
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        """Ask, and return nothing to verify."""
+        for request, draft in zip(requests, self._proposer.propose(requests), strict=True):
+            said = self._said.setdefault(request.sequence.key, [])
+            said.append((draft, len(request.sequence.token_ids)))
+        return [NO_DRAFT] * len(requests)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Compare what was said with the text, which is complete now."""
+        self._proposer.forget(sequence)
+        tokens, name = sequence.token_ids, sequence.request.request_id
+        said = self._said.pop(sequence.key, [])[:POSITIONS]
+        self.heard[name] = [
+            Asked(draft.evidence, len(draft), _agreed(draft, tokens[at:])) for draft, at in said
+        ]
+        self.texts[name] = tokens[sequence.prompt_tokens :].tolist()
+
+
+def _agreed(draft: Draft, tokens: TokenIds) -> int:
+    pairs = zip(draft.token_ids, tokens, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def listen(
+    engine: LoadedEngine, name: str, prompts: dict[str, tuple[int, ...]], temperature: float
+) -> Listener:
+    """Generate behind every prompt, asking the proposer at each position."""
+    inner = NgramProposer(trees=False) if name == "ngram" else engine.proposers[name]
+    listener = engine.proposers[name] = Listener(inner)
+    plan = SpeculationPlan("bench", SpeculationMode.AUTO, name, SLOTS, "a benchmark")
+    for request_id, prompt in prompts.items():
+        # The prompt's place is its seed, as in `bench.proposers`.
+        sampling = SamplingParams(
+            POSITIONS + SLOTS + 1, int(request_id), temperature, ignore_eos=True
+        )
+        engine.worker.submit(GenerationRequest(request_id, compact(prompt), sampling, plan))
+    for _ in drive(engine.worker, engine.executor):
+        pass
+    engine.proposers[name] = inner
+    return listener
+
+
+def record() -> dict[Text, dict[str, list[Asked]]]:
+    """Return what each proposer said to each text, up to where the text begins to loop."""
+    found: dict[Text, dict[str, list[Asked]]] = {}
+    for proposer in PROPOSERS:
+        config = WorkerConfig(
+            proposer=proposer, speculation=f"fixed:{SLOTS}", kv_bytes=KV_BYTES, max_num_seqs=8
+        )
+        engine = load_engine(config)
+        for task, prompts in tasks(engine.worker.tokenizer).items():
+            if proposer == "sparse_self" and task not in SPARSE_TASKS:
+                continue
+            held_out = {str(i): prompt for i, prompt in enumerate(prompts) if i % 2}
+            for temperature in TEMPERATURES:
+                listener = listen(engine, proposer, held_out, temperature)
+                for name, asked in listener.heard.items():
+                    kept = asked[: loop_start(listener.texts[name])]
+                    if len(kept) >= LEAST_POSITIONS:
+                        text = (task, temperature, int(name))
+                        found.setdefault(text, {})[proposer] = kept
+    return found
+
+
+def as_json(found: dict[Text, dict[str, list[Asked]]]) -> dict[str, Any]:
+    """Return the recording in the simulator's form, `acceptance/1`."""
+    facts = provenance()
+    keys = ("command", "commit", "device", "torch", "date")
+    return {
+        "format": "acceptance/1",
+        "source": "; ".join(f"{key}: {facts[key]}" for key in keys),
+        "slots": SLOTS,
+        "texts": [
+            {
+                "task": task,
+                "temperature": temperature,
+                "prompt": prompt,
+                "drafts": {name: _columns(asked) for name, asked in sorted(drafts.items())},
+            }
+            for (task, temperature, prompt), drafts in sorted(found.items())
+        ],
+    }
+
+
+def _columns(asked: list[Asked]) -> dict[str, Any]:
+    return {
+        "evidence": [one.evidence for one in asked],
+        "proposed": "".join(DIGITS[one.proposed] for one in asked),
+        "agreed": "".join(DIGITS[one.agreed] for one in asked),
+    }
+
+
+def main() -> None:
+    """Record, and write the JSON, a text a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    path = parser.parse_args().json
+    recording = as_json(record())
+    texts = ",\n".join(json.dumps(text, separators=(",", ":")) for text in recording.pop("texts"))
+    head = json.dumps(recording, indent=1)[:-2]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{head},\n "texts": [\n{texts}\n]}}\n', encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

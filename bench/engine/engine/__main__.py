@@ -1,0 +1,5 @@
+"""`python -m bench.engine.engine`."""
+
+from bench.engine.engine import main
+
+main()

@@ -1,0 +1,91 @@
+"""The steps that are measured, and what each has to read and to multiply at least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from draftgate.backends.engine.config import ModelConfig
+
+
+class Case(NamedTuple):
+    """A step: `tokens` of each of `batch` sequences behind `context_tokens`."""
+
+    name: str
+    batch: int
+    tokens: int
+    context_tokens: int
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and a KV token that it attends to."""
+        behind = self.tokens * self.context_tokens
+        return self.batch * (behind + self.tokens * (self.tokens + 1) // 2)
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows whose logits are wanted: all of a verify step, the last one of a prefill."""
+        return self.batch if self.name == "prefill" else self.batch * self.tokens
+
+
+class Grid(NamedTuple):
+    """Steps by batch, context and draft slots, and the prefill of one prompt."""
+
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    drafts: tuple[int, ...]
+    prefill_tokens: int
+
+    def cases(self) -> Iterator[Case]:
+        """Yield every step of the grid."""
+        for slots in self.drafts:
+            for context_tokens in self.contexts:
+                for batch in self.batches:
+                    name = "verify" if slots else "decode"
+                    yield Case(name, batch, 1 + slots, context_tokens)
+        yield Case("prefill", 1, self.prefill_tokens, 0)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return max(case.context_tokens + case.tokens for case in self.cases())
+
+
+GRIDS: Final = {
+    "cpu": Grid((1, 8, 32), (512,), (0, 4), 256),
+    "cuda": Grid((1, 8, 64), (512, 2048, 8192), (0, 4), 8192),
+}
+"""What is measured by default, by type of device."""
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """Return the weights of all products of the layers: each token is multiplied with each."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Return the bytes of weights that every step reads: all but an embedding of its own.
+
+    Of an embedding that is not the LM head too a step reads a row for each token.
+    """
+    return itemsize * (layer_parameters(config) + config.vocab_size * config.hidden_size)
+
+
+def read_bytes(config: ModelConfig, case: Case, itemsize: int) -> int:
+    """Return what a step has to read: the weights once, and the keys and values."""
+    kv_bytes = case.batch * case.context_tokens * config.kv_bytes_per_token(itemsize)
+    return weight_bytes(config, itemsize) + kv_bytes
+
+
+def flops(config: ModelConfig, case: Case) -> int:
+    """Return what a step has to compute: two for each weight and token, four for a pair's column.
+
+    Attention takes a product of queries and keys and one of chances and values, each of `head_dim`
+    multiplications and additions for every query head.
+    """
+    products = case.batch * case.tokens * layer_parameters(config)
+    products += case.logit_rows * config.vocab_size * config.hidden_size
+    columns = config.num_layers * config.num_heads * config.head_dim
+    return 2 * products + 4 * case.pairs * columns

@@ -1,0 +1,198 @@
+"""Llama shapes with random weights, made on the device."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.linear import Linear
+from draftgate.backends.engine.weights import (
+    DOWN,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_UP,
+    HEAD,
+    OUTPUT,
+    QKV,
+    LayerWeights,
+    Weights,
+)
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+
+_LLAMA_3: Final[dict[str, Any]] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+_SCALING: Final = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+LLAMA_SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "random-1b": _LLAMA_3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "rope_scaling": _SCALING | {"factor": 32.0},
+    },
+    "random-8b": _LLAMA_3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "rope_scaling": _SCALING | {"factor": 8.0},
+    },
+}
+"""Llama-3.2-1B and Llama-3.1-8B, as their `config.json` describes them."""
+
+LEAST_PROMPT, MOST_PROMPT = 100, 240
+"""Tokens of a prompt of a whole generation."""
+
+ORDINARY_IDS: Final = range(300, 3000)
+"""Token ids of prompts without a text: no model here gives them a special meaning."""
+
+RESIDUAL_SHARE: Final = 0.1
+"""How much all layers together add to a random embedding, about. It is far below the distance of
+two embeddings, so no rounding changes the greedy token: with free weights the two likeliest
+logits of 128,256 are so near that bfloat16 would change one in twenty."""
+
+
+class RandomModel:
+    """A Llama shape whose weights are made on the device: a file of 8B would take 16 GB.
+
+    Layers add little to the embedding (`RESIDUAL_SHARE`), and the LM head is the embedding, or one
+    whose rows are shifted by one: the greedy token is the last one or the one behind it, however
+    numbers are rounded. What a step costs does not depend on the values.
+    """
+
+    directory: Path | None = None
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        shape: dict[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make the weights.
+
+        Args:
+            folder: gets the `config.json`.
+            shape: its content.
+        """
+        self.name, self.dtype, self.device = name, dtype, device
+        self._folder = folder
+        (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        self.config = read_model_config(folder)
+        self._random = torch.Generator(device).manual_seed(0)
+        config = self.config
+        self._embedding = self._matrix(config.vocab_size, config.hidden_size, 1.0)
+        tied = config.tied_embeddings
+        self._head = self._embedding if tied else self._embedding.roll(1, 0)
+        self._ones = torch.ones(config.hidden_size, dtype=dtype, device=device)
+        self._layers = [self._layer() for _ in range(config.num_layers)]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(SHIPPED_MODEL)
+
+    def weights(self, *, exact: bool) -> Weights:
+        layers = tuple(
+            LayerWeights(
+                input_norm=self._ones,
+                qkv=Linear(qkv, exact=exact),
+                qk_norm=None,
+                output=Linear(output, exact=exact),
+                mlp_norm=self._ones,
+                gate_up=Linear(gate_up, exact=exact),
+                down=Linear(down, exact=exact),
+            )
+            for qkv, output, gate_up, down in self._layers
+        )
+        head = Linear(self._head, exact=exact, pack=False)
+        return Weights(self._embedding, layers, self._ones, head, self.name)
+
+    def transformers(self) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(self._folder)
+        with self.device:
+            model = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+        model.load_state_dict(self.state(), assign=True)
+        return model.eval()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the weights by the names of a checkpoint; they share memory with ours."""
+        config = self.config
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inner = config.intermediate_size
+        state = {EMBEDDING: self._embedding, HEAD: self._head, FINAL_NORM: self._ones}
+        for index, (qkv, output, gate_up, down) in enumerate(self._layers):
+            products = zip(
+                (*QKV, *OUTPUT, *GATE_UP, *DOWN),
+                (*qkv.split((queries, keys, keys)), output, *gate_up.split((inner, inner)), down),
+                strict=True,
+            )
+            layer = dict(products)
+            layer |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), self._ones)
+            prefix = f"model.layers.{index}."
+            state |= {f"{prefix}{name}.weight": weight for name, weight in layer.items()}
+        return state
+
+    def prompts(self, count: int) -> list[tuple[int, ...]]:
+        return arbitrary_prompts(self.config, count)
+
+    def _layer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the fused weights of one layer: q, k and v; output; gate and up; down."""
+        config = self.config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        # Two products of each layer add to the hidden state, at random against each other.
+        added = RESIDUAL_SHARE / math.sqrt(2 * config.num_layers)
+        return (
+            self._matrix(queries + 2 * keys, hidden, 1 / math.sqrt(hidden)),
+            self._matrix(hidden, queries, added / math.sqrt(queries)),
+            self._matrix(2 * inner, hidden, 1 / math.sqrt(hidden)),
+            self._matrix(hidden, inner, added / math.sqrt(inner)),
+        )
+
+    def _matrix(self, rows: int, columns: int, deviation: float) -> Tensor:
+        bound = deviation * math.sqrt(3.0)
+        empty = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        return empty.uniform_(-bound, bound, generator=self._random)
+
+
+def arbitrary_prompts(config: ModelConfig, count: int) -> list[tuple[int, ...]]:
+    """Return prompts of arbitrary tokens, for a model that has no text."""
+    rng = random.Random(0)
+    vocab_size = config.vocab_size
+    return [
+        tuple(
+            rng.choice(ORDINARY_IDS) % vocab_size
+            for _ in range(rng.randint(LEAST_PROMPT, MOST_PROMPT))
+        )
+        for _ in range(count)
+    ]

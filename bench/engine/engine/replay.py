@@ -1,0 +1,121 @@
+"""A proposer for benchmarks: it knows what comes, and is wrong as often as it is told to be.
+
+Everything else is real: the engine verifies each draft and draws each token. Results say `replay`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Final
+
+from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.sequence import Sequence
+
+NAME: Final = "replay"
+
+
+@dataclass(slots=True)
+class _Proposal:
+    """The latest draft of a sequence, behind so many tokens."""
+
+    behind: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Tested:
+    """Draft tokens that were put to the test: all before them were right."""
+
+    agreed: int = 0
+    refuted: int = 0
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share that agreed; None before anything was tested."""
+        tested = self.agreed + self.refuted
+        return self.agreed / tested if tested else None
+
+
+@dataclass(slots=True)
+class ReplayProposer:
+    """Drafts the known continuation of each prompt, with a share of the tokens replaced.
+
+    Which tokens are wrong is drawn once for each place of each continuation, independently, so each
+    slot that is put to the test is accepted with the chance that was asked for. Satisfies
+    `backends.core.drafts.Proposer`.
+
+    Attributes:
+        tested: what became of the drafts since it was last set.
+    """
+
+    drafts: dict[tuple[int, ...], tuple[int, ...]]
+    tested: Tested = field(default_factory=Tested)
+    _latest: dict[int, _Proposal] = field(default_factory=dict)  # by sequence key
+
+    @classmethod
+    def of(
+        cls,
+        continuations: Iterable[tuple[tuple[int, ...], Many[int]]],
+        acceptance: float,
+        vocab_size: int,
+        seed: int = 0,
+    ) -> ReplayProposer:
+        """Return the proposer of prompts and their continuations.
+
+        Args:
+            acceptance: the chance of each token to be left as it is.
+            vocab_size: wrong tokens are drawn from all others.
+        """
+        return cls(
+            {
+                prompt: corrupted(tokens, acceptance, vocab_size, random.Random(f"{seed} {index}"))
+                for index, (prompt, tokens) in enumerate(continuations)
+            }
+        )
+
+    def depth_s(self, sequences: int) -> float:
+        return 0.0
+
+    def catch_up_s(self, sequence: Sequence) -> float:
+        return 0.0
+
+    def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
+        return [self._propose(request) for request in requests]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._judge(sequence)
+
+    def _propose(self, request: DraftRequest) -> Draft:
+        sequence = request.sequence
+        self._judge(sequence)
+        known = self.drafts.get(tuple(sequence.request.prompt_ids), ())
+        made = sequence.output_tokens
+        token_ids = known[made : made + request.max_tokens]
+        if token_ids:
+            self._latest[sequence.key] = _Proposal(len(sequence.token_ids), token_ids)
+        return Draft(token_ids)
+
+    def _judge(self, sequence: Sequence) -> None:
+        """Count the latest draft by the tokens that have come since, verified or not."""
+        latest = self._latest.pop(sequence.key, None)
+        if latest is None:
+            return
+        came = sequence.token_ids[latest.behind :]
+        for proposed, token in zip(latest.token_ids, came, strict=False):
+            if proposed != token:
+                self.tested.refuted += 1
+                return
+            self.tested.agreed += 1
+
+
+def corrupted(
+    tokens: Many[int], acceptance: float, vocab_size: int, rng: random.Random
+) -> tuple[int, ...]:
+    """Return the tokens, each replaced by another one with a chance of `1 - acceptance`."""
+    return tuple(
+        token if rng.random() < acceptance else (token + rng.randrange(1, vocab_size)) % vocab_size
+        for token in tokens
+    )

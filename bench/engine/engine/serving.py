@@ -1,0 +1,160 @@
+"""Whole requests through the worker's own thread, as a server runs them, without HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from itertools import count
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Final, Self
+
+from draftgate.backends.engine.load import LoadedEngine
+from draftgate.backends.engine.loop import EngineLoop
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import Delta, GenerationRequest, SamplingParams, SpeculationOutcome
+from draftgate.policies.types import SpeculationMode, SpeculationPlan, WorkerLoad
+
+BATCHES: Final = (1, 8, 32)
+ALONE: Final = 4
+"""Prompts that run one after the other at batch 1."""
+
+PLAIN: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
+"""No drafts."""
+
+Prompt = tuple[int, ...]
+
+_runs = count()
+
+
+@dataclass
+class Generation:
+    """What a batch of requests gave, and when.
+
+    Attributes:
+        started_s: `time.perf_counter` when the first request was handed over.
+        outputs: tokens by request.
+        arrivals: of each delta with tokens when it came, whose it is and how many they are.
+    """
+
+    started_s: float
+    outputs: dict[str, list[int]]
+    arrivals: list[tuple[float, str, int]] = field(default_factory=list)
+    outcome: SpeculationOutcome = field(default_factory=SpeculationOutcome)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds to the last token, prefills included."""
+        return self.arrivals[-1][0] - self.started_s
+
+    @property
+    def decode_window(self) -> tuple[int, float]:
+        """Tokens that came while all requests decoded, and the seconds that was.
+
+        It begins with the first token of the last request that got one, and ends with the last
+        token of the first that was done; nothing where these overlap.
+        """
+        first: dict[str, float] = {}
+        last: dict[str, float] = {}
+        for arrived_s, request_id, _ in self.arrivals:
+            first.setdefault(request_id, arrived_s)
+            last[request_id] = arrived_s
+        begin_s, end_s = max(first.values()), min(last.values())
+        if end_s <= begin_s:
+            return 0, 0.0
+        return sum(n for at_s, _, n in self.arrivals if begin_s < at_s <= end_s), end_s - begin_s
+
+
+def in_batches(prompts: Many[Prompt], batch: int) -> list[list[Prompt]]:
+    """Return the prompts that run at once: the first `batch`, or of `ALONE` one each."""
+    return [list(prompts[:batch])] if batch > 1 else [[prompt] for prompt in prompts[:ALONE]]
+
+
+class Serving:
+    """A worker in its thread; satisfies `loop.LoopEvents`. One batch of requests at a time."""
+
+    def __init__(self, engine: LoadedEngine) -> None:
+        """Prepare; entering starts the thread, leaving ends it."""
+        self.engine = engine
+        self._loop = EngineLoop(lambda _progress: engine, self)
+        self._news: SimpleQueue[tuple[float, list[tuple[str, Delta]]] | BaseException] = (
+            SimpleQueue()
+        )
+
+    def __enter__(self) -> Self:
+        """Start."""
+        self._loop.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop."""
+        self._loop.stop()
+        self._loop.join()
+
+    def run(self, requests: Iterable[GenerationRequest]) -> Generation:
+        """Run requests to their ends.
+
+        Raises:
+            BaseException: what broke the worker.
+        """
+        queued = list(requests)
+        made = Generation(time.perf_counter(), {request.request_id: [] for request in queued})
+        for request in queued:
+            self._loop.submit(request)
+        unfinished = len(queued)
+        while unfinished:
+            news = self._news.get()
+            if isinstance(news, BaseException):
+                raise news
+            unfinished -= sum(_add(made, news[0], *each) for each in news[1])
+        return made
+
+    def loading(self, share: float) -> None:
+        """It was loaded from the start."""
+
+    def ready(self, served: ServedModel) -> None:
+        """It was there from the start."""
+
+    def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
+        """Note when they came."""
+        if batch:
+            self._news.put((time.perf_counter(), batch))
+
+    def failed(self, error: BaseException) -> None:
+        """Tell who waits."""
+        self._news.put(error)
+
+
+def greedy_requests(
+    prompts: Many[Prompt], new_tokens: int, plan: SpeculationPlan
+) -> list[GenerationRequest]:
+    """Return requests that share no cached prefix with any before: each set is another tenant's."""
+    tenant = f"bench-{next(_runs)}"
+    return [
+        GenerationRequest(
+            str(index),
+            compact(prompt),
+            SamplingParams(new_tokens, seed=0, temperature=0.0, ignore_eos=True),
+            plan,
+            tenant=tenant,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _add(made: Generation, arrived_s: float, request_id: str, delta: Delta) -> bool:
+    """Add a delta; return whether its request is done."""
+    if delta.token_ids:
+        made.outputs[request_id].extend(delta.token_ids)
+        made.arrivals.append((arrived_s, request_id, len(delta.token_ids)))
+    if delta.outcome is not None:
+        made.outcome += delta.outcome
+    return delta.finish_reason is not None

@@ -1,0 +1,145 @@
+"""CPU time of a step that is no device's: planning, inputs, stop checks, text, delivery.
+
+    draftgate bench host --json OUT
+
+256 sequences decode; the device is a stub that returns a token for each at once, behind the real
+input builder. What is measured is CPU time, not the clock's: of the worker's thread, and of the
+hand-over to the streams (`deliver`), which is the event loop's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from bench.engine.record import provenance
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.engine.inputs import build_inputs, feed_of
+from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.sampler import row_sampling, walk
+from draftgate.backends.streams import DeltaStreams
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import RequestView
+
+SEQUENCES: Final = 256
+CONTEXTS: Final = (64, 512, 2048)
+STEPS: Final = 60
+MOST_TOKENS: Final = 400
+"""Tokens each may generate: those that are prefilled first begin earlier, and none may end."""
+KV_BYTES: Final = 7 << 30
+
+TEMPERATURES: Final = (0.0, 0.8)
+
+
+@dataclass
+class Parts:
+    """CPU seconds of each part of each step."""
+
+    taken: dict[str, list[float]] = field(default_factory=dict)
+
+    def time(self, name: str, work: Callable[[], Any]) -> Any:
+        """Run a part and keep what it took."""
+        started_s = time.thread_time()
+        result = work()
+        self.taken.setdefault(name, []).append(time.thread_time() - started_s)
+        return result
+
+    def medians_us(self) -> dict[str, float]:
+        """Return the median microseconds of each part, and of their sum."""
+        sums = [sum(parts) for parts in zip(*self.taken.values(), strict=True)]
+        return {
+            **{name: round(1e6 * median(parts), 1) for name, parts in self.taken.items()},
+            "all": round(1e6 * median(sums), 1),
+        }
+
+
+def measure_host(engine: LoadedEngine, context: int, temperature: float) -> dict[str, Any]:
+    """Return the row of one context length."""
+    runner = engine.executor
+    assert isinstance(runner, Runner)
+    worker = engine.worker
+    vocab = worker.tokenizer.vocab_size
+    streams = DeltaStreams(on_abandon=lambda _request_id: None)
+    for index in range(SEQUENCES):
+        prompt = tuple((index * 31 + place * 7) % vocab for place in range(context))
+        sampling = SamplingParams(MOST_TOKENS, index, temperature, ignore_eos=True)
+        view = RequestView(context, MOST_TOKENS, temperature)
+        off = speculation_policy("off").decide(view, worker.load())
+        request = GenerationRequest(str(index), compact(prompt), sampling, off)
+        streams.open(request)
+        worker.submit(request)
+    parts = Parts()
+    while (plan := worker.plan()) is not None and plan.num_sampling < SEQUENCES:
+        worker.complete(plan, stub_result(plan, 0))
+    for count in range(1, STEPS):
+        assert plan is not None
+        parts.time("inputs", partial(build_step, runner, plan, temperature))
+        result = parts.time("walk", partial(stub_result, plan, count))
+        delivered = parts.time("complete", partial(worker.complete, plan, result))
+        assert len(delivered) == SEQUENCES
+        parts.time("deliver", partial(streams.deliver, delivered))
+        parts.time("load", worker.load)
+        plan = parts.time("plan", worker.plan)
+    for index in range(SEQUENCES):
+        worker.cancel(str(index))
+    return {"context_tokens": context, "temperature": temperature, **parts.medians_us()}
+
+
+def build_step(runner: Runner, plan: StepPlan, temperature: float) -> object:
+    """Build what the forward pass and the sampler take."""
+    inputs = build_inputs(map(feed_of, plan.work), 0)
+    begun = runner.operators.begin(inputs)
+    assert plan.is_plain
+    if temperature:
+        row_sampling(plan, torch.device("cpu"))
+    return begun
+
+
+def stub_result(plan: StepPlan, count: int) -> StepResult:
+    """Return a token for each row, walked as the sampler's are."""
+    rows = sum(work.num_samples for work in plan.work)
+    walks = walk(plan, [(count * 17 + row) % 3000 + 300 for row in range(rows)])
+    return StepResult(walks.emitted, ((),) * len(plan.work), 0.0)
+
+
+def measure() -> dict[str, Any]:
+    """Return the whole measurement."""
+    torch.set_num_threads(1)
+    facts = provenance()
+    config = WorkerConfig(
+        speculation="off", kv_bytes=KV_BYTES, max_num_seqs=SEQUENCES, max_step_tokens=1 << 14
+    )
+    engine = load_engine(config)
+    rows = []
+    for temperature in TEMPERATURES:
+        for context in CONTEXTS:
+            rows.append(measure_host(engine, context, temperature))
+            print(rows[-1], flush=True)
+    return {**facts, "sequences": SEQUENCES, "microseconds_of_a_step": rows}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(prog="draftgate bench host", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args(arguments)
+    result = measure()
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""Every kernel at the shapes that count, as data: what to call, what defines it, what it moves.
+
+A case holds its tensors and is ready to be called any number of times. `FULL` are the shapes of a
+Llama of 8B parameters at 64 sequences behind 8,192 tokens; smaller ones serve tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftgate.backends.engine.kernels import (
+    accept_walk_ref,
+    kv_move_ref,
+    ngram_scan_ref,
+    paged_attention_ref,
+    rms_norm_ref,
+    rope_kv_ref,
+    sample_verify_ref,
+    swiglu_ref,
+    trim_drafts_ref,
+)
+from draftgate.backends.engine.kernels.accept_walk import accept_walk
+from draftgate.backends.engine.kernels.accept_walk_ref import (
+    NO_DRAFT,
+    NO_ROW,
+    StopRules,
+    TokenHistory,
+)
+from draftgate.backends.engine.kernels.kv_move import kv_move
+from draftgate.backends.engine.kernels.ngram_scan import ngram_scan
+from draftgate.backends.engine.kernels.paged_attention import paged_attention
+from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
+from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
+from draftgate.backends.engine.kernels.rope_kv import rope_kv
+from draftgate.backends.engine.kernels.sample_verify import sample
+from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
+from draftgate.backends.engine.kernels.swiglu import swiglu
+from draftgate.backends.engine.kernels.trim_drafts import trim_drafts
+from draftgate.backends.engine.rope import Rope
+
+EPS: Final = 1e-5
+SEED: Final = 1
+
+
+class Sizes(NamedTuple):
+    """Shapes of all cases."""
+
+    sequences: int = 64
+    context: int = 8192
+    verified: int = 5
+    chunk: int = 2048
+    query_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    layers: int = 32
+    hidden: int = 4096
+    intermediate: int = 14336
+    vocab: int = 128256
+    looked_up: int = 256
+    """Sequences of an n-gram scan."""
+    block_size: int = 16
+
+    @property
+    def rows(self) -> int:
+        """Rows of a verify step."""
+        return self.sequences * self.verified
+
+
+FULL: Final = Sizes()
+
+Outputs = Sequence[Tensor]
+
+
+def _nothing() -> None:
+    """Leave everything as it is."""
+
+
+def _fill(tensor: Tensor, value: float) -> None:
+    tensor.fill_(value)
+
+
+def _copy(tensor: Tensor, source: Tensor) -> None:
+    tensor.copy_(source)
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One kernel at one shape."""
+
+    name: str
+    run: Callable[[], Outputs]
+    """Calls the kernel; returns what it made, changed tensors included."""
+    reference: Callable[[], Outputs]
+    """Calls its definition on the same inputs, of which it changes none."""
+    bytes_moved: int
+    """Read and written at least, each once."""
+    operations: int = 0
+    """Of products, two for each multiplication."""
+    reset: Callable[[], None] = _nothing
+    """Undoes what a run has changed."""
+    tolerance: float = 0.0
+    """Relative and absolute; 0 asks for equality."""
+    may_differ: float = 0.0
+    """Share of elements that may differ: exact ties which another logarithm decides otherwise."""
+
+    def check(self) -> None:
+        """Compare the kernel with its definition.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        self.reset()
+        made = [tensor.clone() for tensor in self.run()]
+        self.reset()
+        for tensor, wanted in zip(made, self.reference(), strict=True):
+            if self.may_differ:
+                share = float((tensor != wanted).double().mean())
+                assert share <= self.may_differ, f"{self.name}: {share:.2%} of tokens differ"
+            else:
+                torch.testing.assert_close(tensor, wanted, rtol=self.tolerance, atol=self.tolerance)
+
+
+class Inputs:
+    """Draws tensors on a device, from one seed."""
+
+    def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
+        """Keep what all cases share."""
+        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self._generator = torch.Generator(device).manual_seed(SEED)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Return normal values."""
+        drawn = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return drawn.normal_(generator=self._generator)
+
+    def below(self, limit: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Return integers of 0 .. limit - 1."""
+        drawn = torch.empty(shape, dtype=dtype, device=self.device)
+        return drawn.random_(0, limit, generator=self._generator)
+
+    def shuffled(self, count: int) -> Tensor:
+        """Return 0 .. count - 1 in some order, int64."""
+        return torch.randperm(count, generator=self._generator, device=self.device)
+
+    def full(self, value: float, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        """Return equal values."""
+        return torch.full(shape, value, dtype=dtype, device=self.device)
+
+    def up_to(self, count: int, step: int = 1) -> Tensor:
+        """Return 0, step, ... count * step, int32."""
+        return torch.arange(count + 1, dtype=torch.int32, device=self.device) * step
+
+
+def cases(inputs: Inputs) -> Iterator[KernelCase]:
+    """Yield every case."""
+    yield from attention_cases(inputs)
+    yield from sampling_cases(inputs)
+    yield from layer_cases(inputs)
+    yield from decision_cases(inputs)
+
+
+def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
+    """Yield decodes, verifications and a chunk of a prompt, all on one cache in shuffled blocks."""
+    sizes = inputs.sizes
+    blocks = -(-sizes.context // sizes.block_size)
+    slots = sizes.sequences * blocks * sizes.block_size
+    layer_kv = inputs.normal(2 * sizes.kv_heads, slots, sizes.head_dim)
+    tables = inputs.shuffled(sizes.sequences * blocks).view(sizes.sequences, blocks).int()
+    scale = float(sizes.head_dim) ** -0.5
+
+    def case(name: str, sequences: int, tokens: int, *, trees: bool = False) -> KernelCase:
+        query = inputs.normal(sequences * tokens, sizes.query_heads, sizes.head_dim)
+        arguments = (
+            query,
+            layer_kv,
+            inputs.up_to(sequences, tokens),
+            inputs.full(sizes.context, sequences),
+            tables[:sequences],
+        )
+        drafts = forked_drafts(inputs, sequences, tokens) if trees else None
+        read = sequences * sizes.context * 2 * sizes.kv_heads * sizes.head_dim
+        seen = tokens * sizes.context - tokens * (tokens - 1) // 2
+        return KernelCase(
+            name,
+            lambda: [
+                paged_attention(*arguments, block_size=sizes.block_size, scale=scale, trees=drafts)
+            ],
+            lambda: [
+                paged_attention_ref.paged_attention(
+                    *arguments, block_size=sizes.block_size, scale=scale, trees=drafts
+                )
+            ],
+            (read + 2 * query.numel()) * inputs.dtype.itemsize,
+            operations=4 * sequences * seen * sizes.query_heads * sizes.head_dim,
+            tolerance=2e-2 if inputs.dtype.itemsize == 2 else 1e-5,
+        )
+
+    yield case("attention, decode", sizes.sequences, 1)
+    yield case("attention, verify", sizes.sequences, sizes.verified)
+    yield case("attention, decode, trees compiled in", sizes.sequences, 1, trees=True)
+    yield case("attention, verify of trees", sizes.sequences, sizes.verified, trees=True)
+    yield case("attention, decode of one", 1, 1)
+    yield case("attention, chunk of a prompt", 1, sizes.chunk)
+
+
+def forked_drafts(inputs: Inputs, sequences: int, tokens: int) -> DraftTrees:
+    """Return drafts behind each sequence's first row: a chain, its last token with a sibling."""
+    drafts = tokens - 1
+    masks = [(1 << draft + 1) - 1 for draft in range(drafts)]
+    positions = [inputs.sizes.context - tokens + place for place in range(tokens)]
+    if drafts >= 2:
+        masks[-1] = masks[-2] ^ 1 << drafts - 2 | 1 << drafts - 1
+        positions[-1] -= 1
+    return DraftTrees(
+        torch.tensor([0, *masks], device=inputs.device).repeat(sequences),
+        inputs.full(inputs.sizes.context - drafts, sequences),
+        torch.tensor(positions, device=inputs.device).repeat(sequences),
+    )
+
+
+def sampling_cases(inputs: Inputs) -> Iterator[KernelCase]:
+    """Yield draws of a verify step's tokens: greedy, drawn, and drawn under top-p."""
+    rows, vocab = inputs.sizes.rows, inputs.sizes.vocab
+    logits = inputs.normal(rows, vocab) * 4
+
+    def case(name: str, temperature: float, top_p: float) -> KernelCase:
+        parameters = RowSampling(
+            temperature=inputs.full(temperature, rows, dtype=torch.float32),
+            top_k=inputs.full(0, rows),
+            top_p=inputs.full(top_p, rows, dtype=torch.float32),
+            min_p=inputs.full(0, rows, dtype=torch.float32),
+            seed=inputs.below(1 << 62, rows, dtype=torch.int64),
+            choice=inputs.full(0, rows),
+            position=inputs.up_to(rows)[1:],
+        )
+        return KernelCase(
+            name,
+            lambda: [sample(logits, parameters)],
+            lambda: [sample_verify_ref.sample(logits, parameters)],
+            logits.numel() * logits.element_size(),
+            may_differ=0.01,
+        )
+
+    yield case("sample and verify, greedy", 0.0, 1.0)
+    yield case("sample and verify", 0.8, 1.0)
+    yield case("sample and verify, top-p", 0.8, 0.9)
+
+
+def layer_cases(inputs: Inputs) -> Iterator[KernelCase]:
+    """Yield what lies between a layer's products, for the rows of a verify step."""
+    sizes, size = inputs.sizes, inputs.dtype.itemsize
+    close = 8e-3 if size == 2 else 1e-5
+    x, residual = (inputs.normal(sizes.rows, sizes.hidden) for _ in range(2))
+    weight = inputs.normal(sizes.hidden)
+    yield KernelCase(
+        "rms_norm",
+        lambda: [rms_norm(x, weight, EPS)],
+        lambda: [rms_norm_ref.rms_norm(x, weight, EPS)],
+        2 * x.numel() * size,
+        tolerance=close,
+    )
+    yield KernelCase(
+        "add_rms_norm",
+        lambda: add_rms_norm(x, residual, weight, EPS),
+        lambda: rms_norm_ref.add_rms_norm(x, residual, weight, EPS),
+        4 * x.numel() * size,
+        tolerance=close,
+    )
+    gate_up = inputs.normal(sizes.rows, 2 * sizes.intermediate)
+    yield KernelCase(
+        "swiglu",
+        lambda: [swiglu(gate_up)],
+        lambda: [swiglu_ref.swiglu(gate_up)],
+        gate_up.numel() * size * 3 // 2,
+        tolerance=close,
+    )
+    for normed in (False, True):
+        yield rope_case(inputs, normed=normed)
+    yield move_case(inputs)
+
+
+def rope_case(inputs: Inputs, *, normed: bool) -> KernelCase:
+    """Return the rotation of a verify step's rows, written to slots far apart."""
+    sizes = inputs.sizes
+    heads = sizes.query_heads + 2 * sizes.kv_heads
+    slots = sizes.rows * sizes.block_size
+    qkv = inputs.normal(sizes.rows, heads * sizes.head_dim)
+    positions = inputs.below(sizes.context, sizes.rows, dtype=torch.int64)
+    tables = Rope(theta=10_000.0).tables(sizes.head_dim, sizes.context, torch.float32)
+    cos, sin = (table.to(inputs.device) for table in tables)
+    layer_kv = inputs.full(0, 2 * sizes.kv_heads, slots, sizes.head_dim, dtype=inputs.dtype)
+    rotation = (qkv, positions, inputs.shuffled(slots)[: sizes.rows], cos, sin)
+    qk_norm = inputs.normal(sizes.query_heads + sizes.kv_heads, sizes.head_dim) if normed else None
+
+    def reference() -> Outputs:
+        written = layer_kv.clone()
+        return [rope_kv_ref.rope_kv(*rotation, written, qk_norm=qk_norm, eps=EPS), written]
+
+    return KernelCase(
+        "rope_kv with head norms" if normed else "rope_kv",
+        lambda: [rope_kv(*rotation, layer_kv, qk_norm=qk_norm, eps=EPS), layer_kv],
+        reference,
+        2 * qkv.numel() * inputs.dtype.itemsize + sizes.rows * sizes.head_dim * 4,
+        reset=lambda: _fill(layer_kv, 0),
+        tolerance=8e-3 if inputs.dtype.itemsize == 2 else 1e-5,
+    )
+
+
+def move_case(inputs: Inputs) -> KernelCase:
+    """Return the compaction of one accepted path a sequence: two tokens move over a gap."""
+    sizes = inputs.sizes
+    strips, slots = sizes.layers * 2 * sizes.kv_heads, sizes.sequences * sizes.block_size
+    before = inputs.normal(strips, slots, sizes.head_dim)
+    memory = before.clone()
+    own = inputs.shuffled(slots).view(sizes.sequences, sizes.block_size)
+    sources, targets = own[:, [0, 2, 4]].contiguous(), own[:, [0, 1, 2]].contiguous()
+
+    def run() -> Outputs:
+        kv_move(memory, sources, targets)
+        return [memory]
+
+    def reference() -> Outputs:
+        moved = before.clone()
+        kv_move_ref.kv_move(moved, sources, targets)
+        return [moved]
+
+    moves = 2 * sizes.sequences
+    return KernelCase(
+        "kv_move",
+        run,
+        reference,
+        2 * moves * strips * sizes.head_dim * inputs.dtype.itemsize,
+        reset=lambda: _copy(memory, before),
+    )
+
+
+def decision_cases(inputs: Inputs) -> Iterator[KernelCase]:
+    """Yield what ends a step and begins the next one: walk, look-up, trim."""
+    yield walk_case(inputs)
+    yield look_up_case(inputs)
+    sizes = inputs.sizes
+    sequences, slots = sizes.looked_up, 16
+    survivals = torch.rand((sequences, slots), device=inputs.device).cumprod(1)
+    trimmed = (
+        survivals,
+        inputs.full(slots, sequences),
+        inputs.full(1, sequences, dtype=torch.int8),
+        torch.tensor(sequences * slots // 3, dtype=torch.int32, device=inputs.device),
+    )
+    yield KernelCase(
+        "trim_drafts",
+        lambda: trim_drafts(*trimmed),
+        lambda: trim_drafts_ref.trim_drafts(*trimmed),
+        4 * survivals.numel() + 13 * sequences,
+    )
+
+
+def walk_case(inputs: Inputs) -> KernelCase:
+    """Return the walk along chains whose tokens agree with probability 0.8."""
+    sizes = inputs.sizes
+    sequences, length = sizes.sequences, sizes.verified
+    sampled = inputs.below(sizes.vocab, sizes.rows, dtype=torch.int64)
+    place = torch.arange(sizes.rows, device=inputs.device) % length
+    agrees = inputs.below(10, sizes.rows) < 8
+    drafts = torch.where(agrees, sampled.roll(1), sizes.vocab).masked_fill(place == 0, NO_DRAFT)
+    parents = torch.where(place > 0, place - 1, NO_ROW).int()
+    stop = StopRules(
+        inputs.full(1000, sequences),
+        inputs.below(sizes.vocab, 2, dtype=torch.int64),
+        inputs.full(0, sequences, dtype=torch.int8),
+    )
+    begun = inputs.full(sizes.context // 2, sequences)
+    seq_lens = begun.clone()
+    texts = inputs.full(0, sequences, sizes.context)
+    walk = (sampled, drafts, parents, inputs.up_to(sequences, length), stop)
+    rows = inputs.up_to(sequences)[1:] - 1
+
+    def reset() -> None:
+        _copy(seq_lens, begun)
+        _fill(texts, 0)
+
+    def run() -> Outputs:
+        history = TokenHistory(texts, rows)
+        walked = accept_walk(*walk, seq_lens, max_rows=length, history=history)
+        return [*walked, seq_lens, texts]
+
+    def reference() -> Outputs:
+        lens, history = begun.clone(), TokenHistory(torch.zeros_like(texts), rows)
+        walked = accept_walk_ref.accept_walk(*walk, lens, max_rows=length, history=history)
+        return [*walked, lens, history.tokens]
+
+    return KernelCase(
+        "accept_walk",
+        run,
+        reference,
+        36 * sizes.rows + 30 * sequences,
+        reset=reset,
+    )
+
+
+def look_up_case(inputs: Inputs) -> KernelCase:
+    """Return the scan of texts that repeat themselves with some noise."""
+    sizes = inputs.sizes
+    shape = (sizes.looked_up, sizes.context)
+    period = max(sizes.context // 3, 1)
+    repeated = inputs.below(1000, sizes.looked_up, period).repeat(1, 4)[:, : sizes.context]
+    noise = inputs.below(50, *shape) == 0
+    history = torch.where(noise, inputs.below(1000, *shape), repeated).contiguous()
+    look_up = (history, inputs.up_to(sizes.looked_up)[:-1], inputs.full(shape[1], shape[0]))
+    return KernelCase(
+        "ngram_scan",
+        lambda: ngram_scan(*look_up, num_drafts=4, min_n=1, max_n=4),
+        lambda: ngram_scan_ref.ngram_scan(*look_up, num_drafts=4, min_n=1, max_n=4),
+        4 * history.numel(),
+    )

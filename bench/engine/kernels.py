@@ -1,0 +1,254 @@
+"""The Triton kernels on a GPU, against what its memory and its matrix units allow.
+
+    draftgate bench kernels --json OUT
+
+Floors come from the same run: the bandwidth of a copy and the rate of a product are measured in
+every round, among the kernels. Before anything is timed each kernel is compared with the torch
+function that defines it. Kernels are timed as graphs, by events around a replay, behind a write
+that empties the second-level cache and keeps the GPU busy while the host comes up; the definitions
+are timed as they are called, with whatever they wait for. Medians and quartiles of many rounds.
+
+Without a GPU there is nothing to measure: exit status 2. A busy machine is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from statistics import quantiles
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import torch
+
+from bench.engine.record import provenance, require_quiet
+
+if TYPE_CHECKING:
+    # Needs Triton, which is not everywhere.
+    from bench.engine.kernel_cases import KernelCase
+
+ROUNDS: Final = 100
+WARM_ROUNDS: Final = 5
+REFERENCE_ROUNDS: Final = 3
+
+FLUSHED_BYTES: Final = 256 << 20
+"""Written before each kernel: several times the second-level cache (50 MiB on an H200)."""
+COPIED_BYTES: Final = 1 << 30
+MATRIX: Final = 8192
+"""Rows and columns of the product whose rate is the ceiling."""
+
+NO_GPU: Final = 2
+"""Exit status where there is none."""
+
+Taken: TypeAlias = Mapping[str, list[float]]
+"""Microseconds of every round, by name."""
+
+
+class Limit(StrEnum):
+    """What a goal bounds."""
+
+    SHARE = "share of the floor, at least"
+    MICROSECONDS = "microseconds, at most"
+    RATIO = "times as long, at most, as"
+
+
+class Goal(NamedTuple):
+    """What a case should reach."""
+
+    case: str
+    limit: Limit
+    value: float
+    of: str = ""
+    """The case that is compared with, for a ratio."""
+
+    def judge(self, rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return goal and figure, of rows by name."""
+        row = rows[self.case]
+        if self.limit is Limit.SHARE:
+            figure = row["share_of_floor"]
+        elif self.limit is Limit.MICROSECONDS:
+            figure = row["us"]
+        else:
+            figure = row["us"] / rows[self.of]["us"]
+        met = figure >= self.value if self.limit is Limit.SHARE else figure <= self.value
+        words = f"{self.limit.value} {self.of}".strip()
+        return {
+            "case": self.case,
+            "goal": f"{words}: {self.value}",
+            "figure": round(figure, 3),
+            "met": bool(met),
+        }
+
+
+GOALS: Final = (
+    Goal("attention, decode", Limit.SHARE, 0.8),
+    Goal("attention, verify", Limit.RATIO, 1.15, "attention, decode"),
+    Goal("attention, verify of trees", Limit.RATIO, 1.15, "attention, decode, trees compiled in"),
+    Goal("sample and verify", Limit.MICROSECONDS, 80),
+    Goal("sample and verify, top-p", Limit.MICROSECONDS, 160),
+    Goal("ngram_scan", Limit.MICROSECONDS, 50),
+)
+"""Those of one H200."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the device can do, from the medians of the same run."""
+
+    bytes_per_us: float
+    operations_per_us: float
+
+    @classmethod
+    def of(cls, copy_us: float, product_us: float) -> Ceilings:
+        """Return them from the times of the copy and of the product."""
+        return cls(2 * COPIED_BYTES / copy_us, 2 * MATRIX**3 / product_us)
+
+    def floor_us(self, case: KernelCase) -> float:
+        """Return the least time a case can take: that of its bytes, or of its products."""
+        return max(case.bytes_moved / self.bytes_per_us, case.operations / self.operations_per_us)
+
+
+def summary(
+    cases: list[KernelCase], taken: Taken, reference_us: Mapping[str, float], ceilings: Ceilings
+) -> list[dict[str, Any]]:
+    """Return a row for each case."""
+    rows = []
+    for case in cases:
+        first, middle, third = quantiles(taken[case.name], n=4, method="inclusive")
+        floor_us = ceilings.floor_us(case)
+        rows.append(
+            {
+                "name": case.name,
+                "us": round(middle, 2),
+                "quartiles_us": [round(first, 2), round(third, 2)],
+                "floor_us": round(floor_us, 2),
+                "share_of_floor": round(floor_us / middle, 3),
+                "megabytes": round(case.bytes_moved / 1e6, 3),
+                "gigaflop": round(case.operations / 1e9, 3),
+                "reference_us": round(reference_us[case.name], 1),
+            }
+        )
+    return rows
+
+
+class Stopwatch:
+    """Times work on the GPU by events, with a cold cache."""
+
+    def __init__(self) -> None:
+        """Allocate what empties the cache."""
+        self._flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
+
+    def start(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueue work between two events, behind the flush."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        begin.record()
+        work()
+        end.record()
+        return begin, end
+
+    def time_us(self, work: Callable[[], object]) -> float:
+        """Return the microseconds that some work takes, its waits for the host included."""
+        begin, end = self.start(work)
+        end.synchronize()
+        return 1e3 * float(begin.elapsed_time(end))
+
+
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """Return work as a graph's replay; it has to have run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def time_all(cases: list[KernelCase]) -> tuple[Taken, Mapping[str, float]]:
+    """Return the microseconds of each round by name, and of the definitions; interleaved.
+
+    The copy and the product are among them, as `copy` and `product`.
+    """
+    stopwatch = Stopwatch()
+    source, target = (torch.empty(COPIED_BYTES, dtype=torch.int8, device="cuda") for _ in range(2))
+    left, right = (torch.randn(MATRIX, MATRIX, device="cuda").bfloat16() for _ in range(2))
+    product = torch.empty_like(left)
+    work: dict[str, tuple[Callable[[], None], Callable[[], object]]] = {
+        "copy": (lambda: None, lambda: target.copy_(source)),
+        "product": (lambda: None, lambda: torch.mm(left, right, out=product)),
+    }
+    for case in cases:
+        case.reset()
+        work[case.name] = (case.reset, captured(case.run))
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(WARM_ROUNDS + ROUNDS):
+        for name, (reset, run) in work.items():
+            reset()
+            taken[name].append(stopwatch.time_us(run))
+    references = {case.name: _reference_us(stopwatch, case) for case in cases}
+    return {name: times[WARM_ROUNDS:] for name, times in taken.items()}, references
+
+
+def _reference_us(stopwatch: Stopwatch, case: KernelCase) -> float:
+    """Return the least of a few times: the first ones fill torch's allocator."""
+    return min(stopwatch.time_us(case.reference) for _ in range(REFERENCE_ROUNDS))
+
+
+def measure(*, allow_busy: bool) -> dict[str, Any]:
+    """Return the whole measurement, and print each figure.
+
+    Raises:
+        SystemExit: the machine is busy.
+        AssertionError: a kernel does not do what its definition does.
+    """
+    import triton
+
+    from bench.engine.kernel_cases import FULL, Inputs, cases
+
+    facts = provenance(torch.device("cuda"))
+    require_quiet(facts, allow_busy=allow_busy)
+    every = list(cases(Inputs(FULL, "cuda", torch.bfloat16)))
+    for case in every:
+        case.check()
+    taken, references = time_all(every)
+    middles = {name: quantiles(times, n=2)[0] for name, times in taken.items()}
+    ceilings = Ceilings.of(middles["copy"], middles["product"])
+    rows = summary(every, taken, references, ceilings)
+    goals = [goal.judge({row["name"]: row for row in rows}) for goal in GOALS]
+    for line in (*rows, *goals):
+        print(line, flush=True)
+    return {
+        **facts,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "rounds": ROUNDS,
+        "copy_gb_per_s": round(ceilings.bytes_per_us / 1e3, 1),
+        "matrix_tflop_per_s": round(ceilings.operations_per_us / 1e6, 1),
+        "shapes": FULL._asdict(),
+        "results": rows,
+        "goals": goals,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write the JSON.
+
+    Raises:
+        SystemExit: status 2 without a GPU.
+    """
+    parser = argparse.ArgumentParser(prog="draftgate bench kernels", description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--allow-busy", action="store_true")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("draftgate: there is no GPU here, and kernels run on nothing else", file=sys.stderr)
+        raise SystemExit(NO_GPU)
+    result = measure(allow_busy=args.allow_busy)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

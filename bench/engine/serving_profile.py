@@ -1,0 +1,116 @@
+"""A `profile/1` of the shipped model as it is served: steps with what a worker does around them.
+
+    python -m bench.engine.serving_profile --json FILE
+
+What a worker measures at its start is the device's part of a step. Between two steps it also
+plans, accounts for tokens and makes text; `draftgate bench simulator`, which predicts whole
+requests, needs that, too. Batches are decoded by the bare worker, and what their steps took beyond
+the device's part is laid on the table as a constant and a term for each sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, cast
+
+from bench.engine.engine.profile import without_pairs
+from bench.engine.prompts import held_out_prompts
+from bench.engine.record import provenance
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.drive import drive
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.engine.runner import Runner
+from draftgate.backends.engine.warmup import measure_step_cost
+from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
+
+BATCHES: Final = (1, 2, 4, 8, 16)
+NEW_TOKENS: Final = 64
+PROMPT_TOKENS: Final = 64
+MOST_TOKENS: Final = 4096
+"""Of the sequence whose steps are timed."""
+
+PLAIN: Final = SpeculationPlan("bench", SpeculationMode.OFF, None, 0, "a benchmark")
+
+
+def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]]:
+    """Return by batch the median seconds that a decode takes beyond what the device does."""
+    prompts = held_out_prompts(
+        engine.worker.tokenizer, max(BATCHES), least=PROMPT_TOKENS, most=PROMPT_TOKENS
+    )
+    found = []
+    for batch in BATCHES:
+        for index, prompt in enumerate(prompts[:batch]):
+            sampling = SamplingParams(NEW_TOKENS, index, 0.8, ignore_eos=True)
+            engine.worker.submit(
+                GenerationRequest(f"{batch}-{index}", compact(prompt), sampling, PLAIN)
+            )
+        began, plans = [time.perf_counter()], []
+        for step in drive(engine.worker, engine.executor):
+            began.append(time.perf_counter())
+            plans.append(step.plan)
+        beyond = [
+            after - before - cost.seconds(batch, plan.kv_tokens, batch)
+            for (before, after), plan in zip(pairwise(began), plans, strict=True)
+            if plan.num_tokens == len(plan.work) == batch  # decodes only
+        ]
+        found.append((batch, median(beyond)))
+    return found
+
+
+def line_through(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Return constant and slope of the line of least squares, neither below 0."""
+    xs, ys = zip(*points, strict=True)
+    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((each - x) ** 2 for each in xs)
+    slope = max(0.0, sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / spread)
+    return max(0.0, y - slope * x), slope
+
+
+def measure() -> dict[str, Any]:
+    """Return the profile of the shipped model on this machine."""
+    facts = provenance()
+    engine = load_engine(WorkerConfig(speculation="off"))
+    runner = cast(Runner, engine.executor)
+    cost = measure_step_cost(runner, MOST_TOKENS, max(BATCHES))
+    constant_s, sequence_s = line_through(served_steps(engine, cost))
+    config = read_model_config(SHIPPED_MODEL)
+    source = (
+        f"measured: {facts['command']}, commit {facts['commit']}, {facts['date']}, torch "
+        f"{facts['torch']}, {facts['threads']} threads; {constant_s * 1e6:.0f} us a step and "
+        f"{sequence_s * 1e6:.1f} us a sequence of it are the worker's own"
+    )
+    return {
+        "device": facts["device"],
+        "model": SHIPPED_MODEL_ID,
+        "dtype": "float32",
+        "source": source + (", machine disturbed" if facts["disturbed"] else ""),
+        "token_buckets": cost.token_buckets,
+        "step_s": [round(step_s + constant_s, 7) for step_s in without_pairs(cost)],
+        "kv_token_s": cost.kv_token_s,
+        "sequence_s": cost.sequence_s + sequence_s,
+        "prefill_attention_s": cost.pair_s,
+        "kv_token_bytes": config.kv_bytes_per_token(4),
+    }
+
+
+def main() -> None:
+    """Measure, and write the profile."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    path = parser.parse_args().json
+    path.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Does speculation pay? Decode tokens per second under several policies, interleaved in one run.
+
+    python -m bench.engine.speculation --json bench/results/NAME.json
+
+Prompts are held-out code. Outputs of a small model may fall into a loop, which n-grams predict
+perfectly, so each setting is measured twice: on whole outputs of 128 tokens, and on outputs cut
+where their loop begins. Each policy has an engine of its own, with what that has learned; each
+round runs all of them on the same prompts, in an order that turns; the ratio of a round to that of
+the first policy is what counts.
+
+On a machine that others use, seconds of the one thread that computes (`cpu`) tell more than those
+of the clock. Engines of one process differ by some percent, as their weights lie elsewhere in
+memory: with `--one-engine` requests without speculation run on that of the policy that follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.engine.prompts import held_out_prompts
+from bench.engine.record import provenance
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.core.drive import drive
+from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import RequestView
+
+POLICIES = ("off", "fixed:2", "fixed:4", "fixed:8", "smartspec", "auto")
+BATCHES = (1, 8, 32)
+TEMPERATURES = (0.0, 0.8)
+PROMPT_TOKENS = (40, 240)
+NEW_TOKENS = 128
+GRAM = 8
+LEAST_TOKENS = 24
+AT_BATCH_1 = 24
+KV_BYTES = 96 << 20
+"""Memory of each engine: so little that a round touches all of it. On a virtual machine the first
+touch of a page takes so long that it would be most of what is measured."""
+
+
+@dataclass
+class Decoding:
+    """Sums over the pure decode steps of a run."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, how it is sampled, and how many tokens are generated for it."""
+
+    token_ids: tuple[int, ...]
+    seed: int
+    max_tokens: int = NEW_TOKENS
+
+
+def loop_start(tokens: Sequence[int]) -> int:
+    """Return where the output begins to loop: the number of tokens before; all if it never does.
+
+    A loop begins with the first 8-gram that stood before, if over half of those behind it did too.
+    """
+    grams = [tuple(tokens[i : i + GRAM]) for i in range(len(tokens) - GRAM + 1)]
+    seen: set[tuple[int, ...]] = set()
+    repeated = []
+    for gram in grams:
+        repeated.append(gram in seen)
+        seen.add(gram)
+    for start, again in enumerate(repeated):
+        behind = repeated[start:]
+        if again and sum(behind) > len(behind) / 2:
+            return start
+    return len(tokens)
+
+
+def decode(
+    engine: LoadedEngine, prompts: Sequence[Prompt], policy: str, temperature: float
+) -> tuple[Decoding, dict[str, list[int]]]:
+    """Run the prompts as one batch; count the steps in which all of it decodes, planning included.
+
+    When some have ended, what is left is a smaller batch: a server would fill it up.
+    """
+    for index, prompt in enumerate(prompts):
+        engine.worker.submit(_request(engine, index, prompt, policy, temperature))
+    sums, outputs = Decoding(), {str(index): list[int]() for index in range(len(prompts))}
+    started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+    for step in drive(engine.worker, engine.executor, time.monotonic):
+        ended_s, ended_cpu_s = time.perf_counter(), time.thread_time()
+        decoding = sum(work.start >= work.sequence.prompt_tokens for work in step.plan.work)
+        if decoding == len(prompts):
+            sums.seconds += ended_s - started_s
+            sums.cpu_s += ended_cpu_s - started_cpu_s
+            sums.steps += 1
+            sums.tokens += sum(len(delta.token_ids) for _, delta in step.deltas)
+            sums.drafted += sum(work.num_drafts for work in step.plan.work)
+            sums.accepted += sum(len(emitted) - 1 for emitted in step.result.emitted)
+        for request_id, delta in step.deltas:
+            outputs[request_id].extend(delta.token_ids)
+        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
+    return sums, outputs
+
+
+def _request(
+    engine: LoadedEngine, index: int, prompt: Prompt, policy: str, temperature: float
+) -> GenerationRequest:
+    most = prompt.max_tokens
+    sampling = SamplingParams(most, prompt.seed, temperature, ignore_eos=True)
+    view = RequestView(len(prompt.token_ids), most, temperature)
+    plan = speculation_policy(policy).decide(view, engine.worker.load())
+    return GenerationRequest(str(index), compact(prompt.token_ids), sampling, plan)
+
+
+def compare(
+    engines: Mapping[str, LoadedEngine],
+    prompts: Sequence[Prompt],
+    batch: int,
+    temperature: float,
+    rounds: int,
+) -> dict[str, Any] | None:
+    """Run all policies over all prompts in batches, `rounds` times, interleaved.
+
+    One batch before does not count: it finds memory and caches cold.
+
+    Returns:
+        None where no batch ever decoded as a whole.
+    """
+    batches = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    policies = list(engines)
+    for policy in policies:
+        decode(engines[policy], batches[-1], policy, temperature)
+    totals = {policy: Decoding() for policy in policies}
+    ratios: dict[str, list[float]] = {policy: [] for policy in policies[1:]}
+    cpu_ratios: dict[str, list[float]] = {policy: [] for policy in policies[1:]}
+    for turn in range(rounds):
+        for number, group in enumerate(batches):
+            first = (turn + number) % len(policies)
+            runs = {
+                policy: decode(engines[policy], group, policy, temperature)[0]
+                for policy in policies[first:] + policies[:first]
+            }
+            if not all(run.steps for run in runs.values()):
+                continue  # somebody had ended before the last one began to decode
+            for policy, run in runs.items():
+                _add(totals[policy], run)
+            for policy, so_far in ratios.items():
+                so_far.append(_rate(runs[policy]) / _rate(runs[policies[0]]))
+                cpu_ratios[policy].append(_cpu_rate(runs[policy]) / _cpu_rate(runs[policies[0]]))
+    if not ratios[policies[-1]]:
+        return None
+    return {
+        "batches": len(batches),
+        "rounds": rounds,
+        "policies": {
+            policy: _figures(sums, batch, ratios.get(policy, [1.0]), cpu_ratios.get(policy, [1.0]))
+            for policy, sums in totals.items()
+        },
+    }
+
+
+def _figures(
+    sums: Decoding, batch: int, ratios: Sequence[float], cpu_ratios: Sequence[float]
+) -> dict[str, Any]:
+    return {
+        "tokens_per_s": round(_rate(sums), 1),
+        "tokens_per_cpu_s": round(_cpu_rate(sums), 1),
+        "cpu_speedup_median_of_runs": round(median(cpu_ratios), 3),
+        "speedup_median_of_runs": round(median(ratios), 3),
+        "speedup_of_runs": [round(ratio, 3) for ratio in ratios],
+        "tokens_per_step_and_sequence": round(sums.tokens / sums.steps / batch, 3),
+        "drafted": sums.drafted,
+        "accepted": sums.accepted,
+    }
+
+
+def _rate(sums: Decoding) -> float:
+    return sums.tokens / sums.seconds
+
+
+def _cpu_rate(sums: Decoding) -> float:
+    return sums.tokens / sums.cpu_s
+
+
+def _add(total: Decoding, part: Decoding) -> None:
+    total.tokens += part.tokens
+    total.seconds += part.seconds
+    total.cpu_s += part.cpu_s
+    total.steps += part.steps
+    total.drafted += part.drafted
+    total.accepted += part.accepted
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the whole measurement. The first policy is what others are compared with."""
+    facts = provenance()
+    policies, proposer = args.policies, args.proposer
+    engines = _engines(args)
+    engine = engines[policies[0]]
+    least, most = args.prompt_tokens
+    ids = held_out_prompts(engine.worker.tokenizer, args.prompts, least=least, most=most)
+    prompts = [Prompt(token_ids, seed) for seed, token_ids in enumerate(ids)]
+    for policy in policies:  # finds memory cold, and teaches what drafts are worth
+        decode(engines[policy], prompts[: max(args.batches)], policy, 0.0)
+    results = []
+    for temperature in args.temperatures:
+        groups = {"whole": prompts, "before_loops": _before_loops(engine, prompts, temperature)}
+        for batch in args.batches:
+            for name, group in groups.items():
+                if len(group) < batch:
+                    continue
+                # Sorted groups are thinned out evenly.
+                some = group[:: max(1, len(group) // AT_BATCH_1)] if batch == 1 else group
+                row = compare(engines, some, batch, temperature, args.rounds)
+                if row is None:
+                    continue
+                head = {"temperature": temperature, "batch": batch, "outputs": name}
+                cut = sum(prompt.max_tokens < NEW_TOKENS for prompt in some)
+                results.append({**head, "prompts": len(some), "cut": cut, **row})
+                ratios = {p: told["speedup_median_of_runs"] for p, told in row["policies"].items()}
+                cpu = {p: told["tokens_per_cpu_s"] for p, told in row["policies"].items()}
+                print(head, ratios, "tokens per CPU second", cpu, flush=True)
+    facts |= {"numerics_class": engine.served.card.numerics_class, "proposer": proposer}
+    return {**facts, "results": results}
+
+
+def _engines(args: argparse.Namespace) -> dict[str, LoadedEngine]:
+    """Return the engine of each policy."""
+    chosen = str(args.model) if args.model else None
+    engines: dict[str, LoadedEngine] = {}
+    for policy in reversed(args.policies):
+        if args.one_engine and policy == "off":
+            engines[policy] = engines[next(reversed(engines))]
+            continue
+        config = WorkerConfig(
+            chosen, speculation=policy, proposer=args.proposer, kv_bytes=args.kv_bytes
+        )
+        engines[policy] = load_engine(config)
+    return {policy: engines[policy] for policy in args.policies}
+
+
+def _before_loops(
+    engine: LoadedEngine, prompts: Sequence[Prompt], temperature: float
+) -> list[Prompt]:
+    """Return the prompts whose outputs go on for a while before a loop, to be cut there.
+
+    Sorted by length, so that the sequences of a batch end at about the same time.
+    """
+    _, outputs = decode(engine, prompts, "off", temperature)
+    starts = [loop_start(outputs[str(index)]) for index in range(len(prompts))]
+    cut = [
+        replace(prompt, max_tokens=start)
+        for prompt, start in zip(prompts, starts, strict=True)
+        if start >= LEAST_TOKENS
+    ]
+    return sorted(cut, key=lambda prompt: prompt.max_tokens)
+
+
+def main() -> None:
+    """Measure and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--proposer", help="the only proposer (default: all there are)")
+    parser.add_argument("--policies", default=POLICIES, type=lambda text: text.split(","))
+    parser.add_argument("--one-engine", action="store_true", help="for off and what follows it")
+    parser.add_argument("--batches", default=BATCHES, nargs="+", type=int)
+    parser.add_argument("--temperatures", default=TEMPERATURES, nargs="+", type=float)
+    parser.add_argument("--prompt-tokens", default=PROMPT_TOKENS, nargs=2, type=int)
+    parser.add_argument("--kv-bytes", default=KV_BYTES, type=int, help="of each engine")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    result = measure(args)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Gateways that place requests by loads that are old: no queue, no network, only what they know.
+
+A worker is its backlog of tokens, worked off at a constant rate. Each gateway has a routing policy
+of its own and sees every worker as it was a while ago, and what it has itself sent since. With
+leases the workers that its policy offers go to a ledger which all gateways share and which is
+always fresh; the least score with what is leased there takes the request, as a state store does it
+in one round trip (`policies.routing.choosing.settled`). What gateways see before they ask is a
+snapshot of the store, with the leases behind the reports as they were then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import fmean
+from typing import Final, NamedTuple
+
+from draftgate.policies.protocols import RoutingPolicy
+from draftgate.policies.registry import routing_policy
+from draftgate.policies.room import Occupancy
+from draftgate.policies.routing import Candidate, Candidates, RouteView
+from draftgate.policies.routing.choosing import settled
+from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
+
+MEMORY_TOKENS: Final = 1 << 30
+"""Of a worker: more than it ever has to do."""
+
+SNAPSHOT_S: Final = 0.1
+"""The age of a gateway's snapshot of the store: it is not read for each request."""
+
+GOLDEN: Final = 0.618
+"""Multiples of it fall evenly between whole numbers: where workers' heartbeats lie."""
+
+MEDIAN_TOKENS, SIGMA = 300.0, 1.0
+"""Of the requests' lengths, lognormal: a mean of 495, a standard deviation of 1.3 times that."""
+
+
+class Arrival(NamedTuple):
+    """A request, and the gateway that it comes to."""
+
+    at_s: float
+    gateway: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """Requests that come in bursts, by turns with silence.
+
+    Attributes:
+        bursts: how many.
+        every_s, length_s: from one's begin to the next one's, and to its own end.
+        requests: of each, at uniformly random instants and gateways.
+        utilisation: of all workers over a whole period.
+    """
+
+    bursts: int = 10
+    every_s: float = 5.0
+    length_s: float = 2.0
+    requests: int = 1600
+    utilisation: float = 0.7
+    gateways: int = 16
+    workers: int = 16
+
+    @property
+    def ends_s(self) -> list[float]:
+        """When each burst ends."""
+        return [number * self.every_s + self.length_s for number in range(self.bursts)]
+
+    def arrivals(self, seed: int) -> list[Arrival]:
+        """Return the requests in order, the same for a seed."""
+        drawn = Random(f"herd/{seed}")
+        found = [
+            Arrival(
+                number * self.every_s + drawn.random() * self.length_s,
+                drawn.randrange(self.gateways),
+                max(round(MEDIAN_TOKENS * drawn.lognormvariate(0.0, SIGMA)), 1),
+            )
+            for number in range(self.bursts)
+            for _ in range(self.requests)
+        ]
+        return sorted(found)
+
+    def tokens_per_s(self, arrivals: Sequence[Arrival]) -> float:
+        """Return the rate of a worker with which they take the share `utilisation` of all."""
+        tokens = sum(one.tokens for one in arrivals)
+        return tokens / (self.workers * self.bursts * self.every_s * self.utilisation)
+
+
+@dataclass(slots=True)
+class Backlog:
+    """What a worker has to do, at any instant up to the last arrival."""
+
+    tokens_per_s: float
+    at_s: list[float] = field(default_factory=lambda: [0.0])
+    tokens: list[float] = field(default_factory=lambda: [0.0])  # with what came then
+    came: list[int] = field(default_factory=lambda: [0])  # since the beginning
+
+    def add(self, now_s: float, tokens: int) -> None:
+        """Note that a request is placed here."""
+        self.tokens.append(self.at(now_s) + tokens)
+        self.came.append(self.came[-1] + tokens)
+        self.at_s.append(now_s)
+
+    def at(self, at_s: float) -> float:
+        """Return the tokens that were to be worked off at an instant."""
+        place = bisect_right(self.at_s, at_s) - 1
+        if place < 0:
+            return 0.0
+        return max(self.tokens[place] - (at_s - self.at_s[place]) * self.tokens_per_s, 0.0)
+
+    def came_until(self, at_s: float) -> int:
+        """Return the tokens that had come by an instant."""
+        return self.came[max(bisect_right(self.at_s, at_s) - 1, 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ages:
+    """How old the loads are that gateways see.
+
+    Attributes:
+        mean_s: of all workers' at any instant.
+        staggered: each worker reports at its own instants, so its age goes from 0 to twice the mean
+            and back, as with heartbeats; else the ages of all are always the mean.
+    """
+
+    mean_s: float
+    staggered: bool = False
+
+    def at(self, now_s: float, number: int) -> float:
+        """Return the age of a worker's load, by the worker's number."""
+        if not self.staggered:
+            return self.mean_s
+        every_s = 2.0 * self.mean_s
+        return (now_s + number * GOLDEN * every_s) % every_s
+
+
+class Gateway:
+    """One of several: it knows its own sends, and the workers as they were a while ago."""
+
+    def __init__(self, policy: RoutingPolicy, rivals: int, seed: str) -> None:
+        """Begin with nothing sent; `rivals` is how many others it thinks of."""
+        self._policy = policy
+        self._rivals = rivals
+        self._draw = Random(seed).random
+        self._sent: dict[str, list[tuple[float, int]]] = {}
+
+    def place(
+        self, arrival: Arrival, workers: dict[str, Backlog], ages: Ages, *, leased: bool
+    ) -> str:
+        """Place a request, and return the worker's id."""
+        now_s, tokens = arrival.at_s, arrival.tokens
+        request = RouteView(RequestView(tokens, 1, 0.0), tokens, 0.0)
+        age_s = {name: ages.at(now_s, number) for number, name in enumerate(workers)}
+        seen = {
+            name: self._candidate(name, backlog, now_s, age_s[name], leased=leased)
+            for name, backlog in workers.items()
+        }
+        candidates = Candidates(tuple(seen.values()), 0 if leased else self._rivals)
+        route = self._policy.route(request, candidates, self._draw)
+        chosen = route.worker_id
+        if leased:
+            behind = {
+                name: backlog.came_until(now_s) - backlog.came_until(now_s - age_s[name])
+                for name, backlog in workers.items()
+            }
+            chosen = settled(route.offers, behind).worker_id
+        self._policy.placed(request, seen[chosen])
+        self._sent.setdefault(chosen, []).append((now_s, tokens))
+        return chosen
+
+    def _candidate(
+        self, name: str, backlog: Backlog, now_s: float, age_s: float, *, leased: bool
+    ) -> Candidate:
+        """Return what it knows of a worker: with leases all gateways' at the last snapshot."""
+        tokens = round(backlog.at(now_s - age_s))
+        if leased:
+            read_s = now_s - min(SNAPSHOT_S, age_s)
+            unreported = backlog.came_until(read_s) - backlog.came_until(now_s - age_s)
+        else:
+            unreported = self._unreported(name, now_s - age_s)
+        load = WorkerLoad(
+            *(int(tokens > 0), 0, MEMORY_TOKENS - tokens, MEMORY_TOKENS, 0.0, 0.0, ()),
+            prompt_tokens=tokens,
+            kv_block_tokens=1,
+            speed=WorkerSpeed(step_s=1e-3, step_token_s=1.0 / backlog.tokens_per_s),
+        )
+        return Candidate(name, Occupancy(load), leased_tokens=unreported, age_s=age_s, own=False)
+
+    def _unreported(self, name: str, since_s: float) -> int:
+        """Return the tokens that it has sent to a worker since an instant."""
+        sent = self._sent.get(name, [])
+        while sent and sent[0][0] <= since_s:
+            del sent[0]
+        return sum(tokens for _, tokens in sent)
+
+
+class Imbalance(NamedTuple):
+    """How unequal workers are at the end of a burst, max / mean, and what that costs.
+
+    Attributes:
+        backlog: of what each has to work off then.
+        placed: of what the burst brought to each.
+        wait_s: mean seconds of work that the burst's requests found before them.
+    """
+
+    backlog: float
+    placed: float
+    wait_s: float
+
+
+def imbalances(
+    bursts: Bursts, policy: str, ages: Ages, seed: int, *, leased: bool
+) -> Iterator[Imbalance]:
+    """Yield how unequal the workers are at the end of each burst.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    arrivals = bursts.arrivals(seed)
+    rate = bursts.tokens_per_s(arrivals)
+    workers = {f"w-{number:02}": Backlog(rate) for number in range(bursts.workers)}
+    gateways = [
+        Gateway(routing_policy(policy), bursts.gateways - 1, f"gateway/{seed}/{number}")
+        for number in range(bursts.gateways)
+    ]
+    waits_s = []
+    for one in arrivals:
+        chosen = workers[gateways[one.gateway].place(one, workers, ages, leased=leased)]
+        waits_s.append(chosen.at(one.at_s) / rate)
+        chosen.add(one.at_s, one.tokens)
+    for number, end_s in enumerate(bursts.ends_s):
+        begin_s = end_s - bursts.length_s
+        placed = [w.came_until(end_s) - w.came_until(begin_s) for w in workers.values()]
+        first = number * bursts.requests
+        yield Imbalance(
+            _unequal([w.at(end_s) for w in workers.values()]),
+            _unequal(placed),
+            fmean(waits_s[first : first + bursts.requests]),
+        )
+
+
+def _unequal(tokens: Sequence[float]) -> float:
+    """Return max / mean; 1 where there is nothing."""
+    mean = sum(tokens) / len(tokens)
+    return max(tokens) / mean if mean else 1.0

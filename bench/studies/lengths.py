@@ -1,0 +1,69 @@
+"""Requests with the lengths of a trace, at Poisson instants: the same ones at every rate.
+
+Rows and unit gaps are drawn once for a seed; a rate only scales the gaps. So all rates and policies
+meet the same requests in the same order (common random numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from random import Random
+
+from draftgate.backends.token_ids import compact
+from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.dispatch.job import Job
+from draftgate.loadgen.planning.arrivals import parse_arrival
+from draftgate.loadgen.planning.traces import TraceRow
+from draftgate.loadgen.types import Planned, Question, Slo
+
+INDEX_BYTES = 4
+"""Ids that tell prompts apart: no two begin alike, so none finds another's prefix in a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Requests, but for their rate.
+
+    Attributes:
+        rows: their lengths, in order.
+        seed: of instants and texts.
+    """
+
+    rows: tuple[TraceRow, ...]
+    seed: int
+
+    @classmethod
+    def of(cls, rows: Sequence[TraceRow], requests: int, seed: int) -> Drawn:
+        """Draw so many of a trace's rows, in random order; with repetition only beyond its end.
+
+        Raises:
+            ValueError: the trace has no rows.
+        """
+        if not rows:
+            raise ValueError("the trace has no requests")
+        random, drawn = Random(seed), list[TraceRow]()
+        while len(drawn) < requests:
+            drawn += random.sample(rows, min(len(rows), requests - len(drawn)))
+        return cls(tuple(drawn), seed)
+
+    def planned(self, rate_rps: float, slo: Slo) -> list[Planned]:
+        """Return the requests at a mean rate, with a promise."""
+        instants = parse_arrival("poisson").instants(1.0, self.seed)
+        return [
+            Planned(
+                index,
+                unit / rate_rps,
+                Question("", (), max(row.output_tokens, 1), self.seed + index, "trace", slo=slo),
+            )
+            for index, (row, unit) in enumerate(
+                zip(self.rows, islice(instants, len(self.rows)), strict=True)
+            )
+        ]
+
+    def job(self, planned: Planned) -> Job:
+        """Return the job of a planned request, with a prompt as long as its row says."""
+        tokens = max(self.rows[planned.index].prompt_tokens, INDEX_BYTES)
+        ids = planned.index.to_bytes(INDEX_BYTES, "big") + bytes(tokens - INDEX_BYTES)
+        return replace(job_of(planned), prompts=(compact(ids),))

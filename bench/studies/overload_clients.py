@@ -1,0 +1,137 @@
+"""Clients of an overload: they come, and come back when told to, until they are let in."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final
+
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.backend import SimBackend
+from draftgate.backends.sim.clock import run_virtual
+from draftgate.backends.sim.simulated import World
+from draftgate.gateway.assembly import WaitingRules
+from draftgate.gateway.cli.simulate.cluster import Cluster, started
+from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.dispatch.admission import Bounds
+from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import TooMany
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.types import Planned
+from draftgate.policies.types import ServiceLevel
+
+OVERLOAD_S: Final = 60.0
+
+PATIENCE: Final = 40
+"""Attempts after which a client gives up."""
+
+
+@dataclass(slots=True)
+class Client:
+    """One client, and what became of it. Times are virtual seconds.
+
+    Attributes:
+        told: of each refusal, when, and after how many seconds to come back.
+        came: of each return, when, and whether it was let in.
+        first_s, end_s: of the attempt that was let in; None where it ended in an error.
+    """
+
+    planned: Planned
+    arrived_s: float
+    told: list[tuple[float, float]] = field(default_factory=list)
+    came: list[tuple[float, bool]] = field(default_factory=list)
+    admitted_s: float | None = None
+    scheduled_s: float | None = None
+    first_s: float | None = None
+    end_s: float | None = None
+    tokens: int = 0
+
+    def met(self, service: ServiceLevel) -> bool:
+        """Return whether it was answered in time."""
+        if self.admitted_s is None or self.first_s is None or self.end_s is None:
+            return False
+        gaps = self.tokens - 1
+        tpot_s = (self.end_s - self.first_s) / gaps if gaps > 0 else 0.0
+        in_time = service.ttft_s is None or self.first_s - self.admitted_s <= service.ttft_s
+        return in_time and (service.tpot_s is None or tpot_s <= service.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Overload:
+    """What is simulated.
+
+    Attributes:
+        services: of the requests, by class; each gets one in turn.
+        seconds: how long requests come.
+    """
+
+    config: WorkerConfig
+    services: tuple[ServiceLevel, ...]
+    workload: str = "chat"
+    seed: int = 0
+    workers: int = 1
+    admission: str = "deadline"
+    seconds: float = OVERLOAD_S
+
+    def service(self, index: int) -> ServiceLevel:
+        """Return the service level of a request."""
+        return self.services[index % len(self.services)]
+
+    def run(self, rate_rps: float) -> list[Client]:
+        """Return the clients of a minute at a rate, in order of arrival, when all have ended."""
+        load = Load(
+            workload=self.workload, rate_rps=rate_rps, duration_s=self.seconds, seed=self.seed
+        )
+        plan = make_plan(load, max_model_len=self.config.max_model_len, lazily=True)
+        return run_virtual(self._run(list(plan.requests)))
+
+    async def _run(self, planned: Sequence[Planned]) -> list[Client]:
+        world = World(self.seed)
+        factory = partial(SimBackend, build=world.parts)
+        rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))
+        configs = Cluster(self.config, self.workers, world).configs
+        async with started(factory, configs, rules) as dispatcher:
+            clients = [Client(one, one.at_s or 0.0) for one in planned]
+            await asyncio.gather(*(self._live(dispatcher, one, world) for one in clients))
+        return clients
+
+    async def _live(self, dispatcher: Dispatcher, client: Client, world: World) -> None:
+        """Come, and come back when told to, until let in."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(client.arrived_s - loop.time())
+        index = client.planned.index
+        job = replace(job_of(client.planned), service=self.service(index), fingerprint=index + 1)
+        while len(client.told) < PATIENCE:
+            now_s = loop.time()
+            try:
+                await self._ask(dispatcher, client, job, world)
+            except TooMany as refusal:
+                if client.told:
+                    client.came.append((now_s, False))
+                retry_s = refusal.retry_after_s or 1.0
+                client.told.append((now_s, retry_s))
+                await asyncio.sleep(retry_s)
+            else:
+                return
+
+    async def _ask(self, dispatcher: Dispatcher, client: Client, job: Job, world: World) -> None:
+        """Send the request once, and wait for its end if it is let in.
+
+        Raises:
+            TooMany: it is not.
+        """
+        now_s = asyncio.get_running_loop().time()
+        with dispatcher.counted():
+            async with dispatcher.run(job) as run:
+                if client.told:
+                    client.came.append((now_s, True))
+                client.admitted_s = now_s
+                async for _ in run.deltas:
+                    pass
+                came = world.ledger.take(run.requests[0].request_id)
+        client.scheduled_s, client.first_s = came.scheduled_s, came.at_s[0]
+        client.end_s, client.tokens = came.at_s[-1], sum(came.tokens)

@@ -1,0 +1,171 @@
+"""How well the simulator predicts the engine: the same requests through both, on this machine.
+
+    draftgate bench simulator --rate 2 --requests 60 --json OUT
+
+Measures the profile of the shipped model as a worker runs it, sends an open loop of requests to the
+real engine through the production dispatcher, measures the profile again, then simulates exactly
+that: the same arrivals, token ids and lengths, on a device that does just what a profile says, once
+with each; their mean is the prediction, and how far they are apart tells how quiet the machine was.
+With a policy other than `off` the simulator replays recorded acceptance, not this run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.provenance import command_line
+from draftgate.backends.registry import backend_factory
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.simulated import World
+from draftgate.backends.token_ids import compact
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.gateway.cli.environment import collect_environment
+from draftgate.gateway.cli.simulate.cluster import Cluster, send, simulate, started
+from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.dispatch.job import Job
+from draftgate.loadgen.measuring.figures import FIGURE, distribution, values_of
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.types import Planned, Record
+from draftgate.loadgen.workloads import text_of
+
+MEASURED: Final = (("ttft_s", "mean"), ("ttft_s", "p90"), ("tpot_s", "mean"), ("tpot_s", "p90"))
+MAX_MODEL_LEN: Final = 2048
+KV_BYTES: Final = 256 << 20
+"""Room for 21 such sequences: more than a small load has at once."""
+
+PROFILER: Final = "bench.engine.serving_profile"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, predict, compare."""
+    parser = argparse.ArgumentParser(prog="draftgate bench simulator", description=__doc__)
+    parser.add_argument("--workload", default="chat")
+    parser.add_argument("--rate", type=float, default=2.0)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--speculation", default="off")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    load = Load(
+        workload=args.workload,
+        rate_rps=args.rate,
+        requests=args.requests,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
+    result = {"command": _command(arguments), **predict(load, args.speculation)}
+    for row in result["results"]:
+        print(row)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def predict(load: Load, speculation: str) -> dict[str, Any]:
+    """Return what was measured, what was predicted, and the errors.
+
+    Raises:
+        ImportError: the engine is not installed.
+        RuntimeError: the profile could not be measured.
+    """
+    planned = list(make_plan(load, max_model_len=MAX_MODEL_LEN).requests)
+    to_job = _encoded(Tokenizer(SHIPPED_MODEL))
+    config = WorkerConfig(
+        speculation=speculation, proposer="ngram", max_model_len=MAX_MODEL_LEN, kv_bytes=KV_BYTES
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        profiles = [Path(directory) / name for name in ("before.json", "after.json")]
+        _measure_profile(profiles[0])
+        real = asyncio.run(_engine_run(config, planned, to_job))
+        _measure_profile(profiles[1])
+        predicted = [
+            _simulated(replace(config, profile=str(path)), load.seed, planned, to_job)
+            for path in profiles
+        ]
+        sources = [load_profile(str(path)).source for path in profiles]
+    return {
+        "environment": collect_environment(),
+        "profiles": [source.replace(directory, "TEMPORARY") for source in sources],
+        "requests": len(planned),
+        "rate_rps": load.rate_rps,
+        "speculation": speculation,
+        "results": compared(real, predicted),
+    }
+
+
+def compared(real: list[Record], predicted: list[list[Record]]) -> list[dict[str, Any]]:
+    """Return figure by figure what was measured and predicted, and the relative error.
+
+    Args:
+        predicted: by profile; `apart` is how much the largest prediction exceeds the least.
+    """
+    rows = []
+    for key, value in MEASURED:
+        measured, *guesses = (_figure(key, value, records) for records in (real, *predicted))
+        guess = sum(guesses) / len(guesses)
+        row = {"figure": f"{key}.{value}", "engine": measured, "simulator": guess}
+        apart = max(guesses) / min(guesses) - 1
+        rows.append({**row, "error": round(guess / measured - 1, 4), "apart": round(apart, 4)})
+    return rows
+
+
+def _figure(key: str, value: str, records: list[Record]) -> float:
+    found = distribution(values_of(FIGURE[key], records))
+    if found is None:
+        raise ValueError(f"there is no {key} to compare")
+    return found.as_dict()[value]
+
+
+def _simulated(
+    config: WorkerConfig, seed: int, planned: list[Planned], to_job: Callable[[Planned], Job]
+) -> list[Record]:
+    world = World(seed, belief_error=0.0, roofline=False)
+    return simulate(Cluster(config, 1, world), planned, to_job=to_job)
+
+
+def _command(arguments: Sequence[str] | None) -> str:
+    given = sys.argv[1:] if arguments is None else arguments
+    return command_line("draftgate bench simulator", given)
+
+
+def _encoded(tokenizer: Tokenizer) -> Callable[[Planned], Job]:
+    """Return what makes jobs with a tokenizer's ids, for both runs the same."""
+
+    def to_job(planned: Planned) -> Job:
+        ids = compact(tokenizer.encode(text_of(planned.question)))
+        room = MAX_MODEL_LEN - planned.question.max_tokens
+        return replace(job_of(planned), prompts=(ids[-room:],))
+
+    return to_job
+
+
+def _measure_profile(path: Path) -> None:
+    # A process of its own: the engine's thread must find torch as a server finds it.
+    command = [sys.executable, "-m", PROFILER, "--json", str(path)]
+    done = subprocess.run(command, check=False)  # noqa: S603 - our own module
+    if done.returncode:
+        raise RuntimeError(f"the profile could not be measured: {' '.join(command)}")
+
+
+async def _engine_run(
+    config: WorkerConfig, planned: list[Planned], to_job: Callable[[Planned], Job]
+) -> list[Record]:
+    jobs = {one.index: to_job(one) for one in planned}  # encoding takes the engine's time
+    factory = backend_factory("engine")
+    async with started(factory, [config]) as dispatcher:
+        return await send(dispatcher, planned, lambda one: jobs[one.index])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Requests of a trace as they came: in order, at its instants at another rate, prefixes and all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from draftgate.backends.token_ids import compact
+from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.dispatch.job import Job
+from draftgate.loadgen.planning.traces import TraceRow, at_rate
+from draftgate.loadgen.types import Planned, Question, Slo
+
+NAME_BYTES = 4
+"""Of a block's name, of which its ids are made: each id is a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The first rows of a trace that fit a model's context.
+
+    Attributes:
+        rows: in order of arrival.
+    """
+
+    rows: tuple[TraceRow, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[TraceRow], requests: int, most_tokens: int) -> Recorded:
+        """Take the first so many rows whose prompt and output are within the bound.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        fitting = [row for row in rows if row.prompt_tokens + row.output_tokens <= most_tokens]
+        if len(fitting) < requests:
+            raise ValueError(f"the trace has {len(fitting)} such requests, not {requests}")
+        return cls(tuple(fitting[:requests]))
+
+    def cut(self, first: int, requests: int) -> Recorded:
+        """Return so many rows from one on; the first comes at once."""
+        rows = self.rows[first : first + requests]
+        return Recorded(tuple(replace(row, at_s=row.at_s - rows[0].at_s) for row in rows))
+
+    def planned(self, rate_rps: float, slo: Slo, seed: int) -> list[Planned]:
+        """Return the requests at a mean rate; `seed` is that of the first one's text."""
+        return [
+            Planned(
+                index,
+                row.at_s,
+                Question("", (), max(row.output_tokens, 1), seed + index, "trace", slo=slo),
+            )
+            for index, row in enumerate(at_rate(self.rows, rate_rps))
+        ]
+
+    def job(self, planned: Planned) -> Job:
+        """Return the job of a planned request: prompts agree where the trace's prompts do."""
+        return replace(job_of(planned), prompts=(compact(self._prompt(planned.index)),))
+
+    def _prompt(self, index: int) -> bytes:
+        """Return token ids: those of the blocks that the trace names, then its own."""
+        row = self.rows[index]
+        tokens = max(row.prompt_tokens, NAME_BYTES)
+        times = -(-row.block_tokens // NAME_BYTES)
+        blocks = [
+            (name.to_bytes(NAME_BYTES, "big") * times)[: row.block_tokens]
+            for name in row.prefix_ids
+        ]
+        shared = b"".join(blocks)[:tokens]
+        # Beyond the names of blocks, so that no one's own text is another one's block.
+        own = (index + (1 << 31)).to_bytes(NAME_BYTES, "big")
+        return shared + (own * (-(-tokens // NAME_BYTES)))[: tokens - len(shared)]

@@ -1,0 +1,48 @@
+"""`draftgate bench simulator`: what it compares, and that it runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.studies.prediction import compared
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.types import Arrived, Planned, Question, Record
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(index: int, ttft_s: float, tpot_s: float) -> Record:
+    planned = Planned(index, float(index), Question("", (), 11, 0))
+    first_s = index + ttft_s
+    chunks = [Arrived(first_s + n * tpot_s, 1, 0) for n in range(11)]
+    usage = {"completion_tokens": 11}
+    return Record(planned, index, index, chunks[-1].at_s, Verdict.OK, chunks=chunks, usage=usage)
+
+
+def test_errors_are_relative_to_the_engine() -> None:
+    """The mean of the predictions over what was measured, less one; and how far they are apart."""
+    real = [record(n, 0.1, 0.01) for n in range(9)]
+    predicted = [[record(n, ttft_s, 0.02) for n in range(9)] for ttft_s in (0.11, 0.13)]
+    rows = {row["figure"]: row for row in compared(real, predicted)}
+    assert set(rows) == {"ttft_s.mean", "ttft_s.p90", "tpot_s.mean", "tpot_s.p90"}
+    assert rows["ttft_s.mean"]["error"] == pytest.approx(0.2, abs=1e-4)
+    assert rows["ttft_s.p90"]["apart"] == pytest.approx(0.13 / 0.11 - 1, abs=1e-4)
+    assert rows["tpot_s.mean"]["error"] == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.long
+def test_the_benchmark_runs_on_this_machine(tmp_path) -> None:
+    """Engine and simulator serve the same few requests, and each figure is compared."""
+    out = tmp_path / "out.json"
+    flags = ["--requests", "6", "--rate", "4", "--max-tokens", "16", "--json", str(out)]
+    command = [sys.executable, "-m", "bench.studies.prediction", *flags]
+    subprocess.run(command, cwd=ROOT, check=True)
+    told = json.loads(out.read_text())
+    assert told["requests"] == 6
+    assert len(told["profiles"]) == 2
+    assert all(row["engine"] > 0 and row["simulator"] > 0 for row in told["results"])

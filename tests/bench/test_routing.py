@@ -1,0 +1,200 @@
+"""The studies of routing: herds of gateways, and recorded traffic over many workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.studies.herd_model import Ages, Backlog, Bursts, imbalances
+from bench.studies.recorded import Recorded
+from bench.studies.routing import CLUSTERS, POLICIES, Study
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.profile import load_profile, slowed
+from draftgate.gateway.cli import app
+from draftgate.loadgen.planning.traces import TraceRow
+from draftgate.loadgen.types import Slo
+
+SMALL = Bursts(bursts=2)
+
+
+def mean_backlog(policy: str, age_s: float, *, leased: bool = False) -> float:
+    """The mean max / mean of backlogs at the ends of a few bursts."""
+    return fmean(one.backlog for one in imbalances(SMALL, policy, Ages(age_s), 0, leased=leased))
+
+
+def test_a_backlog_is_worked_off_and_remembered() -> None:
+    """What there is to do at any past instant, and what had come by then."""
+    backlog = Backlog(100.0)
+    backlog.add(1.0, 300)
+    backlog.add(2.0, 50)
+    assert [backlog.at(at_s) for at_s in (0.5, 1.0, 1.5, 2.0, 4.0, 9.0)] == [
+        0,
+        300,
+        250,
+        250,
+        50,
+        0,
+    ]
+    assert [backlog.came_until(at_s) for at_s in (-1.0, 0.5, 1.0, 1.9, 2.0)] == [
+        0,
+        0,
+        300,
+        300,
+        350,
+    ]
+
+
+def test_the_same_seed_is_the_same_herd() -> None:
+    """Every figure again, and another one for another seed."""
+    first, again, other = (
+        list(imbalances(SMALL, "price", Ages(0.5), seed, leased=False)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_who_takes_the_least_by_old_loads_herds_and_ours_does_not() -> None:
+    """By loads a second old the least of all is the worst choice, and ours the best one."""
+    found = {
+        policy: mean_backlog(policy, 1.0)
+        for policy in ("least_loaded", "power_of_two", "round_robin", "price")
+    }
+    assert found["least_loaded"] > 1.5 * found["price"]
+    assert min(found, key=found.__getitem__) == "price"
+
+
+def test_leases_make_old_loads_harmless() -> None:
+    """Where a reservation knows all leases, no age of the reports makes workers unequal."""
+    for age_s in (0.1, 1.0):
+        assert mean_backlog("price", age_s, leased=True) < 1.2
+        assert mean_backlog("least_loaded", age_s, leased=True) < 1.2
+
+
+def test_staggered_ages_go_from_nothing_to_twice_the_mean() -> None:
+    """Workers report at instants of their own; ages that are alike stand still."""
+    ages = Ages(0.5, staggered=True)
+    found = [ages.at(10.0, number) for number in range(16)]
+    assert all(0.0 <= age_s < 1.0 for age_s in found)
+    assert fmean(found) == pytest.approx(0.5, abs=0.06)
+    assert len(set(found)) == 16
+    assert ages.at(10.3, 0) - ages.at(10.1, 0) == pytest.approx(0.2)
+    assert Ages(0.5).at(10.0, 3) == 0.5
+
+
+def test_time_that_has_passed_since_a_report_is_taken_off() -> None:
+    """By loads of different ages, with leases, requests find less work before them where what was
+    worked on since is known than by a policy that looks at tokens alone."""
+    light = Bursts(bursts=2, utilisation=0.2)
+    ours, others = (
+        fmean(one.wait_s for one in imbalances(light, policy, ages, 0, leased=True))
+        for ages in (Ages(0.5, staggered=True),)
+        for policy in ("price", "least_loaded")
+    )
+    assert ours < 0.5 * others
+
+
+def test_the_command_tells_every_policy_at_every_age(tmp_path: Path) -> None:
+    """JSON with intervals and the best other policy, and a page."""
+    out, html = tmp_path / "herd.json", tmp_path / "herd.html"
+    flags = ["--bursts", "2", "--seeds", "2", "--gateways", "4", "--workers", "4"]
+    flags += ["--requests", "40"]
+    files = ["--json", str(out), "--html", str(html)]
+    flags += ["--ages-ms", "100,500", "--staggered-ms", "500"]
+    result = CliRunner().invoke(app, ["bench", "herd", *flags, *files])
+    assert result.exit_code == 0, result.output
+    told = json.loads(out.read_text())
+    assert [(row["age_s"], row["staggered"], row["leases"]) for row in told["rows"]] == [
+        (*ages, leased)
+        for leased in (False, True)
+        for ages in ((0.1, False), (0.5, False), (0.5, True))
+    ]
+    for row in told["rows"]:
+        assert row["best_other"] in row["policies"]
+        assert {"round_robin", "power_of_two", "price"} <= set(row["policies"])
+        for figures in row["policies"].values():
+            assert figures["backlog"]["mean"] >= 1.0
+            assert figures["placed"]["samples"] == 4
+    assert "without leases" in html.read_text()
+
+
+# --- recorded traffic ----------------------------------------------------------------------------
+
+ROWS = tuple(TraceRow(n * 0.1, 700 + 16 * (n % 5), 20, (n % 6, 100 + n), 512) for n in range(120))
+
+
+def test_recorded_prompts_agree_where_the_trace_says() -> None:
+    """Equal names of blocks are equal ids, as far as names agree, and lengths are the trace's."""
+    recorded = Recorded.of(ROWS, 20, 4096)
+    jobs = [recorded.job(one) for one in recorded.planned(10.0, Slo(), 0)]
+    prompts = [job.prompts[0].tolist() for job in jobs]
+    assert [len(one) for one in prompts] == [row.prompt_tokens for row in ROWS[:20]]
+    assert prompts[0][:512] == prompts[6][:512]
+    assert prompts[0][512:528] != prompts[6][512:528]
+    assert prompts[0][:16] != prompts[1][:16]
+    with pytest.raises(ValueError, match="120 such requests, not 121"):
+        Recorded.of(ROWS, 121, 4096)
+    assert len(Recorded.of(ROWS, 24, 720).rows) == 24  # those that fit
+
+
+def test_a_slower_device_takes_that_many_times_as_long() -> None:
+    """Every term of a step and of drafting is multiplied."""
+    profile = load_profile("h100-8b")
+    slow = slowed(profile, 2.0)
+    for size in ((1, 100, 1, 0), (300, 9000, 30, 40), (4000, 4000, 2, 0)):
+        assert slow.cost.seconds(*size) == pytest.approx(2 * profile.cost.seconds(*size))
+    for name, cost in profile.draft.items():
+        assert slow.draft[name].depth_s(7) == pytest.approx(2 * cost.depth_s(7))
+        assert slow.draft[name].call_s == 2 * cost.call_s
+
+
+def test_a_cluster_is_compared_on_the_same_requests() -> None:
+    """Shared beginnings are found by who looks for them, slower workers are spared by who knows
+    them, and the same study gives the same figures."""
+    config = WorkerConfig(
+        profile="h100-8b", proposer="ngram", max_num_seqs=64, max_model_len=4096, kv_bytes=10**9
+    )
+    study = Study(Recorded.of(ROWS, 120, 4096), 30, config, Slo(2.0, 0.05), 0)
+    equal, mixed = (study.cell(4, mix, 0.3) for mix in ("equal", "mixed"))
+    assert set(equal["policies"]) == set(POLICIES)
+    cached = {policy: told["cached"] for policy, told in equal["policies"].items()}
+    assert cached["price"] > cached["round_robin"]
+    assert cached["prefix_affinity"] > cached["round_robin"]
+    latency = {policy: told["latency_mean_s"] for policy, told in mixed["policies"].items()}
+    assert latency["price"] < latency["round_robin"]
+    assert study.cell(4, "equal", 0.3) == equal
+
+
+def test_a_mixed_cluster_has_workers_of_every_kind() -> None:
+    """What an H200 sustains is more than what an H100 does, and a cluster's rate is their sum."""
+    config = WorkerConfig(proposer="ngram", max_model_len=4096)
+    study = Study(Recorded.of(ROWS, 120, 4096), 20, config, Slo(2.0, 0.05), 0, windows=2)
+    fast, usual, _, slow = sustained = [study.sustained_rps(kind) for kind in CLUSTERS["mixed"]]
+    assert fast > usual > slow
+    cell = study.cell(3, "mixed", 0.5)
+    assert cell["rate_rps"] == pytest.approx(0.5 * sum(sustained[:3]))
+    told = cell["policies"]["price"]
+    assert len(told["windows"]) == 2
+    assert told["ttft_p50_s"] == pytest.approx(fmean(one["ttft_p50_s"] for one in told["windows"]))
+
+
+def test_the_routing_command_writes_a_row_for_each_policy(tmp_path: Path) -> None:
+    """JSON and page for every cluster and share that was asked for."""
+    trace, out, html = (tmp_path / name for name in ("t.jsonl", "o.json", "o.html"))
+    rows = [{"at_s": n / 5, "prompt_tokens": 40, "output_tokens": 20} for n in range(12)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--trace", str(trace), "--workers", "2,3", "--requests", "4", "--clusters", "equal"]
+    files = ["--shares", "0.5,0.8", "--json", str(out), "--html", str(html)]
+    result = CliRunner().invoke(app, ["bench", "routing", *flags, *files])
+    assert result.exit_code == 0, result.output
+    told = json.loads(out.read_text())
+    assert [(cell["workers"], cell["share"]) for cell in told["cells"]] == [
+        *((2, 0.5), (2, 0.8), (3, 0.5), (3, 0.8)),
+    ]
+    for cell in told["cells"]:
+        assert list(cell["policies"]) == list(POLICIES)
+        assert set(cell["to_ours"]) == set(POLICIES) - {"price"}
+    assert told["settings"]["trace"] == "t.jsonl"
+    assert "P99 TTFT" in html.read_text()

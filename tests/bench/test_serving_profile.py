@@ -1,0 +1,16 @@
+"""The profile of the served model: what is laid on the device's table."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.engine.serving_profile import line_through
+
+
+def test_the_line_meets_exact_points_and_never_falls() -> None:
+    """Constant and slope are recovered; what noise would make negative is 0."""
+    assert line_through([(1, 3.0), (4, 6.0), (16, 18.0)]) == pytest.approx((2.0, 1.0))
+    constant, slope = line_through([(1, 5.0), (16, 1.0)])
+    assert slope == 0.0
+    assert constant == pytest.approx(3.0)
+    assert line_through([(1, 0.0), (2, 4.0)])[0] == 0.0

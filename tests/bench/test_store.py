@@ -1,0 +1,34 @@
+"""`draftgate bench store`: what it counts is what the server counts, and it leaves nothing."""
+
+from __future__ import annotations
+
+from bench.studies.store import LANES, Subject, commands, count, measure
+from draftgate.gateway.state.redis.client import open_client
+from draftgate.gateway.state.redis.store import RedisStore
+from tests.gateway.redis_server import RedisServer
+
+
+async def test_a_reservation_is_one_round_trip(redis_server: RedisServer) -> None:
+    """By the server's own count: one script for each; releases of many requests are one."""
+    connected = open_client(redis_server.url)
+    store = RedisStore.at(redis_server.url, "p", "g")
+    await store.reserve("none", 1, Subject(store).offers, 1.0)  # loads the scripts
+    await store.release(("none",))
+    before, _ = await commands(connected)
+    told = await count(Subject(store), connected, 50)
+    after, _ = await commands(connected)
+    assert told["commands_per_reservation"] == 1.0
+    assert told["commands_per_release"] == 1 / 50
+    assert told["server_us_per_reservation"] > 0
+    reports = len(Subject(store).offers)
+    assert after - before >= 50 + reports
+    for close in connected.closing:
+        await close()
+
+
+async def test_rounds_are_measured_and_the_pool_is_removed(redis_server: RedisServer) -> None:
+    """A row for each number of lanes, in which requests took time; afterwards no key is there."""
+    found = await measure(redis_server.url, rounds=2, requests=40)
+    assert [row["lanes"] for row in found["rows"]] == list(LANES)
+    assert all(row["requests_per_s"] > 0 for row in found["rows"])
+    assert redis_server.command("DBSIZE") == 0

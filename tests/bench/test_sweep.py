@@ -1,0 +1,67 @@
+"""The sweep of policies, before servers of known truth in place of real ones."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench.studies import sweep as study
+from bench.studies.sweep import TEXT, load_of, measure
+from draftgate.loadgen.report.sweep import as_sweep
+from draftgate.loadgen.sweep.cells import Contender
+from tests.loadgen.mock import Mock, serving
+
+
+def flags(*more: str):
+    """The study's flags."""
+    return study._parser().parse_args(["--round-s", "1.2", "--rounds", "1", *more])
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> None:
+    """A folder with the text that is asked about."""
+    monkeypatch.chdir(tmp_path)
+    code = "".join(f"def f{i}(x):\n    if x:\n        return {i}\n\n" for i in range(3000))
+    Path(TEXT).write_text(code)
+
+
+async def test_rates_are_shares_of_what_the_first_policy_can_do(text) -> None:
+    """A closed loop finds what each can do; every policy is asked at each share of it, with the
+    promised limits, for the same part of a round."""
+    first, second = Mock(), Mock()
+    async with serving(first) as off, serving(second) as auto:
+        whom = [Contender("off", off), Contender("auto", auto)]
+        args = flags("--shares", "0.05,0.1")
+        swept, done, capacities = await measure(whom, args, Console(file=io.StringIO()))
+    assert set(capacities) == {"off", "auto"}
+    capacity = capacities["off"]
+    rates = sorted({cell.rate_rps for cell in swept.cells})
+    assert rates == pytest.approx([0.05 * capacity, 0.1 * capacity], rel=0.06)
+    assert len(done) == len(swept.cells) == 4
+    assert swept.load.duration_s == pytest.approx(1.2 / 4)
+    told = as_sweep(swept, done)
+    assert {cell["name"] for cell in told["cells"]} == {"off", "auto"}
+    assert second.headers[-1]["x-slo-tpot-ms"] == "25"
+    assert "x-slo-tpot-ms" not in second.headers[0]
+    assert all(body["temperature"] == 0.8 for body in second.bodies)
+
+
+async def test_rates_that_are_given_are_kept(text) -> None:
+    """Whatever a closed loop says."""
+    mock = Mock()
+    async with serving(mock) as url:
+        args = flags("--rates", "20,10")
+        swept, _, _ = await measure([Contender("off", url)], args, Console(file=io.StringIO()))
+    assert {cell.rate_rps for cell in swept.cells} == {10.0, 20.0}
+
+
+def test_by_default_it_sends_for_less_than_twenty_minutes() -> None:
+    """In two rounds, which four policies at five rates share; what drains comes on top."""
+    args = study._parser().parse_args([])
+    cells = len(args.policies.split(",")) * len(args.shares)
+    seconds = load_of(args, cells).duration_s * cells * args.rounds
+    assert cells == 20
+    assert 1000.0 < seconds < 1200.0
