@@ -60,7 +60,7 @@ check: $(STAMP) ## style, types, import contracts, docstrings of tests
 	$(BIN)/interrogate tests
 
 docs: $(STAMP) ## write the pages that are made from declarations
-	$(BIN)/python -m draftgate.gateway.cli.reference docs
+	$(BIN)/python -m draftgate.gateway.cli.reference docs/reference
 
 format: $(STAMP) ## put the code into form
 	$(BIN)/ruff check --fix-only --quiet .

@@ -5,7 +5,7 @@
 Two servers with the shipped model, one for each policy, embed the same passages; only one is asked
 at a time. In each round both get the same questions at the same instants, in turn, and who is first
 changes from round to round, so that what else the machine does meets both. A question is a plan,
-embeddings and an answer under one deadline (docs/loadgen.md).
+embeddings and an answer under one deadline (docs/guide/load-testing.md).
 """
 
 from __future__ import annotations

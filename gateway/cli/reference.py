@@ -1,6 +1,6 @@
 """Pages of the documentation that are made from declarations.
 
-    python -m gateway.cli.reference docs
+    python -m gateway.cli.reference docs/reference
 
 writes `settings.md` and `metrics.md` into that folder (`make docs`). A test holds the pages of the
 repository to what this writes.

@@ -5,7 +5,7 @@ dashboards, benchmarks and schedulers made for that, and under OpenTelemetry's (
 conventions, `gen_ai.server.*`, spelt as Prometheus spells them), where those have one.
 
 To add a figure, declare it here and say `metrics.add`, `observe` or `set` where it happens.
-`docs/metrics.md` is made from this table.
+`docs/reference/metrics.md` is made from this table.
 """
 
 from __future__ import annotations

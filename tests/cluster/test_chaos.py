@@ -36,7 +36,7 @@ WORKER = ("--threads", "1", "--kv-bytes", "16MiB")
 """Little memory, so that leases mean something."""
 
 MOST_USAGE = 2.0
-"""Of a capacity: a gateway whose Redis is late for once decides alone (docs/cluster.md)."""
+"""Of a capacity: a gateway whose Redis is late for once decides alone (docs/guide/cluster.md)."""
 
 SEED = 20261122
 

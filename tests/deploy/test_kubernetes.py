@@ -201,6 +201,6 @@ def test_one_secret_holds_all_that_is_secret() -> None:
                     assert reference["name"] == "draftgate"
                     read.add(reference["key"])
     assert not of_kind("Secret")
-    told = (FOLDER.parents[1] / "docs" / "deployment.md").read_text(encoding="utf-8")
+    told = (FOLDER.parents[1] / "docs" / "guide" / "deployment.md").read_text(encoding="utf-8")
     assert read == {"join", "peer-secret", "redis-password"}
     assert all(f"--from-literal={key}=" in told for key in read)

@@ -1,4 +1,4 @@
-"""A policy of another package: the one that docs/policies.md shows, used as its reader would."""
+"""A policy of another package: the one that docs/design/policies.md shows, used as its reader would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draftgate.policies.registry import speculation_policy
 from draftgate.policies.testing import check_speculation
 from tests.gateway.test_cli import COMMAND, draftgate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "policies.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "design" / "policies.md"
 GROUP = "draftgate.policies.speculation"
 MOST_LINES = 30
 

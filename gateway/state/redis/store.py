@@ -1,6 +1,6 @@
 """The state store in Redis: one script, one round trip, for each call of the contract.
 
-What lies in the server is described in docs/cluster.md. Keys are those of one pool.
+What lies in the server is described in docs/guide/cluster.md. Keys are those of one pool.
 """
 
 from __future__ import annotations
