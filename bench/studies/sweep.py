@@ -40,9 +40,9 @@ from training.corpus import held_out_files
 
 POLICIES: Final = "off,fixed:4,smartspec,auto"
 SHARES: Final = "0.4,0.6,0.8,1.0,1.25"
-"""Of what `off` completes in a closed loop: from where all keep up to where none does. In the first
-curve (bench/results/measurements.md, Goodput; AMD EPYC Zen 4, 2 cores, 2026-11-21) the policies parted
-between three quarters and all of that."""
+"""Shares of what `off` completes in a closed loop: from light load to overload. The policies differ
+between three quarters and all of it (AMD EPYC Zen 4, 2 cores, 2026-11-21; see "Goodput" in
+bench/results/measurements.md)."""
 
 TTFT_MS, TPOT_MS = 1000.0, 25.0
 ANSWER_TOKENS, TEMPERATURE = 128, 0.8

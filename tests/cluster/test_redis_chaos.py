@@ -43,8 +43,8 @@ SIMULATED = Load(("--backend", "sim", "--profile", SLOW, "--kv-bytes", "64MiB"),
 SHIPPED = Load(("--threads", "1", "--kv-bytes", "4MiB"), 1.0, HOLD_S)
 
 MOST_USAGE = 2.0
-"""Bound of docs/guide/cluster.md on what is leased of a capacity while the store is out, or has just lost
-its memory; besides, one request for each gateway that is longer than its share."""
+"""Share of a capacity that may be leased while the store is unavailable or has just lost its memory
+(docs/guide/cluster.md), besides one request per gateway that is longer than the gateway's share."""
 
 
 @dataclass

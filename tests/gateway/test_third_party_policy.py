@@ -1,4 +1,4 @@
-"""A policy of another package: the one that docs/design/policies.md shows, used as its reader would."""
+"""The policy that docs/design/policies.md shows works when it is installed as a package."""
 
 from __future__ import annotations
 
