@@ -89,7 +89,7 @@ class WorkerConfig:
     peer_secret_env: str | None = None
 
 
-class Worker(Protocol):
+class WorkerHandle(Protocol):
     """What a `Backend` and an `Upstream` have in common: a life, a load, and what they serve.
 
     All methods are called on the event loop's thread. Life: `start` once, any number of concurrent
@@ -133,7 +133,7 @@ class Worker(Protocol):
         ...
 
 
-class Backend(Worker, Protocol):
+class Backend(WorkerHandle, Protocol):
     """Runs requests of token ids, on a device or as if."""
 
     @property
@@ -265,7 +265,7 @@ class Exchange(Protocol):
         ...
 
 
-class Upstream(Worker, Protocol):
+class Upstream(WorkerHandle, Protocol):
     """Runs requests as they came, in a server of its own that speaks OpenAI's API."""
 
     @property

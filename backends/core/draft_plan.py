@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.drafts import Draft, Proposer
 from draftgate.backends.core.kv_blocks import KvBlocks
-from draftgate.backends.core.offers import Offer, Terms
+from draftgate.backends.core.offers import DraftOffer, Terms
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import StepTrace
 from draftgate.policies.drafting_cost import DraftingMeter, StepDrafting
@@ -132,9 +132,9 @@ class DraftPlan:
     def _traces(
         self,
         decodes: Many[Sequence],
-        offers: Many[Offer],
-        computed: Many[Offer],
-        verified: Many[Offer],
+        offers: Many[DraftOffer],
+        computed: Many[DraftOffer],
+        verified: Many[DraftOffer],
         cost: StepCost,
     ) -> dict[int, StepTrace]:
         """Return the traces of a step: what was offered, then computed, and is verified of it."""
@@ -183,11 +183,11 @@ class DraftPlan:
             )
         return self._terms
 
-    def _lengths(self, view: StepView, offers: Many[Offer], cost: StepCost) -> Many[int]:
+    def _lengths(self, view: StepView, offers: Many[DraftOffer], cost: StepCost) -> Many[int]:
         candidates = tuple([offer.candidate for offer in offers])
         return self._policy.draft_lengths(replace(view, candidates=candidates), cost)
 
-    def _reserve(self, offers: Many[Offer], lengths: Many[int], room: Room) -> list[int]:
+    def _reserve(self, offers: Many[DraftOffer], lengths: Many[int], room: Room) -> list[int]:
         """Take blocks for drafts; return the slots each gets."""
         spare_blocks, budget = room.blocks, room.slots
         slots = []
@@ -201,7 +201,7 @@ class DraftPlan:
             budget -= slots[-1]
         return slots
 
-    def _settled(self, offer: Offer, reserved: int) -> Draft:
+    def _settled(self, offer: DraftOffer, reserved: int) -> Draft:
         """Return an offer's draft, laid out; the blocks it leaves over are given back."""
         assert offer.draft is not None
         if len(offer.draft) < reserved:
@@ -210,7 +210,7 @@ class DraftPlan:
         return offer.draft.laid_out()
 
 
-def _drafting_s(offers: Many[Offer], slots: Many[int]) -> float:
+def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:
     """Return the seconds of drafting so deep; a depth is paid once by all with the same cost."""
     depths: dict[float, int] = {}
     calls: dict[float, float] = {}

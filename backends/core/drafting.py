@@ -17,7 +17,7 @@ from draftgate.backends.core.asking import Asking
 from draftgate.backends.core.draft_scores import GRAMMAR, DraftScores
 from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
 from draftgate.backends.core.exploration import Exploration
-from draftgate.backends.core.offers import Offer, Terms
+from draftgate.backends.core.offers import DraftOffer, Terms
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.arbitration import arbitrate
 from draftgate.policies.drafting_cost import StepDrafting
@@ -70,7 +70,7 @@ class Drafting:
             else plan.proposer in self._proposers
         )
 
-    def offers(self, sequences: Many[Sequence], terms: Terms) -> list[Offer]:
+    def offers(self, sequences: Many[Sequence], terms: Terms) -> list[DraftOffer]:
         """Return what can be verified for sequences that decode, one offer each; begins a step."""
         self._proposed.clear()
         self._exploration.begin(terms.step_s)
@@ -78,7 +78,7 @@ class Drafting:
         sequences = self._asking.begin(sequences, terms, may_rest=not self._exploration.is_due)
         if not sequences:
             return []
-        found: dict[int, list[Offer]] = {}
+        found: dict[int, list[DraftOffer]] = {}
         asked: dict[str, list[DraftRequest]] = {}
         for sequence in sequences:
             most = _most_tokens(sequence)
@@ -101,7 +101,7 @@ class Drafting:
             self._asking.be_quiet(len(sequences), terms)
         return []
 
-    def compute(self, offers: Many[Offer], slots: Many[int], terms: Terms) -> list[Offer]:
+    def compute(self, offers: Many[DraftOffer], slots: Many[int], terms: Terms) -> list[DraftOffer]:
         """Return the offers with their drafts, none longer than its slots.
 
         Args:
@@ -118,7 +118,7 @@ class Drafting:
         for name in [name for name, requests in asked.items() if not requests]:
             self._asking.rest(name)
             del asked[name]
-        computed: dict[int, Offer] = {}
+        computed: dict[int, DraftOffer] = {}
         for name, requests in asked.items():
             self._asking.wake(name)
             for offer in self._compute(name, requests):
@@ -162,7 +162,7 @@ class Drafting:
 
     # --- what is found ------------------------------------------------------------------------
 
-    def _ask(self, name: str, requests: list[DraftRequest], terms: Terms) -> Iterable[Offer]:
+    def _ask(self, name: str, requests: list[DraftRequest], terms: Terms) -> Iterable[DraftOffer]:
         """Return the offers of one proposer, with drafts if looking them up is all they cost."""
         proposer = self._proposers[name]
         if not self._asking.looks_up[name]:
@@ -186,7 +186,7 @@ class Drafting:
                 self._asking.learn(name, request.sequence, (), terms)
                 self._scores.learn_nothing_found(request.sequence, name)
 
-    def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[Offer]:
+    def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[DraftOffer]:
         """Return the drafts of a proposer that computes them, where there are any."""
         proposer, did = self._proposers[name], self.did
         depth = max(request.max_tokens for request in requests)
@@ -207,18 +207,20 @@ class Drafting:
             for _ in self._compute(name, [request]):
                 pass  # what came of it is learned
 
-    def _found(self, sequence: Sequence, source: str, draft: Draft) -> Offer:
+    def _found(self, sequence: Sequence, source: str, draft: Draft) -> DraftOffer:
         draft, survivals = self._scores.found(sequence, source, draft)
         self._proposed.setdefault(sequence.key, []).append((source, draft))
-        return Offer(sequence, source, draft, DraftCandidate(survivals, 0.0, sequence.weight))
+        return DraftOffer(sequence, source, draft, DraftCandidate(survivals, 0.0, sequence.weight))
 
-    def _unknown(self, request: DraftRequest, source: str, depth_s: float, call_s: float) -> Offer:
+    def _unknown(
+        self, request: DraftRequest, source: str, depth_s: float, call_s: float
+    ) -> DraftOffer:
         """Return the offer of a chain that nobody has computed yet."""
         sequence = request.sequence
         survivals = self._scores.foreseen(sequence, source).of_length(request.max_tokens)
         start_s = self._proposers[source].catch_up_s(sequence) / _steps_left(sequence)
         candidate = DraftCandidate(survivals, depth_s, sequence.weight, start_s, call_s)
-        return Offer(sequence, source, None, candidate)
+        return DraftOffer(sequence, source, None, candidate)
 
 
 def _most_tokens(sequence: Sequence) -> int:
@@ -241,11 +243,11 @@ def _steps_left(sequence: Sequence) -> float:
     return max(expected / TOKENS_PER_STEP, 1.0)
 
 
-def _nothing(offer: Offer) -> Offer:
-    return Offer(offer.sequence, offer.source, NO_DRAFT, _NOTHING)
+def _nothing(offer: DraftOffer) -> DraftOffer:
+    return DraftOffer(offer.sequence, offer.source, NO_DRAFT, _NOTHING)
 
 
-def _choose(options: list[list[Offer]], terms: Terms) -> list[Offer]:
+def _choose(options: list[list[DraftOffer]], terms: Terms) -> list[DraftOffer]:
     """Return one offer of each sequence."""
     if all(len(offers) == 1 for offers in options):
         return [offers[0] for offers in options]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from draftgate.backends.core.steps import Executor, StepPlan, StepResult
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import Delta
 
 
@@ -20,7 +20,7 @@ class DrivenStep:
 
 
 def drive(
-    worker: Worker, executor: Executor, now_s: Callable[[], float | None] = lambda: None
+    worker: WorkerCore, executor: Executor, now_s: Callable[[], float | None] = lambda: None
 ) -> Iterator[DrivenStep]:
     """Yield steps until the worker has nothing left to do.
 

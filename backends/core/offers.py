@@ -33,7 +33,7 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class DraftOffer:
     """What a sequence could verify in the next step.
 
     Attributes:
@@ -52,10 +52,10 @@ class Offer:
         """Weighted tokens which the draft is expected to bring; 0 if there is none."""
         return self.candidate.weight * sum(self.candidate.survivals) if self.draft else 0.0
 
-    def first(self, tokens: int) -> Offer:
+    def first(self, tokens: int) -> DraftOffer:
         """Return the offer of the best tokens of a draft that is there."""
         if self.draft is None or tokens >= len(self.draft):
             return self
         survivals = self.candidate.survivals[:tokens]
         candidate = DraftCandidate(survivals, self.candidate.depth_s, self.candidate.weight)
-        return Offer(self.sequence, self.source, self.draft.first(tokens), candidate)
+        return DraftOffer(self.sequence, self.source, self.draft.first(tokens), candidate)

@@ -18,7 +18,7 @@ from typing import Any
 
 from draftgate.backends.core.accounting import Emission
 from draftgate.backends.core.steps import Executor, Launcher, StepPlan
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import Delta
 
 _Launched = tuple[StepPlan, Any]  # and what its launch returned
@@ -32,7 +32,7 @@ class Pipeline:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: WorkerCore,
         executor: Executor,
         deliver: Deliver,
         launcher: Launcher | None = None,

@@ -21,7 +21,7 @@ from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pac
 from draftgate.policies.types import WorkerLoad
 
 
-class Worker:
+class WorkerCore:
     """Requests and their choices on top of a scheduler. Not thread-safe: one owner.
 
     Attributes:

@@ -16,7 +16,7 @@ from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
 from draftgate.backends.core.drafts import Proposer
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
@@ -56,7 +56,7 @@ class LoadedEngine:
         proposers: those of the worker, by name, cheapest first.
     """
 
-    worker: Worker
+    worker: WorkerCore
     executor: ModelRunner
     served: ServedModel
     proposers: dict[str, Proposer]
@@ -288,9 +288,9 @@ def _window(config: WorkerConfig) -> int | None:
 
 def _worker(
     scheduler: Scheduler, tokenizer: Tokenizer, model: ModelConfig, card: ModelCard
-) -> Worker:
+) -> WorkerCore:
     grammars, embeds = LlGrammars(tokenizer, model.eos_ids), card.capabilities.embeddings
-    return Worker(scheduler, tokenizer, card.max_model_len, grammars, embeds=embeds)
+    return WorkerCore(scheduler, tokenizer, card.max_model_len, grammars, embeds=embeds)
 
 
 def _embedding_size(model: ModelConfig, directory: Path) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from draftgate.backends.core.pipeline import Pipeline
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.errors import BackendError
 from draftgate.backends.types import Delta, GenerationRequest, Pace
@@ -56,7 +56,7 @@ class EngineLoop(threading.Thread):
         super().__init__(name="draftgate-engine", daemon=True)
         self._load = load
         self._events = events
-        self._commands: deque[Callable[[Worker], None]] = deque()
+        self._commands: deque[Callable[[WorkerCore], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
 
@@ -94,7 +94,7 @@ class EngineLoop(threading.Thread):
                 logger.exception("the engine failed")
             self._events.failed(error)
 
-    def _command(self, command: Callable[[Worker], None]) -> None:
+    def _command(self, command: Callable[[WorkerCore], None]) -> None:
         """Queue what the thread is to do with the worker."""
         with self._wake:
             self._commands.append(command)
@@ -115,7 +115,7 @@ class EngineLoop(threading.Thread):
                 self._events.stepped([], worker.load())
                 self._sleep()
 
-    def _obey(self, worker: Worker) -> None:
+    def _obey(self, worker: WorkerCore) -> None:
         """Carry out what was asked since the last step."""
         while self._commands:
             self._commands.popleft()(worker)

@@ -14,7 +14,7 @@ from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import StepPlan, StepResult
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.shipped import SHIPPED_MODEL_ID
 from draftgate.backends.sim.acceptance import ConstantAcceptance
 from draftgate.backends.sim.clock import Clock
@@ -40,7 +40,7 @@ PROPOSER: Final = SpeculationMode.NGRAM.value
 
 
 class StepWorker(Protocol):
-    """A worker without I/O, as `backends.core.worker.Worker` is."""
+    """A worker without I/O, as `backends.core.worker.WorkerCore` is."""
 
     @property
     def admission(self) -> Admission:
@@ -127,7 +127,7 @@ def serving_parts(config: WorkerConfig, clock: Clock) -> Parts:
         capabilities=EXACT,
         pool_tokens=blocks.num_blocks * BLOCK_TOKENS,
     )
-    worker = Worker(scheduler, tokenizer, max_model_len)
+    worker = WorkerCore(scheduler, tokenizer, max_model_len)
     return Parts(worker, SimExecutor(truth, device), tokenizer, card)
 
 

@@ -25,7 +25,7 @@ from draftgate.backends.core.drafts import Proposer
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import StepPlan
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.runner import Runner
@@ -58,7 +58,7 @@ class Side:
         blocks = KvBlocks(batch * (CONTEXT + STEPS) // 8, 16)
         config, policy = SchedulerConfig(batch, 1 << 14), speculation_policy("auto")
         scheduler = Scheduler(config, blocks, policy, proposers, DEAR)
-        self.worker = Worker(scheduler, tokenizer, 2 * (CONTEXT + STEPS))
+        self.worker = WorkerCore(scheduler, tokenizer, 2 * (CONTEXT + STEPS))
         self.cpu_s: list[float] = []
         self._runner = runner
         self._streams = DeltaStreams(on_abandon=lambda _request_id: None)

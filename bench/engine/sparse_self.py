@@ -38,7 +38,7 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
@@ -157,7 +157,7 @@ def engine_of(model: Model) -> LoadedEngine:
         model.cost,
     )
     longest = model.config.max_position_embeddings
-    worker = Worker(scheduler, Tokenizer(SHIPPED_MODEL), longest)
+    worker = WorkerCore(scheduler, Tokenizer(SHIPPED_MODEL), longest)
     card = ModelCard(SHIPPED_MODEL_ID, SHIPPED_MODEL_ID, longest, None, 0)
     served = ServedModel(card, worker.admission)
     return LoadedEngine(worker, model.runner, served, proposers)

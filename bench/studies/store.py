@@ -28,7 +28,7 @@ from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import Offer, Store, WorkerReport, new_epoch
+from draftgate.gateway.state.store import LeaseCandidate, Store, WorkerReport, new_epoch
 from draftgate.loadgen.report.html import table_part
 from draftgate.policies.types import WorkerLoad
 
@@ -74,7 +74,9 @@ class Subject:
         self.store = store
         self._epoch = new_epoch(time.time(), "bench")
         self._seq = 0
-        self.offers = [Offer(f"w{n}", self._epoch, float(n % 3), 0.01) for n in range(WORKERS)]
+        self.offers = [
+            LeaseCandidate(f"w{n}", self._epoch, float(n % 3), 0.01) for n in range(WORKERS)
+        ]
 
     async def report(self) -> None:
         """Tell of every worker once."""

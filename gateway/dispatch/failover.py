@@ -1,9 +1,9 @@
 """Failover: a prompt that loses its worker goes on with another one, where it had come to.
 
-`Said` is what its choices have said so far, of which the request for what is left is made. It waits
-in the queue with the place that it had, is decided about, leased and run anew; what has come stays,
-so whoever reads the deltas sees one stream. When it does not go on is decided in
-`policies.failover`.
+`PartialOutput` holds what its choices have produced so far, from which the request for the rest is
+made. The prompt waits in the queue with the place that it had, and is decided about, leased and run
+again. The output so far stays, so the reader of the deltas sees one stream. `policies.failover`
+decides when to give up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOK_S: Final = 0.1
 _MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
 
 
-class Said:
+class PartialOutput:
     """What the choices of a prompt have said so far, whichever worker said it."""
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -122,7 +122,7 @@ class Failover:
             BackendFailed: it has lost its worker, or there was none, and does not go on.
         """
         request, waiting = run.requests[index], self._admission.waiting(run.entry, index)
-        said, losses, avoid = Said(request), list[Loss](), set[str]()
+        said, losses, avoid = PartialOutput(request), list[Loss](), set[str]()
         lost: _Lost | None = None
         for number in count(1):
             since_s = self._queue.now_s()
@@ -183,7 +183,7 @@ class Failover:
                     run.watch.given_up(lost.cause, GivenUp.NO_WORKER)
                     raise BackendFailed(f"{lost.error}; then {error}") from error
 
-    async def _check(self, run: Run, lost: _Lost, losses: list[Loss], said: Said) -> None:
+    async def _check(self, run: Run, lost: _Lost, losses: list[Loss], said: PartialOutput) -> None:
         """Return once a prompt that has lost its worker may go on.
 
         Raises:
@@ -202,7 +202,7 @@ class Failover:
         several = f"the request lost {len(losses)} workers, the last one to this: {lost.error}"
         raise BackendFailed(several) from lost.error
 
-    def _given_up(self, lost: _Lost, losses: list[Loss], said: Said) -> GivenUp | None:
+    def _given_up(self, lost: _Lost, losses: list[Loss], said: PartialOutput) -> GivenUp | None:
         """Return why a prompt does not go on now; None if it does."""
         if not self._fleet.serving or self._fleet.ending:
             return GivenUp.NO_WORKER

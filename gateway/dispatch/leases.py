@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Final
 
 from draftgate.gateway.dispatch.routing import Routed
-from draftgate.gateway.state.store import Lease, Offer, Refusal, Reservation, Store
+from draftgate.gateway.state.store import Lease, LeaseCandidate, Refusal, Reservation, Store
 
 LEASE_S: Final = 30.0
 """A lease outlives this many seconds of silence from the node that holds it."""
@@ -65,13 +65,15 @@ class Leases:
             self._held.pop(request_id, None)
 
 
-def _offers(routed: Routed, most: int) -> Iterator[Offer]:
+def _offers(routed: Routed, most: int) -> Iterator[LeaseCandidate]:
     """Yield what a reservation may choose among, the routing policy's own choice first."""
     if routed.route is None:
-        yield Offer(routed.worker.worker_id, routed.worker.epoch, watermark=routed.worker.watermark)
+        yield LeaseCandidate(
+            routed.worker.worker_id, routed.worker.epoch, watermark=routed.worker.watermark
+        )
         return
     pairs = zip(routed.choices, routed.route.offers, strict=True)
     for worker, offer in islice(pairs, most):
-        yield Offer(
+        yield LeaseCandidate(
             worker.worker_id, worker.epoch, offer.score, offer.score_per_token, worker.watermark
         )

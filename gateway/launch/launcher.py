@@ -52,7 +52,7 @@ class Actor(Protocol):
         ...
 
 
-class Worker:
+class LaunchedWorker:
     """A worker as the launcher sees it."""
 
     def __init__(self, actor: Actor, show: Callable[[str], None]) -> None:
@@ -120,7 +120,7 @@ class Launcher:
         Args:
             show: prints a line.
         """
-        self.workers = [Worker(actor, show) for actor in actors]
+        self.workers = [LaunchedWorker(actor, show) for actor in actors]
         self._looked = asyncio.Event()
 
     @asynccontextmanager
@@ -146,7 +146,7 @@ class Launcher:
     async def look_once(self) -> None:
         """Ask all once; who has not been placed does not answer."""
 
-        async def look(worker: Worker) -> None:
+        async def look(worker: LaunchedWorker) -> None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     await worker.look()
@@ -174,7 +174,7 @@ class Launcher:
             worker.end()
         return self._are({State.STOPPED})
 
-    async def _follow(self, worker: Worker) -> None:
+    async def _follow(self, worker: LaunchedWorker) -> None:
         while worker.state not in OVER:
             await worker.look()
             self._looked.set()

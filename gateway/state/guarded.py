@@ -25,7 +25,7 @@ from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
     Lease,
-    Offer,
+    LeaseCandidate,
     Refusal,
     Reservation,
     Snapshot,
@@ -113,7 +113,7 @@ class GuardedStore:
         return replace(found, workers=tuple(workers))
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
         """See `Store`."""
         self._owed.pop(request_id, None)

@@ -12,7 +12,7 @@ from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
     Lease,
-    Offer,
+    LeaseCandidate,
     Refusal,
     Reservation,
     Snapshot,
@@ -102,7 +102,7 @@ class MemoryStore:
         return Snapshot(tuple(views), self.gateways)
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
         """See `Store`."""
         now_s = self._clock()
@@ -165,7 +165,7 @@ class MemoryStore:
         worker.touched_s = self._clock()
         return worker
 
-    def _refusal(self, offer: Offer, tokens: int, now_s: float) -> Refusal | None:
+    def _refusal(self, offer: LeaseCandidate, tokens: int, now_s: float) -> Refusal | None:
         worker = self._workers.get(offer.worker_id)
         if worker is None or worker.seq < 0:
             return Refusal.UNKNOWN

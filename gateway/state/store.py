@@ -101,7 +101,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class LeaseCandidate:
     """A worker that a request may go to, as a routing policy sees it.
 
     Attributes:
@@ -195,7 +195,7 @@ class Store(Protocol):
         ...
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
         """Lease `tokens` of one of the offered workers to a request, in one atomic step.
 

@@ -9,17 +9,24 @@ from draftgate.policies.routing.scored import (
     round_robin,
     weighted,
 )
-from draftgate.policies.routing.types import Candidate, Candidates, Draw, Offer, Route, RouteView
+from draftgate.policies.routing.types import (
+    Candidate,
+    Candidates,
+    Draw,
+    Route,
+    RouteView,
+    ScoredWorker,
+)
 
 __all__ = [
     "Candidate",
     "Candidates",
     "Draw",
-    "Offer",
     "Price",
     "Route",
     "RouteView",
     "Scored",
+    "ScoredWorker",
     "least_loaded",
     "power_of_two",
     "prefix_affinity",

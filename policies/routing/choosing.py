@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from draftgate.policies.routing.types import Candidates, Draw, Offer, RouteView
+from draftgate.policies.routing.types import Candidates, Draw, RouteView, ScoredWorker
 
 LEAST_PER_TOKEN: Final = 1e-12
 """Scores are taken to rise by so much at least, so that no worker takes endless tokens."""
 
-Offers: TypeAlias = Sequence[Offer]
+Offers: TypeAlias = Sequence[ScoredWorker]
 
 
 class Score(NamedTuple):
@@ -33,7 +33,7 @@ Args: the request, the candidates, their offers by level, and the source of rand
 """
 
 
-def ranked(candidates: Candidates, scores: Sequence[Score], last: str) -> list[Offer]:
+def ranked(candidates: Candidates, scores: Sequence[Score], last: str) -> list[ScoredWorker]:
     """Return an offer for each candidate, the lowest level first, and equals in turn.
 
     Args:
@@ -42,7 +42,7 @@ def ranked(candidates: Candidates, scores: Sequence[Score], last: str) -> list[O
             that idle ones share what comes, and what goes wrong on one does not meet all.
     """
     offers = [
-        Offer(one.worker_id, score.value, score.per_token, one.leased_tokens, one.age_s)
+        ScoredWorker(one.worker_id, score.value, score.per_token, one.leased_tokens, one.age_s)
         for one, score in zip(candidates.workers, scores, strict=True)
     ]
     offers.sort(key=lambda offer: (offer.level, offer.worker_id <= last, offer.worker_id))
@@ -119,7 +119,7 @@ def filled(levels: Sequence[float], per_token: Sequence[float], tokens: float) -
     return [max(surface - level, 0.0) / rise for level, rise in zip(levels, per_token, strict=True)]
 
 
-def settled(offers: Offers, leased_tokens: Mapping[str, int]) -> Offer:
+def settled(offers: Offers, leased_tokens: Mapping[str, int]) -> ScoredWorker:
     """Return the offer that a reservation takes which knows all leases: the least score with them.
 
     Of equals the first. What a state store does in one round trip.

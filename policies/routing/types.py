@@ -100,7 +100,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ScoredWorker:
     """What it would cost to place the request on a worker; the least score wins.
 
     Attributes:
@@ -136,7 +136,7 @@ class Route:
     """
 
     policy: str
-    offers: tuple[Offer, ...]
+    offers: tuple[ScoredWorker, ...]
     reason: str
     ttft_s: float | None = None
     tpot_s: float | None = None

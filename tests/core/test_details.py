@@ -9,7 +9,7 @@ import pytest
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import Delta, GenerationRequest, Phases
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.step_cost import StepCost
@@ -32,7 +32,7 @@ class Told:
             {"ngram": proposer or FakeProposer(true_token)},
             StepCost((64,), (STEP_S,)),
         )
-        self.worker = Worker(self.scheduler, Letters(), 200)
+        self.worker = WorkerCore(self.scheduler, Letters(), 200)
         self.device = FakeExecutor(true_token)
         self.now_s = 100.0
 

@@ -9,7 +9,7 @@ import pytest
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import StepPlan
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
 from draftgate.policies.registry import speculation_policy
@@ -30,7 +30,7 @@ class Letters:
         return "".join(chr(65 + token) for token in token_ids)
 
 
-def bench(**of_worker: object) -> Worker:
+def bench(**of_worker: object) -> WorkerCore:
     """A worker whose context and pool hold `LENGTH` tokens."""
     scheduler = Scheduler(
         SchedulerConfig(4, 16),
@@ -39,7 +39,7 @@ def bench(**of_worker: object) -> Worker:
         {"ngram": FakeProposer()},
         StepCost((64,), (1e-3,)),
     )
-    return Worker(scheduler, Letters(), LENGTH, **{"embeds": True, **of_worker})
+    return WorkerCore(scheduler, Letters(), LENGTH, **{"embeds": True, **of_worker})
 
 
 def to_embed(prompt: int | tuple[int, ...] = 6, **of_request: object) -> GenerationRequest:

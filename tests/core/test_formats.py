@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.types import (
@@ -31,7 +31,7 @@ def bench_for(*tokens: int, grammars: bool = True) -> Bench:
     """A worker whose device says these tokens, whatever masks would say."""
     bench = Bench(scripted(*tokens))
     known = LlGrammars(tokenizer(), {EOS}) if grammars else None
-    bench.worker = Worker(bench.worker._scheduler, tokenizer(), 200, known)
+    bench.worker = WorkerCore(bench.worker._scheduler, tokenizer(), 200, known)
     return bench
 
 

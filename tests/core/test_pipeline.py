@@ -12,7 +12,7 @@ from draftgate.backends.core.pipeline import Pipeline
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import (
     Delta,
     FinishReason,
@@ -118,7 +118,7 @@ class Bench:
             {"ngram": proposer},
             StepCost((64,), (1e-3,)),
         )
-        self.worker = Worker(self.scheduler, Letters(), 200, embeds=True)
+        self.worker = WorkerCore(self.scheduler, Letters(), 200, embeds=True)
         self.device = FakeDevice()
         self.delivered: dict[tuple[str, int], list[Delta]] = {}
         launcher = self.device if asynchronous else None

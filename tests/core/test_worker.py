@@ -8,7 +8,7 @@ import pytest
 
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class Bench:
             {"ngram": FakeProposer(true_token)},
             StepCost((64,), (1e-3,)),
         )
-        self.worker = Worker(scheduler, tokenizer(), max_model_len)
+        self.worker = WorkerCore(scheduler, tokenizer(), max_model_len)
         self._executor = FakeExecutor(true_token)
 
     def step(self) -> list[tuple[str, Delta]] | None:

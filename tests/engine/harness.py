@@ -15,7 +15,7 @@ from draftgate.backends.core.drive import drive
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.model import Decoder
@@ -121,7 +121,9 @@ class Engine:
             COST,
         )
         grammars = LlGrammars(model.tokenizer, model.config.eos_ids)
-        self.worker = Worker(self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars, embeds=True)
+        self.worker = WorkerCore(
+            self.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars, embeds=True
+        )
 
     def run(self, requests: Iterable[GenerationRequest]) -> Outcome:
         """Run the requests to their end."""

@@ -13,7 +13,7 @@ import jsonschema
 
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.drive import drive
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.grammar import LlGrammar, LlGrammars
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (
@@ -89,7 +89,7 @@ class Run:
 def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) -> Run:
     """Run the requests to their end on a fresh worker that knows grammars."""
     engine, run = Engine(model, setup), Run()
-    worker = Worker(engine.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars_of(model))
+    worker = WorkerCore(engine.scheduler, model.tokenizer, MAX_MODEL_LEN, grammars_of(model))
     for request in requests:
         worker.admission.check(request)
         worker.submit(request)

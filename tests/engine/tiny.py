@@ -14,7 +14,7 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.pipeline import Pipeline
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import SequenceWork, StepPlan
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.linear import Linear
@@ -143,7 +143,7 @@ class TinyEngine:
             setup.proposers(self),
             COST,
         )
-        self.worker = Worker(
+        self.worker = WorkerCore(
             self.scheduler, tokenizer or LetterTokenizer(), max_model_len, embeds=True
         )
 

@@ -10,7 +10,7 @@ from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import (
     Lease,
-    Offer,
+    LeaseCandidate,
     Reservation,
     Snapshot,
     StoreError,
@@ -56,7 +56,7 @@ class FlakyStore:
         return Snapshot((await self.inner.snapshot()).workers, self.gateways)
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
         await self._trouble("reserve")
         return await self.inner.reserve(request_id, tokens, offers, ttl_s)

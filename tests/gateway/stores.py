@@ -7,7 +7,14 @@ from typing import Final
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.state.store import Lease, Offer, Reservation, Store, WorkerReport, WorkerView
+from draftgate.gateway.state.store import (
+    Lease,
+    LeaseCandidate,
+    Reservation,
+    Store,
+    WorkerReport,
+    WorkerView,
+)
 from draftgate.policies.types import WorkerLoad
 
 BEGIN_US: Final = 1_763_800_000_000_000
@@ -81,20 +88,20 @@ def report(worker_id: str = "w", epoch: str = "1", seq: int = 0, **fields: objec
     return WorkerReport(worker_id, epoch, seq, **values)
 
 
-def offer(worker_id: str = "w", epoch: str = "1", *rest: float) -> Offer:
+def offer(worker_id: str = "w", epoch: str = "1", *rest: float) -> LeaseCandidate:
     """An offer; `rest` are score, score per token and watermark."""
-    return Offer(worker_id, epoch, *rest)
+    return LeaseCandidate(worker_id, epoch, *rest)
 
 
 async def reserve(
-    store: Store, request_id: str, tokens: int = 1, *offers: Offer, ttl_s: float = 30.0
+    store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 30.0
 ) -> Reservation:
     """Reserve tokens, of worker `w` if nothing else is offered."""
     return await store.reserve(request_id, tokens, offers or (offer(),), ttl_s)
 
 
 async def granted(
-    store: Store, request_id: str, tokens: int = 1, *offers: Offer, ttl_s: float = 30.0
+    store: Store, request_id: str, tokens: int = 1, *offers: LeaseCandidate, ttl_s: float = 30.0
 ) -> Lease:
     """As `reserve`, where there is no reason to refuse."""
     found = await reserve(store, request_id, tokens, *offers, ttl_s=ttl_s)

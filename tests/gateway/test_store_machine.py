@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from draftgate.gateway.state.store import (
     STALE_S,
     Lease,
-    Offer,
+    LeaseCandidate,
     Refusal,
     Snapshot,
     Store,
@@ -145,7 +145,7 @@ class Leasing(RuleBasedStateMachine):
         for worker, score, per_token, behind in offered:
             watermark = seen[worker].report.watermark if worker in seen and behind else 0
             epoch = f"{self.epochs[worker]:04}"
-            offers.append(Offer(worker, epoch, score / 4, per_token / 256, watermark))
+            offers.append(LeaseCandidate(worker, epoch, score / 4, per_token / 256, watermark))
         found = self.all_do(lambda store: store.reserve(request, tokens, offers, TTL_S))
         fit = [one for one in offers if fits(seen.get(one.worker_id), one, tokens)]
         self.held.pop(request, None)
@@ -231,7 +231,7 @@ class Leasing(RuleBasedStateMachine):
     def _leases(self) -> list[Lease]:
         return [lease for lease, _ in self.living.values()]
 
-    def _behind(self, offered: Offer) -> int:
+    def _behind(self, offered: LeaseCandidate) -> int:
         mine = [one for one in self._leases() if one.worker_id == offered.worker_id]
         return sum(one.tokens for one in mine if one.number > offered.watermark)
 
@@ -266,7 +266,7 @@ class Leasing(RuleBasedStateMachine):
         )
 
     def _check_refusal(
-        self, refusal: Refusal, offers: list[Offer], seen: dict[str, WorkerView]
+        self, refusal: Refusal, offers: list[LeaseCandidate], seen: dict[str, WorkerView]
     ) -> None:
         """Full means full: there was no worker with room, so all that was there is used."""
         fresh = [
@@ -279,7 +279,7 @@ class Leasing(RuleBasedStateMachine):
         assert (refusal is Refusal.FULL) == bool(fresh)
 
 
-def fits(view: WorkerView | None, offered: Offer, tokens: int) -> bool:
+def fits(view: WorkerView | None, offered: LeaseCandidate, tokens: int) -> bool:
     """Whether an offer may be taken, by what a snapshot showed just before."""
     if view is None or view.report.epoch != offered.epoch or view.age_s > STALE_S + 1e-6:
         return False

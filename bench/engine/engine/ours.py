@@ -14,7 +14,7 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
-from draftgate.backends.core.worker import Worker
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.load import LoadedEngine, runner_for
@@ -108,7 +108,7 @@ class Ours:
             proposers,
             self.cost,
         )
-        worker = Worker(scheduler, self.model.tokenizer, self.max_model_len)
+        worker = WorkerCore(scheduler, self.model.tokenizer, self.max_model_len)
         card = ModelCard(self.model.name, self.model.name, self.max_model_len, None, 0)
         served = ServedModel(card, worker.admission)
         return LoadedEngine(worker, self.runner, served, proposers)

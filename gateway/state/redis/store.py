@@ -17,7 +17,7 @@ from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
     Lease,
-    Offer,
+    LeaseCandidate,
     Refusal,
     Reservation,
     Snapshot,
@@ -81,7 +81,7 @@ class RedisStore:
         return Snapshot(tuple(found), max(1, gateways))
 
     async def reserve(
-        self, request_id: str, tokens: int, offers: Sequence[Offer], ttl_s: float
+        self, request_id: str, tokens: int, offers: Sequence[LeaseCandidate], ttl_s: float
     ) -> Reservation:
         """See `Store`."""
         args: list[object] = [request_id, tokens, _us(ttl_s), _us(STALE_S)]
