@@ -28,7 +28,7 @@ from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.served import Served
 from draftgate.gateway.state.store import Store, WorkerReport
-from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Live
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
@@ -145,7 +145,7 @@ class Node:
             card = self.fleet.card
             name = self.config.served_model_name or card.model_id
             self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
-        self.metrics.set(figures.BUILD, 1, __version__, platform.python_version())
+        self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)
 

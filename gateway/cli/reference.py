@@ -15,7 +15,7 @@ from typing import Final
 
 from draftgate.gateway.cli.options import metavar, shown_default
 from draftgate.gateway.config import Setting, settings
-from draftgate.gateway.telemetry.figures import FIGURES, Figure
+from draftgate.gateway.telemetry.metric_definitions import METRICS, MetricDefinition
 from draftgate.gateway.telemetry.metrics import shown_name
 
 _SETTINGS = """\
@@ -50,31 +50,31 @@ def settings_page(all_settings: Sequence[Setting]) -> str:
 _METRICS = """\
 # Metrics
 
-`GET /metrics` is Prometheus' text format, or OpenMetrics for who accepts it. Every figure is
-declared once (`gateway/telemetry/figures.py`) and has the label `model_name`. It appears under its
-own name and, where there is one, under those of vLLM and of OpenTelemetry's GenAI conventions, so
-that dashboards and benchmarks made for these read it unchanged. In `gen_ai_*` figures the labels
-are `gen_ai_request_model`, `gen_ai_operation_name` and `gen_ai_provider_name`; in `vllm:*` figures,
-requests that ended in an error have no duration, as there.
+`GET /metrics` returns Prometheus' text format, or OpenMetrics to clients that accept it. Every
+metric is declared once, in `gateway/telemetry/metric_definitions.py`, and has the label
+`model_name`. Where vLLM or OpenTelemetry's GenAI conventions define the same metric, it also
+appears under their names, so that existing dashboards and benchmarks work unchanged. In `gen_ai_*`
+metrics the labels are `gen_ai_request_model`, `gen_ai_operation_name` and `gen_ai_provider_name`.
+As in vLLM, the duration in `vllm:*` metrics leaves out requests that ended in an error.
 
-A label takes its first 100 values; further ones are counted as `other`. Not there, because no
-worker tells it: `vllm:num_preemptions_total`.
+Each label keeps its first 100 values; later values are counted as `other`.
+`vllm:num_preemptions_total` is not available, because no worker reports it.
 
 """
 
 
-def metrics_page(figures: Sequence[Figure]) -> str:
+def metrics_page(definitions: Sequence[MetricDefinition]) -> str:
     """Return the page about metrics, in Markdown."""
     rows = [
         (
-            f"`{shown_name(figure, figure.name)}`",
-            figure.kind.value,
-            figure.unit,
-            " ".join(f"`{label}`" for label in figure.labels),
-            figure.text.replace("|", "\\|"),
-            " ".join(f"`{shown_name(figure, alias)}`" for alias in figure.aliases),
+            f"`{shown_name(metric, metric.name)}`",
+            metric.kind.value,
+            metric.unit,
+            " ".join(f"`{label}`" for label in metric.labels),
+            metric.text.replace("|", "\\|"),
+            " ".join(f"`{shown_name(metric, alias)}`" for alias in metric.aliases),
         )
-        for figure in figures
+        for metric in definitions
     ]
     return _METRICS + _table(("name", "kind", "unit", "labels", "what it is", "also as"), rows)
 
@@ -90,7 +90,7 @@ def _code(text: str) -> str:
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "settings.md": lambda: settings_page(settings()),
-    "metrics.md": lambda: metrics_page(FIGURES),
+    "metrics.md": lambda: metrics_page(METRICS),
 }
 """File name and maker of each page."""
 

@@ -17,12 +17,12 @@ from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
 from draftgate.gateway.state.store import Reservation
-from draftgate.gateway.telemetry.hops import WorkerHops, dispatched
 from draftgate.gateway.telemetry.outcomes import (
     describe_decision,
     describe_reservation,
     describe_route,
 )
+from draftgate.gateway.telemetry.worker_spans import WorkerSpans, dispatch_span
 from draftgate.policies.routing import RouteView
 
 
@@ -50,7 +50,7 @@ class Attempt:
         placed: Placement,
         deltas: AsyncGenerator[Delta, None],
         reading: Reading,
-        hops: WorkerHops | None,
+        spans: WorkerSpans | None,
         placer: Placer,
         on_first: Callable[[], None],
     ) -> None:
@@ -58,7 +58,7 @@ class Attempt:
         self.deltas = deltas
         self.waits = reading.waits
         self._reading = reading
-        self._hops = hops
+        self._spans = spans
         self._entry = run.entry
         self._placer = placer
         self._on_first: Callable[[], None] | None = on_first
@@ -73,8 +73,8 @@ class Attempt:
         if self._on_first is not None:
             self._on_first()
             self._on_first = None
-        if self._hops is not None:
-            self._hops.observe(delta)
+        if self._spans is not None:
+            self._spans.observe(delta)
         entry = self._entry
         entry.output_tokens += len(delta.token_ids)
         if delta.outcome is not None:
@@ -125,11 +125,11 @@ class Attempts:
 
             placed = self._decide(booked, run, index, request)
             with self._watchdog.watching(worker, run) as reading:
-                async with self._sent(run, placed, booked.reservation) as (deltas, hops):
+                async with self._sent(run, placed, booked.reservation) as (deltas, spans):
                     if run.pace is not Pace.FULL:
                         worker.generating.pace(request.request_id, run.pace)
                     reading.waits()
-                    yield Attempt(run, placed, deltas, reading, hops, self._placer, first)
+                    yield Attempt(run, placed, deltas, reading, spans, self._placer, first)
 
     def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
         """Return what a routing policy may know of a prompt, or of what is left of it."""
@@ -180,15 +180,15 @@ class Attempts:
     @asynccontextmanager
     async def _sent(
         self, run: Run, placed: Placement, reservation: Reservation
-    ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerHops | None]]:
+    ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerSpans | None]]:
         """Run a request on its worker while the context lasts."""
         request, lease = placed.request, reservation.lease
-        with dispatched(run.span) as hops:
-            if hops is not None:
-                request = hops.carried(request)
+        with dispatch_span(run.span) as spans:
+            if spans is not None:
+                request = spans.carried(request)
             number = 0 if lease is None else lease.number
             async with aclosing(placed.worker.run(request, number)) as deltas:
-                yield deltas, hops
+                yield deltas, spans
 
 
 def _lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:

@@ -9,12 +9,12 @@ from typing import Final
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.errors import BackendFailed, RequestRejected
 from draftgate.backends.types import GenerationRequest, SpeculationOutcome, Task
-from draftgate.gateway.aside import aside
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.offload import offload
 from draftgate.gateway.state.store import Reservation
 from draftgate.policies.acceptance_history import AcceptanceHistory
 from draftgate.policies.cluster_price import UsualNeed, projected
@@ -104,9 +104,9 @@ class Placer:
             raise BackendFailed(self._fleet.outage)
         unhashed = 0 if self._reads_prompts and len(self._fleet.workers) > 1 else INLINE_TOKENS
         if job.grammar is not None:
-            return await aside(_all_sized, job, workers, unhashed)
+            return await offload(_all_sized, job, workers, unhashed)
         if len(job.prompts) > INLINE_PROMPTS or sum(map(len, job.prompts)) > INLINE_TOKENS:
-            return await aside(_all_sized, job, workers[:1], unhashed)
+            return await offload(_all_sized, job, workers[:1], unhashed)
         return _all_sized(job, workers[:1], unhashed)
 
     def route_view(

@@ -27,7 +27,7 @@ from draftgate.gateway.forwarding.answer import (
     refused,
 )
 from draftgate.gateway.forwarding.pools import Pooled, Pools
-from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.policies.retry_budget import RetryBudget
@@ -300,7 +300,7 @@ class Forwarder:
             return None
         allowed = self._budget.take(_now_s())
         cause = "refused" if refused else "failed"
-        self._metrics.add(figures.RETRIES, 1, cause, "allowed" if allowed else "denied")
+        self._metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
         return self._choose(candidates, seat) if allowed else None
 
     def _candidates(

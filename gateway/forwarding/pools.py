@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.room import Occupancy
@@ -85,7 +85,7 @@ class Pools:
     ) -> None:
         """Keep what was decided for a request that goes to an upstream now."""
         plan = pooled.plan
-        self._metrics.add(figures.DECISIONS, 1, plan.policy, plan.proposer or "none")
+        self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
         self._decisions.record(
             request_id, worker.worker_id, pooled.request, pooled.load, plan, route
         )

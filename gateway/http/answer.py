@@ -5,7 +5,6 @@ from __future__ import annotations
 from msgspec import UNSET
 
 from draftgate.backends.types import Delta, SpeculationOutcome
-from draftgate.gateway.aside import aside
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
@@ -18,6 +17,7 @@ from draftgate.gateway.http.replies.shapes import (
     Usage,
 )
 from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import RequestWatch
 
 
@@ -94,7 +94,7 @@ class Answer:
         if self.call.job.sampling.logprobs is None and not self.call.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
         # Spelling 500 tokens with 20 alternatives each takes some 20 ms, and the loop has 5.
-        return await aside(self.rendering.response, choices, self.usage(), self.metrics())
+        return await offload(self.rendering.response, choices, self.usage(), self.metrics())
 
 
 def _resume_reply(resume: Resume) -> ResumeReply:

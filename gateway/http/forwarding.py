@@ -10,7 +10,6 @@ from aiohttp import web
 
 from draftgate.backends.base import UpstreamCall
 from draftgate.gateway.accounts import EVERYBODY, Account
-from draftgate.gateway.aside import aside
 from draftgate.gateway.errors import NotOffered
 from draftgate.gateway.forwarding.answer import Forwarded
 from draftgate.gateway.forwarding.forwarder import ForwardJob, forward_ask
@@ -21,6 +20,7 @@ from draftgate.gateway.http.relay import Relay
 from draftgate.gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
 from draftgate.gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
 from draftgate.gateway.node import Node
+from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.types import ServiceLevel
@@ -132,7 +132,7 @@ async def _read(request: web.Request, node: Node, account: Account) -> tuple[Wis
     body = await read_body(request)
     if len(body) <= INLINE_BYTES:
         return _understood(body, node, account)
-    return await aside(_understood, body, node, account)
+    return await offload(_understood, body, node, account)
 
 
 def _understood(body: bytes, node: Node, account: Account) -> tuple[Wishes, bytes]:

@@ -10,7 +10,6 @@ from typing import Final, TypeVar
 
 from aiohttp import web
 
-from draftgate.gateway.aside import aside
 from draftgate.gateway.errors import Draining, GatewayError, Starting, as_gateway_error
 from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
 from draftgate.gateway.http.answer import Answer
@@ -22,6 +21,7 @@ from draftgate.gateway.http.requests.service import retries_of, service_of
 from draftgate.gateway.http.requests.validation import Call
 from draftgate.gateway.http.stream import EventStream, stream_answer
 from draftgate.gateway.node import Node
+from draftgate.gateway.offload import offload
 from draftgate.gateway.served import Served
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.types import ServiceLevel
@@ -142,7 +142,7 @@ async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatc
 
 async def parsed(parse: Callable[[], T], body: bytes) -> T:
     """Return what parses a body, which takes a thread where it is long."""
-    return parse() if len(body) <= INLINE_BODY_BYTES else await aside(parse)
+    return parse() if len(body) <= INLINE_BODY_BYTES else await offload(parse)
 
 
 def _frame(call: Call, node: Node) -> Frame:

@@ -16,12 +16,12 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from draftgate.backends.types import Delta
-from draftgate.gateway.aside import aside
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import as_gateway_error
 from draftgate.gateway.http.answer import Answer
 from draftgate.gateway.http.heartbeats import Heartbeats
 from draftgate.gateway.http.readers import Reader, SlowReaders
+from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending
 
 INLINE_LOGPROBS: Final = 32
@@ -129,6 +129,6 @@ async def _send(events: EventStream, answer: Answer, delta: Delta) -> None:
     if len(delta.logprobs) <= INLINE_LOGPROBS:
         chunk = answer.chunk(delta)
     else:
-        chunk = await aside(answer.chunk, delta)
+        chunk = await offload(answer.chunk, delta)
     if chunk:
         await events.write(chunk)

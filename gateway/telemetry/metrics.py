@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from draftgate.gateway.telemetry.cardinality import LabelBounds
-from draftgate.gateway.telemetry.figures import FIGURES, Figure, Kind
+from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
 from draftgate.gateway.telemetry.recent import Recent
 from draftgate.policies.types import WorkerLoad
 
@@ -90,10 +90,10 @@ class Metrics:
         self._model = model
         self.recent = Recent()
         self._bounds = LabelBounds()
-        self._amounts: defaultdict[Figure, dict[Labels, Amount]] = defaultdict(dict)
-        self._spreads: defaultdict[Figure, dict[Labels, Spread]] = defaultdict(dict)
+        self._amounts: defaultdict[MetricDefinition, dict[Labels, Amount]] = defaultdict(dict)
+        self._spreads: defaultdict[MetricDefinition, dict[Labels, Spread]] = defaultdict(dict)
 
-    def amount(self, figure: Figure, *labels: str) -> Amount:
+    def amount(self, figure: MetricDefinition, *labels: str) -> Amount:
         """Return a series to keep, where it is counted often."""
         series = self._amounts[figure]
         found = series.get(labels)
@@ -101,7 +101,7 @@ class Metrics:
             found = series.setdefault(self._bounded(figure, labels), Amount())
         return found
 
-    def spread(self, figure: Figure, *labels: str) -> Spread:
+    def spread(self, figure: MetricDefinition, *labels: str) -> Spread:
         """Return a series to keep, where it is observed often."""
         series = self._spreads[figure]
         found = series.get(labels)
@@ -109,15 +109,15 @@ class Metrics:
             found = series.setdefault(self._bounded(figure, labels), Spread(figure.buckets))
         return found
 
-    def add(self, figure: Figure, amount: float = 1.0, *labels: str) -> None:
+    def add(self, figure: MetricDefinition, amount: float = 1.0, *labels: str) -> None:
         """Let a counter rise."""
         self.amount(figure, *labels).value += amount
 
-    def set(self, figure: Figure, value: float, *labels: str) -> None:
+    def set(self, figure: MetricDefinition, value: float, *labels: str) -> None:
         """Set a gauge."""
         self.amount(figure, *labels).value = value
 
-    def observe(self, figure: Figure, value: float, *labels: str) -> None:
+    def observe(self, figure: MetricDefinition, value: float, *labels: str) -> None:
         """Count a value into a histogram."""
         self.spread(figure, *labels).observe(value)
 
@@ -126,7 +126,7 @@ class Metrics:
 
         What is written is as of now; writing it may be done in a thread.
         """
-        page = _Page(self._model(), [(figure, self._rows(figure)) for figure in FIGURES])
+        page = _Page(self._model(), [(figure, self._rows(figure)) for figure in METRICS])
         kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
         if "application/openmetrics-text" not in kinds:
             return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
@@ -134,11 +134,11 @@ class Metrics:
         write = partial(openmetrics.generate_latest, page, openmetrics.ALLOWUTF8)
         return write, openmetrics.CONTENT_TYPE_LATEST
 
-    def _bounded(self, figure: Figure, values: Labels) -> Labels:
+    def _bounded(self, figure: MetricDefinition, values: Labels) -> Labels:
         named = zip(figure.labels, values, strict=True)
         return tuple(self._bounds.folded(name, value) for name, value in named)
 
-    def _rows(self, figure: Figure) -> Rows:
+    def _rows(self, figure: MetricDefinition) -> Rows:
         """Return label values and value of each series, as of now."""
         if figure.of_worker is not None:
             return self._of_workers(figure.of_worker)
@@ -162,7 +162,7 @@ class Metrics:
 class _Page:
     """Figures as they were, for an encoder, which may run in a thread."""
 
-    def __init__(self, model: str, taken: list[tuple[Figure, Rows]]) -> None:
+    def __init__(self, model: str, taken: list[tuple[MetricDefinition, Rows]]) -> None:
         self._model = model
         self._taken = taken
 
@@ -172,7 +172,7 @@ class _Page:
                 yield _family(figure, name, self._model, rows)
 
 
-def _family(figure: Figure, name: str, model: str, rows: Rows) -> Metric:
+def _family(figure: MetricDefinition, name: str, model: str, rows: Rows) -> Metric:
     unit = figure.unit if name.endswith("_" + figure.unit) else ""  # OpenMetrics wants it so
     family = Metric(name, figure.text, figure.kind.value, unit)
     for values, value in rows:
@@ -195,13 +195,13 @@ def _dialect(name: str, labels: dict[str, str]) -> dict[str, str] | None:
     return {label: value for label, value in labels.items() if value}
 
 
-def shown_name(figure: Figure, name: str) -> str:
+def shown_name(figure: MetricDefinition, name: str) -> str:
     """Return one of a figure's names as the page has it."""
     return f"{name}_total" if figure.kind is Kind.COUNTER else name
 
 
 def _samples(
-    figure: Figure, name: str, labels: dict[str, str], value: Amount | Spread
+    figure: MetricDefinition, name: str, labels: dict[str, str], value: Amount | Spread
 ) -> Iterator[Sample]:
     if isinstance(value, Amount):
         yield Sample(shown_name(figure, name), labels, value.value)

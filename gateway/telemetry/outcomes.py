@@ -9,7 +9,7 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.state.store import Reservation
-from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import Attributes, Span
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
@@ -152,10 +152,10 @@ def count_outcome(metrics: Metrics, outcome: SpeculationOutcome) -> None:
     """Count what speculation did for a request."""
     if not outcome.num_spec_steps:
         return
-    metrics.add(figures.SPEC_STEPS, outcome.num_spec_steps)
-    metrics.add(figures.DRAFTED, outcome.num_drafted_tokens)
-    metrics.add(figures.ACCEPTED, outcome.num_accepted_tokens)
+    metrics.add(metric.SPEC_STEPS, outcome.num_spec_steps)
+    metrics.add(metric.DRAFTED, outcome.num_drafted_tokens)
+    metrics.add(metric.ACCEPTED, outcome.num_accepted_tokens)
     beyond = sum(outcome.acceptance_histogram)
     for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
         beyond -= steps  # steps that accepted more than `position` tokens
-        metrics.add(figures.ACCEPTED_AT, beyond, str(position))
+        metrics.add(metric.ACCEPTED_AT, beyond, str(position))

@@ -13,7 +13,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.errors import TooMany
-from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.outcomes import (
@@ -71,9 +71,9 @@ class RequestWatch:
         self._arrival_s = clock()
         self._first_s: float | None = None
         self._last_s = self._arrival_s
-        self._generated = metrics.amount(figures.GENERATION_TOKENS)
+        self._generated = metrics.amount(metric.GENERATION_TOKENS)
         self._recent = metrics.recent
-        self._gaps = metrics.spread(figures.GAPS)
+        self._gaps = metrics.spread(metric.GAPS)
         self._latest_s: dict[int, float] = {}  # by choice
         self._begun_s: dict[int, float] = {}  # by choice, where the worker said when
         self._generates = False  # tokens
@@ -118,9 +118,9 @@ class RequestWatch:
     def placed(self, placed: Placement) -> None:
         """Record where a prompt goes first; the plan of the first one stands in span and log."""
         tokens = len(placed.request.prompt_ids)
-        self._metrics.observe(figures.PROMPT_LENGTH, tokens)
-        self._metrics.observe(figures.TO_WORKER, self._clock() - self._arrival_s)
-        self._metrics.add(figures.PROMPT_TOKENS, tokens)
+        self._metrics.observe(metric.PROMPT_LENGTH, tokens)
+        self._metrics.observe(metric.TO_WORKER, self._clock() - self._arrival_s)
+        self._metrics.add(metric.PROMPT_TOKENS, tokens)
         self._goes_to(placed)
         if self._generates:
             self._decided(placed)
@@ -132,7 +132,7 @@ class RequestWatch:
         self._resumes += 1
         self._goes_to(resume.placed)
         outcome = "same_class" if resume.same_numerics_class else "other_class"
-        self._metrics.add(figures.RESUMES, 1, resume.cause.value, outcome)
+        self._metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)
         self.span.event("resume", resume_attributes(resume))
         log(
             logging.WARNING,
@@ -148,7 +148,7 @@ class RequestWatch:
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
         """Record that a prompt has lost its worker and does not go on."""
-        self._metrics.add(figures.RESUMES, 1, cause.value, why.value)
+        self._metrics.add(metric.RESUMES, 1, cause.value, why.value)
 
     def _goes_to(self, placed: Placement) -> None:
         """Note where a prompt goes."""
@@ -158,8 +158,8 @@ class RequestWatch:
     def _decided(self, placed: Placement) -> None:
         """Record what was decided about a prompt."""
         request, plan = placed.request, placed.request.speculation
-        self._metrics.observe(figures.MAX_TOKENS, request.sampling.max_tokens)
-        self._metrics.add(figures.DECISIONS, 1, plan.policy, plan.proposer or "none")
+        self._metrics.observe(metric.MAX_TOKENS, request.sampling.max_tokens)
+        self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
         if self.plan is None:
             self.plan = plan
             if self.span.recording:
@@ -179,7 +179,7 @@ class RequestWatch:
         self._latest_s[choice] = self._last_s = now_s
         if self._first_s is None and delta.text:
             self._first_s = now_s
-            self._metrics.observe(figures.TTFT, now_s - self._arrival_s, self._operation)
+            self._metrics.observe(metric.TTFT, now_s - self._arrival_s, self._operation)
             self._recent.first_token(now_s - self._arrival_s)
             self.span.event("first_token", at_s=now_s)
         if delta.phases is not None:
@@ -205,15 +205,15 @@ class RequestWatch:
         if self._first_s is None:
             self._first_s = self._last_s
             ttft_s = self._first_s - self._arrival_s
-            self._metrics.observe(figures.TTFT, ttft_s, self._operation)
+            self._metrics.observe(metric.TTFT, ttft_s, self._operation)
             self._recent.first_token(ttft_s)
             self.span.event("first_token")
 
     def settled(self, usage: TokenUsage) -> None:
         """Record the tokens of an upstream's answer, once, when it is over."""
         self.prompt_tokens, self.cached_tokens, self.output_tokens = usage
-        self._metrics.add(figures.PROMPT_TOKENS, usage.prompt)
-        self._metrics.add(figures.CACHED_TOKENS, usage.cached)
+        self._metrics.add(metric.PROMPT_TOKENS, usage.prompt)
+        self._metrics.add(metric.CACHED_TOKENS, usage.cached)
         self._generated.value += usage.output
         self._recent.tokens += max(usage.output - self._outputs, 0)
 
@@ -235,44 +235,44 @@ class RequestWatch:
 
     def _phases(self, choice: int, phases: Phases) -> None:
         metrics = self._metrics
-        metrics.observe(figures.WORKER_QUEUE, phases.scheduled_s - phases.queued_s)
-        metrics.observe(figures.PREFILL, phases.first_token_s - phases.scheduled_s)
+        metrics.observe(metric.WORKER_QUEUE, phases.scheduled_s - phases.queued_s)
+        metrics.observe(metric.PREFILL, phases.first_token_s - phases.scheduled_s)
         self._begun_s.setdefault(choice, phases.first_token_s)  # a second time where it goes on
 
     def _finished(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
         """Record a choice's last delta."""
         self._finish_reasons.append(reason.value)
-        self._metrics.add(figures.CHOICES, 1, reason.value)
+        self._metrics.add(metric.CHOICES, 1, reason.value)
         if delta.choice % self._n == 0:  # a prompt's further choices read what the first did
             self.cached_tokens += delta.cached_tokens
-            self._metrics.add(figures.CACHED_TOKENS, delta.cached_tokens)
+            self._metrics.add(metric.CACHED_TOKENS, delta.cached_tokens)
         if delta.outcome is not None:
             self.outcome += delta.outcome
         begun_s = self._begun_s.get(delta.choice)
         if begun_s is not None:
-            self._metrics.observe(figures.DECODE, now_s - begun_s)
+            self._metrics.observe(metric.DECODE, now_s - begun_s)
 
     def _count_end(self, ending: Ending, seconds: float, error: BaseException | None) -> None:
         metrics = self._metrics
         wrong = "" if ending is Ending.FINISHED else ending.value
         if ending is not Ending.CANCELLED and error is not None:
             wrong = type(error).__name__
-        metrics.add(figures.REQUESTS, 1, self._endpoint, ending.value)
+        metrics.add(metric.REQUESTS, 1, self._endpoint, ending.value)
         if isinstance(error, TooMany):
-            metrics.add(figures.REFUSED, 1, error.kind)
+            metrics.add(metric.REFUSED, 1, error.kind)
         if self.tenant is not None:
             used = self.output_tokens + (self.prompt_tokens if self.workers else 0)
-            metrics.add(figures.TENANT_TOKENS, used, self.tenant)
-        metrics.observe(figures.DURATION, seconds, self._operation, wrong)
+            metrics.add(metric.TENANT_TOKENS, used, self.tenant)
+        metrics.observe(metric.DURATION, seconds, self._operation, wrong)
         unfinished = self._choices - len(self._finish_reasons)
         if unfinished > 0 and ending is not Ending.FINISHED:  # else an upstream knows why they did
             reason = "abort" if ending is Ending.CANCELLED else "error"
-            metrics.add(figures.CHOICES, unfinished, reason)
+            metrics.add(metric.CHOICES, unfinished, reason)
         if self._generates:
-            metrics.observe(figures.OUTPUT_LENGTH, self.output_tokens)
+            metrics.observe(metric.OUTPUT_LENGTH, self.output_tokens)
         tpot_s = self._tpot_s()
         if tpot_s is not None:
-            metrics.observe(figures.TPOT, tpot_s, self._operation)
+            metrics.observe(metric.TPOT, tpot_s, self._operation)
         self._recent.ended(tpot_s, self.output_tokens, self.outcome)
         count_outcome(metrics, self.outcome)
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from draftgate.gateway.telemetry.figures import FIGURES, Kind
+from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind
 from draftgate.gateway.telemetry.watch import Ending
 from tests.deploy.compose import ROOT, services
 from tests.deploy.kubernetes import workloads
@@ -49,7 +49,7 @@ async def _page() -> str:
     """The page of a node on which everything has happened once."""
     async with running() as where, client(where) as http:
         metrics = where.node.metrics
-        for figure in FIGURES:
+        for figure in METRICS:
             if figure.of_worker is None and figure.labels:
                 record = metrics.observe if figure.kind is Kind.HISTOGRAM else metrics.add
                 record(figure, 1.0, *("x" for _ in figure.labels))
@@ -70,7 +70,7 @@ def test_an_expression_asks_for_what_nodes_tell(expression: str, told: dict[str,
 
 def test_thresholds_are_bounds_of_buckets() -> None:
     """A target that the dashboard offers is a bound of the histogram, else the share is empty."""
-    bounds = {f.name: {repr(float(bound)) for bound in f.buckets} for f in FIGURES}
+    bounds = {f.name: {repr(float(bound)) for bound in f.buckets} for f in METRICS}
     offered = variables()
     assert set(offered["ttft_s"]) <= bounds["draftgate_time_to_first_token_seconds"]
     assert set(offered["tpot_s"]) <= bounds["draftgate_time_per_output_token_seconds"]

@@ -12,9 +12,9 @@ import pytest
 
 from draftgate.backends.types import GenerationRequest, Phases
 from draftgate.gateway.app import Listening
-from draftgate.gateway.telemetry.figures import GENERATION_TOKENS
-from draftgate.gateway.telemetry.hops import MOST_CHOICES, MOST_CHUNKS
+from draftgate.gateway.telemetry.metric_definitions import GENERATION_TOKENS
 from draftgate.gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
+from draftgate.gateway.telemetry.worker_spans import MOST_CHOICES, MOST_CHUNKS
 from tests.gateway.collector import Collector, Sent, collecting
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 

@@ -10,9 +10,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from draftgate.backends.types import Delta, FinishReason, Phases
-from draftgate.gateway.telemetry import figures
+from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.cardinality import MOST_VALUES, OTHER
-from draftgate.gateway.telemetry.figures import FIGURES, Figure, Kind
+from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
 from draftgate.gateway.telemetry.metrics import Metrics, shown_name
 from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
@@ -77,24 +77,24 @@ def watched(metrics: Metrics, clock: Clock) -> RequestWatch:
 
 def test_every_name_is_declared_once_with_help_and_unit() -> None:
     """No two figures share a name, in any dialect; each says what it is and in what unit."""
-    names = [name for figure in FIGURES for name in (figure.name, *figure.aliases)]
+    names = [name for figure in METRICS for name in (figure.name, *figure.aliases)]
     assert len(names) == len(set(names))
-    assert all(figure.text and figure.unit for figure in FIGURES)
-    assert all(f.name.startswith("draftgate_") for f in FIGURES)
-    assert all(bool(f.buckets) == (f.kind is Kind.HISTOGRAM) for f in FIGURES)
-    assert all(list(f.buckets) == sorted(set(f.buckets)) for f in FIGURES)
+    assert all(figure.text and figure.unit for figure in METRICS)
+    assert all(f.name.startswith("draftgate_") for f in METRICS)
+    assert all(bool(f.buckets) == (f.kind is Kind.HISTOGRAM) for f in METRICS)
+    assert all(list(f.buckets) == sorted(set(f.buckets)) for f in METRICS)
 
 
 @pytest.mark.parametrize("name", SEMCONV)
 def test_buckets_include_those_of_the_conventions(name: str) -> None:
     """A dashboard made for the conventions finds the bounds it asks for, and finer ones."""
-    (figure,) = (figure for figure in FIGURES if name in figure.aliases)
+    (figure,) = (figure for figure in METRICS if name in figure.aliases)
     assert {round(bound, 9) for bound in SEMCONV[name]} <= set(figure.buckets)
 
 
 def test_both_formats_tell_the_same(metrics: Metrics) -> None:
     """Who accepts OpenMetrics gets it, well-formed, with the figures of the text format."""
-    for figure in FIGURES:
+    for figure in METRICS:
         if figure.of_worker is None:
             values = ["x"] * len(figure.labels)
             record = metrics.observe if figure.kind is Kind.HISTOGRAM else metrics.add
@@ -106,9 +106,9 @@ def test_both_formats_tell_the_same(metrics: Metrics) -> None:
 
 
 @pytest.mark.parametrize(
-    "figure", [f for f in FIGURES if f.aliases and f.of_worker is None], ids=lambda f: f.name
+    "figure", [f for f in METRICS if f.aliases and f.of_worker is None], ids=lambda f: f.name
 )
-def test_an_alias_tells_the_same_figure(metrics: Metrics, figure: Figure) -> None:
+def test_an_alias_tells_the_same_figure(metrics: Metrics, figure: MetricDefinition) -> None:
     """Under each of its names a figure has the same values."""
     values = ["" if label == "error_type" else "x" for label in figure.labels]
     if figure.kind is Kind.HISTOGRAM:
@@ -128,7 +128,7 @@ def test_labels_are_bounded_and_nothing_is_lost(metrics: Metrics) -> None:
     """A thousand values of a label make a bounded number of series, whose sum is the whole."""
     for number in range(1000):
         for _ in range(2):
-            metrics.add(figures.REQUESTS, 1, f"/{number}", "finished")
+            metrics.add(metric.REQUESTS, 1, f"/{number}", "finished")
     found = {
         key: value
         for key, value in samples(metrics).items()
@@ -142,7 +142,7 @@ def test_labels_are_bounded_and_nothing_is_lost(metrics: Metrics) -> None:
 def test_a_figure_without_labels_begins_at_zero(metrics: Metrics) -> None:
     """What has not happened yet is 0, not missing: rates are right from the first event on."""
     found = samples(metrics)
-    for figure in FIGURES:
+    for figure in METRICS:
         if not figure.labels:
             suffix = "_count" if figure.kind is Kind.HISTOGRAM else ""
             assert found[shown_name(figure, figure.name) + suffix, ()] == 0

@@ -15,10 +15,10 @@ from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftgate.gateway.app import Listening, start_workers
-from draftgate.gateway.aside import aside
 from draftgate.gateway.dispatch import placement
 from draftgate.gateway.http import generation
 from draftgate.gateway.http.routes import build_app
+from draftgate.gateway.offload import offload
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
 COMPLETION = {"prompt": "def f(x):", "max_tokens": 30, "seed": 1}
@@ -159,10 +159,10 @@ async def test_long_bodies_are_parsed_off_the_loop(
 
     async def spy(work: Any, *arguments: Any) -> Any:
         threads.append(work)
-        return await aside(work, *arguments)
+        return await offload(work, *arguments)
 
-    monkeypatch.setattr(generation, "aside", spy)
-    monkeypatch.setattr(placement, "aside", spy)
+    monkeypatch.setattr(generation, "offload", spy)
+    monkeypatch.setattr(placement, "offload", spy)
     await http.post("/v1/completions", json=COMPLETION)
     assert threads == []
     body = {"prompt": "x = 1\n" * 4000, "max_tokens": 1}

@@ -13,7 +13,8 @@ Names were looked up in the sources of the engines (2026-11-22):
                `llamacpp:kv_cache_usage_ratio` and `kv_cache_tokens` are gone from it; older ones
                had them, but with the caches of idle slots, which are given up when somebody comes:
                they say nothing about room, and are not read.
-    Draftgate  gateway/telemetry/figures.py. It shows vLLM's names, too, so it is looked for first.
+    Draftgate  gateway/telemetry/metric_definitions.py. It also shows vLLM's names, so it is
+               looked for first.
 """
 
 from __future__ import annotations

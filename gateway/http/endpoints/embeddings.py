@@ -9,7 +9,6 @@ from typing import Final
 from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed, RequestRejected
-from draftgate.gateway.aside import aside
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import NoEmbeddings
 from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
@@ -20,6 +19,7 @@ from draftgate.gateway.http.replies.embeddings import embeddings_reply
 from draftgate.gateway.http.requests.embeddings import EmbeddingCall, embedding_call
 from draftgate.gateway.http.requests.service import retries_of, service_of
 from draftgate.gateway.node import Node
+from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import RequestWatch
 
 PATH: Final = "/v1/embeddings"
@@ -53,7 +53,7 @@ async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web
         prompt_tokens=watch.prompt_tokens,
     )
     short = sum(map(len, states)) <= INLINE_STATE_BYTES
-    return await send_json(request, reply() if short else await aside(reply))
+    return await send_json(request, reply() if short else await offload(reply))
 
 
 async def _parsed(request: web.Request, node: Node, watch: RequestWatch) -> EmbeddingCall:

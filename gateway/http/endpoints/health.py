@@ -8,7 +8,6 @@ import msgspec
 from aiohttp import web
 
 from draftgate import __version__
-from draftgate.gateway.aside import aside
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.http.context import NODE, SLOW_READERS
 from draftgate.gateway.http.replies.shapes import (
@@ -18,7 +17,8 @@ from draftgate.gateway.http.replies.shapes import (
     WorkerHealth,
 )
 from draftgate.gateway.lifecycle import NodeState
-from draftgate.gateway.telemetry import figures
+from draftgate.gateway.offload import offload
+from draftgate.gateway.telemetry import metric_definitions as metric
 
 
 async def health(request: web.Request) -> web.Response:
@@ -78,14 +78,14 @@ async def metrics(request: web.Request) -> web.Response:
     queued = len(node.dispatcher.queue)
     own = (worker.backend for worker in node.fleet.own)
     on_workers = sum(backend.load().waiting for backend in own if backend.failure is None)
-    node.metrics.set(figures.QUEUED, queued)
-    node.metrics.set(figures.WAITING, queued + on_workers)
-    node.metrics.set(figures.SLOW_READERS, len(request.app[SLOW_READERS]))
-    node.metrics.set(figures.STORE_OUT, node.store.outage is not None)
-    node.metrics.set(figures.OPEN_WORKERS, len(node.fleet.open))
-    node.metrics.set(figures.TASKS, len(asyncio.all_tasks()))
+    node.metrics.set(metric.QUEUED, queued)
+    node.metrics.set(metric.WAITING, queued + on_workers)
+    node.metrics.set(metric.SLOW_READERS, len(request.app[SLOW_READERS]))
+    node.metrics.set(metric.STORE_OUT, node.store.outage is not None)
+    node.metrics.set(metric.OPEN_WORKERS, len(node.fleet.open))
+    node.metrics.set(metric.TASKS, len(asyncio.all_tasks()))
     write, content_type = node.metrics.page(request.headers.get("Accept", ""))
-    body = await aside(write)  # thousands of lines take longer than the loop has
+    body = await offload(write)  # thousands of lines take longer than the loop has
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from draftgate.gateway.aside import aside
 from draftgate.gateway.errors import NotOffered, Unavailable
 from draftgate.gateway.http.context import NODE
 from draftgate.gateway.http.openapi.document import document
+from draftgate.gateway.offload import offload
 
 
 async def get_document(request: web.Request) -> web.Response:
@@ -16,5 +16,5 @@ async def get_document(request: web.Request) -> web.Response:
         served = request.app[NODE].served
     except (Unavailable, NotOffered):  # it loads, or it is an upstream's
         served = None
-    body = await aside(document, served)  # tens of milliseconds, once
+    body = await offload(document, served)  # tens of milliseconds, once
     return web.Response(body=body, content_type="application/json")

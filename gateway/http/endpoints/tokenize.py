@@ -8,7 +8,6 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from draftgate.gateway.aside import aside
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.context import NODE, read_body
 from draftgate.gateway.http.forwarding import pass_on_if_there
@@ -19,6 +18,7 @@ from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.messages import chat_prompt
 from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from draftgate.gateway.http.requests.tools import offered_tools
+from draftgate.gateway.offload import offload
 from draftgate.gateway.served import Served
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
@@ -45,7 +45,7 @@ async def _answer(
     if len(body) <= INLINE_BODY_BYTES:
         reply = _reply(work, body, served)
     else:
-        reply = await aside(_reply, work, body, served)
+        reply = await offload(_reply, work, body, served)
     return web.Response(body=reply, content_type="application/json")
 
 

@@ -9,12 +9,12 @@ from typing import Final
 
 from draftgate.backends.peer.messages import Submit
 from draftgate.backends.types import Delta, Pace
-from draftgate.gateway.aside import aside
 from draftgate.gateway.dispatch.placement import INLINE_TOKENS
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.node import Node
-from draftgate.gateway.telemetry.hops import WorkerHops
+from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.gateway.telemetry.worker_spans import WorkerSpans
 from draftgate.policies.room import Need
 
 SPAN: Final = "peer.generate"
@@ -56,17 +56,17 @@ class PeerStream:
         """
         with self._node.dispatcher.counted(), self._span() as span, self._seat():
             await self._check()
-            hops = WorkerHops(span) if span.recording else None
+            spans = WorkerSpans(span) if span.recording else None
             try:
                 async with aclosing(self._worker.run(self._request, self._lease_number)) as deltas:
                     self._runs = True
                     if self._pace is not Pace.FULL:
                         self.set_pace(self._pace)
                     async for delta in deltas:
-                        await deliver(self._noted(delta, hops))
+                        await deliver(self._noted(delta, spans))
             finally:
-                if hops is not None:
-                    hops.end()
+                if spans is not None:
+                    spans.end()
 
     async def _check(self) -> None:
         """Hold it against the worker's bounds: it comes over a network, from another version."""
@@ -74,7 +74,7 @@ class PeerStream:
         if request.grammar is None and len(request.prompt_ids) <= INLINE_TOKENS:
             check(request)
         else:
-            await aside(check, request)
+            await offload(check, request)
 
     def _span(self) -> Span:
         """Return the span that continues the trace of its node, if there is one."""
@@ -103,15 +103,15 @@ class PeerStream:
             self._worker.release(request.request_id)
             queue.pump()
 
-    def _noted(self, delta: Delta, hops: WorkerHops | None) -> Delta:
+    def _noted(self, delta: Delta, spans: WorkerSpans | None) -> Delta:
         """Take note of a delta as it passes; return it with whether spans were made of it."""
         if not self._speaks:
             self._speaks = True
             self._worker.started(self._request.request_id)
             self._node.dispatcher.queue.pump()
-        if hops is None:
+        if spans is None:
             return delta
-        hops.observe(delta)
+        spans.observe(delta)
         if delta.phases is None:
             return delta
         return delta._replace(phases=delta.phases._replace(recorded=True))

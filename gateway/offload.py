@@ -25,10 +25,10 @@ faster. Each tokenises some 2.5 MB in a second (AMD EPYC Zen 4, 2026-11-21)."""
 
 THREADS: Final = min(MOST_THREADS, os.cpu_count() or 1)
 
-_pool: Final = ThreadPoolExecutor(THREADS, "aside")
+_pool: Final = ThreadPoolExecutor(THREADS, "offload")
 
 
-async def aside(
+async def offload(
     work: Callable[Given, Result], *arguments: Given.args, **named: Given.kwargs
 ) -> Result:
     """Return what the work returns, done in a thread that sees this task's context variables."""

@@ -28,7 +28,7 @@ MOST_CHUNKS: Final = 32
 
 
 @contextmanager
-def dispatched(parent: Span) -> Iterator[WorkerHops | None]:
+def dispatch_span(parent: Span) -> Iterator[WorkerSpans | None]:
     """Cover what a worker does for a request with a `dispatch` span, below which its spans come.
 
     None where nobody reads them.
@@ -37,14 +37,14 @@ def dispatched(parent: Span) -> Iterator[WorkerHops | None]:
         if not span.recording:
             yield None
             return
-        hops = WorkerHops(span)
+        hops = WorkerSpans(span)
         try:
             yield hops
         finally:
             hops.end()
 
 
-class WorkerHops:
+class WorkerSpans:
     """The spans below one `dispatch` span, which is recorded."""
 
     def __init__(self, dispatch: Span) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from contextvars import ContextVar
 
-from draftgate.gateway.aside import MOST_THREADS, aside
+from draftgate.gateway.offload import MOST_THREADS, offload
 
 
 async def test_long_work_has_few_threads_however_much_there_is() -> None:
@@ -17,7 +17,7 @@ async def test_long_work_has_few_threads_however_much_there_is() -> None:
         go_on.wait()
         return threading.get_ident()
 
-    running = [asyncio.create_task(aside(work)) for _ in range(20 * MOST_THREADS)]
+    running = [asyncio.create_task(offload(work)) for _ in range(20 * MOST_THREADS)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)  # all are handed over: who would get a thread of its own has one
     go_on.set()
@@ -28,4 +28,4 @@ async def test_work_beside_sees_the_context_of_its_task() -> None:
     """Log lines and spans of a thread are those of the request."""
     name: ContextVar[str] = ContextVar("name")
     name.set("a request")
-    assert await aside(name.get) == "a request"
+    assert await offload(name.get) == "a request"

@@ -28,7 +28,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Figure:
+class MetricDefinition:
     """One figure. All have the label `model_name`, besides their own.
 
     Attributes:
@@ -50,14 +50,14 @@ class Figure:
     of_worker: Callable[[WorkerLoad], float] | None = None
 
 
-FIGURES: Final[list[Figure]] = []
+METRICS: Final[list[MetricDefinition]] = []
 """All of them, in the order of the page."""
 
 
 def _counter(
     name: str, text: str, unit: str, *aliases: str, labels: tuple[str, ...] = ()
-) -> Figure:
-    return _declared(Figure(name, Kind.COUNTER, text, unit, labels, aliases=aliases))
+) -> MetricDefinition:
+    return _declared(MetricDefinition(name, Kind.COUNTER, text, unit, labels, aliases=aliases))
 
 
 def _histogram(
@@ -67,24 +67,28 @@ def _histogram(
     *aliases: str,
     unit: str = "seconds",
     labels: tuple[str, ...] = (),
-) -> Figure:
-    return _declared(Figure(name, Kind.HISTOGRAM, text, unit, labels, buckets, aliases))
+) -> MetricDefinition:
+    return _declared(MetricDefinition(name, Kind.HISTOGRAM, text, unit, labels, buckets, aliases))
 
 
-def _gauge(name: str, text: str, unit: str, *aliases: str, labels: tuple[str, ...] = ()) -> Figure:
-    return _declared(Figure(name, Kind.GAUGE, text, unit, labels, aliases=aliases))
+def _gauge(
+    name: str, text: str, unit: str, *aliases: str, labels: tuple[str, ...] = ()
+) -> MetricDefinition:
+    return _declared(MetricDefinition(name, Kind.GAUGE, text, unit, labels, aliases=aliases))
 
 
 def _of_workers(
     name: str, text: str, unit: str, of_worker: Callable[[WorkerLoad], float], *aliases: str
-) -> Figure:
+) -> MetricDefinition:
     return _declared(
-        Figure(name, Kind.GAUGE, text, unit, ("worker",), aliases=aliases, of_worker=of_worker)
+        MetricDefinition(
+            name, Kind.GAUGE, text, unit, ("worker",), aliases=aliases, of_worker=of_worker
+        )
     )
 
 
-def _declared(figure: Figure) -> Figure:
-    FIGURES.append(figure)
+def _declared(figure: MetricDefinition) -> MetricDefinition:
+    METRICS.append(figure)
     return figure
 
 
