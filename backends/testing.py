@@ -218,7 +218,7 @@ async def check_load(backend: Backend) -> None:
     await collect(backend, make_request(backend, max_tokens=8))
     await _until_idle(backend)
     load = backend.load()
-    assert load.seats >= 0
+    assert load.max_sequences >= 0
     assert load.step_tokens >= 0
     assert load.kv_block_tokens >= 1
     assert (load.prompt_tokens, load.paused) == (0, 0), "an idle worker owes nobody anything"
@@ -244,7 +244,7 @@ async def check_unread_tokens(backend: Backend) -> None:
 async def check_pace(backend: Backend) -> None:
     """Check that a pace delays tokens and changes none, and that what is paused delays nobody."""
     backend.pace("nobody", Pace.PAUSED)
-    seats = min(backend.load().seats, 8) or 1
+    seats = min(backend.load().max_sequences, 8) or 1
     requests = [make_request(backend, seed=s, max_tokens=48) for s in range(seats)]
     alone = [await collect(backend, request) for request in requests]
     again = [replace(request, request_id=_id()) for request in requests]

@@ -21,7 +21,7 @@ from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.gateway.state.store import new_epoch
-from draftgate.policies.room import Need, Occupancy, shared
+from draftgate.policies.capacity import CapacityNeed, WorkerUsage, with_other_gateways
 from draftgate.policies.routing import Candidate
 
 NO_WORKER: Final = "there is no worker"
@@ -54,8 +54,8 @@ class FleetWorker:
         self.hung = False
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
-        self._sent: dict[str, Need] = {}
-        self._unstarted: dict[str, Need] = {}  # of these, those without a token
+        self._sent: dict[str, CapacityNeed] = {}
+        self._unstarted: dict[str, CapacityNeed] = {}  # of these, those without a token
         self._promised: dict[str, float] = {}  # times per token
 
     @property
@@ -69,9 +69,9 @@ class FleetWorker:
         return 0.0
 
     @property
-    def occupancy(self) -> Occupancy:
+    def usage(self) -> WorkerUsage:
         """What it has on its hands."""
-        return Occupancy(
+        return WorkerUsage(
             self.backend.load(),
             self._sequences,
             self._started,
@@ -79,7 +79,7 @@ class FleetWorker:
             min(self._promised.values(), default=None),
         )
 
-    def candidate(self, at: Occupancy) -> Candidate:
+    def candidate(self, at: WorkerUsage) -> Candidate:
         """Return what a routing policy may know of it.
 
         Args:
@@ -106,7 +106,7 @@ class FleetWorker:
         assert self.forwards
         return cast(Upstream, self.backend)
 
-    def reserve(self, request_id: str, need: Need) -> None:
+    def reserve(self, request_id: str, need: CapacityNeed) -> None:
         """Count a request in: it is about to be sent."""
         self.release(request_id)
         self._sent[request_id] = self._unstarted[request_id] = need
@@ -173,9 +173,9 @@ class PeerWorker(FleetWorker):
         return self._peer.load_age_s
 
     @property
-    def occupancy(self) -> Occupancy:
+    def usage(self) -> WorkerUsage:
         """What it has on its hands, and what others have sent there."""
-        return shared(super().occupancy, self.gateways)
+        return with_other_gateways(super().usage, self.gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there."""

@@ -62,7 +62,7 @@ def draft_counts(drafted: int, histogram: Sequence[int]) -> DraftCounts:
     """Return which draft tokens of a choice agreed, and how many drafts ended with a wrong one.
 
     Drafts are tested up to their first wrong token, and outcomes do not say how long each was: one
-    that accepted less than drafts had on average counts as refuted. No more than had a token left.
+    that accepted less than drafts had on average counts as rejected. No more than had a token left.
     """
     drafts, accepted = sum(histogram), sum(n * steps for n, steps in enumerate(histogram))
     shorter = sum(steps for n, steps in enumerate(histogram) if n * drafts < drafted)
@@ -71,5 +71,5 @@ def draft_counts(drafted: int, histogram: Sequence[int]) -> DraftCounts:
 
 def _with(counts: DraftCounts, news: DraftCounts) -> DraftCounts:
     return DraftCounts(
-        counts.agreed * FORGETTING + news.agreed, counts.refuted * FORGETTING + news.refuted
+        counts.agreed * FORGETTING + news.agreed, counts.rejected * FORGETTING + news.rejected
     )

@@ -23,11 +23,13 @@ itself jumps by times two with each sequence, and so does the projection. (Shipp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
+from msgspec import structs
+
+from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.price import LEAST_S
-from draftgate.policies.room import Need
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 FORGETTING: Final = 0.98
@@ -35,7 +37,7 @@ FORGETTING: Final = 0.98
 of output (`output_history`). (Chosen, not tuned; 2026-11-22.)"""
 
 
-def projected(load: WorkerLoad, behind_tokens: int, usual: Need) -> WorkerLoad:
+def projected(load: WorkerLoad, behind_tokens: int, usual: CapacityNeed) -> WorkerLoad:
     """Return the load that a worker will have once the leases behind its report have arrived.
 
     They take seats as far as there are some, and wait beyond. The price never falls, rises with the
@@ -46,16 +48,16 @@ def projected(load: WorkerLoad, behind_tokens: int, usual: Need) -> WorkerLoad:
         load: as reported.
         behind_tokens: of prompts and outputs, leased behind the report's watermark, the request
             that is decided about left out (`Reservation.behind_tokens`).
-        usual: what one of the leased requests takes (`UsualNeed`); `tpot_s` is not looked at.
+        usual: what one of the leased requests takes (`MeanNeed`); `tpot_s` is not looked at.
     """
     if behind_tokens <= 0:
         return load
     requests = behind_tokens / max(usual.most_tokens, 1)
     come = requests * usual.sequences
-    joining = come if not load.seats else min(come, _free_seats(load))
+    joining = come if not load.max_sequences else min(come, _free_seats(load))
     prompt_tokens = round(requests * usual.prompt_tokens)
     blocks = -(-prompt_tokens // load.kv_block_tokens)
-    return replace(
+    return structs.replace(
         load,
         running=load.running + round(joining),
         waiting=load.waiting + round(come) - round(joining),
@@ -66,7 +68,7 @@ def projected(load: WorkerLoad, behind_tokens: int, usual: Need) -> WorkerLoad:
 
 
 @dataclass(slots=True)
-class UsualNeed:
+class MeanNeed:
     """What requests usually take: running means over those that were placed.
 
     Attributes:
@@ -78,7 +80,7 @@ class UsualNeed:
     _prompt_tokens: float = 0.0
     _most_tokens: float = 0.0
 
-    def note(self, need: Need) -> None:
+    def note(self, need: CapacityNeed) -> None:
         """Note that a request is placed."""
         self._requests = self._requests * FORGETTING + 1.0
         self._sequences += (need.sequences - self._sequences) / self._requests
@@ -86,9 +88,9 @@ class UsualNeed:
         self._most_tokens += (need.most_tokens - self._most_tokens) / self._requests
 
     @property
-    def need(self) -> Need:
+    def need(self) -> CapacityNeed:
         """The mean request, in whole numbers, with a sequence and a token at least."""
-        return Need(
+        return CapacityNeed(
             max(round(self._sequences), 1),
             round(self._prompt_tokens),
             max(round(self._most_tokens), 1),
@@ -96,7 +98,7 @@ class UsualNeed:
 
 
 def _free_seats(load: WorkerLoad) -> int:
-    return max(load.seats - load.running - load.waiting, 0)
+    return max(load.max_sequences - load.running - load.waiting, 0)
 
 
 def _rise(load: WorkerLoad, joining: float) -> float:

@@ -95,7 +95,7 @@ def forecast(request: RequestView, load: WorkerLoad, proposer: str) -> RequestFo
     levels = (request.model_drafts, "of all tenants"), (request.tenant_drafts, "of this tenant")
     for counts, words in levels:
         acceptance = _shrunk(counts, acceptance)
-        if counts.agreed + counts.refuted >= HISTORY_TOKENS:
+        if counts.agreed + counts.rejected >= HISTORY_TOKENS:
             whose = words
     looked_up = SpeculationMode.NGRAM.value
     looks_up = looked_up in (load.proposers if proposer == ANY_PROPOSER else (proposer,))
@@ -109,5 +109,5 @@ def forecast(request: RequestView, load: WorkerLoad, proposer: str) -> RequestFo
 
 
 def _shrunk(counts: DraftCounts, towards: float) -> float:
-    tested = counts.agreed + counts.refuted
+    tested = counts.agreed + counts.rejected
     return (counts.agreed + towards * HISTORY_TOKENS) / (tested + HISTORY_TOKENS)

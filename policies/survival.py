@@ -69,24 +69,24 @@ MOST_SHIFT: Final = 3.0
 
 @dataclass(slots=True)
 class Acceptance:
-    """Counts of agreed and refuted draft tokens, with forgetting.
+    """Counts of agreed and rejected draft tokens, with forgetting.
 
     A draft is evidence up to its first wrong token: slots behind it were never put to the test,
-    so `agreed / (agreed + refuted)` estimates the chance of a token given all before it agreed.
+    so `agreed / (agreed + rejected)` estimates the chance of a token given all before it agreed.
     """
 
     forgetting: float = 1.0
     agreed: float = 0.0
-    refuted: float = 0.0
+    rejected: float = 0.0
 
-    def observe(self, agreed: int, *, refuted: bool) -> None:
-        """Count one draft: `agreed` leading tokens were right, the next was wrong if `refuted`."""
+    def observe(self, agreed: int, *, rejected: bool) -> None:
+        """Count one draft: `agreed` leading tokens were right, the next was wrong if `rejected`."""
         self.agreed = self.agreed * self.forgetting + agreed
-        self.refuted = self.refuted * self.forgetting + refuted
+        self.rejected = self.rejected * self.forgetting + rejected
 
     def rate(self, prior: float = PRIOR_ACCEPTANCE, weight: float = PRIOR_WEIGHT) -> float:
         """Return the chance of a token, in (0, 1), shrunk toward `prior` by `weight` slots."""
-        return (self.agreed + prior * weight) / (self.agreed + self.refuted + weight)
+        return (self.agreed + prior * weight) / (self.agreed + self.rejected + weight)
 
 
 def evidence_row(evidence: int) -> int:
@@ -94,14 +94,14 @@ def evidence_row(evidence: int) -> int:
     return bisect_right(EVIDENCE_EDGES, evidence)
 
 
-def outcome_row(agreed: int, *, refuted: bool) -> int:
+def outcome_row(agreed: int, *, rejected: bool) -> int:
     """Return the row of drafts behind one of which so many leading tokens agreed.
 
     Row 0 is that of a first draft.
     """
     if agreed < LONG_RUN:
         return 1 + agreed
-    return 1 + LONG_RUN + (not refuted)
+    return 1 + LONG_RUN + (not rejected)
 
 
 class Row(NamedTuple):
@@ -151,9 +151,9 @@ class RequestShift:
         """The shift in steps."""
         return round(self.shift / SHIFT_STEP)
 
-    def learn(self, row: Row, agreed: int, *, refuted: bool) -> None:
+    def learn(self, row: Row, agreed: int, *, rejected: bool) -> None:
         """Learn from a draft of which `row` was expected."""
-        tested = min(agreed + refuted, POSITIONS)
+        tested = min(agreed + rejected, POSITIONS)
         agreed = min(agreed, POSITIONS)
         gradient = row.surprises[agreed] - (row.chances[agreed] if tested > agreed else 0.0)
         forgotten = (1.0 - SHIFT_MEMORY) * SHIFT_DEVIATION**-2
@@ -175,16 +175,16 @@ class SurvivalTable:
     def __init__(self, rows: int) -> None:
         """Start without a record, at `PRIOR_ACCEPTANCE` everywhere."""
         self._agreed = np.zeros((rows, POSITIONS))
-        self._refuted = np.zeros((rows, POSITIONS))
+        self._rejected = np.zeros((rows, POSITIONS))
         self._fresh: list[tuple[int, int, bool]] = []
         self._drafts = 0.0
         self._cache: dict[tuple[int, int], Row] = {}
-        self._logits = _logits(self._agreed, self._refuted)
+        self._logits = _logits(self._agreed, self._rejected)
         self.best_survival = self._best_survival()
 
-    def observe(self, row: int, agreed: int, *, refuted: bool) -> None:
-        """Count one draft: `agreed` leading tokens were right, the next was wrong if `refuted`."""
-        self._fresh.append((row, agreed, refuted))
+    def observe(self, row: int, agreed: int, *, rejected: bool) -> None:
+        """Count one draft: `agreed` leading tokens were right, the next was wrong if `rejected`."""
+        self._fresh.append((row, agreed, rejected))
         if len(self._fresh) >= min(max(8.0, self._drafts / 8), 1024.0):
             self.refresh()
 
@@ -202,13 +202,13 @@ class SurvivalTable:
         kept = 0.5 ** (len(self._fresh) / HALF_LIFE_DRAFTS)
         self._drafts = self._drafts * kept + len(self._fresh)
         self._agreed *= kept
-        self._refuted *= kept
-        rows, agreed, refuted = np.array(self._fresh).T
+        self._rejected *= kept
+        rows, agreed, rejected = np.array(self._fresh).T
         self._fresh.clear()
         tested = np.arange(POSITIONS)
         np.add.at(self._agreed, rows, tested < agreed[:, None])
-        np.add.at(self._refuted, rows, (tested == agreed[:, None]) & (refuted[:, None] > 0))
-        self._logits = _logits(self._agreed, self._refuted)
+        np.add.at(self._rejected, rows, (tested == agreed[:, None]) & (rejected[:, None] > 0))
+        self._logits = _logits(self._agreed, self._rejected)
         self._cache.clear()
         self.best_survival = self._best_survival()
 
@@ -251,25 +251,25 @@ class Survivals:
         """Return what is expected of the request's next draft, before it is made."""
         return self.foreseen.row(record.last_outcome, record.foreseen.level)
 
-    def learn(self, record: RequestRecord, evidence: int, agreed: int, *, refuted: bool) -> None:
-        """Learn from a draft: `agreed` leading tokens were right, the next wrong if `refuted`."""
-        record.found.learn(self.of_found(record, evidence), agreed, refuted=refuted)
-        self.found.observe(evidence_row(evidence), agreed, refuted=refuted)
-        self.learn_foreseen(record, agreed, refuted=refuted)
+    def learn(self, record: RequestRecord, evidence: int, agreed: int, *, rejected: bool) -> None:
+        """Learn from a draft: `agreed` leading tokens were right, the next wrong if `rejected`."""
+        record.found.learn(self.of_found(record, evidence), agreed, rejected=rejected)
+        self.found.observe(evidence_row(evidence), agreed, rejected=rejected)
+        self.learn_foreseen(record, agreed, rejected=rejected)
 
-    def learn_foreseen(self, record: RequestRecord, agreed: int, *, refuted: bool) -> None:
+    def learn_foreseen(self, record: RequestRecord, agreed: int, *, rejected: bool) -> None:
         """Learn from a draft whose evidence is not to be known, or that was not even found.
 
-        The latter counts as refuted: who waits for drafts waits in vain for those, too.
+        The latter counts as rejected: who waits for drafts waits in vain for those, too.
         """
-        record.foreseen.learn(self.of_foreseen(record), agreed, refuted=refuted)
-        self.foreseen.observe(record.last_outcome, agreed, refuted=refuted)
-        record.last_outcome = outcome_row(agreed, refuted=refuted)
+        record.foreseen.learn(self.of_foreseen(record), agreed, rejected=rejected)
+        self.foreseen.observe(record.last_outcome, agreed, rejected=rejected)
+        record.last_outcome = outcome_row(agreed, rejected=rejected)
 
 
-def _logits(agreed: NDArray[np.float64], refuted: NDArray[np.float64]) -> NDArray[np.float64]:
+def _logits(agreed: NDArray[np.float64], rejected: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return log odds of counts, each shrunk to its row's, each row's to that of all."""
-    tested, weight = agreed + refuted, PRIOR_WEIGHT
+    tested, weight = agreed + rejected, PRIOR_WEIGHT
     overall = (agreed.sum() + PRIOR_ACCEPTANCE * weight) / (tested.sum() + weight)
     rows = (agreed.sum(1) + overall * weight) / (tested.sum(1) + weight)
     chances = (agreed + rows[:, None] * weight) / (tested + weight)

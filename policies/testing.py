@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import cycle
 
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView, Refused
+from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.protocols import (
     AdmissionPolicy,
@@ -16,7 +17,6 @@ from draftgate.policies.protocols import (
     RoutingPolicy,
     SpeculationPolicy,
 )
-from draftgate.policies.room import Occupancy
 from draftgate.policies.routing.types import Candidate, Candidates, Route, RouteView
 from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import (
@@ -325,7 +325,7 @@ def _candidates() -> list[Candidates]:
         workers = tuple(
             Candidate(
                 f"w-{number}",
-                Occupancy(load, load.running, load.running // 2, load.prompt_tokens),
+                WorkerUsage(load, load.running, load.running // 2, load.prompt_tokens),
                 50 * number,
                 0 if age_s == 0.0 else 100 * (number % 3),
                 age_s,

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final
 
+from msgspec import Struct
+
 
 class SpeculationMode(StrEnum):
     """What a client may ask for in `speculation.mode`."""
@@ -48,17 +50,16 @@ ANY_PROPOSER: Final = "any"
 """In a plan: whatever the worker has and pays most, for each sequence and step."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
+class DraftCounts(Struct, frozen=True, rename={"rejected": "refuted"}):
     """Draft tokens of earlier requests that were put to the test; old ones count less.
 
     Attributes:
         agreed: tokens that were right.
-        refuted: tokens that were wrong, behind right ones only.
+        rejected: tokens that were wrong, behind right ones only.
     """
 
     agreed: float = 0.0
-    refuted: float = 0.0
+    rejected: float = 0.0
 
 
 UNTESTED: Final = DraftCounts()
@@ -133,8 +134,7 @@ UNKNOWN_SPEED: Final = WorkerSpeed()
 """Nothing has run yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     """A worker's load, as the gateway sees it.
 
     Attributes:
@@ -144,7 +144,7 @@ class WorkerLoad:
         acceptance: running chance that a drafted token is accepted.
         proposers: what the worker can draft with, cheapest first.
         step_cost_error: running median of |measured / predicted - 1| over step times.
-        seats: most sequences that run at once; 0 where nobody knows.
+        max_sequences: most sequences that run at once; 0 where nobody knows.
         prompt_tokens: prompt tokens of its sequences that are still to be computed, and what is to
             be computed again of those that were preempted; what may be cached is counted, too.
         step_tokens: most tokens of a step; 0 where nobody knows.
@@ -169,7 +169,7 @@ class WorkerLoad:
     acceptance: float
     proposers: tuple[str, ...]
     step_cost_error: float = 0.0
-    seats: int = 0
+    max_sequences: int = 0
     prompt_tokens: int = 0
     step_tokens: int = 0
     kv_block_tokens: int = 16

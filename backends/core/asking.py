@@ -16,7 +16,7 @@ from draftgate.backends.core.drafts import DraftRequest, Proposer
 from draftgate.backends.core.offers import Terms
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import Pace
-from draftgate.policies.look_ups import LookUpGains
+from draftgate.policies.lookup_gain import LookupGains
 
 HOPELESS_TURNS: Final = 16
 """Sequences whose next drafts are not worth a slot are asked for in each so many steps: where one
@@ -57,7 +57,7 @@ class Asking:
         self._resting: dict[str, tuple[int, int]] = {}
         self._quiet: Terms | None = None  # with which nobody is asked
         self._quiet_until = 0
-        self._gains = {name: LookUpGains() for name, looks_up in self.looks_up.items() if looks_up}
+        self._gains = {name: LookupGains() for name, looks_up in self.looks_up.items() if looks_up}
 
     def begin(self, sequences: Many[Sequence], terms: Terms, *, may_rest: bool) -> Many[Sequence]:
         """Begin a step; return the sequences that may be asked for, those of grammars always.

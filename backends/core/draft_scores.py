@@ -64,17 +64,17 @@ class DraftScores:
     ) -> None:
         """Learn from a draft and the tokens that came."""
         path = draft.walk(emitted)
-        agreed, refuted = len(path), draft.refutes(path, emitted)
-        self.acceptance.observe(agreed, refuted=refuted)
+        agreed, rejected = len(path), draft.rejects(path, emitted)
+        self.acceptance.observe(agreed, rejected=rejected)
         record, survivals = _record(sequence, source), self._source(source)
         if draft.law is None:
-            survivals.learn(record, draft.evidence, agreed, refuted=refuted)
+            survivals.learn(record, draft.evidence, agreed, rejected=rejected)
         else:
-            survivals.learn_foreseen(record, agreed, refuted=refuted)
+            survivals.learn_foreseen(record, agreed, rejected=rejected)
 
     def learn_nothing_found(self, sequence: Sequence, source: str) -> None:
         """Learn that a source had nothing to propose."""
-        self._source(source).learn_foreseen(_record(sequence, source), 0, refuted=True)
+        self._source(source).learn_foreseen(_record(sequence, source), 0, rejected=True)
 
     def refresh(self) -> None:
         """Let all that was learned count now."""

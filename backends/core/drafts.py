@@ -139,7 +139,7 @@ class Draft:
             at = following
         return tuple(path)
 
-    def refutes(self, path: tuple[int, ...], tokens: Many[int]) -> bool:
+    def rejects(self, path: tuple[int, ...], tokens: Many[int]) -> bool:
         """Return whether a token came behind a path which is not what was proposed there."""
         end = path[-1] if path else ROOT
         proposed = any(self.parent(index) == end for index in range(end + 1, len(self)))

@@ -183,7 +183,7 @@ class Scheduler:
             acceptance=self._drafts.drafting.acceptance,
             proposers=self._drafts.drafting.names,
             step_cost_error=self.cost_error,
-            seats=self.config.max_num_seqs,
+            max_sequences=self.config.max_num_seqs,
             prompt_tokens=self._queues.prefill_tokens,
             step_tokens=self.config.max_step_tokens,
             kv_block_tokens=self.blocks.block_size,

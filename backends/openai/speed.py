@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from draftgate.policies.draft_pay import BatchShare
 from draftgate.policies.types import WorkerSpeed
+from draftgate.policies.upstream_speculation import BatchShare
 
 WEIGHT: Final = 0.2
 """Of the newest answer in the running means: about the last ten count."""
@@ -39,7 +39,7 @@ class ObservedSpeed:
             return
         tpot_s, running = seconds * choices / gaps, max(running, 1.0)
         self._tpot_s, self._running = _mean(self._tpot_s, tpot_s), _mean(self._running, running)
-        self.batch.learn(tpot_s, running)
+        self.batch.add_stream(tpot_s, running)
 
     def speed(self, running: int = 1, step_tokens: float = 1.0) -> WorkerSpeed:
         """Return the means, for what runs there now: who was busy is not taken for slow since.

@@ -8,9 +8,9 @@ from draftgate.backends.openai.metrics.polling import POLL_S
 from draftgate.backends.openai.metrics.reading import Reading
 from draftgate.backends.openai.metrics.tally import DraftTally
 from draftgate.backends.openai.speed import ObservedSpeed
-from draftgate.policies.draft_pay import DraftMeans, chance_of, slot_price
-from draftgate.policies.seats import next_seats
+from draftgate.policies.concurrency_estimate import next_estimate
 from draftgate.policies.types import WorkerLoad
+from draftgate.policies.upstream_speculation import DraftMeans, acceptance_chance, fixed_draft_price
 
 STALE_S: Final = 5 * POLL_S
 """Older readings count for nothing: what others send there is over by then, or unknown."""
@@ -50,7 +50,7 @@ class ToldLoad:
         """
         self._reading, self._read_s = reading, now_s
         self._others = max(reading.running + reading.waiting - sent, 0)
-        self._seen_seats = next_seats(self._seen_seats, reading.running, reading.waiting)
+        self._seen_seats = next_estimate(self._seen_seats, reading.running, reading.waiting)
         if reading.totals is not None:
             self._tally.learn(reading.totals)
         if self._declared_drafts is None:
@@ -86,7 +86,7 @@ class ToldLoad:
             price,
             acceptance,
             (UPSTREAM_PROPOSER,) if self.drafts else (),
-            seats=self._seats(reading),
+            max_sequences=self._seats(reading),
             kv_block_tokens=reading.kv_block_tokens if reading is not None else 16,
             speed=speed.speed(running, 1.0 + drafted),
             others=others,
@@ -98,7 +98,7 @@ class ToldLoad:
         """Return the seats: declared, else told, else seen while that is fresh; 0: unknown."""
         if self._declared_seats or reading is None:
             return self._declared_seats or self._told_seats
-        return reading.seats or self._told_seats or self._seen_seats
+        return reading.max_sequences or self._told_seats or self._seen_seats
 
     def _drafting(
         self, reading: Reading | None, running: int, speed: ObservedSpeed
@@ -108,11 +108,11 @@ class ToldLoad:
             return 0.0, 0.0, 0.0
         means = self._means(reading)
         told = reading.acceptance if reading is not None else None
-        acceptance = chance_of(means) if told is None else told
+        acceptance = acceptance_chance(means) if told is None else told
         if reading is not None and reading.price is not None:
             return reading.price, acceptance, means.drafted
         share = speed.batch.share(running, 1.0 + means.drafted)
-        return slot_price(share, means), acceptance, means.drafted
+        return fixed_draft_price(share, means), acceptance, means.drafted
 
     def _means(self, reading: Reading | None) -> DraftMeans:
         if reading is not None and reading.means is not None:

@@ -54,14 +54,14 @@ class Outcome(NamedTuple):
         evidence: the proposer's, on its own scale.
         proposed: tokens verified.
         agreed: tokens accepted.
-        refuted: whether another token came than was proposed behind those.
+        rejected: whether another token came than was proposed behind those.
     """
 
     prompt: int
     evidence: int
     proposed: int
     agreed: int
-    refuted: bool
+    rejected: bool
 
 
 @dataclass
@@ -78,9 +78,9 @@ class Tally:
         self.tokens += len(emitted)
         if work.draft:
             path, prompt = work.draft.walk(emitted), int(work.sequence.request.request_id)
-            refuted = work.draft.refutes(path, emitted)
+            rejected = work.draft.rejects(path, emitted)
             self.outcomes.append(
-                Outcome(prompt, work.draft.evidence, len(work.draft), len(path), refuted)
+                Outcome(prompt, work.draft.evidence, len(work.draft), len(path), rejected)
             )
 
     def summary(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _record(
 ) -> None:
     for outcome in tally.outcomes:
         split = "held-out" if outcome.prompt % 2 else "train"
-        row = [*setting, *outcome[:-1], int(outcome.refuted)]
+        row = [*setting, *outcome[:-1], int(outcome.rejected)]
         outcomes.setdefault(split, []).append(row)
 
 

@@ -57,7 +57,7 @@ class Text(NamedTuple):
 
 
 Tally = dict[Text, tuple[int, int]]
-"""Agreed and refuted draft tokens of each request."""
+"""Agreed and rejected draft tokens of each request."""
 
 Prompts = dict[str, list[tuple[int, ...]]]
 
@@ -68,8 +68,8 @@ def tally(drafts: Sequence[Recorded]) -> Tally:
     for draft in drafts:
         counts = found[Text(draft.task, draft.temperature, draft.prompt)]
         counts[0] += draft.agreed
-        counts[1] += draft.refuted
-    return {text: (agreed, refuted) for text, (agreed, refuted) in found.items()}
+        counts[1] += draft.rejected
+    return {text: (agreed, rejected) for text, (agreed, rejected) in found.items()}
 
 
 def share_right(tokens: Sequence[int], match: int) -> float:
@@ -88,8 +88,8 @@ def share_right(tokens: Sequence[int], match: int) -> float:
 def fit(shares: Sequence[float], counts: Sequence[tuple[int, int]]) -> dict[str, float]:
     """Return slope and gain of a logistic regression of acceptance on shares (Newton's method)."""
     features = np.column_stack((np.ones(len(shares)), shares))
-    agreed, refuted = np.array(counts, dtype=np.float64).T
-    tested, at = agreed + refuted, np.zeros(2)
+    agreed, rejected = np.array(counts, dtype=np.float64).T
+    tested, at = agreed + rejected, np.zeros(2)
     for _ in range(50):
         chances = 1.0 / (1.0 + np.exp(-features @ at))
         weights = tested * chances * (1.0 - chances)
@@ -97,7 +97,7 @@ def fit(shares: Sequence[float], counts: Sequence[tuple[int, int]]) -> dict[str,
         at += np.linalg.solve(hessian, features.T @ (agreed - tested * chances))
     chances = 1.0 / (1.0 + np.exp(-features @ at))
     mean = agreed.sum() / tested.sum()
-    nats = agreed @ np.log(chances / mean) + refuted @ np.log((1.0 - chances) / (1.0 - mean))
+    nats = agreed @ np.log(chances / mean) + rejected @ np.log((1.0 - chances) / (1.0 - mean))
     return {
         "slope": round(float(at[1]), 2),
         "gain_nats": round(float(nats / tested.sum()), 4),
@@ -127,14 +127,14 @@ def history_loss(found: Tally, weight: float) -> float:
         own: dict[tuple[str, float], Acceptance] = defaultdict(Acceptance)
         everybody, nats, tested = Acceptance(), 0.0, 0
         for text in texts:
-            agreed, refuted = found[text]
+            agreed, rejected = found[text]
             mine = own[text.task, text.temperature]
             chance = mine.rate(everybody.rate(), weight)
-            nats -= agreed * math.log(chance) + refuted * math.log1p(-chance)
-            tested += agreed + refuted
+            nats -= agreed * math.log(chance) + rejected * math.log1p(-chance)
+            tested += agreed + rejected
             for record in (mine, everybody):
                 record.agreed += agreed
-                record.refuted += refuted
+                record.rejected += rejected
         losses.append(nats / tested)
     return sum(losses) / len(losses)
 
@@ -169,7 +169,7 @@ def known_survivals(steps: Sequence[Recorded]) -> list[tuple[Text, tuple[float, 
             if learned:
                 row = survivals.of_found(record, step.evidence)
                 found.append((text, row.of_length(step.proposed)))
-            survivals.learn(record, step.evidence, step.agreed, refuted=step.refuted)
+            survivals.learn(record, step.evidence, step.agreed, rejected=step.rejected)
     return found
 
 
@@ -177,7 +177,7 @@ def caps_rows(steps: Sequence[Recorded], prompts: Prompts, looks_up: bool) -> li
     """Return what caps leave out, by shift and price; the gateway knows temperatures only."""
     rates: dict[float, Acceptance] = defaultdict(Acceptance)
     for step in steps:
-        rates[step.temperature].observe(step.agreed, refuted=step.refuted)
+        rates[step.temperature].observe(step.agreed, rejected=step.rejected)
     known = known_survivals(steps)
     shares = {t: repetition(prompts[t.task][t.prompt]) if looks_up else None for t, _ in known}
     rows = []

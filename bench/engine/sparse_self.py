@@ -224,12 +224,12 @@ def acceptance_rows(engine: LoadedEngine, texts: Many[tuple[int, ...]]) -> list[
 
 def _statistics(accepted: Many[int]) -> dict[str, Any]:
     """Return the acceptance of a token, its survival by depth, and tokens per step by length."""
-    agreed, refuted = sum(accepted), sum(count < DEPTH for count in accepted)
+    agreed, rejected = sum(accepted), sum(count < DEPTH for count in accepted)
     survival = [
         sum(count >= depth for count in accepted) / len(accepted) for depth in range(1, DEPTH + 1)
     ]
     return {
-        "acceptance": round(agreed / (agreed + refuted), 3),
+        "acceptance": round(agreed / (agreed + rejected), 3),
         "survival_by_depth": [round(share, 3) for share in survival],
         "tokens_per_step_by_length": [
             round(1 + sum(survival[:length]), 3) for length in range(1, DEPTH + 1)

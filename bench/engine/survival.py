@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     evidence: int
     proposed: int
     agreed: int
-    refuted: bool
+    rejected: bool
 
 
 @dataclass
@@ -58,10 +58,10 @@ class Forecasts:
 
     def learn(self, draft: Recorded) -> None:
         """Learn what became of a draft."""
-        request, refuted = self._request(draft), bool(draft.refuted)
-        self.survivals.learn(request.record, draft.evidence, draft.agreed, refuted=refuted)
-        self.overall.observe(draft.agreed, refuted=refuted)
-        request.acceptance.observe(draft.agreed, refuted=refuted)
+        request, rejected = self._request(draft), bool(draft.rejected)
+        self.survivals.learn(request.record, draft.evidence, draft.agreed, rejected=rejected)
+        self.overall.observe(draft.agreed, rejected=rejected)
+        request.acceptance.observe(draft.agreed, rejected=rejected)
 
     def of(self, draft: Recorded) -> dict[str, Callable[[int], float]]:
         """Return what each estimate says of a slot's survival, by position from 0."""
@@ -96,8 +96,8 @@ def measure(source: str, train: list[Recorded], held_out: list[Recorded]) -> lis
     for draft in held_out:
         if draft.proposer != source:
             continue
-        # A draft that ended unrefuted says nothing of what would have come behind it.
-        tested = draft.proposed if draft.refuted else draft.agreed
+        # A draft that ended unrejected says nothing of what would have come behind it.
+        tested = draft.proposed if draft.rejected else draft.agreed
         for name, forecast in forecasts.of(draft).items():
             said.setdefault(name, []).extend(map(forecast, range(tested)))
         came.extend(position < draft.agreed for position in range(tested))

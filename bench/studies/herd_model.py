@@ -17,9 +17,9 @@ from random import Random
 from statistics import fmean
 from typing import Final, NamedTuple
 
+from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
-from draftgate.policies.room import Occupancy
 from draftgate.policies.routing import Candidate, Candidates, RouteView
 from draftgate.policies.routing.choosing import settled
 from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
@@ -187,7 +187,7 @@ class Gateway:
             kv_block_tokens=1,
             speed=WorkerSpeed(step_s=1e-3, step_token_s=1.0 / backlog.tokens_per_s),
         )
-        return Candidate(name, Occupancy(load), leased_tokens=unreported, age_s=age_s, own=False)
+        return Candidate(name, WorkerUsage(load), leased_tokens=unreported, age_s=age_s, own=False)
 
     def _unreported(self, name: str, since_s: float) -> int:
         """Return the tokens that it has sent to a worker since an instant."""

@@ -65,7 +65,7 @@ class _Member:
     @property
     def is_over(self) -> bool:
         """Whether it is lost, or says that it stops, with nothing of this node's left there."""
-        busy = self.worker.occupancy.sequences
+        busy = self.worker.usage.sequences
         return self.backend.failure is not None and not busy
 
 

@@ -18,11 +18,11 @@ from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, Q
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.admission.forecast import pool_of, work_s
 from draftgate.policies.admission.types import AdmissionView, Admitted, QueueView, Refused
+from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.output_history import OutputHistory
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import Ledger, Shortage
-from draftgate.policies.room import Need
 from draftgate.policies.types import ANYTIME, ServiceLevel
 
 
@@ -40,7 +40,7 @@ class Ask:
     """
 
     request_id: str
-    needs: tuple[Need, ...]
+    needs: tuple[CapacityNeed, ...]
     max_tokens: int
     service: ServiceLevel = ANYTIME
     tenant: str = ""

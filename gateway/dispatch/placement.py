@@ -17,9 +17,9 @@ from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.state.store import Reservation
 from draftgate.policies.acceptance_history import AcceptanceHistory
-from draftgate.policies.cluster_price import UsualNeed, projected
+from draftgate.policies.capacity import CapacityNeed
+from draftgate.policies.cluster_price import MeanNeed, projected
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.room import Need
 from draftgate.policies.routing import RouteView
 from draftgate.policies.types import (
     PROPOSER_MODES,
@@ -57,11 +57,13 @@ class Placement:
     load: WorkerLoad
 
 
-def need_of(request: GenerationRequest) -> Need:
+def need_of(request: GenerationRequest) -> CapacityNeed:
     """Return what a request takes of a worker; what its choices have said is computed anew."""
     kept = sum(len(choice.output_ids) for choice in request.resumed)
     prompt_tokens = len(request.prompt_ids) + kept
-    return Need(len(request.choices), prompt_tokens, request.most_tokens, request.service.tpot_s)
+    return CapacityNeed(
+        len(request.choices), prompt_tokens, request.most_tokens, request.service.tpot_s
+    )
 
 
 class Placer:
@@ -85,7 +87,7 @@ class Placer:
         self._decisions = decisions
         self._reads_prompts = reads_prompts
         self._history = AcceptanceHistory()
-        self._usual = UsualNeed()
+        self._usual = MeanNeed()
 
     async def size(self, job: Job) -> tuple[GenerationRequest, ...]:
         """Return a request for each prompt of a job, sized and checked, without a plan.

@@ -2,8 +2,8 @@
 
 They are bound late. As long as they wait here a more urgent one can overtake them, and they go to
 whichever worker has room first, by its load at that moment; each worker has no more before it than
-its next steps take (`policies/room.py`). Who is next is the ordering policy's business, and where
-it goes the routing policy's, where several have room.
+its next steps take (`policies/capacity.py`). The ordering policy says who is next, and where
+it goes the routing policy, where several have room.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from draftgate.backends.errors import BackendFailed
 from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet
+from draftgate.policies.capacity import CapacityNeed, has_capacity
 from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.protocols import OrderingPolicy
-from draftgate.policies.room import Need, has_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Waiting:
 
     request_id: str
     ticket: Ticket
-    need: Need
+    need: CapacityNeed
     avoid: frozenset[str] = frozenset()
     since_s: float | None = None
 
-    def again(self, request_id: str, need: Need, avoid: frozenset[str]) -> Waiting:
+    def again(self, request_id: str, need: CapacityNeed, avoid: frozenset[str]) -> Waiting:
         """Return what is left of the request, with the place that it had."""
         return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
 
@@ -167,8 +167,8 @@ class CentralQueue:
         need, open_ = waiting.need, self._fleet.open
         if waiting.avoid:
             open_ = [w for w in open_ if w.worker_id not in waiting.avoid] or open_
-        there = [(worker, worker.occupancy) for worker in open_]
-        there = [(worker, at) for worker, at in there if has_room(at, need)]
+        there = [(worker, worker.usage) for worker in open_]
+        there = [(worker, at) for worker, at in there if has_capacity(at, need)]
         if not there:
             return None
         routed = self.router.choose(

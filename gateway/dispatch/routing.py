@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from draftgate.gateway.fleet import FleetWorker
+from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
-from draftgate.policies.room import Occupancy
 from draftgate.policies.routing import Candidates, Draw, Route, RouteView
 
 View = Callable[[], RouteView]
@@ -38,7 +38,7 @@ class Router:
     def choose(
         self,
         view: View,
-        there: Sequence[tuple[FleetWorker, Occupancy]],
+        there: Sequence[tuple[FleetWorker, WorkerUsage]],
         *,
         alone: bool,
         rivals: int = 0,
@@ -66,4 +66,4 @@ class Router:
 
     def moved(self, view: View, worker: FleetWorker) -> None:
         """Tell the policy that a request went to another worker than was chosen."""
-        self._policy.placed(view(), worker.candidate(worker.occupancy))
+        self._policy.placed(view(), worker.candidate(worker.usage))

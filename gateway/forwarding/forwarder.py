@@ -30,8 +30,8 @@ from draftgate.gateway.forwarding.pools import Pooled, Pools
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
+from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.retry_budget import RetryBudget
-from draftgate.policies.room import Need, Occupancy, has_room
 from draftgate.policies.routing import RouteView
 from draftgate.policies.types import RequestView, ServiceLevel, SpeculationMode
 
@@ -91,7 +91,7 @@ def forward_ask(
 ) -> Ask:
     """Return what a request takes; `max_tokens` is per choice."""
     capped = account.capped(service)
-    need = Need(n, prompt_tokens, (prompt_tokens + max_tokens) * n, capped.tpot_s)
+    need = CapacityNeed(n, prompt_tokens, (prompt_tokens + max_tokens) * n, capped.tpot_s)
     return Ask(request_id, (need,), max_tokens, capped, account.name, account.share)
 
 
@@ -131,9 +131,9 @@ class _Seat:
         """Ids of upstreams that it goes to only if no other is there."""
         return frozenset() if self._waiting is None else self._waiting.avoid
 
-    def fits(self, at: Occupancy) -> bool:
+    def fits(self, at: WorkerUsage) -> bool:
         """Return whether an upstream has room."""
-        return self._waiting is None or has_room(at, self._waiting.need)
+        return self._waiting is None or has_capacity(at, self._waiting.need)
 
     def move(self, worker: FleetWorker) -> FleetWorker:
         """Reserve the place with another upstream, and return that."""
@@ -247,13 +247,13 @@ class Forwarder:
             seat.leave()
             self._queue.pump()
 
-    def _pooled(self, job: ForwardJob, need: Need) -> Pooled | None:
+    def _pooled(self, job: ForwardJob, need: CapacityNeed) -> Pooled | None:
         """Return what is decided about speculation; None if there is nothing to decide."""
         if not job.ask.max_tokens:  # it is to be embedded
             return None
         if len(self._queue):  # by its turn room may be anywhere, and others wait behind it
             return self._pools.choose(job.view, _nowhere)
-        return self._pools.choose(job.view, partial(has_room, need=need))
+        return self._pools.choose(job.view, partial(has_capacity, need=need))
 
     @asynccontextmanager
     async def _passed(
@@ -305,7 +305,7 @@ class Forwarder:
 
     def _candidates(
         self, tried: list[str], seat: _Seat, *, again: bool
-    ) -> list[tuple[FleetWorker, Occupancy]]:
+    ) -> list[tuple[FleetWorker, WorkerUsage]]:
         """Return the upstreams that may be asked, with what they have on their hands.
 
         Args:
@@ -313,14 +313,16 @@ class Forwarder:
             seat: there must be room for it.
             again: whether one of these may be asked again.
         """
-        there = [(worker, worker.occupancy) for worker in self._fleet.open]
+        there = [(worker, worker.usage) for worker in self._fleet.open]
         there = [(worker, at) for worker, at in there if seat.fits(at)]
         fresh = [pair for pair in there if pair[0].worker_id not in tried]
         asked = [pair for pair in there if tried.count(pair[0].worker_id) < MOST_CALLS]
         found = fresh or (asked if again else [])
         return [pair for pair in found if pair[0].worker_id not in seat.avoid] or found
 
-    def _choose(self, candidates: list[tuple[FleetWorker, Occupancy]], seat: _Seat) -> FleetWorker:
+    def _choose(
+        self, candidates: list[tuple[FleetWorker, WorkerUsage]], seat: _Seat
+    ) -> FleetWorker:
         """Return the upstream that the routing policy takes of these."""
         alone = len(self._fleet.workers) == 1
         return self._queue.router.choose(seat.view, candidates, alone=alone).worker
@@ -349,7 +351,7 @@ class Forwarder:
         return max(1, math.ceil(min(rest.remaining_s if rest else 0.0 for rest in rests)))
 
 
-def _nowhere(_at: Occupancy) -> bool:
+def _nowhere(_at: WorkerUsage) -> bool:
     return False
 
 

@@ -10,17 +10,17 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.room import Occupancy
 from draftgate.policies.routing import Route
-from draftgate.policies.spec_pools import Pool, PoolChoice, PoolOffer, choose_pool
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.policies.upstream_speculation import PoolChoice, PoolState, ReplicaPool, choose_pool
 
 POOL_HEADER: Final = "X-Speculation-Pool"
 REASON_HEADER: Final = "X-Speculation-Reason"
 """What an answer tells its client: which upstreams its request went to, and why."""
 
-_Fits: TypeAlias = Callable[[Occupancy], bool]
+_Fits: TypeAlias = Callable[[WorkerUsage], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Pooled:
         """The decision in words."""
         return self.choice.plan
 
-    def headers(self, pool: Pool) -> Mapping[str, str]:
+    def headers(self, pool: ReplicaPool) -> Mapping[str, str]:
         """Return what the client is told of an answer from this pool.
 
         A policy's words may be anybody's, and headers hold one line of ASCII.
@@ -69,14 +69,16 @@ class Pools:
         Args:
             fits: whether an upstream with so much on its hands has room for it.
         """
-        there = [(worker, worker.occupancy) for worker in self._fleet.open]
-        drafting = [pair for pair in there if pool_of(pair[1].load) is Pool.SPECULATING]
-        plain = [pair for pair in there if pool_of(pair[1].load) is Pool.PLAIN]
+        there = [(worker, worker.usage) for worker in self._fleet.open]
+        drafting = [pair for pair in there if pool_of(pair[1].load) is ReplicaPool.SPECULATING]
+        plain = [pair for pair in there if pool_of(pair[1].load) is ReplicaPool.PLAIN]
         if not drafting or not plain:
             return None
         offer = _offer(drafting, fits)
         choice = choose_pool(request, self._policy, offer, _offer(plain, fits))
-        others = {None: [], Pool.PLAIN: drafting, Pool.SPECULATING: plain}[choice.pool]
+        others = {None: [], ReplicaPool.PLAIN: drafting, ReplicaPool.SPECULATING: plain}[
+            choice.pool
+        ]
         avoid = frozenset(worker.worker_id for worker, _ in others)
         return Pooled(request, offer.load, choice, avoid)
 
@@ -91,13 +93,13 @@ class Pools:
         )
 
 
-def pool_of(load: WorkerLoad) -> Pool:
+def pool_of(load: WorkerLoad) -> ReplicaPool:
     """Return whether an upstream drafts."""
-    return Pool.SPECULATING if load.proposers else Pool.PLAIN
+    return ReplicaPool.SPECULATING if load.proposers else ReplicaPool.PLAIN
 
 
-def _offer(workers: Sequence[tuple[FleetWorker, Occupancy]], fits: _Fits) -> PoolOffer:
+def _offer(workers: Sequence[tuple[FleetWorker, WorkerUsage]], fits: _Fits) -> PoolState:
     """Return the best that a pool has: with room, at the least price, with the least to do."""
     rooms = [(not fits(at), at.load.price, at.load.running + at.load.waiting) for _, at in workers]
     best = min(range(len(workers)), key=rooms.__getitem__)
-    return PoolOffer(workers[best][1].load, room=not rooms[best][0])
+    return PoolState(workers[best][1].load, has_capacity=not rooms[best][0])

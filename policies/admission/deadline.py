@@ -71,8 +71,8 @@ class _Line:
         wait_s = self.foreseen.wait_s
         if on_time:
             return wait_s <= self.likely_s
-        has_room = wait_s + self.booked_s <= self.sure_s
-        return has_room or (wait_s <= self.sure_s and self.backlog_s <= self.low_water_s)
+        has_capacity = wait_s + self.booked_s <= self.sure_s
+        return has_capacity or (wait_s <= self.sure_s and self.backlog_s <= self.low_water_s)
 
     def retry_s(self, *, again: bool) -> float:
         """Return in how many seconds it could be let in, in its turn."""

@@ -137,7 +137,7 @@ def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolVi
     speeds = [load.speed for load in workers if load.speed.tpot_s > 0]
     return PoolView(
         workers=len(workers),
-        seats=sum(seats) if all(seats) else 0.0,
+        max_sequences=sum(seats) if all(seats) else 0.0,
         running=sum(load.running + load.waiting for load in workers),
         prompt_tokens=sum(load.prompt_tokens for load in workers),
         speed=WorkerSpeed(
@@ -156,10 +156,10 @@ def forecast(view: AdmissionView, drain: Drain = WHOLE, error: float = 1.0) -> F
     """
     pool, queue = view.pool, view.queue
     prompt_s = view.prompt_tokens * pool.speed.prompt_token_s
-    known = pool.seats > 0 and pool.speed.tpot_s > 0
+    known = pool.max_sequences > 0 and pool.speed.tpot_s > 0
     own_s = work_s(pool, view.prompt_tokens, view.sequences * view.output_tokens)
     grain_s = queue.work_s / queue.length if queue.length and known else own_s / view.sequences
-    first_s = (1.0 - max(pool.seats - pool.running, 0.0)) * grain_s
+    first_s = (1.0 - max(pool.max_sequences - pool.running, 0.0)) * grain_s
     wait_s, place_s = (
         max(drained_s(view, drain, error, before_s) + error * first_s, 0.0) if known else 0.0
         for before_s in (queue.ahead_s, queue.place_s)
@@ -173,9 +173,11 @@ def forecast(view: AdmissionView, drain: Drain = WHOLE, error: float = 1.0) -> F
 def work_s(pool: PoolView, prompt_tokens: int, output_tokens: float) -> float:
     """Return the seconds of a whole pool that some tokens take; 0 where nobody knows."""
     speed = pool.speed
-    if not (pool.seats > 0 and speed.tpot_s > 0):
+    if not (pool.max_sequences > 0 and speed.tpot_s > 0):
         return 0.0
-    return (prompt_tokens * speed.prompt_token_s + output_tokens * speed.tpot_s) / pool.seats
+    return (
+        prompt_tokens * speed.prompt_token_s + output_tokens * speed.tpot_s
+    ) / pool.max_sequences
 
 
 def drained_s(
@@ -200,9 +202,9 @@ def drained_s(
 
 def _seats(load: WorkerLoad, sequence_tokens: float) -> float:
     if not sequence_tokens or not load.kv_blocks_total:  # nobody knows the memory
-        return float(load.seats)
+        return float(load.max_sequences)
     in_memory = load.kv_blocks_total * load.kv_block_tokens / sequence_tokens
-    return min(float(load.seats), max(in_memory, 1.0))
+    return min(float(load.max_sequences), max(in_memory, 1.0))
 
 
 def _mean(values: list[float]) -> float:

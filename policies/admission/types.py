@@ -14,7 +14,7 @@ class PoolView:
 
     Attributes:
         workers: how many there are.
-        seats: sequences that can run at once; 0 where nobody knows. Fewer than the workers' own
+        max_sequences: sequences that can run at once; 0 if unknown. Fewer than the workers' own
             where KV memory or TPOT targets allow no more.
         running: sequences that run or wait on the workers.
         prompt_tokens: prompt tokens on the workers that are still to be computed.
@@ -22,7 +22,7 @@ class PoolView:
     """
 
     workers: int = 1
-    seats: float = 0.0
+    max_sequences: float = 0.0
     running: int = 0
     prompt_tokens: int = 0
     speed: WorkerSpeed = UNKNOWN_SPEED

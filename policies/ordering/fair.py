@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Final
 
 from draftgate.policies.ordering.fair_class import FairClass
-from draftgate.policies.ordering.line import Line, Place
+from draftgate.policies.ordering.prefix_sum_queue import Place, PrefixSumQueue
 from draftgate.policies.ordering.ticket import Ticket
 
 STARVATION_S: Final = 30.0
@@ -49,9 +49,9 @@ class Fair:
         self._overdue_every = overdue_every
         self._tickets: dict[int, Ticket] = {}
         self._tenants = Counter[str]()
-        self._arrivals = Line()
+        self._arrivals = PrefixSumQueue()
         self._classes: dict[int, FairClass] = {}  # those in which somebody waits
-        self._pressing: dict[int, Line] = {}  # of each, by when they are pressing
+        self._pressing: dict[int, PrefixSumQueue] = {}  # of each, by when they are pressing
         self._priorities: list[int] = []  # their keys, sorted
         self._passed_over = 0  # takings since one was for who is overdue longest, or presses
 
@@ -74,7 +74,7 @@ class Fair:
         self._arrivals.add((ticket.arrived_s, ticket.key), ticket.work_s)
         if ticket.priority not in self._classes:
             self._classes[ticket.priority] = FairClass()
-            self._pressing[ticket.priority] = Line()
+            self._pressing[ticket.priority] = PrefixSumQueue()
             insort(self._priorities, ticket.priority)
         self._pressing[ticket.priority].add(_pressing_place(ticket), ticket.work_s)
         self._classes[ticket.priority].push(ticket)

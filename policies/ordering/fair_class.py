@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from draftgate.policies.ordering.line import Line, Place
+from draftgate.policies.ordering.prefix_sum_queue import Place, PrefixSumQueue
 from draftgate.policies.ordering.ticket import Ticket
 
 LEAST_WORK_S: Final = 1e-3
@@ -46,7 +46,7 @@ class _Tenant:
 
     start: float
     share: float
-    line: Line = field(default_factory=Line)
+    line: PrefixSumQueue = field(default_factory=PrefixSumQueue)
 
 
 class FairClass:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from draftgate.policies.ordering.line import Line, Place
+from draftgate.policies.ordering.prefix_sum_queue import Place, PrefixSumQueue
 from draftgate.policies.ordering.ticket import Ticket
 
 
-class SingleLine:
+class SingleQueue:
     """Everybody in one line, by one instant of their tickets; classes and tenants do not count."""
 
     def __init__(self, name: str, instant: Callable[[Ticket], float]) -> None:
@@ -18,7 +18,7 @@ class SingleLine:
         self._instant = instant
         self._tickets: dict[int, Ticket] = {}
         self._tenants = Counter[str]()
-        self._line = Line()
+        self._line = PrefixSumQueue()
 
     @property
     def name(self) -> str:
@@ -67,11 +67,11 @@ class SingleLine:
         return self._instant(ticket), ticket.key
 
 
-def fcfs() -> SingleLine:
+def fcfs() -> SingleQueue:
     """First come, first served."""
-    return SingleLine("fcfs", lambda ticket: ticket.arrived_s)
+    return SingleQueue("fcfs", lambda ticket: ticket.arrived_s)
 
 
-def edf() -> SingleLine:
+def edf() -> SingleQueue:
     """Earliest deadline first: best where all can be met, useless where not (Liu, Layland 1973)."""
-    return SingleLine("edf", lambda ticket: ticket.deadline_s)
+    return SingleQueue("edf", lambda ticket: ticket.deadline_s)

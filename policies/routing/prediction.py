@@ -32,6 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from msgspec import structs
+
 from draftgate.policies.request_forecast import forecast
 from draftgate.policies.routing.choosing import Score
 from draftgate.policies.routing.types import Candidate, RouteView
@@ -112,14 +114,14 @@ def _on(
     tokens: float,
 ) -> Prediction:
     """Return what is foreseen on a worker where each step brings so many tokens."""
-    seats, mine, there = worker.load.seats, request.sequences, worker.sequences
-    batch = min(there + mine, seats or there + mine)
+    limit, mine, there = worker.load.max_sequences, request.sequences, worker.sequences
+    batch = min(there + mine, limit or there + mine)
     step_s = speed.step_s + (batch - 1) * speed.step_sequence_s
     steps = request.output_tokens / tokens
     own_s = (request.request.prompt_tokens - cached) * speed.step_token_s
     ttft_s = max(ahead_s, 0.0) + own_s + step_s
-    if seats:
-        ttft_s += max(there + mine - seats, 0) * (own_s + steps * step_s) / seats
+    if limit:
+        ttft_s += max(there + mine - limit, 0) * (own_s + steps * step_s) / limit
     slower_s = mine * steps * speed.step_sequence_s
     others_s = (batch - mine) * (own_s + slower_s)
     per_token_s = (own_s + 2.0 * slower_s) / max(request.most_tokens, 1)
@@ -156,7 +158,9 @@ class _Chances:
             return 0.0
         if self._request.mode is SpeculationMode.AUTO and len(load.proposers) > 1:
             proposer = ANY_PROPOSER
-        return forecast(self._request, replace(load, acceptance=self._usual), proposer).acceptance
+        return forecast(
+            self._request, structs.replace(load, acceptance=self._usual), proposer
+        ).acceptance
 
 
 def _speeds(workers: Sequence[Candidate]) -> list[WorkerSpeed] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draftgate.policies.room import Occupancy, seated
+from draftgate.policies.capacity import WorkerUsage, active_sequences
 from draftgate.policies.types import RequestView, WorkerLoad
 
 Draw = Callable[[], float]
@@ -41,7 +41,7 @@ class Candidate:
     """A worker that has room for the request.
 
     Attributes:
-        at: its load, and what this gateway has sent there that has not ended.
+        usage: its load, and what this gateway has sent there that has not ended.
         sent_tokens: of prompt and output that these take at most.
         leased_tokens: of prompt and output, as far as is known here, of requests that the load does
             not include yet.
@@ -51,7 +51,7 @@ class Candidate:
     """
 
     worker_id: str
-    at: Occupancy
+    usage: WorkerUsage
     sent_tokens: int = 0
     leased_tokens: int = 0
     age_s: float = 0.0
@@ -61,17 +61,17 @@ class Candidate:
     @property
     def load(self) -> WorkerLoad:
         """What it says of itself."""
-        return self.at.load
+        return self.usage.load
 
     @property
     def sequences(self) -> int:
         """Sequences there: those this gateway sent that need a seat, or those that it tells of."""
-        return max(seated(self.at), self.load.running + self.load.waiting)
+        return max(active_sequences(self.usage), self.load.running + self.load.waiting)
 
     @property
     def prompt_tokens(self) -> int:
         """Prompt tokens ahead of a newcomer, by the larger count likewise."""
-        return max(self.load.prompt_tokens, self.at.unstarted_prompt_tokens)
+        return max(self.load.prompt_tokens, self.usage.unstarted_prompt_tokens)
 
     @property
     def tokens(self) -> int:

@@ -77,7 +77,7 @@ def test_acceptance_is_as_dialled(acceptance: float) -> None:
         accepted = len(draft.walk(due))
         sequence.token_ids.extend(due[: accepted + 1])
     proposer.forget(sequence)
-    tested = proposer.tested.agreed + proposer.tested.refuted
+    tested = proposer.tested.agreed + proposer.tested.rejected
     assert tested > 10_000
     bound = 5 * math.sqrt(tested * acceptance * (1 - acceptance))
     assert abs(proposer.tested.agreed - tested * acceptance) <= bound

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from bench.studies.joint import JOINT, WAYS, Uncapped
@@ -91,7 +92,7 @@ def test_without_caps_everybody_may_draft_the_longest() -> None:
     request = RequestView(100, 100, 0.0)
     busy = WorkerLoad(256, 9, 10, 100, 5.0, 0.3, ("ngram",))
     assert Uncapped().decide(request, busy).max_draft_tokens == 16
-    assert Uncapped().decide(request, replace(busy, proposers=())).max_draft_tokens == 0
+    assert Uncapped().decide(request, structs.replace(busy, proposers=())).max_draft_tokens == 0
     assert speculation_policy("auto").decide(request, busy).max_draft_tokens == 1
 
 

@@ -164,7 +164,7 @@ async def test_a_long_stream_outlives_any_number_of_restarts(store: Forgetful) -
         for word in ("one", "two", "three", "four", "five"):  # more than may be lost
             request = await scripted.submitted.get()
             scripted.emit(request, word)
-            await until(lambda: where.node.fleet.serving[0].occupancy.started == 1)
+            await until(lambda: where.node.fleet.serving[0].usage.started == 1)
             following = ScriptedBackend()
             successor = await present.enter_async_context(member(store, backends=[following]))
             await knows(where, 2)
@@ -194,7 +194,7 @@ async def test_a_gateway_that_is_cut_off_for_a_while_loses_no_stream(
     ):
         asked = asyncio.create_task(http.post(PATH, json=body))
         scripted.emit(await scripted.submitted.get(), "one")
-        await until(lambda: where.node.fleet.workers[0].occupancy.started == 1)
+        await until(lambda: where.node.fleet.workers[0].usage.started == 1)
         proxy.cut(refuse=True)
         await until(lambda: not where.node.fleet.serving)
         await scripted.abandoned.get()  # there it was ended, with its connection
@@ -303,7 +303,7 @@ async def test_a_node_that_stops_ends_its_streams_at_once(
     ):
         asked = asyncio.create_task(http.post(PATH, json=body))
         scripted.emit(await scripted.submitted.get(), "one")
-        await until(lambda: where.node.fleet.workers[0].occupancy.started == 1)
+        await until(lambda: where.node.fleet.workers[0].usage.started == 1)
         begun_s = asyncio.get_running_loop().time()
         await where.node.stop()
         told = events((await asked).text)

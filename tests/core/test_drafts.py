@@ -88,7 +88,7 @@ def test_a_walk_goes_as_far_as_the_draft_agrees(draft: Draft, text: list[int]) -
     path = draft.walk(text)
     assert path == tuple(known[tuple(text[: n + 1])] for n in range(agreed))
     goes_on = any(p[:-1] == tuple(text[:agreed]) for p in known)
-    assert draft.refutes(path, text) == (goes_on and agreed < len(text))
+    assert draft.rejects(path, text) == (goes_on and agreed < len(text))
 
 
 @given(drafts, st.randoms(use_true_random=False))

@@ -245,7 +245,7 @@ def test_load_tells_how_fast_the_steps_are() -> None:
     for _ in range(2):
         house.add(prompt=tuple(range(480)), max_tokens=300, drafts=3, ignore_eos=True)
     load = house.scheduler.load()
-    assert (load.seats, load.step_tokens, load.kv_block_tokens) == (2, 16, 4)
+    assert (load.max_sequences, load.step_tokens, load.kv_block_tokens) == (2, 16, 4)
     assert load.prompt_tokens == 960
     house.step()
     assert house.scheduler.load().prompt_tokens == 960 - 16

@@ -55,7 +55,7 @@ class ScriptedBackend:
         self.failure: str | None = None
         self.progress = 1.0
         self.kv_tokens = 500
-        self.seats = 0  # unknown
+        self.max_sequences = 0  # unknown
         self.waiting = 0
         self.steps: int | None = None  # unknown
 
@@ -87,7 +87,7 @@ class ScriptedBackend:
 
     def load(self) -> WorkerLoad:
         running = len(self.streams) - self.waiting
-        known = {"seats": self.seats, "steps": self.steps}
+        known = {"max_sequences": self.max_sequences, "steps": self.steps}
         return WorkerLoad(running, self.waiting, 8, 8, 0.0, 0.5, ("ngram",), **known)
 
     def emit(

@@ -50,7 +50,7 @@ def sglang(
     accept_length: float = 0.0,
     draft_tokens: int = 0,
     accept_rate: float = 0.0,
-    seats: int = 0,
+    max_sequences: int = 0,
 ) -> str:
     """A page of SGLang's with two ranks of one replica, and priorities beside their total."""
     lines = []
@@ -67,8 +67,8 @@ def sglang(
             f"sglang:spec_accept_rate{{{of}}} {accept_rate}",
             f"sglang:spec_num_draft_tokens{{{of}}} {float(draft_tokens)}",
         ]
-        if seats:
-            lines.append(f'sglang:max_running_requests{{cap_source="user"}} {float(seats)}')
+        if max_sequences:
+            lines.append(f'sglang:max_running_requests{{cap_source="user"}} {float(max_sequences)}')
     return "\n".join(lines) + "\n"
 
 

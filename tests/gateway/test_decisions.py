@@ -158,7 +158,7 @@ async def test_decisions_learn_from_what_became_of_earlier_requests(
     drawn, other, again, _, first = node.decisions.latest(9)
     assert first.request.tenant_drafts == first.request.model_drafts == UNTESTED
     assert again.request.tenant_drafts.agreed == pytest.approx(60, rel=0.01)
-    assert again.request.tenant_drafts.refuted == pytest.approx(10, rel=0.01)
+    assert again.request.tenant_drafts.rejected == pytest.approx(10, rel=0.01)
     assert other.request.tenant_drafts == UNTESTED
     assert other.request.model_drafts == again.request.tenant_drafts
     assert drawn.request.model_drafts == UNTESTED

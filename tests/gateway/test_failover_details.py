@@ -183,7 +183,7 @@ def test_who_lost_its_worker_goes_before_all_who_wait() -> None:
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
-        one.seats = other.seats = 1
+        one.max_sequences = other.max_sequences = 1
         urgent = {"service": ServiceLevel(ttft_s=0.1, priority=-5)}
         async with serving(one, other) as there:
             first, request = await asked(there, one, job("a"))
@@ -214,7 +214,7 @@ def test_who_finds_no_room_in_time_ends_with_its_loss() -> None:
 
     async def scenario() -> None:
         one, other, told = ScriptedBackend(), ScriptedBackend(), Told()
-        one.seats = other.seats = 1
+        one.max_sequences = other.max_sequences = 1
         async with serving(one, other, timeout_s=5.0) as there:
             answering, _ = await asked(there, one, job("a"), told)
             beside, request = await asked(there, other, job("b"))
@@ -235,7 +235,7 @@ def test_who_leaves_while_it_waits_to_go_on_leaves_nothing_behind() -> None:
 
     async def scenario() -> None:
         one, other = ScriptedBackend(), ScriptedBackend()
-        one.seats = other.seats = 1
+        one.max_sequences = other.max_sequences = 1
         async with serving(one, other) as there:
             leaving, request = await asked(there, one, job("a"))
             beside, running = await asked(there, other, job("b"))

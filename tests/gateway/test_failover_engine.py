@@ -21,7 +21,7 @@ from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.gateway.app import Listening
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.policies import stall
+from draftgate.policies import liveness
 from tests.gateway.harness import client, events, is_idle, running, until
 
 pytestmark = pytest.mark.skipif(
@@ -181,7 +181,7 @@ async def test_whatever_an_engine_ran_goes_on_in_the_other(
 def is_placed(where: Listening, sequences: int) -> bool:
     """Whether there are so many sequences on workers."""
     workers = where.node.fleet.workers
-    return sum(worker.occupancy.sequences for worker in workers) == sequences
+    return sum(worker.usage.sequences for worker in workers) == sequences
 
 
 async def test_with_the_second_engine_the_node_has_failed(device: StickyError) -> None:
@@ -213,7 +213,7 @@ async def test_streams_of_an_engines_process_outlive_it(
 ) -> None:
     """Killed or stopped in the middle of its streams: both streams are what they would be."""
     if how is signal.SIGSTOP:
-        monkeypatch.setattr(stall, "LEAST_PATIENCE_S", 4.0)
+        monkeypatch.setattr(liveness, "LEAST_PATIENCE_S", 4.0)
     before = children()
     body = {**TEXT, "max_tokens": 400, "stream": True, "ignore_eos": True}
     async with two_engines(own_process=True) as (where, http):

@@ -227,7 +227,7 @@ async def test_a_stream_that_waits_to_go_on_shows_signs_of_life(
     """While no worker has room for what is left, comments keep the connection alive."""
     monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
     one, other = pair
-    one.seats = other.seats = 1
+    one.max_sequences = other.max_sequences = 1
     asking = ask(http, COMPLETIONS, stream=True)
     request = await one.submitted.get()
     beside = ask(http, COMPLETIONS)

@@ -19,7 +19,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.state.store import WorkerReport
-from draftgate.policies.room import Need
+from draftgate.policies.capacity import CapacityNeed
 from tests.gateway.harness import (
     ScriptedBackend,
     client,
@@ -316,9 +316,9 @@ async def test_two_workers_say_what_one_says(settings: dict[str, object]) -> Non
 def test_reserved_tokens_are_those_of_open_requests() -> None:
     """Counting in twice counts once, counting out twice counts once, and nothing remains."""
     worker = FleetWorker("w", None)
-    worker.reserve("a", Need(1, 4, 10))
-    worker.reserve("a", Need(1, 4, 12))
-    worker.reserve("b", Need(1, 3, 5))
+    worker.reserve("a", CapacityNeed(1, 4, 10))
+    worker.reserve("a", CapacityNeed(1, 4, 12))
+    worker.reserve("b", CapacityNeed(1, 3, 5))
     assert worker.reserved_tokens == 17
     worker.release("a")
     worker.release("a")

@@ -132,7 +132,7 @@ async def test_it_tells_its_slots_and_its_load(
 ) -> None:
     """Seats and context are known without a setting, and what others send there shows."""
     worker = where.node.fleet.workers[0].backend
-    assert (worker.load().seats, worker.card.max_model_len) == (SEATS, SEAT_TOKENS)
+    assert (worker.load().max_sequences, worker.card.max_model_len) == (SEATS, SEAT_TOKENS)
     assert worker.load().age_s is not None
     assert worker.load().proposers == ()
     async with AsyncOpenAI(base_url=f"{plain.url}/v1", api_key="x", max_retries=0) as past_us:

@@ -19,11 +19,11 @@ from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.errors import Overloaded, QueueTimeout
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
+from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.fair import STARVATION_S
 from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.quotas import Ledger
 from draftgate.policies.registry import ordering_policy, routing_policy
-from draftgate.policies.room import Need
 from draftgate.policies.routing import RouteView
 from draftgate.policies.types import RequestView, WorkerLoad
 
@@ -34,11 +34,13 @@ class Backend:
     card = SimpleNamespace(numerics_class=None)
 
     def __init__(self, seats: int) -> None:
-        self.seats = seats
+        self.max_sequences = seats
         self.failure: str | None = None
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(0, 0, 1000, 1000, 0.0, 0.5, (), seats=self.seats, step_tokens=512)
+        return WorkerLoad(
+            0, 0, 1000, 1000, 0.0, 0.5, (), max_sequences=self.max_sequences, step_tokens=512
+        )
 
 
 class Fleet(SimpleNamespace):
@@ -64,7 +66,7 @@ def one(key: int, priority: int = 0, sequences: int = 1) -> Waiting:
     """A request on its way."""
     now_s = asyncio.get_running_loop().time()
     ticket = Ticket(key, now_s, now_s + 10.0, priority, work_s=1.0)
-    return Waiting(f"r-{key}", ticket, Need(sequences, 10, 30 * sequences))
+    return Waiting(f"r-{key}", ticket, CapacityNeed(sequences, 10, 30 * sequences))
 
 
 async def turn(queue: CentralQueue, waiting: Waiting) -> FleetWorker:
@@ -203,9 +205,9 @@ def test_no_worker_gets_more_than_it_has_room_for_and_nothing_is_left_over(
             if who % 2:
                 await settled()
             for worker, most in zip(workers, seats, strict=True):
-                assert worker.occupancy.sequences <= max(most, 3)
+                assert worker.usage.sequences <= max(most, 3)
                 alone = len(worker._sent) == 1
-                assert alone or worker.occupancy.sequences <= most
+                assert alone or worker.usage.sequences <= most
         for task in tasks.values():
             task.cancel()
         await settled()
@@ -214,7 +216,7 @@ def test_no_worker_gets_more_than_it_has_room_for_and_nothing_is_left_over(
                 task.result().release(f"r-{key}")
         assert len(queue) == queue.prompt_tokens == 0
         assert all(worker.reserved_tokens == 0 for worker in workers)
-        assert all(worker.occupancy.unstarted_prompt_tokens == 0 for worker in workers)
+        assert all(worker.usage.unstarted_prompt_tokens == 0 for worker in workers)
 
     run_virtual(scenario())
 
@@ -236,7 +238,7 @@ def test_nobody_is_sent_away_for_longer_than_an_hour() -> None:
         fleet, ledger = Fleet(workers=workers), Ledger({})
         admission = AdmissionController(fleet, queue, Never(), ledger, DEFAULT_BOUNDS, lambda: 0.0)
         with pytest.raises(Overloaded) as caught:
-            admission.admit(Ask("r", (Need(1, 1, 2),), 1))
+            admission.admit(Ask("r", (CapacityNeed(1, 1, 2),), 1))
         assert caught.value.headers()["Retry-After"] == "3600"
 
     run_virtual(scenario())

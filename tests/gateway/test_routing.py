@@ -18,8 +18,8 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
+from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.registry import routing_policy
-from draftgate.policies.room import Need
 from draftgate.policies.routing import RouteView
 from draftgate.policies.types import RequestView
 from tests.gateway.harness import ScriptedBackend, client, placed, running
@@ -56,7 +56,7 @@ class Asked:
 def there(*backends: ScriptedBackend) -> list[tuple]:
     """Workers with what they have on their hands."""
     workers = [FleetWorker(f"w-{index}", backend) for index, backend in enumerate(backends)]
-    return [(worker, worker.occupancy) for worker in workers]
+    return [(worker, worker.usage) for worker in workers]
 
 
 async def test_a_policy_is_asked_where_there_is_a_choice(pair) -> None:
@@ -81,9 +81,9 @@ async def test_a_policy_is_asked_where_there_is_a_choice(pair) -> None:
 async def test_a_candidate_is_what_the_worker_says_and_what_was_sent(pair) -> None:
     """Load, sequences, prompts without a token and reserved tokens are those of now."""
     worker = FleetWorker("w", pair[0])
-    worker.reserve("a", Need(2, 30, 100))
-    found = worker.candidate(worker.occupancy)
-    assert (found.tokens, found.at.sequences, found.at.unstarted_prompt_tokens) == (100, 2, 30)
+    worker.reserve("a", CapacityNeed(2, 30, 100))
+    found = worker.candidate(worker.usage)
+    assert (found.tokens, found.usage.sequences, found.usage.unstarted_prompt_tokens) == (100, 2, 30)
     assert (found.load, found.numerics_class) == (pair[0].load(), "test")
     assert (found.age_s, found.leased_tokens, found.own) == (0.0, 0, True)
 

@@ -132,7 +132,7 @@ def test_the_oracle_wastes_nothing_and_is_ahead(text_file) -> None:
 
 
 def test_the_oracle_knows_how_deep_a_draft_model_would_be_right(text_file) -> None:
-    """Also where drafts are computed after the decision, none of its slots is refuted."""
+    """Also where drafts are computed after the decision, none of its slots is rejected."""
     one = setup(text_file, policies=("oracle",), rate_rps=4.0, requests=20)
     config = WorkerConfig(profile="h100-8b", proposer="draft_model", max_model_len=16_384)
     one = Setup(one.load, config, one.policies)

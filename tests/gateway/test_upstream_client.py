@@ -265,7 +265,7 @@ async def test_the_load_is_what_is_seen_from_here() -> None:
         config = WorkerConfig(upstream=there.url, upstream_concurrency=7)
         worker = OpenAIUpstream(config, clock, probe_s=3600.0)
         async with running(backends=[worker]) as where, client(where) as http:
-            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), seats=7)
+            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=7)
             body = b'{"stream": true}    '
             async with http.stream("POST", "/v1/completions", content=body) as got:
                 pieces = got.aiter_bytes()

@@ -17,8 +17,8 @@ from draftgate.backends.openai.speed import ObservedSpeed
 from draftgate.backends.openai.told import STALE_S, UPSTREAM_PROPOSER, ToldLoad
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.gateway.app import Listening
-from draftgate.policies.draft_pay import DraftMeans, expected_accepted
 from draftgate.policies.types import WorkerLoad
+from draftgate.policies.upstream_speculation import DraftMeans, expected_accepted
 from tests.gateway.harness import client, post_raw, running, until
 from tests.gateway.metric_pages import llama_cpp, sglang, vllm
 from tests.gateway.upstreams import Clock, held, in_front, unasked, upstream, whole
@@ -49,7 +49,7 @@ DRAFTS = (100, 400, 250)
         ),
         (sglang(5, 1, 0.5), Reading("sglang", 5, 1, 0, 0.5, 4096, 1)),
         (
-            sglang(5, accept_length=2.5, draft_tokens=4, seats=48),
+            sglang(5, accept_length=2.5, draft_tokens=4, max_sequences=48),
             Reading(
                 "sglang", 5, 0, 48, 0.0, 4096, 1, drafts=True, means=DraftMeans(3.0, 1.5)
             ),
@@ -148,7 +148,7 @@ def test_what_others_send_shows() -> None:
     told.learn(Reading("vllm", running=9, waiting=3, kv_usage=0.5, kv_blocks=100), 4, 10.0)
     load = loaded(told, 4, 10.5)
     assert (load.running, load.waiting, load.others, load.age_s) == (9, 3, 8, 0.5)
-    assert (load.kv_blocks_free, load.kv_blocks_total, load.seats) == (50, 100, 9)
+    assert (load.kv_blocks_free, load.kv_blocks_total, load.max_sequences) == (50, 100, 9)
     assert loaded(told, 6, 10.5).running == 11
     assert loaded(told, 0, 10.5).running == 5
 
@@ -166,13 +166,13 @@ def test_seats_are_those_declared_else_told_else_seen() -> None:
     full = Reading("vllm", running=9, waiting=3)
     for declared, reading, seats in (
         (5, full, 5),
-        (0, Reading("sglang", 9, 3, seats=48), 48),
+        (0, Reading("sglang", 9, 3, max_sequences=48), 48),
         (0, full, 9),
         (0, Reading("vllm", 9, 0), 0),
     ):
         told = ToldLoad(declared, None)
         told.learn(reading, 0, 0.0)
-        assert loaded(told, 0).seats == seats
+        assert loaded(told, 0).max_sequences == seats
 
 
 def test_a_price_is_made_of_what_is_seen() -> None:
@@ -227,7 +227,7 @@ async def test_without_metrics_all_is_as_counted_here() -> None:
         clock = Clock()
         worker = unasked(WorkerConfig(upstream=there.url, upstream_concurrency=2), clock)
         async with running(backends=[worker]) as where, client(where) as http:
-            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), seats=2)
+            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=2)
             there.metrics = vllm(4)
             await worker.poll()
             assert worker.load().others == 0
@@ -313,4 +313,4 @@ async def test_a_llama_cpp_tells_its_slots_without_metrics() -> None:
         there.owner = "llamacpp"
         worker = unasked(WorkerConfig(upstream=there.url), Clock())
         async with running(backends=[worker]):
-            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), seats=3)
+            assert worker.load() == WorkerLoad(0, 0, 0, 0, 0.0, 0.0, (), max_sequences=3)

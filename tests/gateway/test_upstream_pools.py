@@ -170,8 +170,8 @@ async def test_a_full_pool_is_not_waited_for() -> None:
             await until(lambda: where.node.dispatcher.in_flight == 0)
     reasons = [decision["plan"]["reason"] for decision in decisions]
     assert reasons[2] == "the request asked for no speculation"
-    assert reasons[1].endswith("but only speculating replicas have room")
-    assert reasons[0].endswith("whoever has room first takes it")
+    assert reasons[1].endswith("but only speculating replicas have capacity")
+    assert reasons[0].endswith("the first replica with capacity takes it")
 
 
 async def test_nobody_waits_behind_a_wish() -> None:

@@ -13,13 +13,13 @@ from draftgate.policies.types import UNTESTED, DraftCounts
 def learn(
     history: AcceptanceHistory, tenant: str, *, model: str = "m", greedy: bool = True
 ) -> None:
-    """A choice with ten drafts of four tokens: five whole, five refuted behind two."""
+    """A choice with ten drafts of four tokens: five whole, five rejected behind two."""
     histogram = (0, 0, 5, 0, 5)
     history.learn(tenant, model, greedy=greedy, drafted=40, histogram=histogram)
 
 
 def test_a_choice_is_counted_up_to_each_first_wrong_token() -> None:
-    """Drafts that were accepted whole refute nothing, the others one token each."""
+    """Drafts that were accepted whole reject nothing, the others one token each."""
     assert draft_counts(40, (0, 0, 5, 0, 5)) == DraftCounts(30, 5)
     assert draft_counts(8, (8,)) == DraftCounts(0, 8)
     assert draft_counts(8, (0, 8)) == DraftCounts(8, 0)
@@ -37,7 +37,7 @@ def test_what_was_tested_was_drafted(drafts) -> None:
     drafted = sum(length for length, _ in drafts)
     counts = draft_counts(drafted, histogram)
     assert counts.agreed == accepted
-    assert 0 <= counts.refuted <= min(len(drafts), drafted - accepted)
+    assert 0 <= counts.rejected <= min(len(drafts), drafted - accepted)
 
 
 def test_tenants_models_and_classes_are_told_apart() -> None:
@@ -63,7 +63,7 @@ def test_a_tenant_that_changes_is_followed() -> None:
     for _ in range(500):
         history.learn("a", "m", greedy=True, drafted=40, histogram=(10,))
     after, _ = history.of("a", "m", greedy=True)
-    assert after.agreed < 0.02 * (after.agreed + after.refuted)
+    assert after.agreed < 0.02 * (after.agreed + after.rejected)
 
 
 def test_no_more_tenants_are_remembered_than_agreed() -> None:

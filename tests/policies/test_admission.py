@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from draftgate.policies.admission import (
     AdmissionView,
@@ -28,7 +29,7 @@ from draftgate.policies.testing import check_admission
 from draftgate.policies.types import ServiceLevel, WorkerLoad, WorkerSpeed
 
 SPEED = WorkerSpeed(tpot_s=0.02, prompt_token_s=1e-4, sequence_s=1e-4)
-BUSY = PoolView(workers=1, seats=32, running=32, speed=SPEED)
+BUSY = PoolView(workers=1, max_sequences=32, running=32, speed=SPEED)
 
 
 def view(ahead_s: float = 0.0, ttft_s: float | None = 2.0, **others) -> AdmissionView:
@@ -73,16 +74,18 @@ def test_a_sure_wait_leaves_room_for_chance() -> None:
 
 def test_several_workers_are_one_pool() -> None:
     """Seats and sequences add up, speeds are means, and KV memory bounds the seats."""
-    one = WorkerLoad(3, 1, 5, 100, 0.0, 0.5, (), seats=16, prompt_tokens=7, speed=SPEED)
-    other = replace(one, speed=replace(SPEED, tpot_s=0.04))
+    one = WorkerLoad(3, 1, 5, 100, 0.0, 0.5, (), max_sequences=16, prompt_tokens=7, speed=SPEED)
+    other = structs.replace(one, speed=replace(SPEED, tpot_s=0.04))
     pool = pool_of([one, other])
-    assert (pool.workers, pool.seats, pool.running, pool.prompt_tokens) == (2, 32.0, 8, 14)
+    assert (pool.workers, pool.max_sequences, pool.running, pool.prompt_tokens) == (2, 32.0, 8, 14)
     assert pool.speed.tpot_s == pytest.approx(0.03)
-    assert pool_of([one, other], sequence_tokens=400.0).seats == pytest.approx(8.0)
-    untold = replace(one, kv_blocks_free=0, kv_blocks_total=0)
-    assert pool_of([untold], sequence_tokens=400.0).seats == one.seats, "memory that nobody knows"
-    assert pool_of([one, replace(one, seats=0)]).seats == 0.0
-    assert pool_of([]).seats == 0.0
+    assert pool_of([one, other], sequence_tokens=400.0).max_sequences == pytest.approx(8.0)
+    untold = structs.replace(one, kv_blocks_free=0, kv_blocks_total=0)
+    assert pool_of([untold], sequence_tokens=400.0).max_sequences == one.max_sequences, (
+        "memory that nobody knows"
+    )
+    assert pool_of([one, structs.replace(one, max_sequences=0)]).max_sequences == 0.0
+    assert pool_of([]).max_sequences == 0.0
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0.1, 10) | st.none())

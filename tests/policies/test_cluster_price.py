@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from msgspec import structs
 
 from draftgate.backends.sim.profile import load_profile
-from draftgate.policies.cluster_price import UsualNeed, projected
+from draftgate.policies.capacity import CapacityNeed
+from draftgate.policies.cluster_price import MeanNeed, projected
 from draftgate.policies.price import slot_price
-from draftgate.policies.room import Need
 from draftgate.policies.speed import SpeedMeter
 from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import StepView, WorkerLoad, WorkerSpeed
 from tests.policies.costs import costs
 
 SEATS = 256
-ONE = Need(1, 300, 500)
+ONE = CapacityNeed(1, 300, 500)
 
 
 def load(running: int, price: float, speed: WorkerSpeed, **fields: int) -> WorkerLoad:
     """A worker with memory for 160,000 tokens."""
-    given = {"waiting": 0, "kv_blocks_free": 8000, "kv_blocks_total": 10_000, "seats": SEATS}
+    given = {
+        "waiting": 0,
+        "kv_blocks_free": 8000,
+        "kv_blocks_total": 10_000,
+        "max_sequences": SEATS,
+    }
     counts = {**given, **fields}
     return WorkerLoad(
         running, price=price, acceptance=0.5, proposers=("ngram",), speed=speed, **counts
@@ -52,22 +57,24 @@ def loads(draw) -> WorkerLoad:
         speed,
         waiting=draw(st.integers(0, 300)),
         kv_blocks_free=draw(st.integers(0, 100)),
-        seats=draw(st.sampled_from([0, 8, SEATS])),
+        max_sequences=draw(st.sampled_from([0, 8, SEATS])),
         prompt_tokens=draw(st.integers(0, 5000)),
     )
 
 
-needs = st.builds(Need, st.integers(1, 4), st.integers(0, 4000), st.integers(1, 8000))
+needs = st.builds(CapacityNeed, st.integers(1, 4), st.integers(0, 4000), st.integers(1, 8000))
 
 
 @given(loads(), needs)
-def test_nothing_behind_changes_nothing(given: WorkerLoad, usual: Need) -> None:
+def test_nothing_behind_changes_nothing(given: WorkerLoad, usual: CapacityNeed) -> None:
     """With all that is leased included, the load is what was reported."""
     assert projected(given, 0, usual) == given
 
 
 @given(loads(), needs, st.lists(st.integers(0, 1 << 20), min_size=2))
-def test_more_behind_is_never_less_load(given: WorkerLoad, usual: Need, behind: list[int]) -> None:
+def test_more_behind_is_never_less_load(
+    given: WorkerLoad, usual: CapacityNeed, behind: list[int]
+) -> None:
     """Price, sequences and prompts ahead never fall with the tokens behind, nor below the report,
     and memory never rises nor falls below nothing."""
     found = [projected(given, tokens, usual) for tokens in sorted([0, *behind])]
@@ -81,14 +88,14 @@ def test_more_behind_is_never_less_load(given: WorkerLoad, usual: Need, behind: 
 
 
 @given(loads(), needs, st.integers(1, 1 << 20))
-def test_who_comes_takes_seats_first(given: WorkerLoad, usual: Need, behind: int) -> None:
+def test_who_comes_takes_seats_first(given: WorkerLoad, usual: CapacityNeed, behind: int) -> None:
     """Nobody runs beyond the seats who did not run there before, nobody who waited waits less, and
     those who wait for a seat do not raise the price."""
     found = projected(given, behind, usual)
-    if given.seats:
-        assert found.running <= max(given.running, given.seats - given.waiting)
-        full = replace(given, seats=given.running + given.waiting)
-        if full.seats:
+    if given.max_sequences:
+        assert found.running <= max(given.running, given.max_sequences - given.waiting)
+        full = structs.replace(given, max_sequences=given.running + given.waiting)
+        if full.max_sequences:
             assert projected(full, behind, usual).price == given.price
     assert found.waiting >= given.waiting
 
@@ -129,13 +136,13 @@ def test_a_burst_onto_an_idle_worker_has_a_price() -> None:
 
 def test_what_is_usual_follows_what_is_placed() -> None:
     """The mean of all at first, in which the last fifty decide later; one token before any."""
-    usual = UsualNeed()
-    assert usual.need == Need(1, 0, 1)
-    usual.note(Need(1, 100, 200))
-    usual.note(Need(3, 300, 600))
-    assert usual.need == Need(2, 201, 402)
+    usual = MeanNeed()
+    assert usual.need == CapacityNeed(1, 0, 1)
+    usual.note(CapacityNeed(1, 100, 200))
+    usual.note(CapacityNeed(3, 300, 600))
+    assert usual.need == CapacityNeed(2, 201, 402)
     for _ in range(200):
-        usual.note(Need(1, 50, 80))
+        usual.note(CapacityNeed(1, 50, 80))
     assert usual.need.sequences == 1
     assert usual.need.prompt_tokens == pytest.approx(50, rel=0.1)
     assert usual.need.most_tokens == pytest.approx(80, rel=0.1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from draftgate.policies.ordering import Fair, Ticket
 from draftgate.policies.ordering.fair_class import LAG_S
-from draftgate.policies.ordering.line import PIECE, Line
+from draftgate.policies.ordering.prefix_sum_queue import PIECE, PrefixSumQueue
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.registry import ordering_policy
 from draftgate.policies.testing import check_ordering
@@ -58,7 +58,7 @@ def test_a_key_waits_once(spec: str) -> None:
 @settings(max_examples=30)
 def test_a_line_is_sorted_and_adds_up(moves) -> None:
     """After any entering and leaving a line knows its first, and the work before each place."""
-    line, there = Line(), {}
+    line, there = PrefixSumQueue(), {}
     for key, (at_s, leaves) in enumerate(moves):
         line.add((at_s, key), at_s)
         there[(at_s, key)] = at_s
@@ -78,7 +78,7 @@ def test_a_line_is_sorted_and_adds_up(moves) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_long_line_is_as_a_short_one(seed) -> None:
     """Beyond one piece, too, a line is sorted and adds up."""
-    rng, line = random.Random(seed), Line()
+    rng, line = random.Random(seed), PrefixSumQueue()
     places = [(rng.random(), key) for key in range(10 * PIECE)]
     for place in places:
         line.add(place, place[0])

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
-from draftgate.policies.room import Occupancy
 from draftgate.policies.routing import Candidate, Candidates, Route, RouteView
 from draftgate.policies.routing.choosing import filled, settled
 from draftgate.policies.routing.prediction import predicted
@@ -43,7 +43,7 @@ ASKED = RouteView(RequestView(1000, 200, 0.8), 1200, 200.0)
 
 def load(**fields: object) -> WorkerLoad:
     """An idle worker of 64 seats with memory for 16,000 tokens."""
-    given = {"kv_blocks_free": 1000, "kv_blocks_total": 1000, "seats": 64, "speed": SPEED}
+    given = {"kv_blocks_free": 1000, "kv_blocks_total": 1000, "max_sequences": 64, "speed": SPEED}
     values = {"running": 0, "waiting": 0, "price": 0.0, "acceptance": 0.6, "proposers": ("ngram",)}
     return WorkerLoad(**{**values, **given, **fields})
 
@@ -51,7 +51,7 @@ def load(**fields: object) -> WorkerLoad:
 def worker(number: int, sent_tokens: int = 0, **fields: object) -> Candidate:
     """A worker of this process with so many tokens sent to it."""
     told = load(**fields)
-    at = Occupancy(told, told.running + told.waiting, told.running)
+    at = WorkerUsage(told, told.running + told.waiting, told.running)
     return Candidate(f"w-{number}", at, sent_tokens)
 
 
@@ -311,7 +311,10 @@ def test_idle_workers_that_are_nearly_alike_take_turns() -> None:
 
 def test_where_no_speed_is_known_tokens_decide() -> None:
     """Upstreams, which are seen from outside, are chosen as by `least_loaded`, and it says so."""
-    policy, unknown = routing_policy("price"), {"speed": WorkerSpeed(0.02, 1e-4), "seats": 0}
+    policy, unknown = (
+        routing_policy("price"),
+        {"speed": WorkerSpeed(0.02, 1e-4), "max_sequences": 0},
+    )
     route = asked(policy, carrying(9, 4, 7, **unknown))
     assert route.worker_id == "w-1"
     assert route.ttft_s is None
@@ -323,7 +326,7 @@ def test_who_has_not_run_yet_is_taken_for_as_fast_as_the_others() -> None:
     """A worker that tells no speed among others that do is neither shunned nor stormed."""
     fresh = worker(0, speed=WorkerSpeed())
     assert cheapest(fresh, worker(1, running=3)) == 0
-    assert cheapest(replace(fresh, at=Occupancy(load(running=5), 5, 5)), worker(1)) == 1
+    assert cheapest(replace(fresh, usage=WorkerUsage(load(running=5), 5, 5)), worker(1)) == 1
 
 
 def test_placement_and_drafts_are_one_decision() -> None:
@@ -401,7 +404,7 @@ def test_rivals_that_see_the_same_old_loads_do_not_herd(spec: str) -> None:
     def counts(rivals: int) -> Counter[str]:
         workers = tuple(
             replace(
-                worker(n, 0, kv_blocks_free=1000 - sent // 16, prompt_tokens=sent, seats=0),
+                worker(n, 0, kv_blocks_free=1000 - sent // 16, prompt_tokens=sent, max_sequences=0),
                 age_s=0.001,
                 own=False,
             )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from msgspec import structs
 
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
@@ -316,7 +317,7 @@ def test_decisions_are_monotone(view, price, acceptance, share, more) -> None:
     cap = cap_of(view, price, acceptance)
     assert 1 <= cap <= MAX_DRAFT_TOKENS
     assert cap_of(view, price + more, acceptance) <= cap
-    agreed = replace(view.tenant_drafts, agreed=view.tenant_drafts.agreed + 100 * more)
+    agreed = structs.replace(view.tenant_drafts, agreed=view.tenant_drafts.agreed + 100 * more)
     assert cap_of(replace(view, tenant_drafts=agreed), price, acceptance) >= cap
     assert cap_of(view, price, min(acceptance + share, 1.0)) >= cap
     if view.repetition is not None:

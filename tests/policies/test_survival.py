@@ -31,8 +31,8 @@ drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 def test_a_rate_is_a_chance(observed, prior) -> None:
     """Whatever was seen, the estimate stays strictly between 0 and 1."""
     acceptance = Acceptance(forgetting=0.998)
-    for agreed, refuted in observed:
-        acceptance.observe(agreed, refuted=refuted)
+    for agreed, rejected in observed:
+        acceptance.observe(agreed, rejected=rejected)
     assert 0.0 < acceptance.rate(prior) < 1.0
 
 
@@ -41,7 +41,7 @@ def test_nothing_seen_is_the_prior_and_much_seen_is_the_frequency() -> None:
     acceptance = Acceptance()
     assert acceptance.rate(prior=0.3) == pytest.approx(0.3)
     for _ in range(1000):
-        acceptance.observe(3, refuted=True)
+        acceptance.observe(3, rejected=True)
     assert acceptance.rate(prior=0.3) == pytest.approx(0.75, abs=0.01)
 
 
@@ -49,9 +49,9 @@ def test_old_evidence_is_forgotten() -> None:
     """After a change, the worker's estimate follows the new drafts within some 500 of them."""
     acceptance = Acceptance(forgetting=0.998)
     for _ in range(5000):
-        acceptance.observe(4, refuted=False)
+        acceptance.observe(4, rejected=False)
     for _ in range(1500):
-        acceptance.observe(0, refuted=True)
+        acceptance.observe(0, rejected=True)
     assert acceptance.rate() < 0.25
 
 
@@ -64,8 +64,8 @@ outcomes = st.lists(
 def test_survivals_are_chances_that_fall(observed, length) -> None:
     """Whatever came of drafts, survivals stay strictly between 0 and 1 and never rise."""
     survivals, record = Survivals(), RequestRecord()
-    for evidence, agreed, refuted in observed:
-        survivals.learn(record, evidence, agreed, refuted=refuted)
+    for evidence, agreed, rejected in observed:
+        survivals.learn(record, evidence, agreed, rejected=rejected)
     for row in (survivals.of_found(record, 5), survivals.of_foreseen(record)):
         chain = row.of_length(length)
         assert len(chain) == length
@@ -78,8 +78,8 @@ def test_rows_tell_evidence_and_outcomes_apart() -> None:
     """Each kind of evidence has its row, and so has each way a draft can end."""
     assert [evidence_row(lower) for lower in (0, *EVIDENCE_EDGES)] == list(range(EVIDENCE_ROWS))
     ends = [(0, True), (1, True), (2, True), (3, True), (4, True), (4, False)]
-    assert [outcome_row(agreed, refuted=refuted) for agreed, refuted in ends] == [*range(1, 7)]
-    assert outcome_row(60, refuted=True) < OUTCOME_ROWS
+    assert [outcome_row(agreed, rejected=rejected) for agreed, rejected in ends] == [*range(1, 7)]
+    assert outcome_row(60, rejected=True) < OUTCOME_ROWS
 
 
 def test_a_table_starts_at_the_prior_and_ends_at_the_counts() -> None:
@@ -87,7 +87,9 @@ def test_a_table_starts_at_the_prior_and_ends_at_the_counts() -> None:
     table = SurvivalTable(2)
     assert table.row(0).of_length(3) == pytest.approx((0.5, 0.25, 0.125))
     for count in range(2048):
-        table.observe(1, 1 + 2 * (count % 2), refuted=True)  # one right, then half of them two more
+        table.observe(
+            1, 1 + 2 * (count % 2), rejected=True
+        )  # one right, then half of them two more
     assert table.row(1).chances[:4] == pytest.approx((1.0, 0.5, 1.0, 0.0), abs=0.02)
 
 
@@ -95,7 +97,7 @@ def test_an_unseen_row_follows_the_others() -> None:
     """Evidence that never came is taken for as good as all that did."""
     table = SurvivalTable(2)
     for _ in range(512):
-        table.observe(1, 8, refuted=False)
+        table.observe(1, 8, rejected=False)
     assert table.row(0).chances[0] > 0.95
     assert table.best_survival > table.row(1).chances[0]
 
@@ -104,9 +106,9 @@ def test_old_drafts_are_forgotten() -> None:
     """When drafts turn bad for good, a table comes to say so."""
     table = SurvivalTable(1)
     for _ in range(20_000):
-        table.observe(0, 4, refuted=False)
+        table.observe(0, 4, rejected=False)
     for _ in range(40_000):
-        table.observe(0, 0, refuted=True)
+        table.observe(0, 0, rejected=True)
     assert table.row(0).chances[0] < 0.1
 
 
@@ -114,11 +116,11 @@ def test_a_request_is_told_from_the_others_by_its_own_drafts() -> None:
     """Equal evidence survives more often for a request whose drafts were better than others'."""
     survivals, others = Survivals(), RequestRecord()
     for count in range(300):
-        survivals.learn(others, 3, count % 2, refuted=True)
+        survivals.learn(others, 3, count % 2, rejected=True)
     lucky, unlucky = RequestRecord(), RequestRecord()
     for _ in range(10):
-        survivals.learn(lucky, 3, 6, refuted=False)
-        survivals.learn(unlucky, 3, 0, refuted=True)
+        survivals.learn(lucky, 3, 6, rejected=False)
+        survivals.learn(unlucky, 3, 0, rejected=True)
     firsts = [survivals.of_found(r, 3).survivals[0] for r in (unlucky, others, lucky)]
     assert firsts == sorted(firsts)
     assert firsts[0] < 0.6 * firsts[2]
@@ -129,7 +131,7 @@ def test_nothing_found_makes_waiting_hopeless() -> None:
     survivals, record = Survivals(), RequestRecord()
     before = survivals.of_foreseen(record).survivals[0]
     for _ in range(50):
-        survivals.learn_foreseen(record, 0, refuted=True)
+        survivals.learn_foreseen(record, 0, rejected=True)
     assert survivals.of_foreseen(record).survivals[0] < 0.2 < before
 
 
@@ -158,8 +160,8 @@ def test_forecasts_are_calibrated_where_the_law_is_known() -> None:
                 ideal += [math.prod(chances[: p + 1]) for p in range(6)]
                 flat += [overall.rate() ** (p + 1) for p in range(6)]
                 came += [p < agreed for p in range(6)]
-            survivals.learn(record, evidence, agreed, refuted=agreed < 6)
-            overall.observe(agreed, refuted=agreed < 6)
+            survivals.learn(record, evidence, agreed, rejected=agreed < 6)
+            overall.observe(agreed, rejected=agreed < 6)
     assert calibration_error(reliability(said, came)) < 0.03
     assert brier_score(said, came) < brier_score(ideal, came) + 0.01
     assert brier_score(said, came) < brier_score(flat, came)

@@ -25,7 +25,7 @@ from typing import Final
 
 from draftgate.backends.openai.metrics.reading import DraftTotals, Reading
 from draftgate.backends.openai.metrics.samples import Samples, Series
-from draftgate.policies.draft_pay import DraftMeans
+from draftgate.policies.upstream_speculation import DraftMeans
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Dialect:
     Attributes:
         running: gauge of running sequences; a page with it is this engine's.
         waiting: gauge of queued ones.
-        seats: gauge of the most that run.
+        max_sequences: gauge of the most that run.
         kv_usage: gauges of the share of KV memory in use; the first that is there counts.
         kv_tokens: gauge of the tokens that KV memory holds.
         kv_info: gauge whose labels `num_gpu_blocks` and `block_size` say how much there is.
@@ -49,7 +49,7 @@ class Dialect:
     engine: str
     running: str
     waiting: str
-    seats: str = ""
+    max_sequences: str = ""
     kv_usage: tuple[str, ...] = ()
     kv_tokens: str = ""
     kv_info: str = ""
@@ -62,7 +62,14 @@ class Dialect:
 
     def names(self) -> tuple[str, ...]:
         """Return every name that it reads."""
-        single = (self.running, self.waiting, self.seats, self.kv_tokens, self.kv_info, self.price)
+        single = (
+            self.running,
+            self.waiting,
+            self.max_sequences,
+            self.kv_tokens,
+            self.kv_info,
+            self.price,
+        )
         several = (*self.kv_usage, *(self.totals or ()), *self.gauges_of_means, self.acceptance)
         return tuple(name for name in (*single, *several) if name)
 
@@ -119,7 +126,7 @@ DIALECTS: Final = (
         "sglang",
         running="sglang:num_running_reqs",
         waiting="sglang:num_queue_reqs",
-        seats="sglang:max_running_requests",
+        max_sequences="sglang:max_running_requests",
         kv_usage=("sglang:token_usage",),
         kv_tokens="sglang:max_total_num_tokens",
         means=_sglang_means,
@@ -167,7 +174,7 @@ def _read(dialect: Dialect, samples: Samples, running: int) -> Reading:
         dialect.engine,
         running,
         _count(samples.total(dialect.waiting) or 0.0),
-        _count(samples.total(dialect.seats) or 0.0),
+        _count(samples.total(dialect.max_sequences) or 0.0),
         None if usage is None else min(max(usage, 0.0), 1.0),
         blocks,
         block_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from draftgate.policies.draft_pay import DraftMeans
+from draftgate.policies.upstream_speculation import DraftMeans
 
 
 class DraftTotals(NamedTuple):
@@ -29,7 +29,7 @@ class Reading:
     Attributes:
         engine: whose words the page was in.
         running, waiting: sequences in the batch, and queued for it, whoever sent them.
-        seats: most sequences that run at once; 0 where it does not say.
+        max_sequences: most sequences that run at once; 0 where it does not say.
         kv_usage: share of the KV memory that running sequences hold, 0 to 1; None where it does not
             say, or counts as taken what it would give up.
         kv_blocks: of the KV memory; 0 where it does not say.
@@ -44,7 +44,7 @@ class Reading:
     engine: str
     running: int
     waiting: int
-    seats: int = 0
+    max_sequences: int = 0
     kv_usage: float | None = None
     kv_blocks: int = 0
     kv_block_tokens: int = 16

@@ -30,12 +30,12 @@ class Tested:
     """Draft tokens that were put to the test: all before them were right."""
 
     agreed: int = 0
-    refuted: int = 0
+    rejected: int = 0
 
     @property
     def acceptance(self) -> float | None:
         """The share that agreed; None before anything was tested."""
-        tested = self.agreed + self.refuted
+        tested = self.agreed + self.rejected
         return self.agreed / tested if tested else None
 
 
@@ -106,7 +106,7 @@ class ReplayProposer:
         came = sequence.token_ids[latest.behind :]
         for proposed, token in zip(latest.token_ids, came, strict=False):
             if proposed != token:
-                self.tested.refuted += 1
+                self.tested.rejected += 1
                 return
             self.tested.agreed += 1
 

@@ -154,7 +154,7 @@ def _row(
     return row | {
         "speedup": round(median(ratios), 3) if ratios else None,
         "acceptance": round(tested.acceptance or 0.0, 3),
-        "tested_tokens": tested.agreed + tested.refuted,
+        "tested_tokens": tested.agreed + tested.rejected,
         "accepted_of_drafted": round(own.outcome.num_accepted_tokens / max(drafted, 1), 3),
         "tokens_per_step": round(own.tokens / steps, 3),
     }

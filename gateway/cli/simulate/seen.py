@@ -22,8 +22,8 @@ from draftgate.gateway.dispatch.placement import Placement, Placer
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.state.store import Reservation, WorkerReport
+from draftgate.policies.capacity import WorkerUsage, with_other_gateways
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.room import Occupancy, shared
 from draftgate.policies.types import WorkerLoad
 
 
@@ -89,9 +89,9 @@ class Seen(FleetWorker):
         return loop_time_s() - self.reported.at_s
 
     @property
-    def occupancy(self) -> Occupancy:
+    def usage(self) -> WorkerUsage:
         """What it has on its hands, and what others have sent there (as of any peer)."""
-        return shared(super().occupancy, self._gateways)
+        return with_other_gateways(super().usage, self._gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
         """See `FleetWorker`: the lease counts once it is there, which is at once."""

@@ -15,7 +15,7 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans
-from draftgate.policies.room import Need
+from draftgate.policies.capacity import CapacityNeed
 
 SPAN: Final = "peer.generate"
 """The SERVER span of such a request; below it are the worker's."""
@@ -90,7 +90,7 @@ class PeerStream:
     def _seat(self) -> Iterator[None]:
         """Count it in among what this node itself sends to the worker."""
         request, queue = self._request, self._node.dispatcher.queue
-        need = Need(
+        need = CapacityNeed(
             len(request.choices),
             len(request.prompt_ids),
             request.most_tokens,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.policies.look_ups import FIRST_GAIN, LookUpGains
+from draftgate.policies.lookup_gain import FIRST_GAIN, LookupGains
 
 
 def test_much_is_expected_at_first() -> None:
     """Where nobody has looked yet looking is worth it, whatever the last draft did."""
-    gains = LookUpGains()
+    gains = LookupGains()
     assert [gains.expected(row) for row in range(3)] == [FIRST_GAIN] * 3
 
 
 def test_what_came_of_look_ups_is_expected_of_the_next() -> None:
     """The mean of a row is approached, and rows are told apart."""
-    gains = LookUpGains()
+    gains = LookupGains()
     for turn in range(400):
         gains.observe(1, 0.4 if turn % 4 == 0 else 0.0)
         gains.observe(5, 3.0)
@@ -25,7 +25,7 @@ def test_what_came_of_look_ups_is_expected_of_the_next() -> None:
 
 def test_a_row_that_was_not_met_is_taken_for_the_mean_of_all() -> None:
     """A first draft is expected to bring what others did."""
-    gains = LookUpGains()
+    gains = LookupGains()
     for _ in range(400):
         gains.observe(1, 0.2)
     assert gains.expected(0) == pytest.approx(0.2, abs=0.05)
@@ -33,7 +33,7 @@ def test_a_row_that_was_not_met_is_taken_for_the_mean_of_all() -> None:
 
 def test_what_look_ups_brought_long_ago_is_forgotten() -> None:
     """A text that begins to repeat itself is worth a look again within a few finds."""
-    gains = LookUpGains()
+    gains = LookupGains()
     for _ in range(1000):
         gains.observe(1, 0.0)
     assert gains.expected(1) < 2e-3

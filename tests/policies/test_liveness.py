@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from draftgate.policies.stall import (
+from draftgate.policies.liveness import (
     LATE_STEPS,
     LEAST_PATIENCE_S,
     RETRY_S,
@@ -41,7 +40,7 @@ def looks(silence: WorkerSilence, load: WorkerLoad, seconds: float, *, owes: boo
 )
 def test_patience_is_that_of_the_longest_steps(speed: WorkerSpeed, patience: float) -> None:
     """Twenty times the longer of a usual decode and a full prompt step; never less than 10 s."""
-    assert patience_s(replace(LOAD, speed=speed)) == pytest.approx(patience)
+    assert patience_s(structs.replace(LOAD, speed=speed)) == pytest.approx(patience)
 
 
 def test_a_worker_without_steps_is_hung_after_the_patience() -> None:
@@ -56,9 +55,9 @@ def test_who_makes_a_step_or_owes_none_is_never_hung(spells: list[tuple[int, boo
     """However long it all takes, if each silence is shorter than the patience, or nobody waits."""
     silence = WorkerSilence()
     for steps, (seconds, owes) in enumerate(spells):
-        load = replace(LOAD, steps=steps)
+        load = structs.replace(LOAD, steps=steps)
         assert not looks(silence, load, seconds if owes else 100 * seconds, owes=owes)
-        assert not looks(silence, replace(load, steps=None), 100, owes=True)
+        assert not looks(silence, structs.replace(load, steps=None), 100, owes=True)
 
 
 def test_a_step_shows_that_it_lives() -> None:
@@ -66,7 +65,7 @@ def test_a_step_shows_that_it_lives() -> None:
     silence = WorkerSilence()
     assert looks(silence, LOAD, 2 + LEAST_PATIENCE_S)
     assert looks(silence, LOAD, RETRY_S / 2, owes=False)
-    assert not looks(silence, replace(LOAD, steps=6), 1)
+    assert not looks(silence, structs.replace(LOAD, steps=6), 1)
 
 
 def test_who_has_nothing_to_show_by_is_tried_again() -> None:
@@ -88,5 +87,5 @@ def test_a_lost_stream_is_found_after_the_patience() -> None:
 def test_a_stream_that_may_wait_is_not_lost() -> None:
     """Where somebody waits on its worker it may be the one; nor where it is held back."""
     silence = StreamSilence()
-    for load, runs in ((replace(LOAD, waiting=1), True), (LOAD, False)):
+    for load, runs in ((structs.replace(LOAD, waiting=1), True), (LOAD, False)):
         assert not any(silence.look(1, load, 1.0, runs=runs) for _ in range(1000))

@@ -7,11 +7,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from draftgate.policies.draft_pay import expected_accepted, pays
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.spec_pools import Pool, PoolOffer, choose_pool, draft_means
 from draftgate.policies.types import RequestView, SpeculationMode, WorkerLoad, WorkerSpeed
+from draftgate.policies.upstream_speculation import (
+    PoolState,
+    ReplicaPool,
+    choose_pool,
+    draft_means,
+    drafts_pay,
+    expected_accepted,
+)
 
 REQUEST = RequestView(100, 50, 0.0)
 AUTO = speculation_policy("auto")
@@ -29,8 +36,8 @@ def chosen(
     drafting: WorkerLoad = DRAFTING,
 ):
     """The choice; rooms of the speculating and of the plain pool."""
-    offer = PoolOffer(replace(drafting, price=price), rooms[0])
-    return choose_pool(request, speculation_policy(policy), offer, PoolOffer(plain, rooms[1]))
+    offer = PoolState(structs.replace(drafting, price=price), rooms[0])
+    return choose_pool(request, speculation_policy(policy), offer, PoolState(plain, rooms[1]))
 
 
 @pytest.mark.parametrize("rooms", [(True, True), (False, True)])
@@ -42,12 +49,12 @@ def test_who_asks_for_no_drafts_gets_none(rooms: tuple[bool, bool]) -> None:
         replace(REQUEST, max_draft_tokens=3),  # four are drafted, and cannot be made fewer
     ):
         choice = chosen(request, rooms=rooms)
-        assert choice.pool is Pool.PLAIN
+        assert choice.pool is ReplicaPool.PLAIN
         assert (choice.plan.proposer, choice.plan.max_draft_tokens) == (None, 0)
         assert "asked for" in choice.plan.reason
-    assert chosen(policy="off", rooms=rooms).pool is Pool.PLAIN
+    assert chosen(policy="off", rooms=rooms).pool is ReplicaPool.PLAIN
     named = chosen(replace(REQUEST, mode=SpeculationMode.NGRAM), rooms=rooms)
-    assert named.pool is Pool.PLAIN
+    assert named.pool is ReplicaPool.PLAIN
     assert "no proposer 'ngram'" in named.plan.reason
 
 
@@ -56,44 +63,44 @@ def test_drafts_are_taken_while_they_pay() -> None:
     means = draft_means(DRAFTING)
     even = means.accepted / means.drafted
     paid, unpaid = chosen(price=even * 0.99), chosen(price=even * 1.01)
-    assert paid.pool is Pool.SPECULATING
+    assert paid.pool is ReplicaPool.SPECULATING
     assert paid.plan.proposer == "upstream"
     assert paid.plan.price == even * 0.99
     assert "drafts pay: 1.77 of 4" in paid.plan.reason
-    assert unpaid.pool is Pool.PLAIN
+    assert unpaid.pool is ReplicaPool.PLAIN
     assert unpaid.plan.proposer is None
     assert "drafts do not pay" in unpaid.plan.reason
 
 
 def test_a_cap_that_is_long_enough_is_no_obstacle() -> None:
     """Who allows as many tokens as are usual is drafted for."""
-    assert chosen(replace(REQUEST, max_draft_tokens=4)).pool is Pool.SPECULATING
+    assert chosen(replace(REQUEST, max_draft_tokens=4)).pool is ReplicaPool.SPECULATING
 
 
 def test_policies_that_ask_no_price_always_speculate() -> None:
     """With `fixed:K` the operator has decided, busy or not."""
-    assert chosen(policy="fixed:3", price=0.99).pool is Pool.SPECULATING
-    assert chosen(policy="smartspec", price=0.99).pool is Pool.SPECULATING
+    assert chosen(policy="fixed:3", price=0.99).pool is ReplicaPool.SPECULATING
+    assert chosen(policy="smartspec", price=0.99).pool is ReplicaPool.SPECULATING
 
 
 def test_a_wish_is_no_reason_to_wait() -> None:
     """Who asks for no drafts goes where there is room if plain replicas have none, and is told."""
     choice = chosen(replace(REQUEST, mode=SpeculationMode.OFF), rooms=(True, False))
-    assert (choice.pool, choice.plan.proposer) == (Pool.SPECULATING, None)
-    assert "only speculating replicas have room" in choice.plan.reason
+    assert (choice.pool, choice.plan.proposer) == (ReplicaPool.SPECULATING, None)
+    assert "only speculating replicas have capacity" in choice.plan.reason
 
 
 @pytest.mark.parametrize(
     ("price", "rooms", "pool", "word"),
     [
-        (0.1, (False, True), Pool.PLAIN, "only plain replicas have room"),
-        (0.9, (True, False), Pool.SPECULATING, "only speculating replicas have room"),
-        (0.1, (False, False), None, "whoever has room first"),
-        (0.9, (False, False), None, "whoever has room first"),
+        (0.1, (False, True), ReplicaPool.PLAIN, "only plain replicas have capacity"),
+        (0.9, (True, False), ReplicaPool.SPECULATING, "only speculating replicas have capacity"),
+        (0.1, (False, False), None, "the first replica with capacity"),
+        (0.9, (False, False), None, "the first replica with capacity"),
     ],
 )
 def test_room_counts_before_pay(
-    price: float, rooms: tuple[bool, bool], pool: Pool | None, word: str
+    price: float, rooms: tuple[bool, bool], pool: ReplicaPool | None, word: str
 ) -> None:
     """Nobody waits for one kind of replica while the other is free, who did not ask to."""
     choice = chosen(price=price, rooms=rooms)
@@ -103,13 +110,13 @@ def test_room_counts_before_pay(
 
 def test_where_times_are_known_they_decide() -> None:
     """Drafts that pay on their own replica do not if an idle one without is better for all."""
-    idle = replace(PLAIN, running=0, speed=WorkerSpeed(tpot_s=0.02, sequence_s=0.0001))
-    busy = replace(PLAIN, running=90, speed=WorkerSpeed(tpot_s=0.03, sequence_s=0.0001))
-    fast = replace(DRAFTING, running=9, speed=WorkerSpeed(tpot_s=0.022, sequence_s=0.001))
+    idle = structs.replace(PLAIN, running=0, speed=WorkerSpeed(tpot_s=0.02, sequence_s=0.0001))
+    busy = structs.replace(PLAIN, running=90, speed=WorkerSpeed(tpot_s=0.03, sequence_s=0.0001))
+    fast = structs.replace(DRAFTING, running=9, speed=WorkerSpeed(tpot_s=0.022, sequence_s=0.001))
     choice = chosen(plain=idle, drafting=fast)
-    assert choice.pool is Pool.PLAIN
-    assert "a token costs all 32 ms there, 20.1 without drafts" in choice.plan.reason
-    assert chosen(plain=busy, drafting=fast, price=0.9).pool is Pool.SPECULATING
+    assert choice.pool is ReplicaPool.PLAIN
+    assert "a token costs 32 ms in all with drafts, 20.1 ms without" in choice.plan.reason
+    assert chosen(plain=busy, drafting=fast, price=0.9).pool is ReplicaPool.SPECULATING
 
 
 class _Replica:
@@ -131,7 +138,7 @@ class _Replica:
         slope_s = self.token_s * (1 + self.drafted) / (1 + self.accepted)
         tpot_s = self.tpot_s(self.running)
         base = DRAFTING if self.drafted else PLAIN
-        return replace(base, running=self.running, speed=WorkerSpeed(tpot_s, 0.0, slope_s))
+        return structs.replace(base, running=self.running, speed=WorkerSpeed(tpot_s, 0.0, slope_s))
 
 
 @settings(max_examples=25)
@@ -154,9 +161,9 @@ def test_the_split_is_as_good_as_the_best_one(
         if fast.running + slow.running == clients:  # one of them ends, and asks again
             gone = fast if draw.random() * clients < fast.running else slow
             gone.running -= 1
-        offers = (PoolOffer(one.load(), room=True) for one in (fast, slow))
+        offers = (PoolState(one.load(), has_capacity=True) for one in (fast, slow))
         choice = choose_pool(REQUEST, AUTO, *offers)
-        (slow if choice.pool is Pool.PLAIN else fast).running += 1
+        (slow if choice.pool is ReplicaPool.PLAIN else fast).running += 1
     got = fast.rate(fast.running) + slow.rate(slow.running)
     rates = [fast.rate(there) + slow.rate(clients - there) for there in range(clients + 1)]
     assert got >= (0.95 if clients >= 20 else 0.9) * max(rates)
@@ -181,16 +188,16 @@ def test_the_plan_and_the_pool_agree(
 ) -> None:
     """Nobody is planned drafts on a plain replica, and with room everybody gets what is better."""
     request = replace(REQUEST, mode=mode, max_draft_tokens=cap)
-    load = replace(DRAFTING, acceptance=acceptance, draft_tokens=drafted)
+    load = structs.replace(DRAFTING, acceptance=acceptance, draft_tokens=drafted)
     choice = chosen(request, price=price, rooms=rooms, drafting=load)
     assert choice.plan.mode is mode
-    if choice.pool is Pool.PLAIN:
+    if choice.pool is ReplicaPool.PLAIN:
         assert choice.plan.proposer is None
     willing = mode is SpeculationMode.AUTO and (cap is None or cap >= drafted)
-    speculates = willing and pays(price, draft_means(load))
+    speculates = willing and drafts_pay(price, draft_means(load))
     if all(rooms):
-        assert choice.pool is (Pool.SPECULATING if speculates else Pool.PLAIN)
+        assert choice.pool is (ReplicaPool.SPECULATING if speculates else ReplicaPool.PLAIN)
     elif any(rooms):
-        assert choice.pool is (Pool.SPECULATING if rooms[0] else Pool.PLAIN)
+        assert choice.pool is (ReplicaPool.SPECULATING if rooms[0] else ReplicaPool.PLAIN)
     else:
         assert choice.pool is None

@@ -13,7 +13,7 @@ Place = tuple[float, int]
 """An instant by which entries are ordered, and the key of the ticket, which settles ties."""
 
 
-class Line:
+class PrefixSumQueue:
     """Keys with their work, sorted by place.
 
     A list of sorted pieces, each with its sum, so that entering, leaving and asking for what is

@@ -22,7 +22,7 @@ FIRST_GAIN: Final = 1.0
 """Tokens a look-up is taken to bring before any was made: so much that some are made."""
 
 
-class LookUpGains:
+class LookupGains:
     """Running means of what look-ups bring over the price, in tokens, by how the last draft ended.
 
     Rows are those of `survival.outcome_row`.

@@ -1,0 +1,245 @@
+"""Speculation with upstream engines, which draft for every request by their own rule or never.
+
+A gateway cannot switch speculation on or off inside such an engine, so it decides where a request
+goes: to a replica that drafts or to a plain one. Two questions are answered here.
+
+*Do drafts of a fixed length pay?* An engine adds `drafted` slots to each token, of which `accepted`
+survive on average, busy or not. Its step takes `a + c x tokens` seconds. With r sequences, the
+share of a step that grows with the batch is
+
+    share = c r (1 + drafted) / (a + c r (1 + drafted))
+
+and each verified token costs everybody `c` seconds. The price of a slot is accepted tokens per
+second x extra seconds per token, therefore
+
+    price = r (1 + accepted) / step x c = share x (1 + accepted) / (1 + drafted),
+
+and drafts pay while `accepted > price x drafted`. At share 0 (bound by reading weights) they always
+do; at share 1 (bound by arithmetic) they never do, because accepted <= drafted. Neither a nor c has
+to be known: times per token, `step / (1 + accepted)`, grow with r by the same share.
+
+*Which replicas does a request go to?* The speculation policy decides from the request and from the
+load of the replicas that draft. If it looks at the price, drafts must pay at that price, and a
+token must cost less there than on a plain replica.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.speculation.planning import no_speculation
+from draftgate.policies.types import RequestView, SpeculationMode, SpeculationPlan, WorkerLoad
+
+KNEE_TOKENS: Final = 320.0
+"""Tokens that double the time of a step, before any measurement: 5.9 to 6.9 ms by 18 to 21 us per
+token (Llama-8B bf16 on an H100, the reference scale)."""
+
+PRIOR_WEIGHT: Final = 64.0
+"""Weight of that prior against measurements, in streams x squared sequences: 16 streams whose
+batches differ by two sequences. (Chosen, not tuned; 2026-11-22.)"""
+
+FORGETTING: Final = 0.98
+"""Decay per stream: the last 50 decide."""
+
+_BISECTIONS: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMeans:
+    """Mean tokens per draft of an engine.
+
+    Attributes:
+        drafted: tokens that are proposed and verified.
+        accepted: of these, tokens that survive; at most `drafted`.
+    """
+
+    drafted: float
+    accepted: float
+
+
+def expected_accepted(chance: float, drafted: float) -> float:
+    """Return the expected number of accepted tokens of a draft.
+
+    Args:
+        chance: probability of each token, given that all before it were accepted; 0 to 1.
+        drafted: tokens of the draft.
+    """
+    if chance >= 1.0:
+        return drafted
+    return float(chance * (1.0 - chance**drafted) / (1.0 - chance))
+
+
+def acceptance_chance(means: DraftMeans) -> float:
+    """Return the chance per token with which `expected_accepted` gives these means."""
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if expected_accepted(middle, means.drafted) < means.accepted:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def fixed_draft_price(share: float, means: DraftMeans) -> float:
+    """Return the slot price of an engine with drafts of a fixed length, in tokens, 0 to 1.
+
+    Args:
+        share: of the step's time that grows with the batch, 0 to 1.
+    """
+    return share * (1.0 + means.accepted) / (1.0 + means.drafted)
+
+
+def drafts_pay(price: float, means: DraftMeans) -> bool:
+    """Return whether drafts of a fixed length earn more than they cost."""
+    return means.accepted > price * means.drafted
+
+
+class BatchShare:
+    """How far an engine's times per token grow with its batch: a line, decayed and shrunk."""
+
+    def __init__(self) -> None:
+        self._streams = 0.0
+        self._sum_s = self._sum_running = 0.0
+        self._sum_squared = self._sum_product = 0.0
+
+    def add_stream(self, tpot_s: float, running: float) -> None:
+        """Learn from a stream that has ended.
+
+        Args:
+            tpot_s: mean seconds between two of its tokens, more than 0.
+            running: mean number of sequences beside it, itself included, at least 1.
+        """
+        self._streams = self._streams * FORGETTING + 1.0
+        self._sum_s = self._sum_s * FORGETTING + tpot_s
+        self._sum_running = self._sum_running * FORGETTING + running
+        self._sum_squared = self._sum_squared * FORGETTING + running * running
+        self._sum_product = self._sum_product * FORGETTING + running * tpot_s
+
+    def share(self, running: float, step_tokens: float) -> float:
+        """Return the share of a step's time that grows with the batch, 0 to 1.
+
+        Args:
+            running: sequences in the batch.
+            step_tokens: tokens of each of them per step, drafts included.
+        """
+        if not self._streams:
+            return _prior_share(running, step_tokens)
+        mean_s, usual = self._sum_s / self._streams, self._sum_running / self._streams
+        slope_s = self.slope_s(step_tokens)
+        return min(slope_s * running / (mean_s + slope_s * (running - usual)), 1.0)
+
+    def slope_s(self, step_tokens: float) -> float:
+        """Return by how much one more sequence lengthens the time per token; 0 while unknown."""
+        if not self._streams:
+            return 0.0
+        mean_s, usual = self._sum_s / self._streams, self._sum_running / self._streams
+        prior_s = _prior_share(usual, step_tokens) * mean_s / usual
+        variation = max(self._sum_squared - self._streams * usual * usual, 0.0)
+        covariation = self._sum_product - self._streams * usual * mean_s
+        slope_s = (covariation + PRIOR_WEIGHT * prior_s) / (variation + PRIOR_WEIGHT)
+        return min(max(slope_s, 0.0), mean_s / usual)  # the constant part cannot be negative
+
+
+def _prior_share(running: float, step_tokens: float) -> float:
+    tokens = running * step_tokens
+    return tokens / (tokens + KNEE_TOKENS)
+
+
+class ReplicaPool(StrEnum):
+    """The replicas of one kind."""
+
+    SPECULATING = "speculating"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """What a pool can do for a request.
+
+    Attributes:
+        load: of the replica that would take it.
+        has_capacity: whether any replica of the pool can take the request now.
+    """
+
+    load: WorkerLoad
+    has_capacity: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChoice:
+    """The pool of a request.
+
+    Attributes:
+        pool: None if the first replica with capacity takes it, of either kind.
+        plan: the decision, with the reason for the pool.
+    """
+
+    pool: ReplicaPool | None
+    plan: SpeculationPlan
+
+
+def draft_means(load: WorkerLoad) -> DraftMeans:
+    """Return the mean drafts of an engine that drafts by its own rule."""
+    return DraftMeans(load.draft_tokens, expected_accepted(load.acceptance, load.draft_tokens))
+
+
+def choose_pool(
+    request: RequestView, policy: SpeculationPolicy, drafting: PoolState, plain: PoolState
+) -> PoolChoice:
+    """Return where a request goes; each pool must have a replica that serves.
+
+    Capacity decides first, even against a client that wants no drafts. The text is the same either
+    way, and a request that waited for one kind of replica would delay all requests after it.
+    """
+    plan = policy.decide(request, drafting.load)
+    wanted, why = _wanted_pool(request, plan, drafting.load, plain.load)
+    if not drafting.has_capacity and not plain.has_capacity:
+        reason = f"{why}; the first replica with capacity takes it"
+        return PoolChoice(None, replace(plan, reason=reason))
+    if not (drafting if wanted is ReplicaPool.SPECULATING else plain).has_capacity:
+        speculating = wanted is ReplicaPool.SPECULATING
+        wanted = ReplicaPool.PLAIN if speculating else ReplicaPool.SPECULATING
+        why = f"{why}, but only {wanted} replicas have capacity"
+    if wanted is ReplicaPool.PLAIN or plan.proposer is None:
+        return PoolChoice(wanted, no_speculation(plan.policy, request, why, plan.price))
+    return PoolChoice(wanted, replace(plan, reason=why))
+
+
+def _wanted_pool(
+    request: RequestView, plan: SpeculationPlan, drafting: WorkerLoad, plain: WorkerLoad
+) -> tuple[ReplicaPool, str]:
+    """Return the better pool, capacity aside, and why."""
+    asked = request.max_draft_tokens
+    if plan.proposer is None:
+        return ReplicaPool.PLAIN, plan.reason
+    if asked is not None and asked < drafting.draft_tokens:
+        usual = f"{drafting.draft_tokens:.3g} are usual"
+        return ReplicaPool.PLAIN, f"at most {asked} draft tokens are asked for, and {usual}"
+    if plan.price is None or plan.mode is not SpeculationMode.AUTO:
+        return ReplicaPool.SPECULATING, plan.reason
+    means, price = draft_means(drafting), plan.price
+    costs_s = _token_cost_s(drafting), _token_cost_s(plain)
+    figures = (
+        f"{means.accepted:.2f} of {means.drafted:.3g} draft tokens accepted, "
+        f"price {price:.3g}, {drafting.running} running"
+    )
+    worth = drafts_pay(price, means)
+    # Where speeds are known, drafts have to beat a plain replica, which may be idle: the lower
+    # cost of a token decides, for the request and for all that it slows down.
+    if all(costs_s):
+        worth = costs_s[0] <= costs_s[1]
+        figures += "; a token costs {:.3g} ms in all with drafts, {:.3g} ms without".format(
+            *(cost_s * 1e3 for cost_s in costs_s)
+        )
+    if worth:
+        return ReplicaPool.SPECULATING, f"drafts pay: {figures}"
+    return ReplicaPool.PLAIN, f"drafts do not pay: {figures}"
+
+
+def _token_cost_s(load: WorkerLoad) -> float:
+    """Return the seconds that a token of one more request costs all requests; 0 if unknown."""
+    return load.speed.tpot_s + (load.running + 1) * load.speed.sequence_s
