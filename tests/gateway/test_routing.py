@@ -83,7 +83,11 @@ async def test_a_candidate_is_what_the_worker_says_and_what_was_sent(pair) -> No
     worker = FleetWorker("w", pair[0])
     worker.reserve("a", CapacityNeed(2, 30, 100))
     found = worker.candidate(worker.usage)
-    assert (found.tokens, found.usage.sequences, found.usage.unstarted_prompt_tokens) == (100, 2, 30)
+    assert (found.tokens, found.usage.sequences, found.usage.unstarted_prompt_tokens) == (
+        100,
+        2,
+        30,
+    )
     assert (found.load, found.numerics_class) == (pair[0].load(), "test")
     assert (found.age_s, found.leased_tokens, found.own) == (0.0, 0, True)
 
