@@ -24,8 +24,16 @@ from typing import IO, Any, Final, Self
 from msgspec import UNSET, DecodeError, Struct, UnsetType, ValidationError, convert, field
 from msgspec.json import Encoder, decode, encode
 
-from draftgate.loadgen.checking.verify import LosslessCheck
-from draftgate.loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+from draftgate.loadgen.checking.lossless import LosslessCheck
+from draftgate.loadgen.types import (
+    ClientHealth,
+    LoadRun,
+    PlannedRequest,
+    Record,
+    RequestSpec,
+    Slo,
+    TextChunk,
+)
 
 FORMAT: Final = "loadgen-events/1"
 
@@ -88,7 +96,7 @@ class End(Struct):
     lost: Sequence[str] = ()
 
     @classmethod
-    def of(cls, run: Run) -> Self:
+    def of(cls, run: LoadRun) -> Self:
         """Return the end of a run."""
         schedule_s = run.scheduled_duration_s
         return cls(run.duration_s, schedule_s, run.health, run.interrupted, run.lost)
@@ -129,7 +137,7 @@ class EventWriter:
         """Write what became of a request."""
         self._write(Line(record=_line(record)))
 
-    def end(self, run: Run) -> None:
+    def end(self, run: LoadRun) -> None:
         """Write what is known when the run is over."""
         self._write(Line(end=End.of(run)))
 
@@ -141,7 +149,7 @@ class EventWriter:
         self._file.write(self._encoder.encode(line) + b"\n")
 
 
-def read_events(path: Path) -> tuple[Run, LosslessCheck | None]:
+def read_events(path: Path) -> tuple[LoadRun, LosslessCheck | None]:
     """Return the run of a file, and its lossless check if there was one.
 
     The records hold no texts. The file may be compressed (`.gz`). A file without its last line
@@ -152,7 +160,7 @@ def read_events(path: Path) -> tuple[Run, LosslessCheck | None]:
         ValueError: it is not of this form, or damaged; file and line are named.
     """
     lines = _content(path).split(b"\n")
-    run, lossless = Run(_header(path, lines[0]), interrupted=True), None
+    run, lossless = LoadRun(_header(path, lines[0]), interrupted=True), None
     last = len(lines) - 1  # empty, or half written
     for number, text in enumerate(lines[1:last], 2):
         try:
@@ -200,7 +208,7 @@ def _last_instant(records: Iterable[Record]) -> float | None:
 
 
 def _line(record: Record) -> RecordLine:
-    question = record.planned.question
+    question = record.planned.request
     asked = question.prompt if question.prompt is not None else question.messages or question.inputs
     text = encode(asked)
     return RecordLine(
@@ -236,14 +244,14 @@ def _line(record: Record) -> RecordLine:
     )
 
 
-def _texts(question: Question) -> list[str]:
+def _texts(question: RequestSpec) -> list[str]:
     if question.prompt is not None:
         return [question.prompt]
     return [message.content for message in question.messages] or list(question.inputs)
 
 
 def _record(line: RecordLine) -> Record:
-    question = Question(
+    question = RequestSpec(
         prompt="",
         messages=(),
         max_tokens=line.max_tokens,
@@ -258,13 +266,13 @@ def _record(line: RecordLine) -> Record:
         facts=tuple(line.facts.items()),
     )
     return Record(
-        Planned(line.index, line.at_s, question),
+        PlannedRequest(line.index, line.at_s, question),
         line.scheduled_s,
         line.sent_s,
         line.end_s,
         line.verdict,
         line.detail,
-        tuple(Arrived(*chunk) for chunk in line.chunks),
+        tuple(TextChunk(*chunk) for chunk in line.chunks),
         (),
         tuple(line.finish_reasons),
         line.usage,

@@ -31,7 +31,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChatMessage:
     """A message of a chat."""
 
     role: str
@@ -39,7 +39,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class RequestSpec:
     """What to ask: a prompt for completions, the messages of a chat, or vectors of texts.
 
     Attributes:
@@ -56,7 +56,7 @@ class Question:
     """
 
     prompt: str | None
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     max_tokens: int
     seed: int
     class_name: str = "default"
@@ -104,8 +104,8 @@ class Flow(Protocol):
     """
 
     def next(
-        self, question: Question, answered: Sequence[Record], elapsed_s: float
-    ) -> Question | None:
+        self, question: RequestSpec, answered: Sequence[Record], elapsed_s: float
+    ) -> RequestSpec | None:
         """Return the next request; None if there is none.
 
         Args:
@@ -120,8 +120,8 @@ class Single:
     """The plain flow: the question is the request."""
 
     def next(
-        self, question: Question, answered: Sequence[Record], elapsed_s: float
-    ) -> Question | None:
+        self, question: RequestSpec, answered: Sequence[Record], elapsed_s: float
+    ) -> RequestSpec | None:
         """Return the question, once."""
         return None if answered else question
 
@@ -130,25 +130,25 @@ SINGLE: Final = Single()
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRequest:
     """A user's question in the plan; most are one request, the question itself.
 
     Attributes:
         index: its place in the plan, from 0; unique.
         at_s: when it is to be sent, in seconds from the start of the run; None in a closed loop,
             where the next is sent when an answer is complete.
-        question: what is asked, and what the user was promised.
+        request: what is asked, and what the user was promised.
         flow: the requests that answer it.
     """
 
     index: int
     at_s: float | None
-    question: Question
+    request: RequestSpec
     flow: Flow = SINGLE
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class TextChunk:
     """A chunk with content, as it came.
 
     Attributes:
@@ -185,16 +185,16 @@ class Record:
         stream_id: the id that the chunks carried last; empty if none did.
         vectors: embeddings, as little-endian float32, one for each input; not kept in `hops`.
         empty_s: when chunks came whose text was empty. No figure of ours counts them; other tools'
-            do (`loadgen.dialects`).
+            do (`loadgen.other_tools`).
     """
 
-    planned: Planned
+    planned: PlannedRequest
     scheduled_s: float
     sent_s: float
     end_s: float
     verdict: str
     detail: str = ""
-    chunks: Sequence[Arrived] = ()
+    chunks: Sequence[TextChunk] = ()
     texts: tuple[str, ...] = ()
     finish_reasons: tuple[str | None, ...] = ()
     usage: dict[str, Any] | None = None
@@ -232,7 +232,7 @@ class ClientHealth:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """Everything a run gave.
 
     Attributes:

@@ -28,10 +28,10 @@ from draftgate.backends.sim.profile import Profile, load_profile
 from draftgate.backends.sim.simulated import World
 from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.figures import FIGURE, percentile, values_of
+from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
 from draftgate.loadgen.planning.traces import read_trace
-from draftgate.loadgen.report.html import table_part
-from draftgate.loadgen.sending.health import without_full_collections
+from draftgate.loadgen.report.html import html_table
+from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import Record, Slo
 
 LATEST_S: Final = 2.0
@@ -102,10 +102,10 @@ def measured(rate_rps: float, records: Sequence[Record]) -> Point:
     """
     if any(record.verdict is not Verdict.OK for record in records):
         raise ValueError("a request was refused: it is longer than the model's context")
-    gaps_s = sorted(values_of(FIGURE["chunk_gap_s"], records))
+    gaps_s = sorted(values_of(METRICS["chunk_gap_s"], records))
     if not gaps_s:
         raise ValueError("answers of one token have no gaps")
-    ttfts_s = sorted(values_of(FIGURE["ttft_s"], records))
+    ttfts_s = sorted(values_of(METRICS["ttft_s"], records))
     tokens = sum(chunk.tokens or 0 for record in records for chunk in record.chunks)
     return Point(
         rate_rps,
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_model_len=32_768,
         max_step_tokens=args.max_step_tokens,
     )
-    with without_full_collections():
+    with without_full_gc():
         rows = list(_searched(args, config, slos))
     results = {
         "format": "capacity/1",
@@ -244,7 +244,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 def _body(title: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     yield f"<h1>{title}</h1>"
-    yield table_part(list(HEAD), list(map(_shown, rows)), __doc__ or "")
+    yield html_table(list(HEAD), list(map(_shown, rows)), __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
 from draftgate.gateway.cli.simulate.intervals import estimate
 from draftgate.gateway.cli.simulate.prompts import job_of
 from draftgate.gateway.dispatch.job import Job
-from draftgate.loadgen.measuring.figures import tpot_s, ttft_s
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.metrics import tpot_s, ttft_s
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.report.html import table_part
-from draftgate.loadgen.report.words import percent
-from draftgate.loadgen.sending.health import without_full_collections
-from draftgate.loadgen.types import Planned, Question, Record, Slo
+from draftgate.loadgen.report.formatting import percent
+from draftgate.loadgen.report.html import html_table
+from draftgate.loadgen.sending.health import without_full_gc
+from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, Slo
 
 WORKLOAD: Final = "chat"
 TIGHT, LOOSE = "tight", "loose"
@@ -70,32 +70,32 @@ class Classes:
         plan = make_plan(load, max_model_len=self.config.max_model_len, lazily=True)
         drawn = Random(f"classes/{seed}")
         planned = [
-            replace(one, question=self._promised(one.question, drawn.choice((TIGHT, LOOSE))))
+            replace(one, request=self._promised(one.request, drawn.choice((TIGHT, LOOSE))))
             for one in plan.requests
         ]
         config = replace(self.config, speculation=speculation)
         return simulate(Cluster(config, 1, World(seed)), planned, to_job=_job)
 
-    def _promised(self, question: Question, name: str) -> Question:
+    def _promised(self, question: RequestSpec, name: str) -> RequestSpec:
         return replace(question, class_name=name, slo=Slo(tpot_s=self.targets.get(name)))
 
 
-def _job(planned: Planned) -> Job:
+def _job(planned: PlannedRequest) -> Job:
     """Return a request's job: what it replays is the workload's, whatever its class."""
-    question = replace(planned.question, class_name=WORKLOAD)
-    return job_of(replace(planned, question=question))
+    question = replace(planned.request, class_name=WORKLOAD)
+    return job_of(replace(planned, request=question))
 
 
 def figures(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     """Return attainment, median time per token and P99 of the first, by class."""
     found = {}
     for name in (TIGHT, LOOSE):
-        own = [record for record in records if record.planned.question.class_name == name]
+        own = [record for record in records if record.planned.request.class_name == name]
         tpots_s = sorted(v for record in own if (v := tpot_s(record)) is not None)
         ttfts_s = sorted(v for record in own if (v := ttft_s(record)) is not None)
         found[name] = {
             "requests": len(own),
-            "attainment": sum(map(met, own)) / len(own),
+            "attainment": sum(map(meets_slo, own)) / len(own),
             "tpot_p50_s": median(tpots_s),
             "ttft_p50_s": median(ttfts_s),
         }
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         max_step_tokens=2048,
         batching=args.batching.partition(",")[0],
     )
-    with without_full_collections():
+    with without_full_gc():
         highest_rps = highest_rate(first, args.near)
         classes = promised(Classes(first, args.duration, args.share * highest_rps, {}))
         studied = {
@@ -201,7 +201,7 @@ def _body(results: dict[str, Any]) -> Iterator[str]:
         for name in told["gained"]
     ]
     head = ["batching", "class", "attained without", "with weights", "gained", "95 %"]
-    yield table_part(head, rows, __doc__ or "")
+    yield html_table(head, rows, __doc__ or "")
 
 
 def _attained(told: dict[str, Any], name: str) -> list[str]:

@@ -19,11 +19,11 @@ from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.simulated import World
 from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
-from draftgate.loadgen.measuring.figures import chunk_gaps_s, ttft_s
+from draftgate.loadgen.measuring.metrics import chunk_gaps_s, ttft_s
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.report.charts import COLOURS, FAILED, Chart
-from draftgate.loadgen.report.html import figure_part, table_part
-from draftgate.loadgen.types import Planned, Record, Slo
+from draftgate.loadgen.report.html import html_chart, html_table
+from draftgate.loadgen.types import PlannedRequest, Record, Slo
 
 BATCHINGS: Final = ("slack", "fixed:512", "prefill_first")
 
@@ -43,7 +43,7 @@ def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
     longs = [TraceRow(at_s, LONG_TOKENS, ANSWERED) for at_s in LONG_AT_S]
     drawn = Drawn((short,) * SLO_SEQUENCES + tuple(longs), seed=0)
     planned = [
-        Planned(one.index, row.at_s, one.question)
+        PlannedRequest(one.index, row.at_s, one.request)
         for one, row in zip(drawn.planned(1.0, Slo(tpot_s=slo_s)), drawn.rows, strict=True)
     ]
     return simulate(Cluster(config, 1, World()), planned, to_job=drawn.job)
@@ -126,9 +126,9 @@ def _shown(row: dict[str, Any]) -> list[str]:
 
 def _body(rows: list[dict[str, Any]], drawn: Chart) -> Iterator[str]:
     yield "<h1>Long prompts among decodes</h1>"
-    yield f'<div class="charts">{figure_part(drawn)}</div>'
+    yield f'<div class="charts">{html_chart(drawn)}</div>'
     head = ["batching", "longest gap, ms", "mean TTFT of the long prompts, ms"]
-    yield table_part(head, list(map(_shown, rows)), __doc__ or "")
+    yield html_table(head, list(map(_shown, rows)), __doc__ or "")
 
 
 if __name__ == "__main__":

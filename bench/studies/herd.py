@@ -19,7 +19,7 @@ from bench.studies.herd_model import MEDIAN_TOKENS, SIGMA, Ages, Bursts, Imbalan
 from bench.studies.record import provenance, study_parser, write_results
 from draftgate.gateway.cli.simulate.intervals import differences, estimate
 from draftgate.loadgen.report.charts import COLOURS, FAILED, SYMBOLS, Chart
-from draftgate.loadgen.report.html import figure_part, table_part
+from draftgate.loadgen.report.html import html_chart, html_table
 
 POLICIES: Final = (
     "round_robin",
@@ -147,9 +147,9 @@ def _body(results: dict[str, Any]) -> Iterator[str]:
         for figure, title in (("backlog", "Backlogs"), ("placed", "Tokens of the burst"))
         for leased in (False, True)
     ]
-    yield f'<div class="charts">{"".join(map(figure_part, charts))}</div>'
+    yield f'<div class="charts">{"".join(map(html_chart, charts))}</div>'
     head = ["age, ms", "ages", "leases", *POLICIES, "best of others", f"{OURS} to it"]
-    yield table_part(head, list(map(_shown, results["rows"])), __doc__ or "")
+    yield html_table(head, list(map(_shown, results["rows"])), __doc__ or "")
 
 
 def _chart(rows: Sequence[dict[str, Any]], figure: str, title: str, *, leased: bool) -> Chart:

@@ -35,11 +35,11 @@ from draftgate.gateway.cli.simulate.intervals import differences, estimate
 from draftgate.gateway.cli.simulate.prompts import job_of
 from draftgate.gateway.cli.simulate.seen import Price
 from draftgate.gateway.dispatch.job import Job
-from draftgate.loadgen.measuring.figures import FIGURE, percentile, values_of
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.sending.health import without_full_collections
-from draftgate.loadgen.types import Planned, Record, Slo
+from draftgate.loadgen.sending.health import without_full_gc
+from draftgate.loadgen.types import PlannedRequest, Record, Slo
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.auto import Auto
@@ -138,19 +138,19 @@ class Study:
         return records
 
 
-def _unpromised(planned: Planned) -> Job:
+def _unpromised(planned: PlannedRequest) -> Job:
     """Return a request's job without its targets."""
     return replace(job_of(planned), service=ANYTIME)
 
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
     """Return what a run gave, and how long the drafts were that gateways allowed on average."""
-    ttfts_s, tpots_s = (sorted(values_of(FIGURE[key], records)) for key in ("ttft_s", "tpot_s"))
+    ttfts_s, tpots_s = (sorted(values_of(METRICS[key], records)) for key in ("ttft_s", "tpot_s"))
     schedule_s = max(record.scheduled_s for record in records)
     plans = [(record.metrics or {})["speculative_decoding"] for record in records]
     return {
-        "goodput_rps": sum(map(met, records)) / schedule_s,
-        "attainment": fmean(map(met, records)),
+        "goodput_rps": sum(map(meets_slo, records)) / schedule_s,
+        "attainment": fmean(map(meets_slo, records)),
         "ttft_p50_s": percentile(ttfts_s, 0.5),
         "ttft_p99_s": percentile(ttfts_s, 0.99),
         "tpot_p50_s": percentile(tpots_s, 0.5),
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     study = Study(config, load, args.gateways, args.workers, args.report_ms / 1e3)
     cells = []
-    with without_full_collections():
+    with without_full_gc():
         asked = (text.split(",") for text in (args.clusters, args.speculation, args.rates))
         for mix, steps, rate in product(*asked):
             cells.append(study.cell(mix, steps, float(rate) * args.workers, args.seeds))

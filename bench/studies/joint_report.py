@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from draftgate.loadgen.report.html import table_part
-from draftgate.loadgen.report.words import percent
+from draftgate.loadgen.report.formatting import percent
+from draftgate.loadgen.report.html import html_table
 
 HEAD: Final = (
     "cluster", "steps", "rate", "way", "goodput/s", "to joint", "95 %", "in time", "TTFT p50, ms",
@@ -45,4 +45,4 @@ def body(title: str, results: dict[str, Any], words: str) -> Iterator[str]:
     yield f"<h1>{title}</h1>"
     yield f"<p>{results['command']}, {results['commit']}, {results['date']}</p>"
     rows = [line(cell, name) for cell in results["cells"] for name in cell["ways"]]
-    yield table_part(list(HEAD), rows, words)
+    yield html_table(list(HEAD), rows, words)

@@ -16,7 +16,7 @@ from draftgate.gateway.cli.simulate.prompts import job_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.planning.arrivals import parse_arrival
 from draftgate.loadgen.planning.traces import TraceRow
-from draftgate.loadgen.types import Planned, Question, Slo
+from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
 
 INDEX_BYTES = 4
 """Ids that tell prompts apart: no two begin alike, so none finds another's prefix in a cache."""
@@ -48,21 +48,21 @@ class Drawn:
             drawn += random.sample(rows, min(len(rows), requests - len(drawn)))
         return cls(tuple(drawn), seed)
 
-    def planned(self, rate_rps: float, slo: Slo) -> list[Planned]:
+    def planned(self, rate_rps: float, slo: Slo) -> list[PlannedRequest]:
         """Return the requests at a mean rate, with a promise."""
         instants = parse_arrival("poisson").instants(1.0, self.seed)
         return [
-            Planned(
+            PlannedRequest(
                 index,
                 unit / rate_rps,
-                Question("", (), max(row.output_tokens, 1), self.seed + index, "trace", slo=slo),
+                RequestSpec("", (), max(row.output_tokens, 1), self.seed + index, "trace", slo=slo),
             )
             for index, (row, unit) in enumerate(
                 zip(self.rows, islice(instants, len(self.rows)), strict=True)
             )
         ]
 
-    def job(self, planned: Planned) -> Job:
+    def job(self, planned: PlannedRequest) -> Job:
         """Return the job of a planned request, with a prompt as long as its row says."""
         tokens = max(self.rows[planned.index].prompt_tokens, INDEX_BYTES)
         ids = planned.index.to_bytes(INDEX_BYTES, "big") + bytes(tokens - INDEX_BYTES)

@@ -21,7 +21,7 @@ from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import TooMany
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.types import Planned
+from draftgate.loadgen.types import PlannedRequest
 from draftgate.policies.types import ServiceLevel
 
 OVERLOAD_S: Final = 60.0
@@ -40,7 +40,7 @@ class Client:
         first_s, end_s: of the attempt that was let in; None where it ended in an error.
     """
 
-    planned: Planned
+    planned: PlannedRequest
     arrived_s: float
     told: list[tuple[float, float]] = field(default_factory=list)
     came: list[tuple[float, bool]] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Overload:
         plan = make_plan(load, max_model_len=self.config.max_model_len, lazily=True)
         return run_virtual(self._run(list(plan.requests)))
 
-    async def _run(self, planned: Sequence[Planned]) -> list[Client]:
+    async def _run(self, planned: Sequence[PlannedRequest]) -> list[Client]:
         world = World(self.seed)
         factory = partial(SimBackend, build=world.parts)
         rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))

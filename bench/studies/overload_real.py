@@ -111,7 +111,7 @@ class Crowd:
         await asyncio.sleep(max(0.0, client.arrived_s - self._now_s()))
         index = client.planned.index
         service = self._overload.service(index)
-        asked = client.planned.question.body("")
+        asked = client.planned.request.body("")
         del asked["model"]
         body = json.dumps({**asked, "priority": service.priority, "ignore_eos": True}).encode()
         path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"

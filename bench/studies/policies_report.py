@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from draftgate.loadgen.report.charts import COLOURS, FAILED, Chart
-from draftgate.loadgen.report.html import figure_part, table_part
+from draftgate.loadgen.report.html import html_chart, html_table
 
 LINES: Final = {
     "off": {"color": "#888888", "dash": "dot"},
@@ -49,9 +49,9 @@ def body(results: dict[str, Any]) -> Iterator[str]:
     for workload in dict.fromkeys(cell["workload"] for cell in cells):
         own = [cell for cell in cells if cell["workload"] == workload]
         drawn = [_chart(workload, own, figure, title) for figure, title in SHOWN]
-        yield f'<div class="charts">{"".join(map(figure_part, drawn))}</div>'
+        yield f'<div class="charts">{"".join(map(html_chart, drawn))}</div>'
     note = "Differences of mean latency, paired by seed, with half of the 95 % interval."
-    yield table_part(list(HEAD), list(map(_row, cells)), note)
+    yield html_table(list(HEAD), list(map(_row, cells)), note)
 
 
 def _chart(workload: str, cells: Sequence[dict[str, Any]], figure: str, title: str) -> Chart:

@@ -34,10 +34,10 @@ from draftgate.gateway.cli.environment import collect_environment
 from draftgate.gateway.cli.simulate.cluster import Cluster, send, simulate, started
 from draftgate.gateway.cli.simulate.prompts import job_of
 from draftgate.gateway.dispatch.job import Job
-from draftgate.loadgen.measuring.figures import FIGURE, distribution, values_of
+from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.types import Planned, Record
-from draftgate.loadgen.workloads import text_of
+from draftgate.loadgen.types import PlannedRequest, Record
+from draftgate.loadgen.workloads import prompt_text
 
 MEASURED: Final = (("ttft_s", "mean"), ("ttft_s", "p90"), ("tpot_s", "mean"), ("tpot_s", "p90"))
 MAX_MODEL_LEN: Final = 2048
@@ -121,14 +121,17 @@ def compared(real: list[Record], predicted: list[list[Record]]) -> list[dict[str
 
 
 def _figure(key: str, value: str, records: list[Record]) -> float:
-    found = distribution(values_of(FIGURE[key], records))
+    found = distribution(values_of(METRICS[key], records))
     if found is None:
         raise ValueError(f"there is no {key} to compare")
     return found.as_dict()[value]
 
 
 def _simulated(
-    config: WorkerConfig, seed: int, planned: list[Planned], to_job: Callable[[Planned], Job]
+    config: WorkerConfig,
+    seed: int,
+    planned: list[PlannedRequest],
+    to_job: Callable[[PlannedRequest], Job],
 ) -> list[Record]:
     world = World(seed, belief_error=0.0, roofline=False)
     return simulate(Cluster(config, 1, world), planned, to_job=to_job)
@@ -139,12 +142,12 @@ def _command(arguments: Sequence[str] | None) -> str:
     return command_line("draftgate bench simulator", given)
 
 
-def _encoded(tokenizer: Tokenizer) -> Callable[[Planned], Job]:
+def _encoded(tokenizer: Tokenizer) -> Callable[[PlannedRequest], Job]:
     """Return what makes jobs with a tokenizer's ids, for both runs the same."""
 
-    def to_job(planned: Planned) -> Job:
-        ids = compact(tokenizer.encode(text_of(planned.question)))
-        room = MAX_MODEL_LEN - planned.question.max_tokens
+    def to_job(planned: PlannedRequest) -> Job:
+        ids = compact(tokenizer.encode(prompt_text(planned.request)))
+        room = MAX_MODEL_LEN - planned.request.max_tokens
         return replace(job_of(planned), prompts=(ids[-room:],))
 
     return to_job
@@ -159,7 +162,7 @@ def _measure_profile(path: Path) -> None:
 
 
 async def _engine_run(
-    config: WorkerConfig, planned: list[Planned], to_job: Callable[[Planned], Job]
+    config: WorkerConfig, planned: list[PlannedRequest], to_job: Callable[[PlannedRequest], Job]
 ) -> list[Record]:
     jobs = {one.index: to_job(one) for one in planned}  # encoding takes the engine's time
     factory = backend_factory("engine")

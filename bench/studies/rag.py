@@ -29,14 +29,14 @@ from bench.studies.record import provenance, study_parser, write_results
 from bench.studies.served import Server, served
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.figures import FIGURE, distribution, values_of
 from draftgate.loadgen.measuring.hops import hops, hops_as_dict
+from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.measuring.slo import Z_95, attainment
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.planning.plan import Load
-from draftgate.loadgen.report.html import table_part
+from draftgate.loadgen.report.html import html_table
 from draftgate.loadgen.sending.run import Target, run_load
-from draftgate.loadgen.types import Record, Run, Slo
+from draftgate.loadgen.types import LoadRun, Record, Slo
 
 POLICIES: Final = ("off", "auto")
 KV_BYTES: Final = 512 << 20
@@ -49,7 +49,7 @@ COMPARED: Final = ("ttft_s", "tpot_s", "latency_s")
 def measure(servers: Mapping[str, Server], args: Namespace) -> dict[str, Any]:
     """Return the summaries of all rounds, and what they come to together."""
     rounds = list[dict[str, Any]]()
-    runs: dict[str, list[Run]] = {policy: [] for policy in POLICIES}
+    runs: dict[str, list[LoadRun]] = {policy: [] for policy in POLICIES}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         for place in range(args.rounds):
             load = _load(args, args.seed + place)
@@ -69,11 +69,11 @@ def measure(servers: Mapping[str, Server], args: Namespace) -> dict[str, Any]:
     }
 
 
-def together(runs: Sequence[Run]) -> dict[str, Any]:
+def together(runs: Sequence[LoadRun]) -> dict[str, Any]:
     """Return the figures of all rounds of a policy."""
     records = [record for run in runs for record in run.records]
     counted = attainment(records)
-    found = {figure: distribution(values_of(FIGURE[figure], records)) for figure in COMPARED}
+    found = {figure: distribution(values_of(METRICS[figure], records)) for figure in COMPARED}
     return {
         "requests": counted.requests,
         "intact": counted.intact,
@@ -84,7 +84,7 @@ def together(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def paired(off: Sequence[Run], auto: Sequence[Run], figure: str) -> dict[str, Any] | None:
+def paired(off: Sequence[LoadRun], auto: Sequence[LoadRun], figure: str) -> dict[str, Any] | None:
     """Return the mean difference of a figure over the questions that both answered intact.
 
     Auto less off, with its 95 % interval by the normal law (questions taken as independent), and
@@ -108,7 +108,7 @@ def paired(off: Sequence[Run], auto: Sequence[Run], figure: str) -> dict[str, An
     }
 
 
-def _pairs(off: Run, auto: Run, figure: str) -> Iterator[tuple[float, float]]:
+def _pairs(off: LoadRun, auto: LoadRun, figure: str) -> Iterator[tuple[float, float]]:
     """Yield the values of a round's questions under both policies."""
     before, after = (_by_question(run.records, figure) for run in (off, auto))
     for index in sorted(before.keys() & after.keys()):
@@ -120,7 +120,7 @@ def _by_question(records: Sequence[Record], figure: str) -> dict[int, float]:
         record.planned.index: value
         for record in records
         if record.verdict == Verdict.OK
-        for value in FIGURE[figure].of(record)
+        for value in METRICS[figure].of(record)
     }
 
 
@@ -151,7 +151,7 @@ def body(results: Mapping[str, Any]) -> Iterator[str]:
         for name, figures, share in _figure_rows(told)
     ]
     head = ["policy", "of", "p50", "p90", "p99", "of the deadline, p50"]
-    yield table_part(head, rows, words=(1,))
+    yield html_table(head, rows, words=(1,))
 
 
 def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float], str]]:

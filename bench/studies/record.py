@@ -12,7 +12,7 @@ from typing import Any
 
 from draftgate import __version__
 from draftgate.backends.provenance import command_line, commit
-from draftgate.loadgen.report.html import document
+from draftgate.loadgen.report.html import html_page
 
 
 def study_parser(
@@ -52,4 +52,4 @@ def write_results(
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if args.html is not None:
-        args.html.write_text(document(title, body), encoding="utf-8")
+        args.html.write_text(html_page(title, body), encoding="utf-8")

@@ -9,7 +9,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.gateway.cli.simulate.prompts import job_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.planning.traces import TraceRow, at_rate
-from draftgate.loadgen.types import Planned, Question, Slo
+from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
 
 NAME_BYTES = 4
 """Of a block's name, of which its ids are made: each id is a byte."""
@@ -42,18 +42,18 @@ class Recorded:
         rows = self.rows[first : first + requests]
         return Recorded(tuple(replace(row, at_s=row.at_s - rows[0].at_s) for row in rows))
 
-    def planned(self, rate_rps: float, slo: Slo, seed: int) -> list[Planned]:
+    def planned(self, rate_rps: float, slo: Slo, seed: int) -> list[PlannedRequest]:
         """Return the requests at a mean rate; `seed` is that of the first one's text."""
         return [
-            Planned(
+            PlannedRequest(
                 index,
                 row.at_s,
-                Question("", (), max(row.output_tokens, 1), seed + index, "trace", slo=slo),
+                RequestSpec("", (), max(row.output_tokens, 1), seed + index, "trace", slo=slo),
             )
             for index, row in enumerate(at_rate(self.rows, rate_rps))
         ]
 
-    def job(self, planned: Planned) -> Job:
+    def job(self, planned: PlannedRequest) -> Job:
         """Return the job of a planned request: prompts agree where the trace's prompts do."""
         return replace(job_of(planned), prompts=(compact(self._prompt(planned.index)),))
 

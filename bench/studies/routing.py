@@ -28,17 +28,17 @@ from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.simulated import World
 from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means, differences, estimate
-from draftgate.loadgen.measuring.figures import (
-    FIGURE,
+from draftgate.loadgen.measuring.metrics import (
+    METRICS,
     latency_s,
     percentile,
     tpot_s,
     ttft_s,
     values_of,
 )
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.planning.traces import read_trace
-from draftgate.loadgen.sending.health import without_full_collections
+from draftgate.loadgen.sending.health import without_full_gc
 from draftgate.loadgen.types import Record, Slo
 
 POLICIES: Final = (
@@ -143,7 +143,7 @@ def _told(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
     """Return what a policy gave: times, goodput, how much was cached, how unequal workers were."""
-    ttfts_s, tpots_s = (sorted(values_of(FIGURE[key], records)) for key in ("ttft_s", "tpot_s"))
+    ttfts_s, tpots_s = (sorted(values_of(METRICS[key], records)) for key in ("ttft_s", "tpot_s"))
     schedule_s = max(record.scheduled_s for record in records)
     usages = [record.usage or {} for record in records]
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
@@ -158,8 +158,8 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
         "tpot_p50_s": percentile(tpots_s, 0.5),
         "tpot_p99_s": percentile(tpots_s, 0.99),
         "latency_mean_s": sum(map(latency_s, records)) / len(records),
-        "attainment": sum(map(met, records)) / len(records),
-        "goodput_rps": sum(map(met, records)) / schedule_s,
+        "attainment": sum(map(meets_slo, records)) / len(records),
+        "goodput_rps": sum(map(meets_slo, records)) / schedule_s,
         "cached": cached / sum(usage["prompt_tokens"] for usage in usages),
         "imbalance": max(tokens.values()) * len(tokens) / sum(tokens.values()),
     }
@@ -185,7 +185,7 @@ COMPARED: Final[dict[str, Callable[[Record], float | None]]] = {
     "latency_s": latency_s,
     "ttft_s": ttft_s,
     "tpot_s": tpot_s,
-    "attainment": lambda record: float(met(record)),
+    "attainment": lambda record: float(meets_slo(record)),
 }
 
 
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     slo = Slo.of_ms(args.slo_ttft_ms, args.slo_tpot_ms)
     study = Study(recorded, args.requests, config, slo, args.seed, args.windows)
     mixes = args.clusters.split(",")
-    with without_full_collections():
+    with without_full_gc():
         cells = list(_cells(study, mixes, counts, shares))
     kinds = dict.fromkeys(kind for mix in mixes for kind in CLUSTERS[mix])
     results = {

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from draftgate.loadgen.report.charts import COLOURS, FAILED, SYMBOLS, Chart
-from draftgate.loadgen.report.html import figure_part, table_part
-from draftgate.loadgen.report.words import percent
+from draftgate.loadgen.report.formatting import percent
+from draftgate.loadgen.report.html import html_chart, html_table
 
 HEAD: Final = (
     "cluster", "workers", "share", "policy", "TTFT p50, ms", "TTFT p99", "TPOT p50", "TPOT p99",
@@ -50,10 +50,10 @@ def body(title: str, results: dict[str, Any]) -> Iterator[str]:
     for cluster in dict.fromkeys(cell["cluster"] for cell in cells):
         own = [cell for cell in cells if cell["cluster"] == cluster]
         charts = [_chart(cluster, own, *shown) for shown in SHOWN]
-        yield f'<div class="charts">{"".join(map(figure_part, charts))}</div>'
+        yield f'<div class="charts">{"".join(map(html_chart, charts))}</div>'
     rows = [line(cell, policy) for cell in cells for policy in cell["policies"]]
     note = "In time: within both targets. Max / mean: tokens that workers had in all."
-    yield table_part(list(HEAD), rows, note)
+    yield html_table(list(HEAD), rows, note)
 
 
 def _chart(cluster: str, cells: list[dict[str, Any]], key: str, title: str, unit: str) -> Chart:

@@ -29,7 +29,7 @@ from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import LeaseCandidate, Store, WorkerReport, new_epoch
-from draftgate.loadgen.report.html import table_part
+from draftgate.loadgen.report.html import html_table
 from draftgate.policies.types import WorkerLoad
 
 LANES: Final = (1, 4, 16)
@@ -217,5 +217,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     print(*(f"{name}={value}" for name, value in found["commands"].items()))
     columns = list(found["rows"][0])
-    table = table_part(columns, [[str(one[name]) for name in columns] for one in found["rows"]])
+    table = html_table(columns, [[str(one[name]) for name in columns] for one in found["rows"]])
     write_results(args, results, "What the state store costs a request", [table])

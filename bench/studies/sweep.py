@@ -29,7 +29,7 @@ from bench.studies.record import provenance, study_parser
 from bench.studies.served import served
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.cli.ending import write_json
-from draftgate.loadgen.measuring.figures import intact
+from draftgate.loadgen.measuring.metrics import intact
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.report.sweep import finish
 from draftgate.loadgen.sending.run import Target, run_load

@@ -37,7 +37,7 @@ from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import NO_SPAN, NoTracing, Tracing, open_tracing
 from draftgate.gateway.telemetry.watch import RequestWatch
-from draftgate.loadgen.report.html import table_part
+from draftgate.loadgen.report.html import html_table
 
 MODES: Final = ("off", "unsampled", "on")
 SHORT, LONG = 1, 65
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rounds": rows,
     }
     table = [[str(value) for value in row.values()] for row in told]
-    body = ["<h1>What tracing costs</h1>", table_part(list(told[0]), table, __doc__ or "")]
+    body = ["<h1>What tracing costs</h1>", html_table(list(told[0]), table, __doc__ or "")]
     write_results(args, results, "What tracing costs", body)
 
 

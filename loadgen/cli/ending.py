@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.checking.verify import LosslessCheck
+from draftgate.loadgen.checking.lossless import LosslessCheck
 from draftgate.loadgen.cli.flags import Output
 from draftgate.loadgen.measuring.summary import invalid_reasons, summarize
 from draftgate.loadgen.report.dialect import render_as
-from draftgate.loadgen.report.runs import Report
+from draftgate.loadgen.report.runs import RunReport
 from draftgate.loadgen.report.table import render, side_by_side
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.types import LoadRun, Record
 
 NOT_INTACT: Final = 1
 REGRESSION: Final = 1
@@ -29,7 +29,7 @@ REFUSALS: Final = frozenset({429, 503})
 """Statuses by which a server says that it takes no more now: an answer, and no broken stream."""
 
 
-def exit_status(ran: Run, check: LosslessCheck | None) -> int:
+def exit_status(ran: LoadRun, check: LosslessCheck | None) -> int:
     """Return what a run's end says to a shell."""
     fine = {Verdict.OK.value, Verdict.INTERRUPTED.value}
     others = [record for record in ran.records if record.verdict not in fine]
@@ -51,7 +51,7 @@ def _is_refused(record: Record) -> bool:
     return record.verdict == Verdict.HTTP_STATUS.value and record.status in REFUSALS
 
 
-def tell(reports: Sequence[Report], output: Output) -> None:
+def tell(reports: Sequence[RunReport], output: Output) -> None:
     """Print the tables of runs, and write their figures and their page where they are wanted."""
     console = Console()
     alone = reports[0] if len(reports) == 1 else None

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from draftgate.loadgen.dialects import DIALECTS
+from draftgate.loadgen.other_tools import DIALECTS
 from draftgate.loadgen.planning.plan import CONCURRENCY, PROMPT, PROMPT_MAX_TOKENS, REQUESTS, Load
 from draftgate.loadgen.sending.run import Target
 from draftgate.loadgen.types import Slo

@@ -12,7 +12,7 @@ from rich.console import Console
 from draftgate.loadgen.cli.ending import exit_status, refuse, tell, worst
 from draftgate.loadgen.cli.flags import Output, Questions, Sending, Server, Url
 from draftgate.loadgen.events import read_events
-from draftgate.loadgen.report.runs import Report, name_of
+from draftgate.loadgen.report.runs import RunReport, name_of
 from draftgate.loadgen.sending.loop import in_loop
 from draftgate.loadgen.sending.run import run_load
 
@@ -42,7 +42,7 @@ def run(
     try:
         load = sending.load(questions)
         ran, check = in_loop(run_load(load, target, Console(stderr=True)))
-        tell([Report(url, ran, check)], output)
+        tell([RunReport(url, ran, check)], output)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         raise refuse(f"cannot load {url}", error) from None
     raise typer.Exit(exit_status(ran, check))
@@ -67,8 +67,8 @@ def report(
     raise typer.Exit(worst(exit_status(one.run, one.lossless) for one in reports))
 
 
-def _read(named: str) -> Report:
+def _read(named: str) -> RunReport:
     name, said, file = named.rpartition("=")
     path = Path(named if Path(named).exists() else file)
     ran, check = read_events(path)
-    return Report(name if said and path == Path(file) else name_of(path, ran), ran, check)
+    return RunReport(name if said and path == Path(file) else name_of(path, ran), ran, check)

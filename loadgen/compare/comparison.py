@@ -31,7 +31,7 @@ from draftgate.loadgen.measuring.bootstrap import (
 )
 from draftgate.loadgen.measuring.quantiles import student_quantile, student_tail
 from draftgate.loadgen.measuring.summary import invalid_reasons
-from draftgate.loadgen.types import Run, Slo
+from draftgate.loadgen.types import LoadRun, Slo
 
 ERROR: Final = 0.025
 """Of either side: 95 % intervals."""
@@ -104,7 +104,7 @@ class Comparison:
         return any(change.verdict == "worse" for change in self.changes)
 
 
-def compare(a: Run, b: Run, limits: Sequence[Limit] = (), seed: int = 0) -> Comparison:
+def compare(a: LoadRun, b: LoadRun, limits: Sequence[Limit] = (), seed: int = 0) -> Comparison:
     """Compare B with A; with limits, only those are judged. The same for the same arguments.
 
     Raises:
@@ -133,19 +133,19 @@ def compare(a: Run, b: Run, limits: Sequence[Limit] = (), seed: int = 0) -> Comp
     return Comparison(requests, paired, differing(a, b), invalid, judged)
 
 
-def plan_of(run: Run) -> list[tuple[object, ...]]:
+def plan_of(run: LoadRun) -> list[tuple[object, ...]]:
     """Return what was planned: equal for two runs that were asked the same at the same instants."""
     planned = sorted((record.planned for record in run.records), key=lambda one: one.index)
-    asked = ((p, p.question) for p in planned)
+    asked = ((p, p.request) for p in planned)
     return [(p.index, p.at_s, q.class_name, q.seed, q.max_tokens, q.n) for p, q in asked]
 
 
-def promises(run: Run) -> set[tuple[str, Slo]]:
+def promises(run: LoadRun) -> set[tuple[str, Slo]]:
     """Return the classes of a run with their SLOs."""
-    return {(r.planned.question.class_name, r.planned.question.slo) for r in run.records}
+    return {(r.planned.request.class_name, r.planned.request.slo) for r in run.records}
 
 
-def differing(a: Run, b: Run) -> dict[str, tuple[object, object]]:
+def differing(a: LoadRun, b: LoadRun) -> dict[str, tuple[object, object]]:
     """Return the settings in which two runs differ, with both values."""
     names = [*a.settings, *(name for name in b.settings if name not in a.settings)]
     both = {name: (a.settings.get(name), b.settings.get(name)) for name in names}

@@ -14,10 +14,10 @@ import numpy as np
 
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.bootstrap import Counts, Floats
-from draftgate.loadgen.measuring.figures import FIGURE, completion_tokens
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.metrics import METRICS, completion_tokens
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.measuring.summary import schedule_s
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.types import LoadRun, Record
 
 POINTS: Final = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 LEAST_BEYOND: Final = 5
@@ -117,7 +117,7 @@ class Percentiles:
         return found
 
 
-def measures(run: Run) -> dict[str, Measure]:
+def measures(run: LoadRun) -> dict[str, Measure]:
     """Return the measures for which a run has values, by the figure's key."""
     records = sorted(run.records, key=lambda r: (r.scheduled_s, r.planned.index))
     found: dict[str, Measure] = {}
@@ -149,17 +149,17 @@ def _percentiles(key: str, records: Sequence[Record]) -> Percentiles | None:
 
 
 def _values(key: str, record: Record) -> Sequence[float]:
-    return FIGURE[key].of(record) if record.verdict == Verdict.OK else ()
+    return METRICS[key].of(record) if record.verdict == Verdict.OK else ()
 
 
-def _shares(run: Run, records: Sequence[Record]) -> dict[str, Measure]:
+def _shares(run: LoadRun, records: Sequence[Record]) -> dict[str, Measure]:
     """Return attainment and rates.
 
     A rate is a ratio, too, for a resample does not last as long as the run: each request brings the
     time until the next one was scheduled (with goodput: an open loop's schedule is given), or the
     time since the end before its own.
     """
-    kept = np.array([float(met(record)) for record in records])
+    kept = np.array([float(meets_slo(record)) for record in records])
     tokens = np.array(
         [float(completion_tokens(r) or 0) * (r.verdict == Verdict.OK) for r in records]
     )
@@ -175,7 +175,7 @@ def _shares(run: Run, records: Sequence[Record]) -> dict[str, Measure]:
     return found
 
 
-def _until_next_s(run: Run, records: Sequence[Record]) -> Floats:
+def _until_next_s(run: LoadRun, records: Sequence[Record]) -> Floats:
     instants = np.array([record.scheduled_s for record in records] or [0.0])
     return np.diff(instants, append=max(schedule_s(run), instants[-1]))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.figures import (
+from draftgate.loadgen.measuring.metrics import (
     Distribution,
     distribution,
     errors,
@@ -16,7 +16,7 @@ from draftgate.loadgen.measuring.figures import (
     latency_s,
     ttft_s,
 )
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.types import Record
 
 HOP_FORMULAS: Final = {
@@ -55,7 +55,7 @@ def hops(records: Iterable[Record]) -> list[Hop]:
     by_name: dict[str, list[tuple[Record, Record]]] = {}
     for record in records:
         for hop in record.hops:
-            by_name.setdefault(hop.planned.question.hop, []).append((record, hop))
+            by_name.setdefault(hop.planned.request.hop, []).append((record, hop))
     return [_hop(name, pairs) for name, pairs in by_name.items()]
 
 
@@ -71,14 +71,14 @@ def _hop(name: str, pairs: Sequence[tuple[Record, Record]]) -> Hop:
     first_texts_s = (ttft_s(hop) for hop in whole)
     held, told = Counter[str](), Counter[str]()
     for hop in requests:
-        for fact, holds in hop.planned.question.facts:
+        for fact, holds in hop.planned.request.facts:
             told[fact] += 1
             held[fact] += holds
     return Hop(
         name,
         len(requests),
         len(whole),
-        sum(map(met, requests)),
+        sum(map(meets_slo, requests)),
         distribution(value for value in first_texts_s if value is not None),
         distribution(map(latency_s, whole)),
         distribution(_shares(pairs)),
@@ -89,7 +89,7 @@ def _hop(name: str, pairs: Sequence[tuple[Record, Record]]) -> Hop:
 
 def _shares(pairs: Iterable[tuple[Record, Record]]) -> list[float]:
     whole_s = [
-        (latency_s(hop), record.planned.question.slo.latency_s or latency_s(record))
+        (latency_s(hop), record.planned.request.slo.latency_s or latency_s(record))
         for record, hop in pairs
         if hop.verdict == Verdict.OK
     ]

@@ -8,7 +8,7 @@ from math import sqrt
 from typing import Final, NamedTuple
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.figures import latency_s, tpot_s, ttft_s
+from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
 from draftgate.loadgen.types import Record
 
 Z_95: Final = 1.959963984540054
@@ -54,7 +54,7 @@ class Attainment:
         return wilson(self.met, self.requests)
 
 
-def met(record: Record) -> bool:
+def meets_slo(record: Record) -> bool:
     """Whether the stream was intact and all limits of the request's SLO were met."""
     return (
         record.verdict == Verdict.OK
@@ -66,31 +66,31 @@ def met(record: Record) -> bool:
 
 def met_ttft(record: Record) -> bool:
     """Whether text came in time, from the scheduled instant. An answer without text did not."""
-    limit_s, value_s = record.planned.question.slo.ttft_s, ttft_s(record)
+    limit_s, value_s = record.planned.request.slo.ttft_s, ttft_s(record)
     return limit_s is None or (value_s is not None and value_s <= limit_s)
 
 
 def met_tpot(record: Record) -> bool:
     """Whether tokens came fast enough. An answer of one token has no TPOT and meets any limit."""
-    limit_s, value_s = record.planned.question.slo.tpot_s, tpot_s(record)
+    limit_s, value_s = record.planned.request.slo.tpot_s, tpot_s(record)
     return limit_s is None or value_s is None or value_s <= limit_s
 
 
 def met_latency(record: Record) -> bool:
     """Whether the answer was complete by its deadline, from the scheduled instant."""
-    limit_s = record.planned.question.slo.latency_s
+    limit_s = record.planned.request.slo.latency_s
     return limit_s is None or latency_s(record) <= limit_s
 
 
 def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
     """Count the requests of a class, or all of them, that were served as promised."""
-    chosen = [r for r in records if class_name in {"", r.planned.question.class_name}]
+    chosen = [r for r in records if class_name in {"", r.planned.request.class_name}]
     intact = [record for record in chosen if record.verdict == Verdict.OK]
     return Attainment(
         class_name,
         requests=len(chosen),
         intact=len(intact),
-        met=sum(map(met, chosen)),
+        met=sum(map(meets_slo, chosen)),
         ttft_met=sum(map(met_ttft, intact)),
         tpot_met=sum(map(met_tpot, intact)),
         latency_met=sum(map(met_latency, intact)),
@@ -99,7 +99,7 @@ def attainment(records: Iterable[Record], class_name: str = "") -> Attainment:
 
 def attainment_by_class(records: Sequence[Record]) -> list[Attainment]:
     """Count each class by itself, in the order of their names."""
-    names = sorted({record.planned.question.class_name for record in records})
+    names = sorted({record.planned.request.class_name for record in records})
     return [attainment(records, name) for name in names]
 
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from draftgate.loadgen.checking.verify import LosslessCheck
-from draftgate.loadgen.measuring.decisions import decisions
-from draftgate.loadgen.measuring.figures import (
-    FIGURE,
-    FIGURES,
+from draftgate.loadgen.checking.lossless import LosslessCheck
+from draftgate.loadgen.measuring.hops import HOP_FORMULAS, hops, hops_as_dict
+from draftgate.loadgen.measuring.metrics import (
+    METRICS,
     PERCENTILE_FORMULA,
     completion_tokens,
     distribution,
@@ -18,10 +17,10 @@ from draftgate.loadgen.measuring.figures import (
     intact,
     values_of,
 )
-from draftgate.loadgen.measuring.hops import HOP_FORMULAS, hops, hops_as_dict
 from draftgate.loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from draftgate.loadgen.measuring.speculation import total_speculation
 from draftgate.loadgen.sending.health import judge_health
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.types import LoadRun, Record
 
 FORMULAS = {
     "goodput_rps": "intact requests that met all limits (TTFT, TPOT, deadline) / seconds of the"
@@ -32,7 +31,7 @@ FORMULAS = {
 }
 
 
-def summarize(run: Run, lossless: LosslessCheck | None = None) -> dict[str, Any]:
+def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, Any]:
     """Return the `summary/1` of a run; what the contract does not name is in `details`.
 
     Latencies are of intact answers, from the scheduled instants; `errors` counts the others by
@@ -51,11 +50,15 @@ def summarize(run: Run, lossless: LosslessCheck | None = None) -> dict[str, Any]
             "invalid_reasons": reasons,
             "attainment_interval": list(overall.interval),
             "classes": {a.class_name: _class(a, run) for a in attainment_by_class(run.records)},
-            "figures": {figure.key: _distribution(run.records, figure.key) for figure in FIGURES},
+            "figures": {
+                figure.key: _distribution(run.records, figure.key) for figure in METRICS.values()
+            },
             "formulas": FORMULAS
-            | {figure.key: figure.formula for figure in FIGURES}
+            | {figure.key: figure.formula for figure in METRICS.values()}
             | {f"hops: {name}": formula for name, formula in HOP_FORMULAS.items()},
-            "decisions": None if (told := decisions(run.records)) is None else told.as_dict(),
+            "decisions": None
+            if (told := total_speculation(run.records)) is None
+            else told.as_dict(),
             "hops": hops_as_dict(hops(run.records)),
             "lossless": None if lossless is None else _lossless(lossless),
             "health": None if run.health is None else asdict(run.health),
@@ -66,7 +69,7 @@ def summarize(run: Run, lossless: LosslessCheck | None = None) -> dict[str, Any]
     }
 
 
-def invalid_reasons(run: Run) -> list[str]:
+def invalid_reasons(run: LoadRun) -> list[str]:
     """Return why nothing can be concluded from a run; empty if it is valid."""
     if run.health is None:
         unknown = "the record of the run ends early: how well the generator kept up is not known"
@@ -74,7 +77,7 @@ def invalid_reasons(run: Run) -> list[str]:
     return judge_health(run)
 
 
-def schedule_s(run: Run) -> float:
+def schedule_s(run: LoadRun) -> float:
     """Return the seconds over which goodput is taken: the schedule's, else the run's.
 
     A closed loop has no schedule, and that of a trace whose requests all come at once no length.
@@ -82,14 +85,14 @@ def schedule_s(run: Run) -> float:
     return run.scheduled_duration_s or run.duration_s
 
 
-def accepted_tokens_per_s(run: Run) -> float | None:
+def accepted_tokens_per_s(run: LoadRun) -> float | None:
     """Return the tokens of intact answers per second of the run; None if it had no length."""
     tokens = sum(completion_tokens(record) or 0 for record in intact(run.records))
     return tokens / run.duration_s if run.duration_s > 0 else None
 
 
-def _class(counted: Attainment, run: Run) -> dict[str, Any]:
-    records = [r for r in run.records if r.planned.question.class_name == counted.class_name]
+def _class(counted: Attainment, run: LoadRun) -> dict[str, Any]:
+    records = [r for r in run.records if r.planned.request.class_name == counted.class_name]
     return {
         "requests": counted.requests,
         "goodput_rps": goodput_rps(counted.met, schedule_s(run)),
@@ -105,7 +108,7 @@ def _class(counted: Attainment, run: Run) -> dict[str, Any]:
 
 
 def _distribution(records: Sequence[Record], key: str) -> dict[str, float] | None:
-    found = distribution(values_of(FIGURE[key], records))
+    found = distribution(values_of(METRICS[key], records))
     return None if found is None else found.as_dict()
 
 

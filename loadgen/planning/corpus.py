@@ -110,7 +110,7 @@ class Library:
         return self._texts[document]
 
 
-class Corpus:
+class TextCorpus:
     """Code and prose, each a library. `source` says in words where they come from."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Corpus:
         return Library(self._prose())
 
 
-def open_corpus(text_file: Path | None = None) -> Corpus:
+def open_corpus(text_file: Path | None = None) -> TextCorpus:
     """Return this installation's corpus, or that of one file, whose text is then code and prose.
 
     Raises:
@@ -144,9 +144,9 @@ def open_corpus(text_file: Path | None = None) -> Corpus:
 
 
 @cache
-def _installed() -> Corpus:
+def _installed() -> TextCorpus:
     root = Path(sysconfig.get_path("stdlib"))
-    return Corpus(
+    return TextCorpus(
         f"standard library of {platform.python_implementation()} {platform.python_version()}"
         " and descriptions of the installed packages",
         code=lambda: [Document(*entry, _reader(root / entry[0])) for entry in _sources(root)],
@@ -157,12 +157,12 @@ def _installed() -> Corpus:
     )
 
 
-def _from_file(path: Path) -> Corpus:
+def _from_file(path: Path) -> TextCorpus:
     text = path.read_text(encoding="utf-8", errors="replace")
     if not text.strip():
         raise ValueError(f"{path} holds no text")
     documents = [Document(path.name, len(text), lambda: text)]
-    return Corpus(f"file {path.name}", code=lambda: documents, prose=lambda: documents)
+    return TextCorpus(f"file {path.name}", code=lambda: documents, prose=lambda: documents)
 
 
 def _sources(root: Path) -> Iterator[tuple[str, int]]:

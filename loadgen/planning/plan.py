@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from draftgate.loadgen.planning.arrivals import parse_arrival
 from draftgate.loadgen.planning.traces import TraceRow, at_rate, scaled
-from draftgate.loadgen.types import Planned, Question, Slo
+from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
 from draftgate.loadgen.workloads import (
     ApproximateCounter,
     Endpoint,
@@ -161,7 +161,7 @@ class Plan:
         total: how many requests; None if only a duration ends them.
     """
 
-    requests: Iterable[Planned]
+    requests: Iterable[PlannedRequest]
     concurrency: int | None
     schedule_s: float | None
     total: int | None
@@ -243,7 +243,7 @@ def _planner(
     counter: TokenCounter,
     max_model_len: int | None,
     retriever: Retriever | None,
-) -> Callable[[int, float | None], Planned]:
+) -> Callable[[int, float | None], PlannedRequest]:
     """Return what to ask, by its place in the plan and its instant."""
     if load.workload is None and load.trace is None:
         asked = _plain(_prompts(load))
@@ -264,27 +264,27 @@ def _planner(
         if retriever is not None and isinstance(made, Rag):
             asked = partial(made.planned, retriever=retriever)
         else:
-            asked = _plain(made.question)
+            asked = _plain(made.request)
     extra = load.extra()
 
-    def planned(index: int, at_s: float | None) -> Planned:
+    def planned(index: int, at_s: float | None) -> PlannedRequest:
         plain = asked(index, at_s)
-        question = plain.question
+        question = plain.request
         wanted = question if load.endpoint is None else through(question, load.endpoint)
-        return replace(plain, question=replace(wanted, extra=(*wanted.extra, *extra)))
+        return replace(plain, request=replace(wanted, extra=(*wanted.extra, *extra)))
 
     return planned
 
 
-def _plain(question: Callable[[int], Question]) -> Callable[[int, float | None], Planned]:
-    return lambda index, at_s: Planned(index, at_s, question(index))
+def _plain(question: Callable[[int], RequestSpec]) -> Callable[[int, float | None], PlannedRequest]:
+    return lambda index, at_s: PlannedRequest(index, at_s, question(index))
 
 
-def _prompts(load: Load) -> Callable[[int], Question]:
+def _prompts(load: Load) -> Callable[[int], RequestSpec]:
     prompt, max_tokens = load.prompt or PROMPT, load.max_tokens or PROMPT_MAX_TOKENS
 
-    def question(index: int) -> Question:
-        return Question(prompt, (), max_tokens, load.seed + index, slo=load.slo)
+    def question(index: int) -> RequestSpec:
+        return RequestSpec(prompt, (), max_tokens, load.seed + index, slo=load.slo)
 
     return question
 

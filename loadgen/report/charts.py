@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import log10
 from typing import Any, Final
 
-from draftgate.loadgen.measuring.decisions import Decisions, decisions
-from draftgate.loadgen.measuring.figures import FIGURE, Figure, values_of
+from draftgate.loadgen.measuring.metrics import METRICS, Metric, values_of
+from draftgate.loadgen.measuring.speculation import SpeculationTotals, total_speculation
 from draftgate.loadgen.types import Record
 
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D46")
@@ -46,18 +46,18 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class ChartSeries:
     """What gets a colour of its own: a class of one run, or one of several runs."""
 
     name: str
     records: Sequence[Record]
 
 
-def by_class(records: Sequence[Record]) -> list[Series]:
+def by_class(records: Sequence[Record]) -> list[ChartSeries]:
     """Return the classes of a run, in the order of their names."""
-    names = sorted({record.planned.question.class_name for record in records})
+    names = sorted({record.planned.request.class_name for record in records})
     return [
-        Series(name, [r for r in records if r.planned.question.class_name == name])
+        ChartSeries(name, [r for r in records if r.planned.request.class_name == name])
         for name in names
     ]
 
@@ -68,7 +68,7 @@ def colour(place: int) -> str:
 
 
 def distribution_chart(
-    figure: Figure, series: Sequence[Series], *, from_sending: bool = False
+    figure: Metric, series: Sequence[ChartSeries], *, from_sending: bool = False
 ) -> Chart:
     """Return a figure's cumulative distribution, by series, with the limits promised.
 
@@ -80,7 +80,7 @@ def distribution_chart(
         for place, one in enumerate(series)
     ]
     everybody = [record for one in series for record in one.records]
-    sent = FIGURE.get(figure.key.replace("_s", "_sent_s"))
+    sent = METRICS.get(figure.key.replace("_s", "_sent_s"))
     if from_sending and sent is not None:
         curve = _curve(values_of(sent, everybody), "all, from sending", GREY)
         data.append(curve | {"line": {"color": GREY, "width": 1.5, "dash": "dot"}})
@@ -95,10 +95,10 @@ def distribution_chart(
     return Chart(figure.title, figure.formula, [d for d in data if d["x"]], layout)
 
 
-def decision_charts(series: Sequence[Series]) -> list[Chart]:
+def decision_charts(series: Sequence[ChartSeries]) -> list[Chart]:
     """Return histograms of what the server decided and what came of it, if it tells."""
 
-    def accepted(told: Decisions) -> dict[int, int]:
+    def accepted(told: SpeculationTotals) -> dict[int, int]:
         return {tokens: steps for tokens, steps in enumerate(told.histogram) if steps}
 
     made = [
@@ -137,13 +137,13 @@ def _curve(values: Sequence[float], name: str, colour: str) -> dict[str, Any]:
 def _histogram(
     title: str,
     unit: str,
-    series: Sequence[Series],
-    counts_of: Callable[[Decisions], Mapping[int, int]],
+    series: Sequence[ChartSeries],
+    counts_of: Callable[[SpeculationTotals], Mapping[int, int]],
 ) -> Chart:
     """Return bars side by side: of each series the shares of its values."""
     data = []
     for place, one in enumerate(series):
-        told = decisions(one.records)
+        told = total_speculation(one.records)
         counts = {} if told is None else counts_of(told)
         if total := sum(counts.values()):
             values = sorted(counts)
@@ -160,7 +160,7 @@ def _histogram(
 
 
 def _limit(record: Record, key: str) -> float | None:
-    slo = record.planned.question.slo
+    slo = record.planned.request.slo
     limits = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "latency_s": slo.latency_s}
     return limits.get(key)
 

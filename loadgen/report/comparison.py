@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftgate.loadgen.compare.comparison import Change, Comparison
-from draftgate.loadgen.measuring.figures import FIGURE
-from draftgate.loadgen.report.words import milliseconds, number, percent
+from draftgate.loadgen.measuring.metrics import METRICS
+from draftgate.loadgen.report.formatting import milliseconds, number, percent
 
 STYLES = {"worse": "red", "better": "green", "": ""}
 TITLES = {
@@ -37,7 +37,7 @@ def render(comparison: Comparison) -> RenderableType:
 
 
 def _row(change: Change) -> Iterator[str]:
-    title = TITLES[change.key] if change.key in TITLES else FIGURE[change.key].title
+    title = TITLES[change.key] if change.key in TITLES else METRICS[change.key].title
     yield f"{title} {change.point}".rstrip()
     yield from (_value(change.key, value) for value in (change.a, change.b))
     yield "-" if change.relative is None else f"{change.relative:+.1%}"
@@ -50,7 +50,7 @@ def _row(change: Change) -> Iterator[str]:
 def _value(key: str, value: float) -> str:
     if key in {"attainment", "fluidity"}:
         return percent(value)
-    return milliseconds(value) if key.endswith("_s") and key in FIGURE else number(value)
+    return milliseconds(value) if key.endswith("_s") and key in METRICS else number(value)
 
 
 def _notes(comparison: Comparison) -> Iterator[str]:

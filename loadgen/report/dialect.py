@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from draftgate.loadgen.dialects import DIALECTS
-from draftgate.loadgen.dialects.base import Account
-from draftgate.loadgen.report.words import NOTHING, number
-from draftgate.loadgen.types import Run
+from draftgate.loadgen.other_tools import DIALECTS
+from draftgate.loadgen.other_tools.base import Account
+from draftgate.loadgen.report.formatting import NOTHING, number
+from draftgate.loadgen.types import LoadRun
 
 
-def render_as(run: Run, name: str) -> RenderableType:
+def render_as(run: LoadRun, name: str) -> RenderableType:
     """Return the tables of a run in a tool's words and by its definitions.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from draftgate.loadgen.report.runs import Point
-from draftgate.loadgen.report.words import NOTHING, number
+from draftgate.loadgen.report.formatting import NOTHING, number
+from draftgate.loadgen.report.runs import RatePoint
 from draftgate.loadgen.sweep.goodput import readings
 
 HEAD: Final = ("goodput, requests/s", "share", "read off", "surely between")
@@ -16,7 +16,7 @@ NOTES: Final = (
 )
 
 
-def goodput_rows(points: Sequence[Point]) -> Iterator[list[str]]:
+def goodput_rows(points: Sequence[RatePoint]) -> Iterator[list[str]]:
     """Yield a line for each name and share; none where there is only one rate."""
     if len({point.rate_rps for point in points}) < 2:
         return

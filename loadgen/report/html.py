@@ -11,13 +11,13 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from draftgate.loadgen.measuring.decisions import Decisions
-from draftgate.loadgen.measuring.figures import FIGURES, PERCENTILES, distribution, values_of
 from draftgate.loadgen.measuring.hops import HOP_FORMULAS, Hop
+from draftgate.loadgen.measuring.metrics import METRICS, PERCENTILES, distribution, values_of
 from draftgate.loadgen.measuring.slo import attainment, attainment_by_class, goodput_rps
+from draftgate.loadgen.measuring.speculation import SpeculationTotals
 from draftgate.loadgen.measuring.summary import FORMULAS, schedule_s
 from draftgate.loadgen.report.charts import Chart
-from draftgate.loadgen.report.words import (
+from draftgate.loadgen.report.formatting import (
     HOP_COLUMNS,
     HOP_FIGURE_COLUMNS,
     hop_figure_rows,
@@ -27,10 +27,10 @@ from draftgate.loadgen.report.words import (
     share_of,
     value_of,
 )
-from draftgate.loadgen.types import Run
+from draftgate.loadgen.types import LoadRun
 
 
-def document(title: str, body: Iterable[str]) -> str:
+def html_page(title: str, body: Iterable[str]) -> str:
     """Return a page of such parts; it holds plotly and all else that its figures need."""
     return Template(_part("page.html")).substitute(
         title=escape(title),
@@ -45,7 +45,7 @@ def _part(name: str) -> str:
     return files("draftgate.loadgen.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def figure_part(chart: Chart) -> str:
+def html_chart(chart: Chart) -> str:
     """Return a plot."""
     # JSON in a script element must not hold the characters that could end it.
     spec = json.dumps({"data": chart.data, "layout": chart.layout}).replace("<", "\\u003c")
@@ -58,20 +58,20 @@ def figure_part(chart: Chart) -> str:
     )
 
 
-def figures_part(run: Run) -> str:
+def figures_part(run: LoadRun) -> str:
     """Return the table of all figures."""
     rows = []
-    for figure in FIGURES:
+    for figure in METRICS.values():
         found = distribution(values_of(figure, run.records))
         if found is not None:
             values = [value_of(figure, value) for value in (found.mean, *found.percentiles)]
             rows.append([figure.title, *values, str(found.count), figure.formula])
     head = ["figure", "mean", *(f"p{p}" for p in PERCENTILES), "values", "formula"]
     notes = f"Of intact answers. {FORMULAS['percentiles']}."
-    return table_part(head, rows, notes, words=(len(head) - 1,))
+    return html_table(head, rows, notes, words=(len(head) - 1,))
 
 
-def classes_part(run: Run) -> str:
+def classes_part(run: LoadRun) -> str:
     """Return the table of classes."""
     seconds = schedule_s(run)
     rows = []
@@ -81,18 +81,18 @@ def classes_part(run: Run) -> str:
         rows.append([c.class_name or "all", *counts, share_of(c), goodput])
     head = ["class", "requests", "intact", "TTFT met", "TPOT met", "in time", "all met"]
     notes = f"As promised: {FORMULAS['attainment']}. Goodput: {FORMULAS['goodput_rps']}."
-    return table_part([*head, "as promised", "goodput/s"], rows, notes)
+    return html_table([*head, "as promised", "goodput/s"], rows, notes)
 
 
 def hops_part(taken: Sequence[Hop]) -> str:
     """Return the tables of the requests that questions took."""
     notes = ". ".join(f"{name}: {formula}" for name, formula in HOP_FORMULAS.items())
-    counts = table_part(HOP_COLUMNS, map(hop_row, taken), words=(len(HOP_COLUMNS) - 1,))
+    counts = html_table(HOP_COLUMNS, map(hop_row, taken), words=(len(HOP_COLUMNS) - 1,))
     rows = [row for hop in taken for row in hop_figure_rows(hop)]
-    return counts + table_part(HOP_FIGURE_COLUMNS, rows, f"{notes}.", words=(1,))
+    return counts + html_table(HOP_FIGURE_COLUMNS, rows, f"{notes}.", words=(1,))
 
 
-def decisions_part(told: Decisions) -> str:
+def decisions_part(told: SpeculationTotals) -> str:
     """Return the table of what was decided."""
     counters = (
         ("mode", told.modes),
@@ -110,7 +110,7 @@ def decisions_part(told: Decisions) -> str:
     rows.append(["draft tokens", accepted])
     rows.append(["accepted per step", number(told.accepted_per_step)])
     rows.append(["mean price of a slot", number(told.mean_price, 3)])
-    return table_part(["decision", "requests"], rows, words=(1,))
+    return html_table(["decision", "requests"], rows, words=(1,))
 
 
 def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -122,7 +122,7 @@ def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def table_part(
+def html_table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
     notes: str = "",

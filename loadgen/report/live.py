@@ -16,9 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.figures import tpot_s, ttft_s
-from draftgate.loadgen.measuring.slo import met
-from draftgate.loadgen.report.words import milliseconds, percent
+from draftgate.loadgen.measuring.metrics import tpot_s, ttft_s
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.report.formatting import milliseconds, percent
 from draftgate.loadgen.sending.health import lag_s
 from draftgate.loadgen.types import Record
 
@@ -81,7 +81,7 @@ class Progress:
         if record.verdict != Verdict.OK:
             self.failed[record.verdict] += 1
             return
-        self.met += met(record)
+        self.met += meets_slo(record)
         for histogram, value_s in ((self.ttft_s, ttft_s(record)), (self.tpot_s, tpot_s(record))):
             if value_s is not None:
                 histogram.add(value_s)

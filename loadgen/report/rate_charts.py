@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from draftgate.loadgen.measuring.figures import FIGURE
+from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.measuring.slo import attainment
 from draftgate.loadgen.report.charts import FROM_ZERO, GREY, SYMBOLS, Chart, colour
-from draftgate.loadgen.report.runs import Point
+from draftgate.loadgen.report.runs import RatePoint
 
 RATE: Final = {"title": {"text": "offered requests/s"}, **FROM_ZERO}
 TIMES: Final = ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s")
@@ -17,7 +17,7 @@ LEVELS: Final = (0.90, 0.95, 0.99)
 LEVEL: Final = {"width": 1, "dash": "dot", "color": GREY}
 
 
-def rate_charts(points: Sequence[Point]) -> list[Chart]:
+def rate_charts(points: Sequence[RatePoint]) -> list[Chart]:
     """Return the plots over the rate, for the points that have one."""
     known = [point for point in points if point.rate_rps is not None]
     names = list(dict.fromkeys(point.name for point in known))
@@ -26,7 +26,7 @@ def rate_charts(points: Sequence[Point]) -> list[Chart]:
     return [chart for chart in made if chart.data]
 
 
-Curves = Sequence[tuple[str, Sequence[Point]]]
+Curves = Sequence[tuple[str, Sequence[RatePoint]]]
 
 
 def _attainment(curves: Curves) -> Chart:
@@ -63,7 +63,7 @@ def _goodput(curves: Curves) -> Chart:
 
 
 def _times(key: str, curves: Curves) -> Chart:
-    figure, data = FIGURE[key], []
+    figure, data = METRICS[key], []
     for place, (name, points) in enumerate(curves):
         found = [point.percentiles(key) for point in points]
         for percent, dash in DASHES.items():
@@ -76,7 +76,7 @@ def _times(key: str, curves: Curves) -> Chart:
 
 
 def _curve(
-    points: Sequence[Point],
+    points: Sequence[RatePoint],
     values: Iterable[float | None],
     name: str,
     place: int,

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from draftgate.loadgen.checking.verify import LosslessCheck
-from draftgate.loadgen.measuring.figures import FIGURE, PERCENTILES, distribution, errors, values_of
+from draftgate.loadgen.checking.lossless import LosslessCheck
+from draftgate.loadgen.measuring.metrics import (
+    METRICS,
+    PERCENTILES,
+    distribution,
+    errors,
+    values_of,
+)
 from draftgate.loadgen.measuring.slo import attainment, goodput_rps
 from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
-from draftgate.loadgen.report.words import milliseconds, number, percent
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.report.formatting import milliseconds, number, percent
+from draftgate.loadgen.types import LoadRun, Record
 
 HEAD: Final = (
     *("run", "rate/s", "requests", "failed", "as promised", "[95 %]", "goodput/s", "tokens/s"),
@@ -27,7 +33,7 @@ IN_ROWS: Final = ("ttft_s", "tpot_s", "latency_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RunReport:
     """A run to report on.
 
     Attributes:
@@ -36,12 +42,12 @@ class Report:
     """
 
     name: str
-    run: Run
+    run: LoadRun
     lossless: LosslessCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RatePoint:
     """The valid runs of one name at one rate, pooled; if none is valid, all of them.
 
     Attributes:
@@ -51,7 +57,7 @@ class Point:
 
     name: str
     rate_rps: float | None
-    runs: tuple[Run, ...]
+    runs: tuple[LoadRun, ...]
     left_out: int = 0
 
     @property
@@ -84,11 +90,11 @@ class Point:
 
     def percentiles(self, key: str) -> dict[int, float]:
         """Return a figure's percentiles in its unit; empty without values."""
-        found = distribution(values_of(FIGURE[key], self.records))
+        found = distribution(values_of(METRICS[key], self.records))
         return {} if found is None else dict(zip(PERCENTILES, found.percentiles, strict=True))
 
 
-def rate_of(run: Run) -> float | None:
+def rate_of(run: LoadRun) -> float | None:
     """Return the offered rate: as asked for, else requests over seconds of the schedule."""
     asked = run.settings.get("rate_rps")
     if isinstance(asked, int | float):
@@ -96,16 +102,16 @@ def rate_of(run: Run) -> float | None:
     return len(run.records) / schedule_s(run) if run.scheduled_duration_s else None
 
 
-def name_of(path: Path, run: Run) -> str:
+def name_of(path: Path, run: LoadRun) -> str:
     """Return the name of a run from its file's: without its rate and round, `auto-1.5-2.jsonl`."""
     stem = path.name.partition(".jsonl")[0]
     rate = rate_of(run)
     return stem if rate is None else re.sub(rf"-{re.escape(f'{rate:g}')}(-\d+)?$", "", stem) or stem
 
 
-def points(reports: Sequence[Report]) -> list[Point]:
+def points(reports: Sequence[RunReport]) -> list[RatePoint]:
     """Return the runs by name, in the order of their first, and by ascending rate."""
-    grouped: dict[str, dict[float | None, list[Run]]] = {}
+    grouped: dict[str, dict[float | None, list[LoadRun]]] = {}
     for report in reports:
         by_rate = grouped.setdefault(report.name, {})
         by_rate.setdefault(rate_of(report.run), []).append(report.run)
@@ -116,12 +122,12 @@ def points(reports: Sequence[Report]) -> list[Point]:
     ]
 
 
-def _point(name: str, rate_rps: float | None, runs: Sequence[Run]) -> Point:
+def _point(name: str, rate_rps: float | None, runs: Sequence[LoadRun]) -> RatePoint:
     valid = [run for run in runs if not invalid_reasons(run)]
-    return Point(name, rate_rps, tuple(valid or runs), len(runs) - len(valid or runs))
+    return RatePoint(name, rate_rps, tuple(valid or runs), len(runs) - len(valid or runs))
 
 
-def row(point: Point) -> Iterator[str]:
+def row(point: RatePoint) -> Iterator[str]:
     """Yield the words of a line under `HEAD`."""
     counted = attainment(point.records)
     yield point.label

@@ -9,23 +9,19 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from draftgate.loadgen.checking.verify import LosslessCheck
-from draftgate.loadgen.measuring.decisions import Decisions, decisions
-from draftgate.loadgen.measuring.figures import (
-    FIGURES,
+from draftgate.loadgen.checking.lossless import LosslessCheck
+from draftgate.loadgen.measuring.hops import hops
+from draftgate.loadgen.measuring.metrics import (
+    METRICS,
     PERCENTILES,
     distribution,
     errors,
     values_of,
 )
-from draftgate.loadgen.measuring.hops import hops
 from draftgate.loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
+from draftgate.loadgen.measuring.speculation import SpeculationTotals, total_speculation
 from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, schedule_s
-from draftgate.loadgen.report.goodput import HEAD as GOODPUTS
-from draftgate.loadgen.report.goodput import NOTES as GOODPUT_NOTES
-from draftgate.loadgen.report.goodput import goodput_rows
-from draftgate.loadgen.report.runs import HEAD, NARROW, TIMES_IN_MS, Report, points, row
-from draftgate.loadgen.report.words import (
+from draftgate.loadgen.report.formatting import (
     HOP_COLUMNS,
     HOP_FIGURE_COLUMNS,
     hop_figure_rows,
@@ -35,24 +31,28 @@ from draftgate.loadgen.report.words import (
     share_of,
     value_of,
 )
-from draftgate.loadgen.types import ClientHealth, Run
+from draftgate.loadgen.report.goodput import HEAD as GOODPUTS
+from draftgate.loadgen.report.goodput import NOTES as GOODPUT_NOTES
+from draftgate.loadgen.report.goodput import goodput_rows
+from draftgate.loadgen.report.runs import HEAD, NARROW, TIMES_IN_MS, RunReport, points, row
+from draftgate.loadgen.types import ClientHealth, LoadRun
 
 
-def render(run: Run, lossless: LosslessCheck | None = None) -> RenderableType:
+def render(run: LoadRun, lossless: LosslessCheck | None = None) -> RenderableType:
     """Return the tables of a run: what came of it, its figures, and what failed."""
     parts: list[RenderableType] = []
     if reasons := invalid_reasons(run):
         text = "\n".join(["Believe none of these figures:", *reasons])
         parts.append(Panel(Text(text), title="INVALID", style="bold red"))
     parts += [_outcome(run), _classes(run), *_hops(run), _figures(run), *_errors(run)]
-    if (told := decisions(run.records)) is not None:
+    if (told := total_speculation(run.records)) is not None:
         parts.append(_decisions(told))
     if lossless is not None:
         parts.append(lossless_in_words(lossless))
     return Group(*(line for part in parts for line in (part, "")))
 
 
-def side_by_side(reports: Sequence[Report]) -> RenderableType:
+def side_by_side(reports: Sequence[RunReport]) -> RenderableType:
     """Return a table of several runs, a line for each name and rate, and of their goodputs."""
     table = _plain(*(HEAD[place] for place in NARROW))
     known = points(reports)
@@ -76,7 +76,7 @@ def _plain(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def _outcome(run: Run) -> RenderableType:
+def _outcome(run: LoadRun) -> RenderableType:
     counted = attainment(run.records)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row("completed", f"{counted.intact} of {counted.requests} in {run.duration_s:.2f} s")
@@ -94,7 +94,7 @@ def _kept_up(health: ClientHealth) -> str:
     return f"lag p99 {health.p99_lag_s * 1e3:.1f} ms, {health.cpu_share:.0%} of a core"
 
 
-def _classes(run: Run) -> RenderableType:
+def _classes(run: LoadRun) -> RenderableType:
     columns = ("class", "requests", "intact", "TTFT met", "TPOT met", "in time")
     table = _plain(*columns, "as promised [95 %]", "goodput/s")
     for counted in attainment_by_class(run.records):
@@ -110,7 +110,7 @@ def _class_row(counted: Attainment, seconds: float) -> Iterator[str]:
     yield number(goodput_rps(counted.met, seconds))
 
 
-def _hops(run: Run) -> Iterator[RenderableType]:
+def _hops(run: LoadRun) -> Iterator[RenderableType]:
     taken = hops(run.records)
     if not taken:
         return
@@ -122,10 +122,10 @@ def _hops(run: Run) -> Iterator[RenderableType]:
     yield from (counts, figures)
 
 
-def _figures(run: Run) -> RenderableType:
+def _figures(run: LoadRun) -> RenderableType:
     table = _plain("figure", "mean", *(f"p{p}" for p in PERCENTILES))
     table.add_column("formula", style="dim")
-    for figure in FIGURES:
+    for figure in METRICS.values():
         found = distribution(values_of(figure, run.records))
         if found is not None:
             values = (found.mean, *found.percentiles)
@@ -134,7 +134,7 @@ def _figures(run: Run) -> RenderableType:
     return table
 
 
-def _errors(run: Run) -> Iterator[RenderableType]:
+def _errors(run: LoadRun) -> Iterator[RenderableType]:
     failed = errors(run.records)
     if failed:
         table = _plain("failed", "requests")
@@ -145,7 +145,7 @@ def _errors(run: Run) -> Iterator[RenderableType]:
         yield table
 
 
-def _decisions(told: Decisions) -> RenderableType:
+def _decisions(told: SpeculationTotals) -> RenderableType:
     table = Table(box=None, show_header=False, pad_edge=False)
     counters = (
         ("speculation mode", told.modes),

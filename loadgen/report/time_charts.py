@@ -8,9 +8,9 @@ from itertools import accumulate
 from typing import Any, Final
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.decisions import Decision, decisions_of
-from draftgate.loadgen.measuring.figures import FIGURE, intact, ttft_s
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.metrics import METRICS, intact, ttft_s
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.measuring.speculation import SpeculationReport, speculation_reports
 from draftgate.loadgen.report.charts import (
     COLOURS,
     DOTS,
@@ -23,13 +23,13 @@ from draftgate.loadgen.report.charts import (
     thinned,
 )
 from draftgate.loadgen.sending.health import lag_s
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.types import LoadRun, Record
 
 BARS: Final = 300
 BINS: Final = 60
 
 
-def time_charts(run: Run) -> list[Chart]:
+def time_charts(run: LoadRun) -> list[Chart]:
     """Return all of them for which the run has data."""
     if not run.records:
         return []
@@ -37,13 +37,13 @@ def time_charts(run: Run) -> list[Chart]:
     return [chart for chart in made if chart.data]
 
 
-def requests_chart(run: Run) -> Chart:
+def requests_chart(run: LoadRun) -> Chart:
     """Return each request as a bar in time, thinned out where there are many."""
     ordered = sorted(run.records, key=lambda record: (record.scheduled_s, record.planned.index))
     shown = thinned(ordered, BARS)
     states = (
-        ("as promised", COLOURS[0], [r for r in shown if met(r)]),
-        ("late", COLOURS[1], [r for r in shown if r.verdict == Verdict.OK and not met(r)]),
+        ("as promised", COLOURS[0], [r for r in shown if meets_slo(r)]),
+        ("late", COLOURS[1], [r for r in shown if r.verdict == Verdict.OK and not meets_slo(r)]),
         ("failed", FAILED, [r for r in shown if r.verdict != Verdict.OK]),
     )
     data = []
@@ -63,7 +63,7 @@ def requests_chart(run: Run) -> Chart:
     return Chart("Requests", caption, [d for d in data if d["x"]], layout, wide=True)
 
 
-def load_chart(run: Run) -> Chart:
+def load_chart(run: LoadRun) -> Chart:
     """Return rates, open requests and the generator's lag over time."""
     width_s = max(run.duration_s, 1e-3) / BINS
     times = [(place + 0.5) * width_s for place in range(BINS)]
@@ -90,7 +90,7 @@ def load_chart(run: Run) -> Chart:
     return Chart("Load", caption, data, layout, wide=True)
 
 
-def first_text_chart(run: Run) -> Chart:
+def first_text_chart(run: LoadRun) -> Chart:
     """Return TTFT by scheduled instant: warming up and queues that grow show here."""
     data = []
     for place, series in enumerate(by_class(run.records)):
@@ -103,16 +103,16 @@ def first_text_chart(run: Run) -> Chart:
         "xaxis": {"title": {"text": "scheduled, s since the start"}, **FROM_ZERO},
         "yaxis": {"title": {"text": "ms"}, **FROM_ZERO},
     }
-    title, caption = "TTFT over time", FIGURE["ttft_s"].formula
+    title, caption = "TTFT over time", METRICS["ttft_s"].formula
     return Chart(title, caption, [d for d in data if d["x"]], layout, wide=True)
 
 
-def decided_chart(run: Run) -> Chart:
+def decided_chart(run: LoadRun) -> Chart:
     """Return the longest draft each request was allowed; without data if the server is silent."""
     points = [
         (r.sent_s, decision.max_draft_tokens, _chosen(decision))
         for r in run.records
-        for decision in decisions_of(r)
+        for decision in speculation_reports(r)
         if decision.max_draft_tokens is not None
     ]
     chosen = thinned(sorted(points), DOTS)
@@ -167,5 +167,5 @@ def _bin(instant_s: float, width_s: float) -> int:
     return min(max(int(instant_s / width_s), 0), BINS - 1)
 
 
-def _chosen(decision: Decision) -> str:
+def _chosen(decision: SpeculationReport) -> str:
     return ", ".join(filter(None, (decision.mode, decision.proposer))) or "not told"

@@ -8,14 +8,14 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from draftgate.loadgen.report.words import number, percent
-from draftgate.loadgen.search.runner import Report
+from draftgate.loadgen.report.formatting import number, percent
+from draftgate.loadgen.search.runner import SearchReport
 from draftgate.loadgen.search.types import Found, Measured
 
 FORMAT: Final = "search/1"
 
 
-def as_dict(report: Report) -> dict[str, Any]:
+def as_dict(report: SearchReport) -> dict[str, Any]:
     """Return the `search/1` of a search: what was found, and each probe with its `summary/1`.
 
     An end of the interval that nothing bounds is None.
@@ -66,7 +66,7 @@ def interval_in_words(found: Found) -> str:
     return "unknown" if isinf(found.high_rps) else f"at most {found.high_rps:.3g}/s"
 
 
-def render(report: Report) -> RenderableType:
+def render(report: SearchReport) -> RenderableType:
     """Return what was found, and a table of the probes by rate."""
     aim, found = report.aim, report.found
     rate = interval_in_words(found) if found.rate_rps is None else f"{found.rate_rps:.3g}/s"

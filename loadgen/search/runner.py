@@ -10,8 +10,8 @@ from typing import Any, Final, TypeAlias
 import aiohttp
 
 from draftgate.loadgen.checking.audit import Verdict as Intact
-from draftgate.loadgen.measuring.figures import latency_s, ttft_s
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.metrics import latency_s, ttft_s
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.planning.plan import Load, make_plan
@@ -22,10 +22,10 @@ from draftgate.loadgen.sending.client import ask, open_session
 from draftgate.loadgen.sending.clock import start_clock
 from draftgate.loadgen.sending.driver import run_plan
 from draftgate.loadgen.sending.health import judge_health
-from draftgate.loadgen.sending.null_server import allow_many_connections
 from draftgate.loadgen.sending.run import Target, settings_of
-from draftgate.loadgen.sending.server import Server, look_at
-from draftgate.loadgen.types import Planned, Record, Run
+from draftgate.loadgen.sending.server_info import Server, look_at
+from draftgate.loadgen.sending.stub_server import allow_many_connections
+from draftgate.loadgen.types import LoadRun, PlannedRequest, Record
 
 WARM_UP: Final = 8
 """Requests, one after the other, before the first probe: connections, caches, compilers."""
@@ -38,7 +38,7 @@ IDLE_MORE_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SearchReport:
     """What a search gave.
 
     Attributes:
@@ -56,7 +56,7 @@ Told: TypeAlias = Callable[[Measured, Found], None]
 """Hears of each probe, and of what is known after it."""
 
 
-async def search_load(load: Load, target: Target, told: Told, **aim: Any) -> Report:
+async def search_load(load: Load, target: Target, told: Told, **aim: Any) -> SearchReport:
     """Find the highest rate at which enough requests of a load meet their SLO.
 
     Cancelling (Ctrl-C) ends the search with what is known so far.
@@ -81,7 +81,7 @@ async def search_load(load: Load, target: Target, told: Told, **aim: Any) -> Rep
         wanted = Aim(load.rate_rps, limit_s, answer_s, seed=load.seed, **aim)
         found = await tried.search(Search(wanted), wanted, told)
         settings = settings_of(load, target, server, corpus)
-        return Report(wanted, found, tuple(tried.probes), settings)
+        return SearchReport(wanted, found, tuple(tried.probes), settings)
 
 
 class _Tried:
@@ -101,7 +101,7 @@ class _Tried:
         Raises:
             ValueError: nothing is promised, or an answer was not intact.
         """
-        promised = [planned.question.slo for planned in self._questions]
+        promised = [planned.request.slo for planned in self._questions]
         if not any(slo.ttft_s or slo.tpot_s for slo in promised):
             raise ValueError("nothing is promised: give --slo-ttft-ms or --slo-tpot-ms")
         records = [await self._ask(planned) for planned in self._questions]
@@ -126,18 +126,18 @@ class _Tried:
                 await self._until_idle()
         return search.found()
 
-    async def _probe(self, probe: Probe, aim: Aim) -> tuple[Measured, Run, bool]:
+    async def _probe(self, probe: Probe, aim: Aim) -> tuple[Measured, LoadRun, bool]:
         """Send a probe until enough is known; return the run so far, and whether it was stopped."""
         load = replace(self._load, rate_rps=probe.rate_rps, seed=probe.seed, requests=probe.longest)
         watch, outcomes, plan = Watch(probe, aim), dict[int, bool](), self._plan(load)
         following, enough = iter(plan), False
-        due: Planned | None = next(following)
+        due: PlannedRequest | None = next(following)
 
         def over(record: Record) -> None:
             nonlocal due, enough
             if record.verdict == Intact.INTERRUPTED or enough:
                 return
-            outcomes[record.planned.index] = met(record)
+            outcomes[record.planned.index] = meets_slo(record)
             # In the order of the schedule: quick answers overtake slow ones, and would flatter.
             while due is not None and due.index in outcomes and not enough:
                 enough = watch.add(due.at_s or 0.0, met=outcomes.pop(due.index))
@@ -171,7 +171,7 @@ class _Tried:
             if first_s is not None and first_s <= limit_s:
                 return
 
-    async def _ask(self, planned: Planned) -> Record:
+    async def _ask(self, planned: PlannedRequest) -> Record:
         return await ask(
             self._session,
             self._target.url,
@@ -181,12 +181,12 @@ class _Tried:
             patience=self._target.patience,
         )
 
-    def _plan(self, load: Load) -> list[Planned]:
+    def _plan(self, load: Load) -> list[PlannedRequest]:
         limit = self._server.max_model_len
         return list(make_plan(load, counter=self._server.counter, max_model_len=limit).requests)
 
 
-async def _cancelled_while(sending: asyncio.Task[Run]) -> bool:
+async def _cancelled_while(sending: asyncio.Task[LoadRun]) -> bool:
     """Wait for a run; return whether this task was cancelled while it went on. The run is, too."""
     try:
         await asyncio.wait({sending})
@@ -199,7 +199,7 @@ async def _cancelled_while(sending: asyncio.Task[Run]) -> bool:
     return False
 
 
-def _cut(run: Run) -> None:
+def _cut(run: LoadRun) -> None:
     """Make of a run that was stopped because enough is known one that ended there."""
     run.interrupted = False
     run.records = [record for record in run.records if record.verdict != Intact.INTERRUPTED]

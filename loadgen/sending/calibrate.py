@@ -29,10 +29,10 @@ from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.sending.client import open_session
 from draftgate.loadgen.sending.driver import run_plan
 from draftgate.loadgen.sending.health import judge_health
-from draftgate.loadgen.sending.null_server import Pace, allow_many_connections
 from draftgate.loadgen.sending.processes.parent import run_in_processes
-from draftgate.loadgen.sending.processes.wire import Job
-from draftgate.loadgen.types import ClientHealth, Run
+from draftgate.loadgen.sending.processes.wire import SenderJob
+from draftgate.loadgen.sending.stub_server import Pace, allow_many_connections
+from draftgate.loadgen.types import ClientHealth, LoadRun
 
 PACE: Final = Pace(ttft_s=0.050, itl_s=0.020)
 """50 tokens a second: faster than reading, and what a small model gives one user."""
@@ -173,7 +173,7 @@ async def probe(
     )
     cpu_s = await _cpu_s(session, url)
     if processes > 1:
-        run = await run_in_processes(Job(load, url, "null"), processes)
+        run = await run_in_processes(SenderJob(load, url, "null"), processes)
     else:
         run = await run_plan(session, url, "null", make_plan(load).requests)
     server_cpu_s = await _cpu_s(session, url) - cpu_s
@@ -239,7 +239,7 @@ async def null_server(pace: Pace) -> AsyncGenerator[str, None]:
     """Run a null server as a process of its own; gives its address."""
     options = ["--ttft-ms", str(pace.ttft_s * 1e3), "--itl-ms", str(pace.itl_s * 1e3)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "draftgate.loadgen.sending.null_server", *options, stdout=PIPE
+        sys.executable, "-m", "draftgate.loadgen.sending.stub_server", *options, stdout=PIPE
     )
     assert process.stdout is not None
     try:
@@ -262,7 +262,7 @@ def _length_s(tokens: int) -> float:
     return PACE.ttft_s + (tokens - 1) * PACE.itl_s
 
 
-def _failures(run: Run) -> list[str]:
+def _failures(run: LoadRun) -> list[str]:
     failed = [record for record in run.records if record.verdict != Verdict.OK]
     if not failed:
         return []

@@ -14,7 +14,7 @@ from draftgate.loadgen.checking.audit import StreamAudit, Verdict
 from draftgate.loadgen.checking.vectors import VectorAudit
 from draftgate.loadgen.sending.clock import Clock
 from draftgate.loadgen.sending.sse import SseParser
-from draftgate.loadgen.types import Arrived, Planned, Question, Record
+from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, TextChunk
 
 KEEPALIVE_S: Final = 4.0
 """Idle connections are kept this long: less than servers keep theirs (uvicorn: 5 s), for a request
@@ -22,7 +22,7 @@ sent into a connection that the server is closing would fail by nobody's fault."
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ClientTimeouts:
     """How long a client waits.
 
     Attributes:
@@ -68,7 +68,7 @@ async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     return str(listed[0]["id"])
 
 
-class Exchange:
+class HttpExchange:
     """One request and its answer. `record` tells what became of it, whenever it is asked.
 
     Args:
@@ -79,9 +79,14 @@ class Exchange:
     """
 
     def __init__(
-        self, planned: Planned, clock: Clock, scheduled_s: float, patience: Patience, ids: set[str]
+        self,
+        planned: PlannedRequest,
+        clock: Clock,
+        scheduled_s: float,
+        patience: ClientTimeouts,
+        ids: set[str],
     ) -> None:
-        question = planned.question
+        question = planned.request
         self.audit: StreamAudit | VectorAudit = (
             VectorAudit(len(question.inputs))
             if question.inputs
@@ -96,7 +101,7 @@ class Exchange:
         self._connect_s = 0.0
         self._sent_s: float | None = None
         self._status: int | None = None
-        self._chunks: list[Arrived] = []
+        self._chunks: list[TextChunk] = []
         self._empty_s: list[float] = []
         self._end_s: float | None = None
 
@@ -106,7 +111,7 @@ class Exchange:
         Raises:
             asyncio.CancelledError: the task was cancelled; the verdict is `INTERRUPTED`.
         """
-        question = self._planned.question
+        question = self._planned.request
         body = encode(question.body(model))
         loop = asyncio.get_running_loop()
         latest = loop.time() + self._patience.total_s
@@ -181,7 +186,7 @@ class Exchange:
             self.audit.fault(Verdict.HTTP_STATUS, detail)
         elif isinstance(self.audit, VectorAudit):
             self.audit.add(await response.read())
-            self._chunks.append(Arrived(self._clock(), None, 0))
+            self._chunks.append(TextChunk(self._clock(), None, 0))
         elif response.content_type != "text/event-stream":
             detail = f"not text/event-stream but {response.content_type}"
             self.audit.fault(Verdict.NO_STREAM, detail)
@@ -204,7 +209,7 @@ class Exchange:
                 for event in parser.feed(data):
                     brought = audit.add(event.data, event.event)
                     if brought is not None and brought.characters:
-                        chunks.append(Arrived(now_s, brought.tokens, brought.characters))
+                        chunks.append(TextChunk(now_s, brought.tokens, brought.characters))
                     elif brought is not None:
                         self._empty_s.append(now_s)
                 if len(chunks) > before:
@@ -227,18 +232,18 @@ async def ask(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
-    planned: Planned,
+    planned: PlannedRequest,
     *,
     clock: Clock,
-    patience: Patience,
+    patience: ClientTimeouts,
 ) -> Record:
     """Ask now, outside of any schedule, and return what became of it."""
-    exchange = Exchange(planned, clock, clock(), patience, set())
+    exchange = HttpExchange(planned, clock, clock(), patience, set())
     await exchange.run(session, url, model)
     return exchange.record()
 
 
-def _headers(question: Question) -> dict[str, str]:
+def _headers(question: RequestSpec) -> dict[str, str]:
     """Return what was promised, in the headers by which draftgate and inference-perf name it."""
     limits = {"x-slo-ttft-ms": question.slo.ttft_s, "x-slo-tpot-ms": question.slo.tpot_s}
     return {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
@@ -249,15 +254,15 @@ def _words(error: Exception) -> str:
 
 
 async def _connecting(_: aiohttp.ClientSession, trace: SimpleNamespace, __: Any) -> None:
-    if isinstance(trace.trace_request_ctx, Exchange):
+    if isinstance(trace.trace_request_ctx, HttpExchange):
         trace.trace_request_ctx.connecting()
 
 
 async def _connected(_: aiohttp.ClientSession, trace: SimpleNamespace, __: Any) -> None:
-    if isinstance(trace.trace_request_ctx, Exchange):
+    if isinstance(trace.trace_request_ctx, HttpExchange):
         trace.trace_request_ctx.connected()
 
 
 async def _sending(_: aiohttp.ClientSession, trace: SimpleNamespace, __: Any) -> None:
-    if isinstance(trace.trace_request_ctx, Exchange):
+    if isinstance(trace.trace_request_ctx, HttpExchange):
         trace.trace_request_ctx.sending()

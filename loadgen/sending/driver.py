@@ -10,17 +10,17 @@ from typing import Final, TypeAlias
 import aiohttp
 
 from draftgate.loadgen.planning.plan import Load, Plan
-from draftgate.loadgen.sending.client import Exchange, Patience
+from draftgate.loadgen.sending.client import ClientTimeouts, HttpExchange
 from draftgate.loadgen.sending.clock import Clock, start_clock
 from draftgate.loadgen.sending.flows import whole
-from draftgate.loadgen.sending.health import HealthMonitor, without_full_collections
-from draftgate.loadgen.types import SINGLE, Planned, Record, Run
+from draftgate.loadgen.sending.health import HealthMonitor, without_full_gc
+from draftgate.loadgen.types import SINGLE, LoadRun, PlannedRequest, Record
 
 TIMER_S: Final = 0.001
 """Resolution of the event loops' timers (epoll's and libuv's milliseconds): shorter sleeps would
 only spin."""
 
-Send: TypeAlias = Callable[[Planned, float], object]
+Send: TypeAlias = Callable[[PlannedRequest, float], object]
 """Starts a request, given its instant, and returns at once."""
 
 
@@ -28,14 +28,14 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
     session: aiohttp.ClientSession,
     url: str,
     model: str,
-    plan: Iterable[Planned],
+    plan: Iterable[PlannedRequest],
     *,
     concurrency: int | None = None,
-    patience: Patience | None = None,
-    on_start: Callable[[Planned], None] = lambda _: None,
+    patience: ClientTimeouts | None = None,
+    on_start: Callable[[PlannedRequest], None] = lambda _: None,
     on_record: Callable[[Record], None] = lambda _: None,
     start_clock: Callable[[], Clock] = start_clock,
-) -> Run:
+) -> LoadRun:
     """Send all questions of the plan, wait for their answers, and return the run.
 
     Without `concurrency` the loop is open: each request starts at its instant `at_s`, however many
@@ -61,17 +61,17 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
             open one.
     """
     clock = start_clock()
-    run, ids, waits = Run({}), set[str](), patience or Patience()
+    run, ids, waits = LoadRun({}), set[str](), patience or ClientTimeouts()
 
-    async def answer(planned: Planned, scheduled_s: float) -> None:
+    async def answer(planned: PlannedRequest, scheduled_s: float) -> None:
         """Send the requests of a question, each when the one before it is over."""
         hops = list[Record]()
         on_start(planned)
         try:
             due_s = scheduled_s
-            while asked := planned.flow.next(planned.question, hops, clock() - scheduled_s):
-                request = replace(planned, question=asked, flow=SINGLE)
-                current = Exchange(request, clock, due_s, waits, ids)
+            while asked := planned.flow.next(planned.request, hops, clock() - scheduled_s):
+                request = replace(planned, request=asked, flow=SINGLE)
+                current = HttpExchange(request, clock, due_s, waits, ids)
                 try:
                     await current.run(session, url, model)
                 finally:
@@ -82,7 +82,7 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
                 run.records.append(whole(planned, hops))
                 on_record(run.records[-1])
 
-    with without_full_collections(), HealthMonitor(clock) as monitor:
+    with without_full_gc(), HealthMonitor(clock) as monitor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if concurrency is None:
@@ -105,7 +105,7 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
 
 
 async def send_on_schedule(
-    plan: Iterable[Planned],
+    plan: Iterable[PlannedRequest],
     send: Send,
     clock: Clock,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -129,7 +129,7 @@ async def send_on_schedule(
     return at_s
 
 
-def requests_of(plan: Plan, load: Load) -> Iterable[Planned]:
+def requests_of(plan: Plan, load: Load) -> Iterable[PlannedRequest]:
     """Return a plan's requests; those of a closed loop end with the load's duration, if it has one.
 
     An open loop's schedule is as long as that already.
@@ -139,7 +139,7 @@ def requests_of(plan: Plan, load: Load) -> Iterable[Planned]:
     return until(plan.requests, load.duration_s)
 
 
-def until(requests: Iterable[Planned], duration_s: float) -> Iterator[Planned]:
+def until(requests: Iterable[PlannedRequest], duration_s: float) -> Iterator[PlannedRequest]:
     """Yield requests until so much time has passed since the first was taken."""
     clock = start_clock()
     for planned in requests:
@@ -149,8 +149,8 @@ def until(requests: Iterable[Planned], duration_s: float) -> Iterator[Planned]:
 
 
 async def _client(
-    requests: Iterator[Planned],
-    answer: Callable[[Planned, float], Awaitable[None]],
+    requests: Iterator[PlannedRequest],
+    answer: Callable[[PlannedRequest, float], Awaitable[None]],
     clock: Clock,
 ) -> None:
     """One client of a closed loop; all of them take their requests from the same plan."""

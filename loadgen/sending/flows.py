@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.types import SINGLE, Planned, Record, Single
+from draftgate.loadgen.types import SINGLE, PlannedRequest, Record, Single
 
 
-def whole(planned: Planned, hops: Sequence[Record]) -> Record:
+def whole(planned: PlannedRequest, hops: Sequence[Record]) -> Record:
     """Return what became of a question, as its user saw it; the plain one's only record as it is.
 
     Text, usage and metrics are the last request's, held against what the user was promised and
@@ -24,15 +24,15 @@ def whole(planned: Planned, hops: Sequence[Record]) -> Record:
         return hops[0]
     first, last = hops[0], hops[-1]
     fault = next((hop for hop in hops if hop.verdict != Verdict.OK), None)
-    asked = replace(last.planned.question, slo=planned.question.slo, hop="", facts=())
+    asked = replace(last.planned.request, slo=planned.request.slo, hop="", facts=())
     return replace(
         last,
-        planned=replace(planned, question=asked, flow=SINGLE),
+        planned=replace(planned, request=asked, flow=SINGLE),
         scheduled_s=first.scheduled_s,
         sent_s=first.sent_s,
         connect_s=first.connect_s,
         verdict=Verdict.OK.value if fault is None else fault.verdict,
-        detail="" if fault is None else f"{fault.planned.question.hop}: {fault.detail}",
+        detail="" if fault is None else f"{fault.planned.request.hop}: {fault.detail}",
         vectors=(),
         hops=tuple(replace(hop, vectors=()) for hop in hops),
     )

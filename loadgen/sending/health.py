@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from draftgate.loadgen.sending.clock import Clock
-from draftgate.loadgen.types import ClientHealth, Record, Run
+from draftgate.loadgen.types import ClientHealth, LoadRun, Record
 
 TICK_S: Final = 0.01
 """How often the event loop is asked whether it answers: often enough to see stalls of the size that
@@ -44,7 +44,7 @@ NEVER: Final = 1 << 30
 
 
 @contextmanager
-def without_full_collections() -> Iterator[None]:
+def without_full_gc() -> Iterator[None]:
     """Keep Python from looking through everything there is for garbage, until left.
 
     Such a look stopped this process for 20 to 86 ms at 400 open streams (AMD EPYC Zen 4, Python
@@ -126,7 +126,7 @@ def lag_s(record: Record) -> float:
     return max(0.0, record.sent_s - record.scheduled_s - record.connect_s)
 
 
-def judge_health(run: Run, budget: Budget | None = None) -> list[str]:
+def judge_health(run: LoadRun, budget: Budget | None = None) -> list[str]:
     """Return the reasons why a run is INVALID; none if it is valid.
 
     Raises:

@@ -14,20 +14,20 @@ import aiohttp
 from msgspec import to_builtins
 from rich.console import Console
 
-from draftgate.loadgen.checking.verify import LosslessCheck, verify_lossless
+from draftgate.loadgen.checking.lossless import LosslessCheck, check_lossless
 from draftgate.loadgen.events import EventWriter
-from draftgate.loadgen.planning.corpus import Corpus, open_corpus
+from draftgate.loadgen.planning.corpus import TextCorpus, open_corpus
 from draftgate.loadgen.planning.plan import Load, Part, Plan, make_plan
 from draftgate.loadgen.planning.traces import read_trace
 from draftgate.loadgen.report.live import LiveView, Progress
-from draftgate.loadgen.sending.client import Patience, open_session
+from draftgate.loadgen.sending.client import ClientTimeouts, open_session
 from draftgate.loadgen.sending.driver import requests_of, run_plan
-from draftgate.loadgen.sending.null_server import allow_many_connections
+from draftgate.loadgen.sending.passage_index import retriever_of
 from draftgate.loadgen.sending.processes.parent import run_in_processes
-from draftgate.loadgen.sending.processes.wire import Job
-from draftgate.loadgen.sending.retrieval import retriever_of
-from draftgate.loadgen.sending.server import Server, look_at
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.sending.processes.wire import SenderJob
+from draftgate.loadgen.sending.server_info import Server, look_at
+from draftgate.loadgen.sending.stub_server import allow_many_connections
+from draftgate.loadgen.types import LoadRun, Record
 from draftgate.loadgen.workloads import Rag
 
 
@@ -52,14 +52,14 @@ class Target:
     processes: int = 1
 
     @property
-    def patience(self) -> Patience:
+    def patience(self) -> ClientTimeouts:
         """How long to wait for an answer."""
-        return Patience(self.timeout_s, min(self.timeout_s, Patience().stall_s))
+        return ClientTimeouts(self.timeout_s, min(self.timeout_s, ClientTimeouts().stall_s))
 
 
 async def run_load(
     load: Load, target: Target, console: Console
-) -> tuple[Run, LosslessCheck | None]:
+) -> tuple[LoadRun, LosslessCheck | None]:
     """Send a load, and show how it goes on the console.
 
     Raises:
@@ -96,7 +96,7 @@ async def run_load(
                 events.end(run)
             if not target.verify or run.interrupted:
                 return run, None
-            check = await verify_lossless(
+            check = await check_lossless(
                 session,
                 target.url,
                 server.model,
@@ -113,11 +113,11 @@ async def run_load(
 async def _send(
     session: aiohttp.ClientSession,
     target: Target,
-    job: Job,
+    job: SenderJob,
     plan: Plan,
     console: Console,
     events: EventWriter | None,
-) -> Run:
+) -> LoadRun:
     progress = Progress(plan.total, plan.schedule_s or job.load.duration_s)
 
     def over(record: Record) -> None:
@@ -149,9 +149,9 @@ async def _send(
     return run
 
 
-def job_of(load: Load, target: Target, server: Server) -> Job:
+def job_of(load: Load, target: Target, server: Server) -> SenderJob:
     """Return what processes need to know in order to send a load."""
-    return Job(
+    return SenderJob(
         load,
         target.url,
         server.model,
@@ -163,7 +163,7 @@ def job_of(load: Load, target: Target, server: Server) -> Job:
 
 
 def settings_of(
-    load: Load, target: Target, server: Server, corpus: Corpus | None
+    load: Load, target: Target, server: Server, corpus: TextCorpus | None
 ) -> dict[str, Any]:
     """Return all that is needed to repeat a run, but for the API key: it is nobody's to read."""
     return {

@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 
 from draftgate.loadgen.measuring.bootstrap import inflation
-from draftgate.loadgen.measuring.slo import Interval, attainment, met, wilson
-from draftgate.loadgen.report.runs import Point
-from draftgate.loadgen.types import Run
+from draftgate.loadgen.measuring.slo import Interval, attainment, meets_slo, wilson
+from draftgate.loadgen.report.runs import RatePoint
+from draftgate.loadgen.types import LoadRun
 
 SHARES: Final = (0.90, 0.95, 0.99)
 
@@ -46,7 +46,7 @@ class Reading:
         return {slot: getattr(self, slot) for slot in self.__slots__}
 
 
-def readings(points: Sequence[Point], shares: Sequence[float] = SHARES) -> list[Reading]:
+def readings(points: Sequence[RatePoint], shares: Sequence[float] = SHARES) -> list[Reading]:
     """Return the goodput of each name at each share. Runs that are INVALID have no say."""
     valid = [point for point in points if point.rate_rps is not None and point.valid]
     names = dict.fromkeys(point.name for point in valid)
@@ -57,7 +57,7 @@ def readings(points: Sequence[Point], shares: Sequence[float] = SHARES) -> list[
     ]
 
 
-def read_off(name: str, points: Sequence[Point], share: float) -> Reading:
+def read_off(name: str, points: Sequence[RatePoint], share: float) -> Reading:
     """Return the goodput of points by ascending rate, at least one."""
     rates = [point.rate_rps or 0.0 for point in points]
     counted = [attainment(point.records) for point in points]
@@ -91,7 +91,7 @@ def falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     return [mean for mean, _, size in pools for _ in range(size)]
 
 
-def surely(point: Point) -> Interval:
+def surely(point: RatePoint) -> Interval:
     """Return the 95 % Wilson interval of the attainment, as of so many independent requests.
 
     Requests of one run wait for each other: n of them tell as much as n over the inflation of the
@@ -103,9 +103,9 @@ def surely(point: Point) -> Interval:
     return wilson(round((counted.share or 0.0) * trials), trials)
 
 
-def _inflation(run: Run) -> float:
+def _inflation(run: LoadRun) -> float:
     ordered = sorted(run.records, key=lambda record: record.scheduled_s)
-    return inflation(np.array([float(met(record)) for record in ordered]))
+    return inflation(np.array([float(meets_slo(record)) for record in ordered]))
 
 
 def _between(

@@ -15,18 +15,18 @@ from draftgate.loadgen.events import read_events
 from draftgate.loadgen.measuring.slo import attainment
 from draftgate.loadgen.measuring.summary import invalid_reasons
 from draftgate.loadgen.planning.plan import Load
-from draftgate.loadgen.report.runs import Report
-from draftgate.loadgen.report.words import percent
+from draftgate.loadgen.report.formatting import percent
+from draftgate.loadgen.report.runs import RunReport
 from draftgate.loadgen.sending.run import Target, run_load
 from draftgate.loadgen.sweep.cells import Cell, Contender
-from draftgate.loadgen.types import Run
+from draftgate.loadgen.types import LoadRun
 
 WARM_UP_SEED: Final = 1_000_003
 """Far from the seeds of rounds, so that no cell finds its own prompts cached."""
 
 WARM_UP_CLIENTS: Final = 2
 
-Done = list[tuple[Cell, Report]]
+Done = list[tuple[Cell, RunReport]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ async def run_sweep(sweep: Sweep, console: Console) -> Done:
             run = kept.get(cell) or await _run(sweep, cell, console)
             if run.interrupted:
                 break
-            done.append((cell, Report(cell.contender.name, run)))
+            done.append((cell, RunReport(cell.contender.name, run)))
             how = " ".join(invalid_reasons(run)) or percent(attainment(run.records).share)
             console.print(f"{len(done)}/{len(sweep.cells)} {cell.stem}: {how}", markup=False)
     except asyncio.CancelledError:
@@ -93,7 +93,7 @@ async def _warm_up(sweep: Sweep, whom: Iterable[Contender], console: Console) ->
             raise asyncio.CancelledError
 
 
-async def _run(sweep: Sweep, cell: Cell, console: Console) -> Run:
+async def _run(sweep: Sweep, cell: Cell, console: Console) -> LoadRun:
     path = None if sweep.folder is None else _path(sweep.folder, cell)
     target = replace(sweep.target, url=cell.contender.url, events=path)
     run, _ = await run_load(cell.load(sweep.load), target, console)
@@ -104,7 +104,7 @@ def _path(folder: Path, cell: Cell) -> Path:
     return folder / f"{cell.stem}.jsonl"
 
 
-def _kept(sweep: Sweep, cell: Cell) -> Run | None:
+def _kept(sweep: Sweep, cell: Cell) -> LoadRun | None:
     """Return a cell's run if it lies in the folder whole and valid, and was asked the same."""
     if sweep.folder is None or not (path := _path(sweep.folder, cell)).exists():
         return None

@@ -9,7 +9,13 @@ from typing import Final
 
 from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.types import Slo
-from draftgate.loadgen.workloads.base import Endpoint, Setting, Workload, text_of, through
+from draftgate.loadgen.workloads.base import (
+    Endpoint,
+    Workload,
+    WorkloadSettings,
+    prompt_text,
+    through,
+)
 from draftgate.loadgen.workloads.chat import Chat
 from draftgate.loadgen.workloads.code import Code
 from draftgate.loadgen.workloads.documents import LongDocument
@@ -32,12 +38,12 @@ __all__ = [
     "fit_counter",
     "indexed_passages",
     "make_workload",
+    "prompt_text",
     "replay",
-    "text_of",
     "through",
 ]
 
-WORKLOADS: Final[Mapping[str, Callable[[Setting], Workload]]] = MappingProxyType(
+WORKLOADS: Final[Mapping[str, Callable[[WorkloadSettings], Workload]]] = MappingProxyType(
     {made.name: made for made in (Code, Chat, LongDocument, SharedPrefix, Mixed, Rag)}
 )
 """By the names of the contract."""
@@ -72,7 +78,7 @@ def make_workload(
         raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
     counter = counter or ApproximateCounter()
     corpus = open_corpus(text_file)
-    return WORKLOADS[name](Setting(seed, counter, corpus, max_tokens, max_model_len, slo))
+    return WORKLOADS[name](WorkloadSettings(seed, counter, corpus, max_tokens, max_model_len, slo))
 
 
 def indexed_passages(counter: TokenCounter, text_file: Path | None = None) -> list[str]:
@@ -82,7 +88,7 @@ def indexed_passages(counter: TokenCounter, text_file: Path | None = None) -> li
         OSError: the file cannot be read.
         ValueError: there is no text.
     """
-    return collection(Setting(0, counter, open_corpus(text_file), None, None, Slo()))
+    return collection(WorkloadSettings(0, counter, open_corpus(text_file), None, None, Slo()))
 
 
 def replay(
@@ -101,4 +107,4 @@ def replay(
     """
     counter = counter or ApproximateCounter()
     corpus = open_corpus(text_file)
-    return Replay(rows, Setting(seed, counter, corpus, max_tokens, max_model_len, slo))
+    return Replay(rows, WorkloadSettings(seed, counter, corpus, max_tokens, max_model_len, slo))

@@ -10,8 +10,8 @@ from math import log
 from random import Random
 from typing import Final, Literal, Protocol
 
-from draftgate.loadgen.planning.corpus import Corpus, Library
-from draftgate.loadgen.types import Message, Question, Slo
+from draftgate.loadgen.planning.corpus import Library, TextCorpus
+from draftgate.loadgen.types import ChatMessage, RequestSpec, Slo
 from draftgate.loadgen.workloads.tokens import TokenCounter, cut
 
 PROMPT_SHARE: Final = 0.68
@@ -31,7 +31,7 @@ class Workload(Protocol):
         """Its name in the contract."""
         ...
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         """Return the question at a place from 0: one setting, one index, one question.
 
         May be asked in any order. Reads documents when first met (milliseconds each), so a live
@@ -41,7 +41,7 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class WorkloadSettings:
     """What all workloads are given.
 
     Attributes:
@@ -52,7 +52,7 @@ class Setting:
 
     seed: int
     counter: TokenCounter
-    corpus: Corpus
+    corpus: TextCorpus
     max_tokens: int | None
     max_model_len: int | None
     slo: Slo
@@ -116,21 +116,21 @@ def zipf(count: int, exponent: float) -> Shares:
     return Shares([rank**-exponent for rank in range(1, count + 1)])
 
 
-def through(question: Question, endpoint: Endpoint) -> Question:
+def through(question: RequestSpec, endpoint: Endpoint) -> RequestSpec:
     """Return the question as asked at that endpoint, for servers that have only one of the two.
 
     A prompt becomes the one message of a user. A chat becomes a text of `Role: content` paragraphs
     which ends with `Assistant:`; turns still begin with the turns before them.
     """
     if endpoint == "chat" and question.prompt is not None:
-        return replace(question, prompt=None, messages=(Message("user", question.prompt),))
+        return replace(question, prompt=None, messages=(ChatMessage("user", question.prompt),))
     if endpoint == "completions" and question.prompt is None:
         said = "".join(f"{m.role.capitalize()}: {m.content}\n\n" for m in question.messages)
         return replace(question, prompt=f"{said}Assistant:", messages=())
     return question
 
 
-def text_of(question: Question) -> str:
+def prompt_text(question: RequestSpec) -> str:
     """Return everything a question says, to count its tokens by."""
     if question.prompt is not None:
         return question.prompt

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from draftgate.loadgen.types import Message, Question
-from draftgate.loadgen.workloads.base import Lengths, Setting
+from draftgate.loadgen.types import ChatMessage, RequestSpec
+from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings
 from draftgate.loadgen.workloads.tokens import cut
 
 OPEN_SESSIONS: Final = 32
@@ -36,12 +36,12 @@ spread, 1st and 99th percentiles of generated tokens."""
 class Dialogue:
     """A script: what is said, user and assistant by turns, and each answer's limit in tokens."""
 
-    said: tuple[Message, ...]
+    said: tuple[ChatMessage, ...]
     answer_tokens: tuple[int, ...]
 
-    def asked(self, turn: int) -> tuple[Message, ...]:
+    def asked(self, turn: int) -> tuple[ChatMessage, ...]:
         """Return the messages of a turn from 0: all before it, and the user's."""
-        return (Message("system", SYSTEM), *self.said[: 2 * turn + 1])
+        return (ChatMessage("system", SYSTEM), *self.said[: 2 * turn + 1])
 
 
 class Chat:
@@ -53,16 +53,16 @@ class Chat:
 
     name = "chat"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: WorkloadSettings) -> None:
         self._setting = setting
         self._ends: list[list[int]] = [[] for _ in range(OPEN_SESSIONS)]
         self._dialogue = lru_cache(maxsize=4 * OPEN_SESSIONS)(self._written)
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         turn_of_slot, slot = divmod(index, OPEN_SESSIONS)
         session, turn = self._session(slot, turn_of_slot)
         dialogue = self._dialogue(slot, session)
-        return Question(
+        return RequestSpec(
             prompt=None,
             messages=dialogue.asked(turn),
             max_tokens=dialogue.answer_tokens[turn],
@@ -84,7 +84,7 @@ class Chat:
     def _written(self, slot: int, session: int) -> Dialogue:
         setting = self._setting
         rng = setting.rng(self.name, slot, session)
-        prose, said, answers = setting.corpus.prose, list[Message](), list[int]()
+        prose, said, answers = setting.corpus.prose, list[ChatMessage](), list[int]()
         tokens = setting.counter.count(SYSTEM)
         while True:
             user, answer = TURN.draw(rng), setting.answer_tokens(ANSWER.draw(rng))
@@ -93,8 +93,8 @@ class Chat:
                 break
             tokens += user + answer
             question = ASKING + setting.text(prose, rng, user)
-            said.append(Message("user", cut(question, max(fitting, 1), setting.counter)))
-            said.append(Message("assistant", setting.text(prose, rng, answer)))
+            said.append(ChatMessage("user", cut(question, max(fitting, 1), setting.counter)))
+            said.append(ChatMessage("assistant", setting.text(prose, rng, answer)))
             answers.append(answer)
             if len(answers) == MOST_TURNS or rng.random() < 1 / MEAN_TURNS:
                 break

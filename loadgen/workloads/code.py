@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from draftgate.loadgen.types import Question
-from draftgate.loadgen.workloads.base import Lengths, Setting
+from draftgate.loadgen.types import RequestSpec
+from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings
 
 PROMPT: Final = Lengths(median=1469, sigma=1.15, least=17, most=7436)
 ANSWER: Final = Lengths(median=13, sigma=0.85, least=6, most=251)
@@ -22,15 +22,15 @@ class Code:
 
     name = "code"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: WorkloadSettings) -> None:
         self._setting = setting
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         setting = self._setting
         rng = setting.rng(self.name, index)
         answer = setting.answer_tokens(ANSWER.draw(rng))
         tokens = setting.prompt_tokens(PROMPT.draw(rng), answer)
-        return Question(
+        return RequestSpec(
             prompt=_up_to_an_opened_block(setting.text(setting.corpus.code, rng, tokens)),
             messages=(),
             max_tokens=answer,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from draftgate.loadgen.types import Question
-from draftgate.loadgen.workloads.base import Lengths, Setting
+from draftgate.loadgen.types import RequestSpec
+from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings
 from draftgate.loadgen.workloads.tokens import cut
 
 DOCUMENT: Final = Lengths(median=6909, sigma=1.2, least=894, most=16_384)
@@ -30,13 +30,13 @@ class LongDocument:
 
     name = "long_document"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: WorkloadSettings) -> None:
         self._setting = setting
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         document, start, quoted, tokens = self._drawn(index)
         begun = cut(document[start : start + quoted], BEGUN_TOKENS, self._setting.counter)
-        return Question(
+        return RequestSpec(
             prompt=f"{document}{QUOTE}{begun}",
             messages=(),
             max_tokens=tokens,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from draftgate.loadgen.types import Question, Slo
-from draftgate.loadgen.workloads.base import Setting, Shares, Workload
+from draftgate.loadgen.types import RequestSpec, Slo
+from draftgate.loadgen.workloads.base import Shares, Workload, WorkloadSettings
 from draftgate.loadgen.workloads.chat import Chat
 from draftgate.loadgen.workloads.code import Code
 from draftgate.loadgen.workloads.documents import LongDocument
@@ -30,7 +30,7 @@ class Mixed:
 
     name = "mixed"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: WorkloadSettings) -> None:
         slo = INTERACTIVE if setting.slo == Slo() else setting.slo
         self._seed = setting.seed
         self._setting = setting
@@ -46,9 +46,9 @@ class Mixed:
         self._places: list[tuple[str, int]] = []
         self._drawn = dict.fromkeys(CLASSES, 0)
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         class_name, place = self._place(index)
-        question = self._parts[class_name].question(place)
+        question = self._parts[class_name].request(place)
         rng = self._setting.rng(self.name, "tenant", question.session or index)
         return replace(
             question,

@@ -13,9 +13,9 @@ from functools import lru_cache
 from random import Random
 from typing import Any, Final, Protocol
 
-from draftgate.loadgen.types import Message, Planned, Question, Record, Slo
+from draftgate.loadgen.types import ChatMessage, PlannedRequest, Record, RequestSpec, Slo
 from draftgate.loadgen.workloads import planner
-from draftgate.loadgen.workloads.base import Lengths, Setting, through, zipf
+from draftgate.loadgen.workloads.base import Lengths, WorkloadSettings, through, zipf
 from draftgate.loadgen.workloads.deadline import Work, announced
 from draftgate.loadgen.workloads.tokens import cut
 
@@ -81,13 +81,13 @@ class Rag:
 
     name = "rag"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: WorkloadSettings) -> None:
         self._setting = setting
         self._popularity = zipf(COLLECTION, POPULARITY)
         self._indexed = zipf(INDEXED, POPULARITY)
         self.passage: Callable[[int], str] = lru_cache(maxsize=COLLECTION)(self._written)
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         """Return a question as one request, with its passages at hand."""
         rng = self._setting.rng(self.name, index)
         answer = self._setting.answer_tokens(ANSWER.draw(rng))
@@ -98,7 +98,7 @@ class Rag:
         subject = self._subject(passages[rng.randrange(PASSAGES)], rng)
         return self._question(index, answer, _over(passages, subject), self._setting.slo)
 
-    def planned(self, index: int, at_s: float | None, retriever: Retriever) -> Planned:
+    def planned(self, index: int, at_s: float | None, retriever: Retriever) -> PlannedRequest:
         """Return a question as its user asks it, and the flow that answers it."""
         setting = self._setting
         rng = setting.rng(self.name, "asked", index)
@@ -109,7 +109,7 @@ class Rag:
         if slo.latency_s is None:
             slo = replace(slo, latency_s=DEADLINE_S)
         question = self._question(index, answer, _asked(subject), slo)
-        return Planned(index, at_s, question, RagFlow(self, retriever, about, subject))
+        return PlannedRequest(index, at_s, question, RagFlow(self, retriever, about, subject))
 
     def fitting(self, passages: Sequence[str], answer_tokens: int) -> list[str]:
         """Return passages cut to what the server's context holds of them beside the answer."""
@@ -130,10 +130,10 @@ class Rag:
         words = (" ".join(cut(text, BEGUN_TOKENS, self._setting.counter).split()) for text in texts)
         return next(filter(None, words), "")
 
-    def _question(self, index: int, answer: int, content: str, slo: Slo) -> Question:
-        return Question(
+    def _question(self, index: int, answer: int, content: str, slo: Slo) -> RequestSpec:
+        return RequestSpec(
             prompt=None,
-            messages=(Message("user", content),),
+            messages=(ChatMessage("user", content),),
             max_tokens=answer,
             seed=self._setting.seed + index,
             class_name=self.name,
@@ -146,7 +146,7 @@ class Rag:
         return setting.text(setting.corpus.prose, rng, PASSAGE_TOKENS)
 
 
-def collection(setting: Setting) -> list[str]:
+def collection(setting: WorkloadSettings) -> list[str]:
     """Return the passages to be indexed, the most popular first; the same for every seed."""
     rag = Rag(replace(setting, seed=INDEXED_SEED))
     return [rag.passage(place) for place in range(INDEXED)]
@@ -170,14 +170,14 @@ class RagFlow:
     subject: str
 
     def next(
-        self, question: Question, answered: Sequence[Record], elapsed_s: float
-    ) -> Question | None:
+        self, question: RequestSpec, answered: Sequence[Record], elapsed_s: float
+    ) -> RequestSpec | None:
         hops = (self._plan, self._retrieve, self._answer)
         if len(answered) == len(hops):
             return None
         return hops[len(answered)](question, answered, elapsed_s)
 
-    def _plan(self, question: Question, _: Sequence[Record], elapsed_s: float) -> Question:
+    def _plan(self, question: RequestSpec, _: Sequence[Record], elapsed_s: float) -> RequestSpec:
         content = planner.INSTRUCTION + _asked(self.subject)
         work = Work(self.rag.count(content), planner.EXPECTED_PLAN_TOKENS)
         later = (self._retrieval_work(), self._answer_work(question))
@@ -191,8 +191,8 @@ class RagFlow:
         )
 
     def _retrieve(
-        self, question: Question, answered: Sequence[Record], elapsed_s: float
-    ) -> Question:
+        self, question: RequestSpec, answered: Sequence[Record], elapsed_s: float
+    ) -> RequestSpec:
         texts = answered[0].texts
         queries = planner.queries_of(texts[0]) if texts else ()
         later = (self._answer_work(question),)
@@ -207,7 +207,9 @@ class RagFlow:
             facts=(("plan_parsed", bool(queries)),),
         )
 
-    def _answer(self, question: Question, answered: Sequence[Record], elapsed_s: float) -> Question:
+    def _answer(
+        self, question: RequestSpec, answered: Sequence[Record], elapsed_s: float
+    ) -> RequestSpec:
         vectors = answered[1].vectors
         found = (
             self.retriever.nearest(vectors, PASSAGES)
@@ -229,7 +231,7 @@ class RagFlow:
         words = planner.MOST_QUERIES * planner.QUERY_CHARACTERS * "x"
         return Work(self.rag.count(self.subject + words))
 
-    def _answer_work(self, question: Question) -> Work:
+    def _answer_work(self, question: RequestSpec) -> Work:
         asking = self.rag.count(INSTRUCTION + _asked(self.subject))
         return Work(PASSAGES * PASSAGE_TOKENS + asking, question.max_tokens)
 
@@ -244,9 +246,9 @@ def _over(passages: Sequence[str], subject: str) -> str:
     return f"{INSTRUCTION}{listed}{_asked(subject)}"
 
 
-def _chat(question: Question, hop: str, content: str, slo: Slo, **fields: Any) -> Question:
+def _chat(question: RequestSpec, hop: str, content: str, slo: Slo, **fields: Any) -> RequestSpec:
     """Return a request of a flow, at the endpoint at which its question is asked."""
     said = replace(
-        question, prompt=None, messages=(Message("user", content),), slo=slo, hop=hop, **fields
+        question, prompt=None, messages=(ChatMessage("user", content),), slo=slo, hop=hop, **fields
     )
     return said if question.prompt is None else through(said, "completions")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from draftgate.loadgen.types import Message, Question
-from draftgate.loadgen.workloads.base import Setting, zipf
+from draftgate.loadgen.types import ChatMessage, RequestSpec
+from draftgate.loadgen.workloads.base import WorkloadSettings, zipf
 
 PREFIXES: Final = 64
 PREFIX_TOKENS: Final = 2048
@@ -29,7 +29,7 @@ class SharedPrefix:
 
     name = "shared_prefix"
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: WorkloadSettings) -> None:
         self._setting = setting
         self._popularity = zipf(PREFIXES, POPULARITY)
         self._prefix = lru_cache(maxsize=PREFIXES)(self._written)
@@ -42,16 +42,16 @@ class SharedPrefix:
         self._question_tokens = max(min(QUESTION_TOKENS, whole // 2), 1)
         self._prefix_tokens = max(whole - self._question_tokens, 1)
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         setting = self._setting
         rng = setting.rng(self.name, index)
         prefix = self._popularity.draw(rng)
         asked = setting.text(setting.corpus.prose, rng, self._question_tokens)
-        return Question(
+        return RequestSpec(
             prompt=None,
             messages=(
-                Message("system", self._prefix(prefix)),
-                Message("user", f"{index}. {asked}"),
+                ChatMessage("system", self._prefix(prefix)),
+                ChatMessage("user", f"{index}. {asked}"),
             ),
             max_tokens=self._answer_tokens,
             seed=setting.seed + index,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final, Protocol
 
-from draftgate.loadgen.types import Question
-from draftgate.loadgen.workloads.base import Setting
+from draftgate.loadgen.types import RequestSpec
+from draftgate.loadgen.workloads.base import WorkloadSettings
 from draftgate.loadgen.workloads.tokens import cut
 
 BLOCKS_KEPT: Final = 16_384
@@ -47,16 +47,16 @@ class Replay:
 
     name = "trace"
 
-    def __init__(self, rows: Sequence[Row], setting: Setting) -> None:
+    def __init__(self, rows: Sequence[Row], setting: WorkloadSettings) -> None:
         self._rows = rows
         self._setting = setting
         self._block = lru_cache(maxsize=BLOCKS_KEPT)(self._written)
 
-    def question(self, index: int) -> Question:
+    def request(self, index: int) -> RequestSpec:
         row, setting = self._rows[index], self._setting
         answer = setting.answer_tokens(row.output_tokens)
         tokens = setting.prompt_tokens(row.prompt_tokens, answer)
-        return Question(
+        return RequestSpec(
             prompt=self._prompt(index, row, tokens),
             messages=(),
             max_tokens=answer,

@@ -18,7 +18,7 @@ from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, sim
 from draftgate.gateway.cli.simulate.gateways import Gateways, simulate_gateways
 from draftgate.gateway.cli.simulate.seen import Price
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.types import Planned, Record
+from draftgate.loadgen.types import PlannedRequest, Record
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView, WorkerLoad
 
@@ -27,7 +27,7 @@ CONFIG = WorkerConfig(
 )
 
 
-def burst(rate_rps: float, seconds: float) -> list[Planned]:
+def burst(rate_rps: float, seconds: float) -> list[PlannedRequest]:
     """Chat requests that come at that rate."""
     load = Load(workload="chat", rate_rps=rate_rps, duration_s=seconds, seed=0)
     return list(make_plan(load, max_model_len=4096, lazily=True).requests)
@@ -53,7 +53,7 @@ def test_gateways_share_workers_and_answer_everybody() -> None:
     records = simulate_gateways(gateways(), requests)
     assert [record.planned.index for record in records] == [one.index for one in requests]
     outputs = [(record.usage or {})["completion_tokens"] for record in records]
-    assert outputs == [one.question.max_tokens for one in requests]
+    assert outputs == [one.request.max_tokens for one in requests]
     placed = [(record.metrics or {})["worker_id"] for record in records]
     assert set(placed) == {"w-0", "w-1"}
     again = simulate_gateways(gateways(), requests)

@@ -11,15 +11,15 @@ import pytest
 
 from bench.studies.prediction import compared
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.types import Arrived, Planned, Question, Record
+from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, TextChunk
 
 ROOT = Path(__file__).parents[2]
 
 
 def record(index: int, ttft_s: float, tpot_s: float) -> Record:
-    planned = Planned(index, float(index), Question("", (), 11, 0))
+    planned = PlannedRequest(index, float(index), RequestSpec("", (), 11, 0))
     first_s = index + ttft_s
-    chunks = [Arrived(first_s + n * tpot_s, 1, 0) for n in range(11)]
+    chunks = [TextChunk(first_s + n * tpot_s, 1, 0) for n in range(11)]
     usage = {"completion_tokens": 11}
     return Record(planned, index, index, chunks[-1].at_s, Verdict.OK, chunks=chunks, usage=usage)
 

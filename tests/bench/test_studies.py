@@ -79,7 +79,7 @@ def test_rates_meet_the_same_requests_in_the_same_order() -> None:
     drawn = Drawn.of(ROWS, 80, seed=3)
     slow, fast = (drawn.planned(rate_rps, Slo(tpot_s=0.1)) for rate_rps in (1.0, 4.0))
     for one, other in zip(slow, fast, strict=True):
-        assert one.question == other.question
+        assert one.request == other.request
         assert one.at_s == pytest.approx(4.0 * other.at_s)
     prompts = [drawn.job(one).prompts[0] for one in slow]
     assert [len(prompt) for prompt in prompts] == [max(r.prompt_tokens, 4) for r in drawn.rows]
@@ -160,7 +160,7 @@ def test_both_policies_see_the_same_classes() -> None:
     assert found["tight"]["requests"] + found["loose"]["requests"] == len(plain)
     assert min(found["tight"]["requests"], found["loose"]["requests"]) > 0
     for record in plain:
-        question = record.planned.question
+        question = record.planned.request
         assert question.slo.tpot_s == {"tight": 0.01, "loose": 0.02}[question.class_name]
 
 

@@ -15,20 +15,20 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.checking.verify import first_difference
+from draftgate.loadgen.checking.lossless import first_difference
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.sending.client import Exchange, Patience, first_model, open_session
+from draftgate.loadgen.sending.client import ClientTimeouts, HttpExchange, first_model, open_session
 from draftgate.loadgen.sending.clock import start_clock
 from draftgate.loadgen.sending.driver import send_on_schedule
-from draftgate.loadgen.types import Planned, Record
+from draftgate.loadgen.types import PlannedRequest, Record
 
 REFUSED = ('"draining"', '"model_loading"')
 """Codes by which a node says that it is another one's turn."""
 
-PATIENCE = Patience(total_s=300.0, stall_s=120.0)
+PATIENCE = ClientTimeouts(total_s=300.0, stall_s=120.0)
 
 
-def questions(rate_rps: float, seed: int, max_tokens: int) -> Iterator[Planned]:
+def questions(rate_rps: float, seed: int, max_tokens: int) -> Iterator[PlannedRequest]:
     """Yield code to continue at Poisson instants, without end; greedy and sampled by turns."""
     load = Load(
         workload="code",
@@ -38,11 +38,11 @@ def questions(rate_rps: float, seed: int, max_tokens: int) -> Iterator[Planned]:
         seed=seed,
     )
     for planned in make_plan(load, max_model_len=2 * max_tokens, lazily=True).requests:
-        question = planned.question
+        question = planned.request
         extra = (("temperature", float(planned.index % 2)), ("ignore_eos", True))
         # Some are short: what is ordinary beside what is long enough to be hit.
         tokens = max_tokens if planned.index % 4 else max_tokens // 8
-        yield replace(planned, question=replace(question, extra=extra, max_tokens=tokens))
+        yield replace(planned, request=replace(question, extra=extra, max_tokens=tokens))
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Clients:
             if r.verdict != Verdict.OK
         ]
 
-    async def send(self, asked: Iterator[Planned], over: asyncio.Event) -> None:
+    async def send(self, asked: Iterator[PlannedRequest], over: asyncio.Event) -> None:
         """Send questions at their instants, from now, until it is over; wait for the answers."""
         begun_s = self.clock()
         async with asyncio.TaskGroup() as tasks:
@@ -89,12 +89,14 @@ class Clients:
                 lambda: self.clock() - begun_s,
             )
 
-    async def ask(self, planned: Planned, scheduled_s: float, first: int | None = None) -> Record:
+    async def ask(
+        self, planned: PlannedRequest, scheduled_s: float, first: int | None = None
+    ) -> Record:
         """Ask the gateways in turn, from one on, until one answers; return and keep the record."""
         first = planned.index if first is None else first
         for turn in range(2 * len(self.gateways)):
             url = self.gateways[(first + turn) % len(self.gateways)]
-            exchange = Exchange(planned, self.clock, scheduled_s, PATIENCE, self._ids)
+            exchange = HttpExchange(planned, self.clock, scheduled_s, PATIENCE, self._ids)
             await exchange.run(self.session, url, self.model)
             record = exchange.record()
             if not _is_refused(record):
@@ -148,7 +150,7 @@ def _is_refused(record: Record) -> bool:
     return record.status == 503 and any(code in record.detail for code in REFUSED)
 
 
-def _until(asked: Iterator[Planned], over: asyncio.Event) -> Iterator[Planned]:
+def _until(asked: Iterator[PlannedRequest], over: asyncio.Event) -> Iterator[PlannedRequest]:
     for planned in asked:
         if over.is_set():
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine.record import provenance
-from draftgate.loadgen.measuring.figures import tpot_s, ttft_s
+from draftgate.loadgen.measuring.metrics import tpot_s, ttft_s
 from draftgate.loadgen.types import Record
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from draftgate.gateway.dispatch.leases import LEASE_S
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.types import Planned, Question
+from draftgate.loadgen.types import PlannedRequest, RequestSpec
 from tests.cluster.clients import Clients, clients_of
 from tests.cluster.nodes import Cluster, cluster, eventually
 from tests.cluster.pool import look, settled
@@ -25,10 +25,10 @@ TOKENS = 300
 EXTRA = (("ignore_eos", True),)
 
 
-def asked(number: int) -> Planned:
+def asked(number: int) -> PlannedRequest:
     """A request that goes to the first gateway if its number is even, else to the second."""
-    question = Question(f"def f{number}(", (), TOKENS, number, extra=EXTRA)
-    return Planned(number, None, question)
+    question = RequestSpec(f"def f{number}(", (), TOKENS, number, extra=EXTRA)
+    return PlannedRequest(number, None, question)
 
 
 async def opened(nodes: Cluster, clients: Clients) -> list[asyncio.Task]:

@@ -18,7 +18,7 @@ from draftgate.gateway.cli.simulate.intervals import batch_means, estimate
 from draftgate.gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
 from draftgate.gateway.cli.simulate.report import page
 from draftgate.gateway.cli.simulate.results import as_json
-from draftgate.loadgen.measuring.figures import FIGURE, ttft_s, values_of
+from draftgate.loadgen.measuring.metrics import METRICS, ttft_s, values_of
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads import WORKLOADS, make_workload
@@ -152,7 +152,7 @@ def test_workers_batch_by_the_policy_that_was_named(policy, text_file) -> None:
         results = run_experiment(one)
         told = as_json(one, results)
         assert told["settings"]["batching"] == batching
-        gaps = values_of(FIGURE["chunk_gap_s"], results.outcomes[0].run.records)
+        gaps = values_of(METRICS["chunk_gap_s"], results.outcomes[0].run.records)
         longest_s[batching] = sorted(gaps)[-len(gaps) // 50]
         first_s[batching] = told["policies"][policy]["ttft_s"]["p50"]
     assert longest_s["fixed:64"] < longest_s["prefill_first"]
@@ -207,7 +207,7 @@ def test_shared_prefixes_hit_the_cache(text_file) -> None:
 def test_every_workload_names_a_record(workload: str, text_file) -> None:
     """No class of a workload falls back to what is meant for traces."""
     made = make_workload(workload, seed=0, text_file=text_file, max_model_len=8192)
-    assert {made.question(i).class_name for i in range(40)} <= set(RECORDED)
+    assert {made.request(i).class_name for i in range(40)} <= set(RECORDED)
 
 
 def test_the_page_shows_policies_side_by_side(text_file) -> None:

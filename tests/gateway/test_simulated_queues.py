@@ -21,7 +21,7 @@ from draftgate.backends.sim.simulated import World
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from draftgate.gateway.dispatch.job import Job
-from draftgate.loadgen.types import Planned, Question, Record
+from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec
 
 SERVICE_S = 0.01
 
@@ -56,9 +56,11 @@ ROUTINGS = ("price", "least_loaded", "power_of_two", "round_robin")
 
 def run(arrivals: list[float], workers: int, routing: str, world: World) -> list[Record]:
     config = WorkerConfig(speculation="off", profile="h100-8b", max_num_seqs=1)
-    planned = [Planned(i, at_s, Question("", (), 1, i)) for i, at_s in enumerate(arrivals)]
+    planned = [
+        PlannedRequest(i, at_s, RequestSpec("", (), 1, i)) for i, at_s in enumerate(arrivals)
+    ]
 
-    def job(one: Planned) -> Job:
+    def job(one: PlannedRequest) -> Job:
         return Job(f"completion/{one.index}", ((1,),), SamplingParams(1, one.index), 1)
 
     rules = replace(EVERYBODY_WAITS, routing=routing)

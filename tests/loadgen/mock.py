@@ -19,7 +19,7 @@ from zlib import crc32
 
 from aiohttp import web
 
-from draftgate.loadgen.types import Planned, Question
+from draftgate.loadgen.types import PlannedRequest, RequestSpec
 
 WORDS = ("def", "return", "x", "(y)", "é", "=", "1", "+")
 
@@ -54,16 +54,18 @@ class Script:
         return -(-self.tokens // self.per_chunk)
 
 
-def question(script: Script | None = None, seed: int = 1, **fields) -> Question:
+def question(script: Script | None = None, seed: int = 1, **fields) -> RequestSpec:
     """A question that chooses its script."""
     values = {"prompt": "x", "messages": (), "max_tokens": 8, "seed": seed} | fields
     extra = values.pop("extra", ())
-    return Question(**values, extra=(("mock", asdict(script or Script())), *extra))
+    return RequestSpec(**values, extra=(("mock", asdict(script or Script())), *extra))
 
 
-def planned(index: int, at_s: float | None, script: Script | None = None, **fields) -> Planned:
+def planned(
+    index: int, at_s: float | None, script: Script | None = None, **fields
+) -> PlannedRequest:
     """A request of a plan, of its own seed."""
-    return Planned(index, at_s, question(script, **{"seed": index} | fields))
+    return PlannedRequest(index, at_s, question(script, **{"seed": index} | fields))
 
 
 def text_of(seed: int, tokens: int) -> list[str]:

@@ -6,7 +6,15 @@ from itertools import accumulate
 
 import numpy as np
 
-from draftgate.loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+from draftgate.loadgen.types import (
+    ClientHealth,
+    LoadRun,
+    PlannedRequest,
+    Record,
+    RequestSpec,
+    Slo,
+    TextChunk,
+)
 
 WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 PROMISED = Slo(ttft_s=2.0, tpot_s=0.06)
@@ -21,7 +29,7 @@ def queue_run(
     seed: int = 0,
     noise: int = 0,
     slo: Slo = PROMISED,
-) -> Run:
+) -> LoadRun:
     """One run of a server that answers one request after the other, 1/2 s each on average.
 
     Args:
@@ -46,15 +54,15 @@ def queue_run(
     ]
     length_s = float(instants[-1])
     rate = {"rate_rps": 2 * load, "seed": seed}
-    return Run(rate, records, float(max(ends)), length_s, health=WELL)
+    return LoadRun(rate, records, float(max(ends)), length_s, health=WELL)
 
 
 def _record(index: int, at_s: float, end_s: float, taken_s: float, slo: Slo) -> Record:
     """Text comes evenly over the service, the last of it at the end."""
     begin_s, gap_s = end_s - taken_s, taken_s / CHUNKS
-    chunks = tuple(Arrived(begin_s + gap_s * (k + 1), 2, 4) for k in range(CHUNKS))
-    question = Question("x", (), TOKENS, index, "code", slo=slo)
+    chunks = tuple(TextChunk(begin_s + gap_s * (k + 1), 2, 4) for k in range(CHUNKS))
+    question = RequestSpec("x", (), TOKENS, index, "code", slo=slo)
     usage = {"prompt_tokens": 3, "completion_tokens": TOKENS, "total_tokens": 3 + TOKENS}
     return Record(
-        Planned(index, at_s, question), at_s, at_s, end_s, "ok", chunks=chunks, usage=usage
+        PlannedRequest(index, at_s, question), at_s, at_s, end_s, "ok", chunks=chunks, usage=usage
     )

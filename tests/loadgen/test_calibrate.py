@@ -17,10 +17,10 @@ from draftgate.loadgen.sending.calibrate import (
     probe,
     render,
 )
-from draftgate.loadgen.sending.client import Patience, ask, first_model, open_session
+from draftgate.loadgen.sending.client import ClientTimeouts, ask, first_model, open_session
 from draftgate.loadgen.sending.clock import start_clock
-from draftgate.loadgen.sending.null_server import Pace
-from draftgate.loadgen.types import ClientHealth, Message, Planned
+from draftgate.loadgen.sending.stub_server import Pace
+from draftgate.loadgen.types import ChatMessage, ClientHealth, PlannedRequest
 from tests.loadgen.mock import question
 
 WELL = ClientHealth(max_lag_s=0.004, p99_lag_s=0.0012, cpu_share=0.85, loop_stall_s=0.003)
@@ -62,15 +62,15 @@ async def test_one_hiccup_is_no_ceiling(outcomes: list[bool], held: bool) -> Non
 async def test_the_null_server_streams_what_it_says() -> None:
     """Its streams are intact, of as many tokens as were asked for, and never ahead of its pace."""
     pace = Pace(ttft_s=0.02, itl_s=0.005)
-    patience = Patience(10.0, 10.0)
+    patience = ClientTimeouts(10.0, 10.0)
     async with null_server(pace) as url, open_session() as session:
         assert await first_model(session, url) == "null"
         clock = start_clock()
-        asking = Planned(0, None, question(max_tokens=5))
+        asking = PlannedRequest(0, None, question(max_tokens=5))
         record = await ask(session, url, "null", asking, clock=clock, patience=patience)
-        chat = question(prompt=None, messages=(Message("user", "é" * 70_000),), max_tokens=1)
+        chat = question(prompt=None, messages=(ChatMessage("user", "é" * 70_000),), max_tokens=1)
         other = await ask(
-            session, url, "null", Planned(1, None, chat), clock=clock, patience=patience
+            session, url, "null", PlannedRequest(1, None, chat), clock=clock, patience=patience
         )
         async with session.get(f"{url}/elsewhere") as response:
             assert response.status == 404

@@ -17,7 +17,7 @@ from draftgate.loadgen.events import EventWriter, read_events
 from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.sending.calibrate import CalibrationResult
 from draftgate.loadgen.sending.client import open_session
-from draftgate.loadgen.sending.server import look_at
+from draftgate.loadgen.sending.server_info import look_at
 from draftgate.loadgen.types import ClientHealth
 from draftgate.loadgen.workloads import ApproximateCounter
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread

@@ -15,14 +15,14 @@ from draftgate.loadgen.compare.comparison import compare, holm, judge
 from draftgate.loadgen.compare.limits import parse_limit
 from draftgate.loadgen.compare.measures import Percentiles, measures
 from draftgate.loadgen.events import EventWriter
-from draftgate.loadgen.measuring.figures import FIGURE, distribution, values_of
+from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.measuring.summary import summarize
-from draftgate.loadgen.types import Run, Slo
+from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.queue import queue_run
 from tests.loadgen.test_report import BEHIND
 
 
-def written(path: Path, run: Run) -> Path:
+def written(path: Path, run: LoadRun) -> Path:
     """A run's events, in a file."""
     with EventWriter(path, run.settings) as events:
         for one in run.records:
@@ -42,7 +42,7 @@ def test_measures_are_the_figures_of_the_reports() -> None:
     summary, found = summarize(run), measures(run)
     once = np.ones((1, 120), np.int64)
     for key in ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s"):
-        told = distribution(values_of(FIGURE[key], run.records)).as_dict()
+        told = distribution(values_of(METRICS[key], run.records)).as_dict()
         values = dict(zip(found[key].points, found[key].of(once)[0], strict=True))
         assert values == pytest.approx({point: told[point] for point in values})
     for key in ("attainment", "goodput_rps", "accepted_tokens_per_s"):

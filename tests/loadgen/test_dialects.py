@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.dialects import DIALECTS
-from draftgate.loadgen.dialects.base import Account, weighted_percentile
-from draftgate.loadgen.types import Run, Slo
+from draftgate.loadgen.other_tools import DIALECTS
+from draftgate.loadgen.other_tools.base import Account, weighted_percentile
+from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.truth import a_run, failed, record
 
 PLAIN = record(0, 0.0, first_s=0.51, gaps_s=(0.1, 0.1, 0.2), tokens=5, connect_s=0.004)
@@ -127,15 +127,15 @@ def test_without_a_usage_each_counts_in_its_way() -> None:
     assert count_of(said("aiperf", cut), "Total Output Tokens") == 0
     assert values_of(said("aiperf", cut), "Inter Token Latency") is None
     slow = Slo(tpot_s=1.0)
-    promised = replace(cut.planned, question=replace(cut.planned.question, slo=slow))
+    promised = replace(cut.planned, request=replace(cut.planned.request, slo=slow))
     assert count_of(said("aiperf", replace(cut, planned=promised)), "Goodput (/s)") == 0
 
 
 def test_one_token_meets_vllms_limit_and_no_other() -> None:
     """With a limit on TPOT, an answer of one token is good, left out, or bad."""
     strict = Slo(ttft_s=1.0, tpot_s=1e-9)
-    question = replace(ONE_TOKEN.planned.question, slo=strict)
-    one = replace(ONE_TOKEN, planned=replace(ONE_TOKEN.planned, question=question))
+    question = replace(ONE_TOKEN.planned.request, slo=strict)
+    one = replace(ONE_TOKEN, planned=replace(ONE_TOKEN.planned, request=question))
     seconds = {"duration_s": 2.0}
     assert count_of(said("vllm", one, **seconds), "Request goodput (req/s)") == 0.5
     assert count_of(said("guidellm", one, **seconds), "SLO attainment") is None
@@ -165,7 +165,7 @@ def test_each_tool_takes_its_own_time_for_rates() -> None:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_run_without_answers_has_an_account(name: str) -> None:
     """Nothing but failures, or nothing at all, is told without figures and without an error."""
-    for run in (a_run([failed(0)]), Run({})):
+    for run in (a_run([failed(0)]), LoadRun({})):
         account = DIALECTS[name](run)
         assert all(one.values is None for one in account.spreads)
         known = [one.value for one in account.counts if one.value is not None]

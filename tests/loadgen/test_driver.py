@@ -13,7 +13,7 @@ from draftgate.loadgen.sending.client import open_session
 from draftgate.loadgen.sending.clock import start_clock
 from draftgate.loadgen.sending.driver import TIMER_S, run_plan, send_on_schedule
 from draftgate.loadgen.sending.health import NEVER, Budget, HealthMonitor, judge_health, lag_s
-from draftgate.loadgen.types import ClientHealth, Planned, Record, Run
+from draftgate.loadgen.types import ClientHealth, LoadRun, PlannedRequest, Record
 from tests.loadgen.mock import Mock, Script, planned, question, serving
 
 WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
@@ -36,7 +36,7 @@ async def starts(instants, clock: ManualClock, busy_s=()):
     """When each request started, if starting the i-th takes busy_s[i]."""
     started, busy = [], iter(busy_s)
 
-    def send(planned: Planned, at_s: float) -> None:
+    def send(planned: PlannedRequest, at_s: float) -> None:
         started.append((planned.index, at_s, clock()))
         clock.now_s += next(busy, 0.0)
 
@@ -77,7 +77,7 @@ async def test_an_open_loop_waits_for_no_answer() -> None:
     """Requests start on schedule while all before them are still open: no coordinated omission."""
     started, over, all_started = [], [], asyncio.Event()
 
-    def start(p: Planned) -> None:
+    def start(p: PlannedRequest) -> None:
         started.append((p.index, len(over)))
         if len(started) == 20:
             all_started.set()
@@ -101,7 +101,7 @@ async def test_a_closed_loop_keeps_so_many_open() -> None:
     """Never more than `concurrency` are open; each client asks again when it has its answer."""
     open_now, most = set(), []
 
-    def start(p: Planned) -> None:
+    def start(p: PlannedRequest) -> None:
         open_now.add(p.index)
         most.append(len(open_now))
 
@@ -175,7 +175,7 @@ async def test_a_plan_fits_its_loop(at_s: float | None, concurrency: int | None)
 async def test_a_stalled_loop_makes_the_run_invalid() -> None:
     """A generator whose event loop is blocked says so: lag and stall beyond the budget, INVALID."""
 
-    def block(p: Planned) -> None:
+    def block(p: PlannedRequest) -> None:
         if p.index == 1:
             time.sleep(2 * Budget().max_lag_s)
 
@@ -227,7 +227,7 @@ def test_lag_is_the_generators_own() -> None:
 async def test_lags_are_of_all_requests() -> None:
     """The largest and the 99th percentile are over all that were sent, failed ones too."""
     records = [
-        Record(Planned(i, 0.0, question()), 0.0, sent_s=i / 1000, end_s=1.0, verdict="cut")
+        Record(PlannedRequest(i, 0.0, question()), 0.0, sent_s=i / 1000, end_s=1.0, verdict="cut")
         for i in range(201)
     ]
     with HealthMonitor(start_clock()) as monitor:
@@ -246,11 +246,11 @@ async def test_lags_are_of_all_requests() -> None:
 )
 def test_each_budget_has_its_reason(change: dict, reason: str) -> None:
     """A run within all budgets is valid; beyond one it is INVALID for that reason alone."""
-    assert judge_health(Run({}, health=WELL)) == []
-    assert judge_health(Run({}, health=replace(WELL, **change))) == [reason]
+    assert judge_health(LoadRun({}, health=WELL)) == []
+    assert judge_health(LoadRun({}, health=replace(WELL, **change))) == [reason]
 
 
 def test_a_run_without_health_cannot_be_judged() -> None:
     """Not measured is not valid."""
     with pytest.raises(ValueError, match="cannot be judged"):
-        judge_health(Run({}))
+        judge_health(LoadRun({}))

@@ -9,10 +9,10 @@ from hashlib import sha256
 
 import pytest
 
-from draftgate.loadgen.checking.verify import Difference, LosslessCheck
+from draftgate.loadgen.checking.lossless import Difference, LosslessCheck
 from draftgate.loadgen.events import EventWriter, read_events
 from draftgate.loadgen.measuring.summary import summarize
-from draftgate.loadgen.types import Message, Planned, Question, Slo
+from draftgate.loadgen.types import ChatMessage, PlannedRequest, RequestSpec, Slo
 from tests.loadgen.truth import a_run, record
 
 CHECK = LosslessCheck(3, 2, (Difference(1, 0, 5, "a", "b"),), ((2, "cut: gone"),), 1)
@@ -40,9 +40,9 @@ def test_the_summary_can_be_computed_again(tmp_path) -> None:
 
 def test_everything_but_the_texts_comes_back(tmp_path) -> None:
     """A record with every field set is read as it was, except what was asked and answered."""
-    question = Question(
+    question = RequestSpec(
         None,
-        (Message("user", "hällo"),),
+        (ChatMessage("user", "hällo"),),
         32,
         2**63,
         "batch",
@@ -54,10 +54,10 @@ def test_everything_but_the_texts_comes_back(tmp_path) -> None:
     )
     one = record(told=[1, None, 2, 3], detail="a\nb", connect_s=0.003, empty_s=(1.2,))
     one = replace(one, metrics={"seed": 1})
-    one = replace(one, planned=Planned(7, 1.0, question))
+    one = replace(one, planned=PlannedRequest(7, 1.0, question))
     again, _ = read_events(written(tmp_path / "e.jsonl", a_run([one])))
     without = replace(question, prompt="", messages=())
-    assert again.records == [replace(one, planned=Planned(7, 1.0, without), texts=())]
+    assert again.records == [replace(one, planned=PlannedRequest(7, 1.0, without), texts=())]
 
 
 def test_texts_are_not_kept_but_can_be_compared(tmp_path) -> None:

@@ -7,11 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftgate.loadgen.checking.verify import LosslessCheck
-from draftgate.loadgen.measuring.decisions import decisions
-from draftgate.loadgen.measuring.figures import (
-    FIGURE,
-    FIGURES,
+from draftgate.loadgen.checking.lossless import LosslessCheck
+from draftgate.loadgen.measuring.metrics import (
+    METRICS,
     chunk_gaps_s,
     distribution,
     errors,
@@ -28,6 +26,7 @@ from draftgate.loadgen.measuring.figures import (
     values_of,
 )
 from draftgate.loadgen.measuring.slo import wilson
+from draftgate.loadgen.measuring.speculation import total_speculation
 from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, summarize
 from draftgate.loadgen.types import ClientHealth, Slo
 from tests.loadgen.truth import WELL, a_run, failed, record, speculation
@@ -115,15 +114,15 @@ def test_percentiles_are_numpys() -> None:
 def test_only_intact_answers_have_figures() -> None:
     """A cut stream gives no TTFT and no tokens, however well it began; its cause is counted."""
     records = [record(0), failed(1), failed(2, "stalled"), failed(3)]
-    assert values_of(FIGURE["ttft_s"], records) == pytest.approx([0.5])
-    assert len(values_of(FIGURE["chunk_gap_s"], records)) == 3
+    assert values_of(METRICS["ttft_s"], records) == pytest.approx([0.5])
+    assert len(values_of(METRICS["chunk_gap_s"], records)) == 3
     assert errors(records) == {"cut": 2, "stalled": 1}
 
 
 def test_decisions_are_counted() -> None:
     """Choices by how often, sums of tokens, and the histogram added up by places."""
     longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3], price=0.4)
-    told = decisions([record(metrics=speculation()), record(metrics=longer), record()])
+    told = total_speculation([record(metrics=speculation()), record(metrics=longer), record()])
     assert told.prompts == 2
     assert told.max_draft_tokens == {4: 1, 2: 1}
     assert (told.modes, told.proposers, told.workers) == ({"auto": 2}, {"ngram": 2}, {"w0": 2})
@@ -138,7 +137,7 @@ def test_each_prompt_has_its_decision() -> None:
     """With several prompts each one is read, and the sum over them is not counted again."""
     several = speculation(4, 16, 12)
     several["prompts"] = [speculation(4), speculation(2) | {"worker_id": "w1"}]
-    told = decisions([record(metrics=several)])
+    told = total_speculation([record(metrics=several)])
     assert (told.prompts, told.drafted, told.workers) == (2, 16, {"w0": 1, "w1": 1})
 
 
@@ -146,11 +145,11 @@ def test_servers_may_tell_less_or_nonsense() -> None:
     """vLLM's shape has counts alone; what is no report, or of a wrong type, is left out."""
     report = {"num_drafted_tokens": 8, "num_accepted_tokens": 3, "mode": 7, "num_spec_steps": "2"}
     report["price"] = "dear"
-    told = decisions([record(metrics={"speculative_decoding": report})])
+    told = total_speculation([record(metrics={"speculative_decoding": report})])
     assert (told.drafted, told.accepted, told.steps, told.modes) == (8, 3, 0, {})
     assert (told.accepted_per_step, told.mean_price) == (None, None)
     for metrics in (None, {}, {"speculative_decoding": None}, {"prompts": ["?"]}):
-        assert decisions([record(metrics=metrics)]) is None
+        assert total_speculation([record(metrics=metrics)]) is None
 
 
 def test_the_summary_has_the_contracts_form() -> None:
@@ -180,7 +179,7 @@ def test_the_summary_has_the_contracts_form() -> None:
     assert details["classes"]["interactive"]["goodput_rps"] == 0.5
     assert details["classes"]["interactive"]["met_ttft"] == 1
     assert details["decisions"]["max_draft_tokens"] == {"0": 1, "2": 1, "4": 1}
-    assert {figure.key for figure in FIGURES} <= set(details["formulas"])
+    assert {figure.key for figure in METRICS.values()} <= set(details["formulas"])
 
 
 @pytest.mark.parametrize("scheduled_s", [None, 0.0])
@@ -217,6 +216,6 @@ def test_the_lossless_check_is_in_the_summary() -> None:
 def test_times_survive_the_change_of_clock() -> None:
     """Figures are differences: the whole run shifted in time has the same ones."""
     one, later = record(at_s=0.0), record(at_s=1000.0)
-    for figure in FIGURES:
+    for figure in METRICS.values():
         assert list(figure.of(one)) == pytest.approx(list(figure.of(later)))
     assert replace(one, planned=later.planned) != later

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from draftgate.loadgen.events import EventWriter, read_events
-from draftgate.loadgen.measuring.figures import latency_s, ttft_s
 from draftgate.loadgen.measuring.hops import hops, hops_as_dict
-from draftgate.loadgen.measuring.slo import attainment, met, met_latency
+from draftgate.loadgen.measuring.metrics import latency_s, ttft_s
+from draftgate.loadgen.measuring.slo import attainment, meets_slo, met_latency
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.sending.client import open_session
 from draftgate.loadgen.sending.driver import run_plan
 from draftgate.loadgen.sending.health import lag_s
-from draftgate.loadgen.types import SINGLE, Planned, Slo
+from draftgate.loadgen.types import SINGLE, PlannedRequest, Slo
 from tests.loadgen.mock import Mock, Script, question, serving, text_of
 from tests.loadgen.truth import a_run, record
 
@@ -40,7 +40,7 @@ class Echo:
 
 async def run_of(mock: Mock, *flows: Echo, slo: Slo = Slo(latency_s=60.0), **more):  # noqa: B008
     plan = [
-        Planned(i, None, question(seed=i, prompt="asked", slo=slo), flow)
+        PlannedRequest(i, None, question(seed=i, prompt="asked", slo=slo), flow)
         for i, flow in enumerate(flows)
     ]
     async with serving(mock) as url, open_session() as session:
@@ -61,8 +61,8 @@ async def test_each_request_is_made_of_the_answer_before_it() -> None:
     assert over == [one]
     assert len(starts) == 1
     assert (one.verdict, one.texts) == ("ok", (text,))
-    assert one.planned.question.slo == Slo(latency_s=60.0)
-    assert [hop.planned.question.hop for hop in one.hops] == ["hop0", "hop1", "hop2"]
+    assert one.planned.request.slo == Slo(latency_s=60.0)
+    assert [hop.planned.request.hop for hop in one.hops] == ["hop0", "hop1", "hop2"]
     assert [h["x-slo-ttft-ms"] for h in mock.headers] == ["60000", "61000", "62000"]
 
 
@@ -108,7 +108,7 @@ async def test_an_interrupted_flow_keeps_what_there_is() -> None:
 async def test_a_plain_question_is_its_only_request() -> None:
     """Nothing is wrapped: it has no hops, and is among its own requests."""
     async with serving(Mock()) as url, open_session() as session:
-        plan = [Planned(0, None, question())]
+        plan = [PlannedRequest(0, None, question())]
         run = await run_plan(session, url, "mock", plan, concurrency=1)
     (one,) = run.records
     assert one.hops == ()
@@ -132,13 +132,13 @@ async def test_events_tell_of_every_request(tmp_path) -> None:
 def of_hops(*kinds, deadline_s: float | None = None):
     """The record of a question whose requests are those."""
     requests = tuple(
-        replace(one, planned=replace(one.planned, question=replace(one.planned.question, **fields)))
+        replace(one, planned=replace(one.planned, request=replace(one.planned.request, **fields)))
         for one, fields in kinds
     )
     slo = Slo(latency_s=deadline_s)
-    asked = replace(requests[-1].planned.question, slo=slo, hop="")
+    asked = replace(requests[-1].planned.request, slo=slo, hop="")
     last = replace(requests[-1], scheduled_s=requests[0].scheduled_s, hops=requests)
-    return replace(last, planned=replace(last.planned, question=asked))
+    return replace(last, planned=replace(last.planned, request=asked))
 
 
 def test_hops_have_figures_and_shares_of_the_deadline() -> None:
@@ -165,8 +165,8 @@ def test_a_deadline_is_a_limit_like_the_others() -> None:
     # Its stream ends 0.92 s after the schedule.
     late, fine = (record(slo=Slo(ttft_s=1.0, latency_s=s)) for s in (0.91, 0.93))
     assert not met_latency(late)
-    assert not met(late)
-    assert met(fine)
+    assert not meets_slo(late)
+    assert meets_slo(fine)
     run = a_run([late, fine])
     (told,) = summarize(run)["details"]["classes"].values()
     assert (told["met_latency"], told["met_ttft"], told["attainment"]) == (1, 2, 0.5)

@@ -12,9 +12,15 @@ import pytest
 from aiohttp import web
 
 from draftgate.loadgen.checking.audit import ABORTS, StreamAudit, Verdict
-from draftgate.loadgen.sending.client import Exchange, Patience, ask, first_model, open_session
+from draftgate.loadgen.sending.client import (
+    ClientTimeouts,
+    HttpExchange,
+    ask,
+    first_model,
+    open_session,
+)
 from draftgate.loadgen.sending.clock import start_clock
-from draftgate.loadgen.types import Arrived, Message, Planned, Slo
+from draftgate.loadgen.types import ChatMessage, PlannedRequest, Slo, TextChunk
 from tests.loadgen.mock import (
     EVENT_FAULTS,
     TRANSPORT_FAULTS,
@@ -69,16 +75,16 @@ def judged(events: list[str], **expected: object) -> StreamAudit:
 
 
 def of_script(script: Script, *, chat: bool = False) -> StreamAudit:
-    body = question(script, prompt=None, messages=(Message("user", "x"),)).body("mock")
+    body = question(script, prompt=None, messages=(ChatMessage("user", "x"),)).body("mock")
     if not chat:
         body = question(script).body("mock")
     return judged(events_of(script, body, "answer"))
 
 
-async def asked(script: Script, patience: Patience | None = None, mock: Mock | None = None):
+async def asked(script: Script, patience: ClientTimeouts | None = None, mock: Mock | None = None):
     async with serving(mock or Mock()) as url, open_session() as session:
-        planned = Planned(0, None, question(script))
-        patience = patience or Patience(5.0, 5.0)
+        planned = PlannedRequest(0, None, question(script))
+        patience = patience or ClientTimeouts(5.0, 5.0)
         return await ask(session, url, "mock", planned, clock=start_clock(), patience=patience)
 
 
@@ -114,7 +120,7 @@ def test_intact_streams_are_ok(chat: bool, per_chunk: int, continuous: bool, rol
 @pytest.mark.parametrize("fault", TRANSPORT_VERDICTS)
 async def test_every_fault_of_the_transport_has_its_verdict(fault: str) -> None:
     """Refusals, other answers, cut and reset connections, silence and stalls are told apart."""
-    impatience = {"silent": Patience(total_s=0.2), "stall": Patience(5.0, stall_s=0.1)}
+    impatience = {"silent": ClientTimeouts(total_s=0.2), "stall": ClientTimeouts(5.0, stall_s=0.1)}
     record = await asked(Script(fault=fault), impatience.get(fault))
     assert record.verdict == TRANSPORT_VERDICTS[fault].value, record.detail
     assert record.detail
@@ -132,9 +138,9 @@ async def test_no_server_is_no_connection() -> None:
     async with serving(Mock()) as url:
         pass
     async with open_session() as session:
-        planned = Planned(0, None, question())
+        planned = PlannedRequest(0, None, question())
         record = await ask(
-            session, url, "mock", planned, clock=start_clock(), patience=Patience(5.0)
+            session, url, "mock", planned, clock=start_clock(), patience=ClientTimeouts(5.0)
         )
     assert (record.verdict, record.status) == ("no_connection", None)
 
@@ -229,7 +235,7 @@ def test_bad_utf8_is_malformed() -> None:
 async def test_instants_are_those_of_the_reads() -> None:
     """Each chunk with text has the instant at which it was read, exactly; roles have none."""
     now = [10.0]
-    body = question(prompt=None, messages=(Message("user", "x"),)).body("mock")
+    body = question(prompt=None, messages=(ChatMessage("user", "x"),)).body("mock")
     events = events_of(Script(role=True, per_chunk=2, continuous=True), body, "answer")
 
     async def reads():
@@ -239,12 +245,14 @@ async def test_instants_are_those_of_the_reads() -> None:
 
     content = SimpleNamespace(iter_any=reads)
     response = SimpleNamespace(status=200, content_type="text/event-stream", content=content)
-    exchange = Exchange(Planned(0, 9.0, question()), lambda: now[0], 9.0, Patience(), set())
+    exchange = HttpExchange(
+        PlannedRequest(0, 9.0, question()), lambda: now[0], 9.0, ClientTimeouts(), set()
+    )
     async with asyncio.timeout(5) as limit:
         await exchange._read(response, limit, asyncio.get_running_loop().time() + 5)
     record = exchange.record()
     lengths = [len("".join(text_of(1, 8)[i : i + 2])) for i in range(0, 8, 2)]
-    expected = [Arrived(10.5 + 0.25 * i, 2, length) for i, length in enumerate(lengths)]
+    expected = [TextChunk(10.5 + 0.25 * i, 2, length) for i, length in enumerate(lengths)]
     assert list(record.chunks) == expected
     assert (record.verdict, record.scheduled_s) == ("ok", 9.0)
 
@@ -254,9 +262,9 @@ async def test_the_client_reads_no_chunk_before_it_was_sent() -> None:
     mock = Mock()
     async with serving(mock) as url, open_session() as session:
         clock = start_clock()
-        planned = Planned(0, None, question(Script(ttft_s=0.01, gap_s=0.005)))
+        planned = PlannedRequest(0, None, question(Script(ttft_s=0.01, gap_s=0.005)))
         start_s = time.monotonic() - clock()
-        record = await ask(session, url, "mock", planned, clock=clock, patience=Patience(5.0))
+        record = await ask(session, url, "mock", planned, clock=clock, patience=ClientTimeouts(5.0))
     sent_s = [at_s - start_s for at_s in mock.sent_s[1]]
     assert record.verdict == "ok"
     pairs = list(zip(sent_s, record.chunks, strict=False))
@@ -272,12 +280,14 @@ async def test_what_is_sent_is_what_was_asked() -> None:
     mock = Mock()
     extra = (("speculation", {"mode": "off"}),)
     completion = question(seed=7, extra=extra, slo=Slo(0.5, 0.0205))
-    chat = question(prompt=None, messages=(Message("system", "a"), Message("user", "b")))
+    chat = question(prompt=None, messages=(ChatMessage("system", "a"), ChatMessage("user", "b")))
     async with serving(mock) as url, open_session("secret") as session:
         assert await first_model(session, url) == "mock"
         for asking in (completion, chat):
-            planned = Planned(0, None, asking)
-            await ask(session, url, "mock", planned, clock=start_clock(), patience=Patience(5.0))
+            planned = PlannedRequest(0, None, asking)
+            await ask(
+                session, url, "mock", planned, clock=start_clock(), patience=ClientTimeouts(5.0)
+            )
     first, second = mock.bodies
     assert (first["prompt"], first["seed"], first["speculation"]) == ("x", 7, {"mode": "off"})
     assert first["stream_options"] == {"include_usage": True}

@@ -42,8 +42,8 @@ def test_without_a_rate_the_loop_is_closed() -> None:
     assert (plan.concurrency, plan.schedule_s, plan.total) == (2, None, 3)
     planned = list(plan.requests)
     assert [(p.index, p.at_s) for p in planned] == [(0, None), (1, None), (2, None)]
-    assert [p.question.seed for p in planned] == [5, 6, 7]
-    question = planned[0].question
+    assert [p.request.seed for p in planned] == [5, 6, 7]
+    question = planned[0].request
     assert (question.prompt, question.max_tokens) == (PROMPT, PROMPT_MAX_TOKENS)
     plain = make_plan(Load())
     assert (plain.concurrency, len(list(plain.requests))) == (4, REQUESTS)
@@ -131,7 +131,7 @@ def test_a_trace_is_replayed(trace: Path) -> None:
     assert instants(concurrency=2) == [None] * 3
     plan = make_plan(Load(trace=trace), rows=rows)
     assert plan.schedule_s == 4.0
-    assert [p.question.max_tokens for p in plan.requests] == [7, 8, 9]
+    assert [p.request.max_tokens for p in plan.requests] == [7, 8, 9]
     with pytest.raises(ValueError, match="no requests"):
         make_plan(Load(trace=trace))
 
@@ -149,15 +149,15 @@ def test_flags_reach_the_questions() -> None:
         slo=slo,
     )
     for planned in make_plan(load).requests:
-        body = planned.question.body("m")
+        body = planned.request.body("m")
         assert (body["temperature"], body["max_tokens"]) == (0.0, 9)
         assert body["speculation"] == {"mode": "ngram", "max_draft_tokens": 4}
         assert body["messages"][0]["role"] == "user"
-        assert planned.question.slo == slo
+        assert planned.request.slo == slo
     (planned,) = make_plan(Load(requests=1, speculation="off")).requests
-    assert planned.question.body("m")["speculation"] == {"mode": "off"}
+    assert planned.request.body("m")["speculation"] == {"mode": "off"}
     (planned,) = make_plan(Load(requests=1)).requests
-    assert not {"speculation", "temperature"} & set(planned.question.body("m"))
+    assert not {"speculation", "temperature"} & set(planned.request.body("m"))
 
 
 def test_a_plan_can_be_rebuilt() -> None:

@@ -17,16 +17,24 @@ from msgspec import structs
 from rich.console import Console
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.checking.verify import choose, replay_of
+from draftgate.loadgen.checking.lossless import choose, replay_of
 from draftgate.loadgen.events import End, read_events
 from draftgate.loadgen.measuring.summary import invalid_reasons, summarize
 from draftgate.loadgen.planning.plan import Load, Part
 from draftgate.loadgen.sending.health import judge_health, of_processes
 from draftgate.loadgen.sending.processes import parent, sender
 from draftgate.loadgen.sending.processes.parent import Merger, run_in_processes
-from draftgate.loadgen.sending.processes.wire import JOB, REPORT, Job, Report, Start, frame, receive
+from draftgate.loadgen.sending.processes.wire import (
+    JOB,
+    REPORT,
+    SenderJob,
+    SenderReport,
+    SenderStart,
+    frame,
+    receive,
+)
 from draftgate.loadgen.sending.run import Target, run_load
-from draftgate.loadgen.types import Run, Slo
+from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
 from tests.loadgen.truth import WELL, a_run, record
@@ -57,7 +65,7 @@ def by_seed(monkeypatch, script_of) -> None:
     monkeypatch.setattr(Mock, "_stream", stream)
 
 
-async def ran(url: str, load: Load, processes: int, **target) -> Run:
+async def ran(url: str, load: Load, processes: int, **target) -> LoadRun:
     """Send a load as the command does."""
     console = Console(file=io.StringIO())
     run, _ = await run_load(load, Target(url, processes=processes, **target), console)
@@ -81,7 +89,7 @@ async def test_many_processes_make_the_run_of_one(tmp_path, load: Load) -> None:
         many = await ran(url, load, 3, events=events)
     assert sorted(body["seed"] for body in mock.bodies[len(asked) :]) == asked
 
-    def told(run: Run):
+    def told(run: LoadRun):
         ordered = sorted(run.records, key=lambda r: r.planned.index)
         return [(r.planned, r.verdict, r.texts, r.finish_reasons, r.usage) for r in ordered]
 
@@ -103,16 +111,16 @@ async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
     starts, mock = [], Mock()
 
     def spy(message):
-        if isinstance(message, Start):
+        if isinstance(message, SenderStart):
             starts.append(message.at_s)
         return frame(message)
 
     monkeypatch.setattr(parent, "frame", spy)
     async with serving(mock) as url:
-        run = await run_in_processes(Job(FOUR, url, "mock"), 2)
+        run = await run_in_processes(SenderJob(FOUR, url, "mock"), 2)
     (start_s,) = set(starts)
     for one in run.records:
-        first_s = mock.sent_s[one.planned.question.seed][0]
+        first_s = mock.sent_s[one.planned.request.seed][0]
         assert one.scheduled_s >= 0
         assert start_s + one.sent_s < first_s < start_s + one.chunks[0].at_s
 
@@ -132,15 +140,15 @@ async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
     monkeypatch.setattr(parent.Sender, "ready", spy_ready)
     monkeypatch.setattr(parent, "frame", spy_frame)
     async with serving(Mock()) as url:
-        await run_in_processes(Job(FOUR, url, "mock"), 2)
-    assert said == ["Job", "Job", "ready", "ready", "Start", "Start"]
+        await run_in_processes(SenderJob(FOUR, url, "mock"), 2)
+    assert said == ["SenderJob", "SenderJob", "ready", "ready", "SenderStart", "SenderStart"]
 
 
 async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
     """Two streams with one id are not both intact, though no process saw more than one of them."""
     of_script(monkeypatch, fault="same_id")
     async with serving(Mock()) as url:
-        run = await run_in_processes(Job(replace(FOUR, requests=2), url, "mock"), 2)
+        run = await run_in_processes(SenderJob(replace(FOUR, requests=2), url, "mock"), 2)
     told = {r.verdict: r.detail for r in run.records}
     assert set(told) == {"ok", "crossed"}
     assert "'same'" in told["crossed"]
@@ -154,7 +162,7 @@ def test_the_first_fault_stands() -> None:
     for index in (0, 1):
         told = [replace(record(2 * i + index), stream_id=i_d) for i, i_d in enumerate(ids)]
         told[3] = replace(told[3], verdict="cut")
-        merger.take(index, Report(4, told, End.of(a_run())))
+        merger.take(index, SenderReport(4, told, End.of(a_run())))
     verdicts = [r.verdict for r in sorted(merger.run.records, key=lambda r: r.planned.index)]
     assert verdicts == ["ok", "crossed", "ok", "crossed", "ok", "ok", "cut", "cut"]
 
@@ -171,7 +179,7 @@ async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -
             spawned[0].kill()
 
     async with serving(Mock()) as url:
-        run = await run_in_processes(Job(FOUR, url, "mock"), 2, on_start=start)
+        run = await run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_start=start)
     (lost,) = run.lost
     assert lost.startswith("process 1 of 2 of the generator died: by SIGKILL")
     assert "2 open requests" in lost
@@ -192,7 +200,7 @@ async def test_all_may_die(monkeypatch, spawned) -> None:
                 process.kill()
 
     async with serving(Mock()) as url:
-        run = await run_in_processes(Job(FOUR, url, "mock"), 2, on_start=start)
+        run = await run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_start=start)
     assert (len(run.lost), run.health, run.interrupted) == (2, None, True)
     assert invalid_reasons(run)[:2] == list(run.lost)
 
@@ -208,7 +216,9 @@ async def test_an_interrupted_run_keeps_what_there_is(monkeypatch, spawned) -> N
             enough.set()
 
     async with serving(Mock()) as url:
-        running = asyncio.create_task(run_in_processes(Job(FOUR, url, "mock"), 2, on_record=over))
+        running = asyncio.create_task(
+            run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_record=over)
+        )
         async with asyncio.timeout(30):
             await enough.wait()
         running.cancel()
@@ -268,9 +278,9 @@ async def test_no_process_outlives_its_parent(monkeypatch) -> None:
                 *(sys.executable, "-m", sender.__name__, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
             )
-        writer.write(frame(Job(FOUR, url, "mock")))
-        assert await receive(reader, REPORT) == Report()
-        writer.write(frame(Start(0.0)))
+        writer.write(frame(SenderJob(FOUR, url, "mock")))
+        assert await receive(reader, REPORT) == SenderReport()
+        writer.write(frame(SenderStart(0.0)))
         started = 0
         while started < 4:
             started += (await receive(reader, REPORT)).started
@@ -280,7 +290,7 @@ async def test_no_process_outlives_its_parent(monkeypatch) -> None:
 
 async def test_a_process_that_cannot_start_is_an_error(tmp_path, capfd, spawned) -> None:
     """A part whose plan cannot be made ends the command with the reason, and all processes."""
-    job = Job(Load(trace=tmp_path / "gone.csv"), "http://127.0.0.1:9", "mock")
+    job = SenderJob(Load(trace=tmp_path / "gone.csv"), "http://127.0.0.1:9", "mock")
     with pytest.raises(OSError, match=r"process 1 of 2 .* did not start: exit status 1"):
         await run_in_processes(job, 2)
     assert "FileNotFoundError" in capfd.readouterr().err
@@ -295,7 +305,7 @@ async def test_what_a_callback_raises_ends_the_run(spawned) -> None:
 
     async with serving(Mock()) as url:
         with pytest.raises(OSError, match="no space"):
-            await run_in_processes(Job(FOUR, url, "mock"), 2, on_record=full)
+            await run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_record=full)
     assert all(process.returncode is not None for process in spawned)
 
 
@@ -325,9 +335,9 @@ def test_clients_must_be_as_many_as_processes() -> None:
 def test_one_process_that_did_not_keep_up_is_enough(behind: dict) -> None:
     """The run is as healthy as its worst process, each within the budget of one core; of those that
     died nothing is known."""
-    assert judge_health(Run({}, health=of_processes([WELL, WELL]))) == []
+    assert judge_health(LoadRun({}, health=of_processes([WELL, WELL]))) == []
     worst = of_processes([WELL, replace(WELL, **behind), None])
-    assert len(judge_health(Run({}, health=worst))) == 1
+    assert len(judge_health(LoadRun({}, health=worst))) == 1
     assert worst.processes[2] is None
     assert of_processes([None]) is None
 
@@ -335,12 +345,12 @@ def test_one_process_that_did_not_keep_up_is_enough(behind: dict) -> None:
 def test_a_job_and_a_report_arrive_as_they_were_sent(tmp_path) -> None:
     """Paths, seeds of 64 bits, extra fields, texts and ids are the same on the other side."""
     load = Load(workload="code", text_file=tmp_path, seed=2**63, rate_rps=1.0, slo=Slo(0.5))
-    job = Job(load, "http://server", "m", "sk", max_model_len=7, part=Part(1, 3))
+    job = SenderJob(load, "http://server", "m", "sk", max_model_len=7, part=Part(1, 3))
     assert JOB.decode(frame(job)[4:]) == job
     one = replace(record(told=[1, None, 2, 3]), texts=("é\n",), stream_id="s", metrics={"a": 1.5})
-    asked = replace(one.planned.question, extra=(("speculation", {"mode": "off"}),))
-    one = replace(one, planned=replace(one.planned, question=asked))
-    arrived = REPORT.decode(frame(Report(1, [one]))[4:])
+    asked = replace(one.planned.request, extra=(("speculation", {"mode": "off"}),))
+    one = replace(one, planned=replace(one.planned, request=asked))
+    arrived = REPORT.decode(frame(SenderReport(1, [one]))[4:])
     assert arrived.records == [replace(one, chunks=list(one.chunks))]
     assert choose(arrived.records, 1, 0) == arrived.records
     assert replay_of(arrived.records[0]) == replay_of(one)

@@ -12,9 +12,9 @@ import pytest
 
 from draftgate.loadgen.measuring.hops import hops
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.sending.client import Patience, open_session
+from draftgate.loadgen.sending.client import ClientTimeouts, open_session
 from draftgate.loadgen.sending.driver import run_plan
-from draftgate.loadgen.sending.retrieval import Index, open_index
+from draftgate.loadgen.sending.passage_index import Index, open_index
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads import ApproximateCounter, indexed_passages
 from draftgate.loadgen.workloads.deadline import (
@@ -180,11 +180,11 @@ async def test_an_index_is_built_once() -> None:
     """Asked for again, with the same passages at the same server, it embeds nothing."""
     mock, passages = Mock(), [f"passage {n}" for n in range(40)]
     async with serving(mock) as url, open_session() as session:
-        index = await open_index(session, url, "mock", passages, Patience())
+        index = await open_index(session, url, "mock", passages, ClientTimeouts())
         requests = len(mock.bodies)
-        assert await open_index(session, url, "mock", passages, Patience()) is index
+        assert await open_index(session, url, "mock", passages, ClientTimeouts()) is index
         assert len(mock.bodies) == requests
-        other = await open_index(session, url, "mock", passages[1:], Patience())
+        other = await open_index(session, url, "mock", passages[1:], ClientTimeouts())
     assert index.nearest([packed(*vector_of("passage 33"))], 1) == [33]
     assert len(other.passages) == 39
 
@@ -226,13 +226,11 @@ async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int =
     load = Load(workload="rag", concurrency=1, requests=count, text_file=text_file, **fields)
     passages = indexed_passages(COUNTER, text_file)
     async with serving(mock) as url, open_session() as session:
-        index = await open_index(session, url, "mock", passages, Patience())
+        index = await open_index(session, url, "mock", passages, ClientTimeouts())
         mock.bodies.clear()
         mock.headers.clear()
         plan = [
-            replace(
-                p, question=replace(p.question, extra=(("mock", vars(script)), *p.question.extra))
-            )
+            replace(p, request=replace(p.request, extra=(("mock", vars(script)), *p.request.extra)))
             for p in make_plan(load, counter=COUNTER, retriever=index).requests
         ]
         run = await run_plan(session, url, "mock", plan, concurrency=1)
@@ -281,8 +279,8 @@ async def test_every_request_announces_the_rest_of_one_deadline(text_file) -> No
     mock = Mock()
     run, _ = await asked(text_file, mock, count=2)
     for record in run.records:
-        assert record.planned.question.slo == Slo(latency_s=DEADLINE_S)
-        plan, retrieval, answer = (hop.planned.question for hop in record.hops)
+        assert record.planned.request.slo == Slo(latency_s=DEADLINE_S)
+        plan, retrieval, answer = (hop.planned.request for hop in record.hops)
         elapsed_s = record.hops[2].scheduled_s - record.scheduled_s
         work = Work(COUNTER.count(answer.messages[0].content), answer.max_tokens)
         least = announced(Slo(latency_s=DEADLINE_S), elapsed_s, work)
@@ -291,7 +289,7 @@ async def test_every_request_announces_the_rest_of_one_deadline(text_file) -> No
         assert retrieval.slo.tpot_s is None
     headers = mock.headers[2]
     assert float(headers["x-slo-tpot-ms"]) == pytest.approx(
-        run.records[0].hops[2].planned.question.slo.tpot_s * 1e3, rel=1e-4
+        run.records[0].hops[2].planned.request.slo.tpot_s * 1e3, rel=1e-4
     )
     assert "x-slo-tpot-ms" not in mock.headers[1]
 
@@ -315,7 +313,7 @@ async def test_without_vectors_passages_are_found_by_words(text_file) -> None:
     run, _ = await asked(text_file, Mock(embeds=batches + 1), count=3)
     assert [r.verdict for r in run.records] == ["ok", "http_status", "http_status"]
     assert run.records[1].detail.startswith("retrieve: 404")
-    answers = [dict(r.hops[2].planned.question.facts) for r in run.records]
+    answers = [dict(r.hops[2].planned.request.facts) for r in run.records]
     assert [told["by_vectors"] for told in answers] == [True, False, False]
     assert all(told["passage_found"] for told in answers[1:])
     assert [r.hops[2].verdict for r in run.records] == ["ok"] * 3

@@ -16,17 +16,17 @@ import pytest
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from draftgate.loadgen.checking.verify import Difference, LosslessCheck
-from draftgate.loadgen.measuring.figures import FIGURES
+from draftgate.loadgen.checking.lossless import Difference, LosslessCheck
+from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.report.charts import thinned
+from draftgate.loadgen.report.formatting import milliseconds
 from draftgate.loadgen.report.live import Histogram, LiveView, Progress
 from draftgate.loadgen.report.live import render as render_live
 from draftgate.loadgen.report.page import charts as charts_of
 from draftgate.loadgen.report.page import page as page_of
-from draftgate.loadgen.report.runs import Report, name_of
+from draftgate.loadgen.report.runs import RunReport, name_of
 from draftgate.loadgen.report.table import render, side_by_side
 from draftgate.loadgen.report.time_charts import open_requests
-from draftgate.loadgen.report.words import milliseconds
 from draftgate.loadgen.types import ClientHealth
 from tests.chromium import find_chromium
 from tests.loadgen.truth import a_run, failed, record, speculation
@@ -44,12 +44,12 @@ def in_words(renderable, width: int = 160) -> str:
 
 def page(run, lossless=None) -> str:
     """The page of one run."""
-    return page_of([Report("server", run, lossless)])
+    return page_of([RunReport("server", run, lossless)])
 
 
 def charts(run):
     """The plots of one run."""
-    return charts_of([Report("server", run)])
+    return charts_of([RunReport("server", run)])
 
 
 def own_part(text: str) -> str:
@@ -71,7 +71,7 @@ def test_the_page_needs_nothing_else() -> None:
 def test_the_page_has_every_figure_with_its_formula() -> None:
     """Figures, classes with intervals, errors with examples, decisions, settings."""
     own = own_part(page(a_run()))
-    for figure in FIGURES:
+    for figure in METRICS.values():
         assert figure.title in own
         assert figure.formula.replace(">", "&gt;") in own
     for shown in ("interactive", "batch", "50.0% [15.0%, 85.0%]", "&lt;cut&gt;", "slo.ttft_s"):
@@ -133,7 +133,7 @@ def test_curves_are_distributions() -> None:
 
 def test_a_long_tail_gets_a_logarithmic_axis() -> None:
     """Values over a wide range are shown on a logarithmic axis, and the limit stays in place."""
-    slo = a_run().records[0].planned.question.slo
+    slo = a_run().records[0].planned.request.slo
     wide = [record(i, first_s=first, slo=slo) for i, first in enumerate((0.1, 0.1, 0.1, 9.0))]
     ttft = charts(a_run(wide))[0]
     assert ttft.layout["xaxis"]["type"] == "log"
@@ -273,11 +273,11 @@ def test_a_browser_draws_every_plot(tmp_path, rates: list[float]) -> None:
     assert own_part(drawn.stdout).count('class="plot-container') == len(charts_of(reports))
 
 
-def at_rate(rate: float, name: str = "auto", **fields) -> Report:
+def at_rate(rate: float, name: str = "auto", **fields) -> RunReport:
     """A run at a rate."""
     run = a_run(**fields)
     run.settings["rate_rps"] = rate
-    return Report(name, run)
+    return RunReport(name, run)
 
 
 SEVERAL = [at_rate(1.0), at_rate(2.0), at_rate(1.0, "off"), at_rate(2.0, "off", health=BEHIND)]

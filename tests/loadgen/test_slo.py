@@ -12,7 +12,7 @@ from draftgate.loadgen.measuring.slo import (
     attainment,
     attainment_by_class,
     goodput_rps,
-    met,
+    meets_slo,
     met_tpot,
     met_ttft,
     wilson,
@@ -53,28 +53,28 @@ def test_an_interval_of_nothing_says_nothing() -> None:
 def test_both_limits_must_be_met(slo: Slo, in_time: bool, fast: bool) -> None:
     """A record of TTFT 0.5 s and TPOT 0.05 s meets limits down to these, and no lower ones."""
     one = record(at_s=0.0, gaps_s=(0.25, 0.25), tokens=11, slo=slo)
-    assert (met_ttft(one), met_tpot(one), met(one)) == (in_time, fast, in_time and fast)
+    assert (met_ttft(one), met_tpot(one), meets_slo(one)) == (in_time, fast, in_time and fast)
 
 
 def test_a_stream_that_is_not_intact_meets_nothing() -> None:
     """However fast its beginning was; and an answer without text is not in time."""
-    assert not met(failed(0, slo=Slo(10.0, 10.0)))
-    assert not met(failed(0))
+    assert not meets_slo(failed(0, slo=Slo(10.0, 10.0)))
+    assert not meets_slo(failed(0))
     silent = record(chunks=(), tokens=0, slo=Slo(ttft_s=100.0))
     assert not met_ttft(silent)
-    assert met(record(chunks=(), tokens=0))
+    assert meets_slo(record(chunks=(), tokens=0))
 
 
 def test_an_answer_of_one_token_has_no_tpot() -> None:
     """It cannot miss a limit on the tokens after the first."""
-    assert met(record(gaps_s=(), tokens=1, slo=Slo(tpot_s=1e-9)))
+    assert meets_slo(record(gaps_s=(), tokens=1, slo=Slo(tpot_s=1e-9)))
 
 
 def test_the_limit_counts_from_the_schedule() -> None:
     """Sent late is answered late: a generator's or a queue's delay excuses nothing."""
     late = record(at_s=1.0, first_s=0.5, slo=Slo(ttft_s=0.495))
     assert late.chunks[0].at_s - late.sent_s < 0.495
-    assert not met(late)
+    assert not meets_slo(late)
 
 
 def test_attainment_counts_every_scheduled_request() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from draftgate.loadgen import cli
 from draftgate.loadgen.measuring.slo import wilson
 from draftgate.loadgen.planning.plan import Load
-from draftgate.loadgen.report.runs import Report, points
+from draftgate.loadgen.report.runs import RunReport, points
 from draftgate.loadgen.sending.run import Target
 from draftgate.loadgen.sweep import run as sweep_run
 from draftgate.loadgen.sweep.cells import contenders, in_order, numbers
@@ -33,7 +33,7 @@ def point(met: int, of: int, rate: float = 1.0, name: str = "auto"):
     records = [record(i, float(i), 0.5 if i < met else 0.7, slo=SLO) for i in range(of)]
     run = a_run(records)
     run.settings["rate_rps"] = rate
-    return Report(name, run)
+    return RunReport(name, run)
 
 
 def cells_of(*shares: tuple[float, int, int]):
@@ -125,7 +125,7 @@ def test_no_more_is_claimed_than_the_cells_tell() -> None:
 def test_requests_that_wait_for_each_other_are_fewer() -> None:
     """In a busy queue late ones come in rows: the interval is wider than of independent ones."""
     run = queue_run(400, load=0.8, seed=3)
-    (cell,) = points([Report("x", run)])
+    (cell,) = points([RunReport("x", run)])
     kept = sum(r.chunks[0].at_s - r.scheduled_s <= 2.0 for r in run.records)
     plain, found = wilson(kept, 400), surely(cell)
     assert found.high - found.low > 1.5 * (plain.high - plain.low)

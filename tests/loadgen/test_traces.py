@@ -201,7 +201,7 @@ def test_a_replayed_trace_shares_what_was_shared_when_it_came() -> None:
     rows = read_trace(path)
     planned = list(make_plan(Load(trace=path, requests=60), rows=rows, counter=counter).requests)
     assert [request.at_s for request in planned] == [row.at_s for row in rows[:60]]
-    prompts = [request.question.prompt or "" for request in planned]
+    prompts = [request.request.prompt or "" for request in planned]
     for row, prompt in zip(rows, prompts, strict=False):
         assert abs(counter.count(prompt) - row.prompt_tokens) <= len(row.prefix_ids) + 1
     shared = 0

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from draftgate.loadgen.checking.verify import (
+from draftgate.loadgen.checking.lossless import (
     CONTEXT,
     LosslessCheck,
+    check_lossless,
     choose,
     first_difference,
     replay_of,
-    verify_lossless,
 )
 from draftgate.loadgen.sending.client import open_session
 from draftgate.loadgen.sending.driver import run_plan
@@ -25,8 +25,8 @@ async def checked(scripts: list[Script], count: int, mock: Mock | None = None, *
     plan = [planned(i, None, script, **fields) for i, script in enumerate(scripts)]
     async with serving(mock or Mock()) as url, open_session() as session:
         run = await run_plan(session, url, "mock", plan, concurrency=2)
-        check = await verify_lossless(session, url, "mock", run.records, count)
-        again = await verify_lossless(session, url, "mock", run.records, count)
+        check = await check_lossless(session, url, "mock", run.records, count)
+        again = await check_lossless(session, url, "mock", run.records, count)
     assert check == again
     return check, run
 
@@ -60,7 +60,7 @@ async def test_the_replay_is_the_request_without_speculation() -> None:
     assert replay == first | {"speculation": {"mode": "off"}}
     record = run.records[0]
     record = replace(record, planned=planned(0, None, extra=asked), metrics={"seed": 99})
-    body = replay_of(record).question.body("mock")
+    body = replay_of(record).request.body("mock")
     assert (body["speculation"], body["temperature"]) == ({"mode": "off"}, 0.5)
     assert body["seed"] == 99
 
@@ -72,8 +72,8 @@ async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
     broken = planned(1, None, Script(fault="no_done"))
     records = [replace(r, planned=broken) for r in run.records if r.verdict == "ok"]
     async with serving(Mock()) as url, open_session() as session:
-        check = await verify_lossless(session, url, "mock", records, 1)
-        nothing = await verify_lossless(session, url, "mock", [], 1)
+        check = await check_lossless(session, url, "mock", records, 1)
+        nothing = await check_lossless(session, url, "mock", [], 1)
     assert not check.passed
     assert re.match("no_done: ", check.failed[0][1])
     assert not nothing.passed
@@ -85,7 +85,7 @@ async def test_numerics_classes_are_not_mixed() -> None:
     metrics = run.records[0].metrics | {"numerics_class": "another"}
     async with serving(Mock()) as url, open_session() as session:
         records = [replace(run.records[0], metrics=metrics)]
-        check = await verify_lossless(session, url, "mock", records, 1)
+        check = await check_lossless(session, url, "mock", records, 1)
     assert check == LosslessCheck(0, 0, (), (), 1)
     assert not check.passed
 

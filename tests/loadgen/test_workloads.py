@@ -17,14 +17,14 @@ from scipy.stats import chisquare
 
 from draftgate.loadgen.planning import corpus
 from draftgate.loadgen.planning.corpus import Place, open_corpus
-from draftgate.loadgen.types import Message, Question, Slo
+from draftgate.loadgen.types import ChatMessage, RequestSpec, Slo
 from draftgate.loadgen.workloads import (
     WORKLOADS,
     ApproximateCounter,
     fit_counter,
     make_workload,
+    prompt_text,
     replay,
-    text_of,
     through,
 )
 from draftgate.loadgen.workloads.base import Lengths, zipf
@@ -60,7 +60,7 @@ def text_file(tmp_path):
 
 def asked(name: str, count: int, **more):
     workload = make_workload(name, seed=7, counter=COUNTER, **more)
-    return [workload.question(index) for index in range(count)]
+    return [workload.request(index) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def test_a_question_depends_on_seed_and_index_alone(name: str) -> None:
     """Asked backwards of a fresh workload, every question is the same; another seed changes all."""
     forwards = asked(name, 100)
     again = make_workload(name, seed=7, counter=COUNTER)
-    assert [again.question(index) for index in reversed(range(100))] == forwards[::-1]
+    assert [again.request(index) for index in reversed(range(100))] == forwards[::-1]
     other = make_workload(name, seed=8, counter=COUNTER)
-    assert all(text_of(other.question(i)) != text_of(forwards[i]) for i in range(100))
+    assert all(prompt_text(other.request(i)) != prompt_text(forwards[i]) for i in range(100))
 
 
 @by_name
@@ -102,7 +102,7 @@ def test_questions_are_well_formed(name: str) -> None:
         assert (question.prompt is None) != (not question.messages)
         assert question.prompt is not None or question.messages[-1].role == "user"
         assert question.max_tokens >= 1
-        assert text_of(question).strip()
+        assert prompt_text(question).strip()
     assert [question.seed for question in questions] == list(range(7, 107))
 
 
@@ -111,7 +111,7 @@ def test_questions_are_well_formed(name: str) -> None:
 def test_prompt_and_answer_fit_the_server(name: str, max_model_len: int) -> None:
     """With a context given, prompt and answer stay inside it by the counter."""
     for question in asked(name, 100, max_model_len=max_model_len):
-        assert COUNTER.count(text_of(question)) + question.max_tokens <= max_model_len
+        assert COUNTER.count(prompt_text(question)) + question.max_tokens <= max_model_len
 
 
 @by_name
@@ -127,7 +127,7 @@ def test_a_file_of_the_user_is_the_only_text(name: str, text_file, monkeypatch) 
     """With a text file, every question holds some of it, and nothing else is opened."""
     monkeypatch.setattr(corpus, "_installed", lambda: pytest.fail("opened the installed texts"))
     workload = make_workload(name, seed=0, counter=COUNTER, text_file=text_file)
-    assert all(" mine\n" in text_of(workload.question(index)) for index in range(20))
+    assert all(" mine\n" in prompt_text(workload.request(index)) for index in range(20))
 
 
 @by_name
@@ -139,8 +139,8 @@ def test_every_workload_can_be_asked_at_either_endpoint(name: str, endpoint: str
         assert (sent.prompt is None) == (endpoint == "chat")
         assert (sent.messages == ()) == (endpoint == "completions")
         said = [question.prompt] if question.messages == () else question.messages
-        texts = [part.content if isinstance(part, Message) else part for part in said]
-        assert all(text in text_of(sent) for text in texts)
+        texts = [part.content if isinstance(part, ChatMessage) else part for part in said]
+        assert all(text in prompt_text(sent) for text in texts)
 
 
 def test_what_cannot_be_made_is_refused(tmp_path) -> None:
@@ -161,7 +161,7 @@ def test_workloads_need_neither_network_nor_torch_nor_tokenizer() -> None:
         "def refuse(*a, **k): raise OSError('no network')\n"
         "socket.socket = socket.create_connection = socket.getaddrinfo = refuse\n"
         "from draftgate.loadgen.workloads import WORKLOADS, make_workload\n"
-        "[make_workload(name, seed=0).question(0) for name in WORKLOADS]\n"
+        "[make_workload(name, seed=0).request(0) for name in WORKLOADS]\n"
         "print(sorted({'torch', 'tokenizers', 'transformers', 'huggingface_hub'} & {*sys.modules}))"
     )
     ran = subprocess.run(
@@ -193,7 +193,7 @@ def test_code_is_as_long_as_the_trace_it_is_modelled_on() -> None:
 
 def test_turns_of_a_conversation_follow_each_other_and_grow() -> None:
     """Each turn holds the one before it, an answer and a new question, 32 requests later."""
-    sessions: dict[str, list[tuple[int, Question]]] = {}
+    sessions: dict[str, list[tuple[int, RequestSpec]]] = {}
     for index, question in enumerate(asked("chat", 20 * OPEN_SESSIONS)):
         sessions.setdefault(question.session, []).append((index, question))
     for turns in sessions.values():
@@ -225,7 +225,7 @@ def test_what_is_to_be_quoted_stands_in_the_document(max_model_len: int | None) 
     workload = make_workload("long_document", seed=3, counter=COUNTER, max_model_len=max_model_len)
     assert isinstance(workload, LongDocument)
     for index in range(60):
-        question, answer = workload.question(index), workload.answer(index)
+        question, answer = workload.request(index), workload.answer(index)
         document, begun = question.prompt.split("\n\nQuote from the text above")
         begun = begun.split(":\n\n", 1)[1]
         assert begun + answer in document
@@ -235,7 +235,7 @@ def test_what_is_to_be_quoted_stands_in_the_document(max_model_len: int | None) 
 
 def test_requests_of_a_session_share_its_prefix_and_nothing_more() -> None:
     """One session, one system message; two sessions differ from its first characters on."""
-    by_session: dict[str, list[Question]] = {}
+    by_session: dict[str, list[RequestSpec]] = {}
     for index, question in enumerate(asked("shared_prefix", 300)):
         assert question.messages[1].content.startswith(f"{index}. ")
         by_session.setdefault(question.session, []).append(question)
@@ -321,12 +321,12 @@ def test_a_replay_has_the_trace_s_lengths() -> None:
     ]
     replayed = replay(rows, seed=0, counter=COUNTER)
     for index, one in enumerate(rows):
-        question = replayed.question(index)
+        question = replayed.request(index)
         assert COUNTER.count(question.prompt) == one.prompt_tokens
         assert question.max_tokens == one.output_tokens
-    assert (replayed.question(1).class_name, replayed.question(1).tenant) == ("batch", "acme")
+    assert (replayed.request(1).class_name, replayed.request(1).tenant) == ("batch", "acme")
     with pytest.raises(IndexError):
-        replayed.question(len(rows))
+        replayed.request(len(rows))
 
 
 def test_replayed_prompts_share_exactly_the_blocks_of_equal_ids() -> None:
@@ -334,7 +334,7 @@ def test_replayed_prompts_share_exactly_the_blocks_of_equal_ids() -> None:
     ids = [(0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 5, 3), (6, 1, 2, 3), (0, 1), (), ()]
     rows = [TraceRow(256, one) for one in ids]
     replayed = replay(rows, seed=0, counter=COUNTER)
-    prompts = [replayed.question(index).prompt for index in range(len(rows))]
+    prompts = [replayed.request(index).prompt for index in range(len(rows))]
     for i, first in enumerate(ids):
         for j, second in enumerate(ids[:i]):
             shared = common_length(first, second) * 64 * 4
@@ -346,9 +346,9 @@ def test_a_replay_is_the_same_every_time() -> None:
     """Another replay of the same rows, asked backwards, has the same prompts."""
     rows = [TraceRow(100 + k, (k % 3, k)) for k in range(20)]
     first, again = (replay(rows, seed=0, counter=COUNTER) for _ in range(2))
-    forwards = [first.question(index) for index in range(20)]
-    assert [again.question(index) for index in reversed(range(20))] == forwards[::-1]
-    assert replay(rows, seed=1, counter=COUNTER).question(0) != forwards[0]
+    forwards = [first.request(index) for index in range(20)]
+    assert [again.request(index) for index in reversed(range(20))] == forwards[::-1]
+    assert replay(rows, seed=1, counter=COUNTER).request(0) != forwards[0]
 
 
 def test_rows_without_blocks_share_nothing(tmp_path) -> None:
@@ -356,7 +356,7 @@ def test_rows_without_blocks_share_nothing(tmp_path) -> None:
     (tmp_path / "line").write_text("the same again ")
     rows = [TraceRow(200)] * 10
     replayed = replay(rows, seed=0, counter=COUNTER, text_file=tmp_path / "line")
-    prompts = [replayed.question(index).prompt for index in range(10)]
+    prompts = [replayed.request(index).prompt for index in range(10)]
     assert max(common_length(a, b) for a, b in pairwise(prompts)) < 16
 
 
@@ -364,7 +364,7 @@ def test_a_replay_fits_the_server_and_keeps_what_is_shared() -> None:
     """Too long for the context, prompts lose their ends: the shared beginning stays."""
     rows = [TraceRow(5000, (*range(70), k), output_tokens=4000) for k in (100, 200)]
     replayed = replay(rows, seed=0, counter=COUNTER, max_model_len=1024)
-    questions = [replayed.question(index) for index in range(2)]
+    questions = [replayed.request(index) for index in range(2)]
     assert all(COUNTER.count(q.prompt) + q.max_tokens <= 1024 for q in questions)
     assert questions[0].prompt == questions[1].prompt
 
@@ -422,5 +422,5 @@ def test_an_exact_counter_is_obeyed() -> None:
     replayed = replay(
         [TraceRow(700), TraceRow(64 * 4, (1, 2, 3, 4))], seed=0, counter=WordCounter()
     )
-    assert WordCounter().count(replayed.question(0).prompt) == 700
-    assert WordCounter().count(replayed.question(1).prompt) == pytest.approx(256, abs=4)
+    assert WordCounter().count(replayed.request(0).prompt) == 700
+    assert WordCounter().count(replayed.request(1).prompt) == pytest.approx(256, abs=4)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from draftgate.loadgen.types import Arrived, ClientHealth, Planned, Question, Record, Run, Slo
+from draftgate.loadgen.types import (
+    ClientHealth,
+    LoadRun,
+    PlannedRequest,
+    Record,
+    RequestSpec,
+    Slo,
+    TextChunk,
+)
 
 WELL = ClientHealth(max_lag_s=0.002, p99_lag_s=0.001, cpu_share=0.2, loop_stall_s=0.003)
 
@@ -29,16 +37,18 @@ def record(
         instants.append(instants[-1] + gap_s)
     counts = told or [None] * len(instants)
     usage = {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": 3 + (tokens or 0)}
-    question = Question("x = 1", (), 64, index, class_name, slo=slo, n=n)
+    question = RequestSpec("x = 1", (), 64, index, class_name, slo=slo, n=n)
     values = {
-        "chunks": tuple(Arrived(t, k, 4) for t, k in zip(instants, counts, strict=True)),
+        "chunks": tuple(TextChunk(t, k, 4) for t, k in zip(instants, counts, strict=True)),
         "texts": (" tok" * len(instants),),
         "finish_reasons": ("length",),
         "usage": None if tokens is None else usage,
         "status": 200,
     }
     values |= {"end_s": instants[-1] + 0.02} | fields
-    return Record(Planned(index, at_s, question), at_s, at_s + 0.01, verdict=verdict, **values)
+    return Record(
+        PlannedRequest(index, at_s, question), at_s, at_s + 0.01, verdict=verdict, **values
+    )
 
 
 def failed(index: int, verdict: str = "cut", at_s: float = 1.0, **fields) -> Record:
@@ -64,7 +74,7 @@ def speculation(k: int = 4, drafted: int = 8, accepted: int = 6, **fields) -> di
     return {"seed": 1, "worker_id": "w0", "speculative_decoding": told | fields}
 
 
-def a_run(records=None, **fields) -> Run:
+def a_run(records=None, **fields) -> LoadRun:
     """A valid run of two classes, one failed request and decisions, unless told otherwise."""
     interactive = Slo(ttft_s=0.6, tpot_s=0.055)
     if records is None:
@@ -76,4 +86,4 @@ def a_run(records=None, **fields) -> Run:
         ]
     values = {"duration_s": 4.0, "scheduled_duration_s": 2.0, "health": WELL} | fields
     settings = {"url": "http://server:8000", "model": "<demo>", "slo": {"ttft_s": 0.6}}
-    return Run(settings, records, **values)
+    return LoadRun(settings, records, **values)

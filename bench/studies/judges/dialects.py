@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from bench.studies.judges.tools import Figures
-from draftgate.loadgen.dialects import DIALECTS
 from draftgate.loadgen.events import read_events
+from draftgate.loadgen.other_tools import DIALECTS
 
 NAMES: Final = {
     "vllm": {

@@ -8,7 +8,7 @@ from itertools import count
 from bench.studies.judges.cases import RATE, TPOT_LIMIT_MS, TTFT_LIMIT_MS
 from bench.studies.judges.mock import Answered
 from bench.studies.judges.tools import Figures
-from draftgate.loadgen.measuring.figures import percentile
+from draftgate.loadgen.measuring.metrics import percentile
 
 
 def truth(answers: Sequence[Answered], requests: int) -> Figures:

@@ -30,7 +30,7 @@ from draftgate.gateway.errors import TooMany
 from draftgate.gateway.fleet import BackendFactory, Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
-from draftgate.loadgen.types import Planned, Record
+from draftgate.loadgen.types import PlannedRequest, Record
 
 EVERYBODY_WAITS: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
 """What a simulation compares is not who is refused, unless it says so."""
@@ -66,9 +66,9 @@ class Cluster:
 
 def simulate(
     cluster: Cluster,
-    requests: Iterable[Planned],
+    requests: Iterable[PlannedRequest],
     on_record: Callable[[Record], None] = lambda _record: None,
-    to_job: Callable[[Planned], Job] = job_of,
+    to_job: Callable[[PlannedRequest], Job] = job_of,
 ) -> list[Record]:
     """Return what became of the requests, in order of the plan. Each has an instant `at_s`.
 
@@ -81,9 +81,9 @@ def simulate(
 
 async def _simulate(
     cluster: Cluster,
-    requests: Iterable[Planned],
+    requests: Iterable[PlannedRequest],
     on_record: Callable[[Record], None],
-    to_job: Callable[[Planned], Job],
+    to_job: Callable[[PlannedRequest], Job],
 ) -> list[Record]:
     factory = partial(SimBackend, build=cluster.world.parts)
     take = cluster.world.ledger.take
@@ -130,8 +130,8 @@ async def started(
 
 async def send(
     dispatcher: Dispatcher,
-    requests: Iterable[Planned],
-    to_job: Callable[[Planned], Job],
+    requests: Iterable[PlannedRequest],
+    to_job: Callable[[PlannedRequest], Job],
     on_record: Callable[[Record], None] = lambda _record: None,
     take: Callable[[str], Deliveries] | None = None,
 ) -> list[Record]:
@@ -163,7 +163,7 @@ async def send(
 
 async def _ask(
     dispatcher: Dispatcher,
-    planned: Planned,
+    planned: PlannedRequest,
     job: Job,
     start_s: float,
     take: Callable[[str], Deliveries] | None,

@@ -11,13 +11,13 @@ from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.simulated import World
 from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means
-from draftgate.loadgen.measuring.figures import latency_s, tpot_s, ttft_s
-from draftgate.loadgen.measuring.slo import met
+from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
+from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, read_trace
-from draftgate.loadgen.sending.health import without_full_collections
-from draftgate.loadgen.types import ClientHealth, Record, Run
+from draftgate.loadgen.sending.health import without_full_gc
+from draftgate.loadgen.types import ClientHealth, LoadRun, Record
 from draftgate.policies.registry import routing_policy
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
@@ -78,7 +78,7 @@ class Outcome:
 
     policy: str
     summaries: list[dict[str, Any]] = field(default_factory=list)
-    run: Run | None = None
+    run: LoadRun | None = None
     samples: dict[str, list[float | None]] = field(default_factory=dict)
 
 
@@ -106,7 +106,7 @@ def run_experiment(setup: Setup, on_record: Told = lambda _p, _s, _r: None) -> R
     outcomes = [Outcome(policy) for policy in setup.policies]
     began_s = time.process_time()
     # What a simulation keeps it keeps to its end: no need to look through millions of objects.
-    with without_full_collections():
+    with without_full_gc():
         requests = _simulate_all(setup, outcomes, rows, on_record)
     return Results(outcomes, requests, time.process_time() - began_s)
 
@@ -126,7 +126,7 @@ def _simulate_all(
     return requests
 
 
-def _run(setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], told: Told) -> Run:
+def _run(setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], told: Told) -> LoadRun:
     """Simulate one policy with one seed, on which all that is random depends."""
     load = replace(setup.load, seed=seed)
     config = replace(setup.config, speculation=policy)
@@ -135,7 +135,7 @@ def _run(setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], told: T
     rules = replace(EVERYBODY_WAITS, routing=setup.routing)
     cluster = Cluster(config, setup.workers, world, rules)
     records = simulate(cluster, plan.requests, lambda record: told(policy, seed, record))
-    return Run(
+    return LoadRun(
         {"model": config.profile, "url": "simulated", "policy": policy, "seed": seed},
         records,
         max((record.end_s for record in records), default=0.0),
@@ -151,7 +151,7 @@ def _without_health(summary: dict[str, Any]) -> dict[str, Any]:
     return {**summary, "details": kept}
 
 
-def _sample(outcome: Outcome, run: Run, *, repeated: bool) -> None:
+def _sample(outcome: Outcome, run: LoadRun, *, repeated: bool) -> None:
     """Add a run's values to the samples."""
     if not repeated:
         for figure, value in _OF_REQUESTS.items():
@@ -165,7 +165,7 @@ _OF_REQUESTS: Final[dict[str, Callable[[Record], float | None]]] = {
     "latency_s.mean": lambda record: latency_s(record) if record.chunks else None,
     "ttft_s.mean": ttft_s,
     "tpot_s.mean": tpot_s,
-    "attainment": lambda record: float(met(record)),
+    "attainment": lambda record: float(meets_slo(record)),
 }
 
 SAMPLED: Final = (

@@ -31,7 +31,7 @@ from draftgate.gateway.dispatch.routing import Router
 from draftgate.gateway.fleet import BackendFactory, Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
-from draftgate.loadgen.types import Planned, Record
+from draftgate.loadgen.types import PlannedRequest, Record
 from draftgate.policies.ordering.returning import ReturningFirst
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Ledger as QuotaLedger
@@ -60,7 +60,9 @@ class Gateways:
 
 
 def simulate_gateways(
-    gateways: Gateways, requests: Sequence[Planned], to_job: Callable[[Planned], Job] = job_of
+    gateways: Gateways,
+    requests: Sequence[PlannedRequest],
+    to_job: Callable[[PlannedRequest], Job] = job_of,
 ) -> list[Record]:
     """Return what became of the requests, in order of the plan. Each has an instant `at_s`."""
     records = run_virtual(_simulate(gateways, requests, to_job))
@@ -68,11 +70,11 @@ def simulate_gateways(
 
 
 async def _simulate(
-    gateways: Gateways, requests: Sequence[Planned], to_job: Callable[[Planned], Job]
+    gateways: Gateways, requests: Sequence[PlannedRequest], to_job: Callable[[PlannedRequest], Job]
 ) -> list[Record]:
     world = gateways.cluster.world
     drawn = Random(f"gateways/{world.seed}")
-    shares: list[list[Planned]] = [[] for _ in range(gateways.count)]
+    shares: list[list[PlannedRequest]] = [[] for _ in range(gateways.count)]
     for planned in requests:
         shares[drawn.randrange(gateways.count)].append(planned)
     async with _started(gateways) as dispatchers:

@@ -16,8 +16,8 @@ from draftgate.backends.sim.acceptance import TASK_ENDS
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.gateway.dispatch.job import Job
-from draftgate.loadgen.types import Planned, Question
-from draftgate.loadgen.workloads import ApproximateCounter, text_of
+from draftgate.loadgen.types import PlannedRequest, RequestSpec
+from draftgate.loadgen.workloads import ApproximateCounter, prompt_text
 from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 COUNTER: Final = ApproximateCounter()
@@ -50,16 +50,16 @@ def token_ids(text: str, characters_per_token: float = COUNTER.characters_per_to
     return raw[places].tobytes()
 
 
-def job_of(planned: Planned) -> Job:
+def job_of(planned: PlannedRequest) -> Job:
     """Return the job of a planned request; its id names what is replayed for it."""
-    question = planned.question
+    question = planned.request
     task, usual = RECORDED.get(question.class_name, OTHERWISE)
     fields = dict(question.extra)
     temperature = float(fields.get("temperature", usual))
     mode, most = _speculation(fields.get("speculation", {}))
     return Job(
         request_id=f"{task}{TASK_ENDS}{planned.index}",
-        prompts=(compact(token_ids(text_of(question))),),
+        prompts=(compact(token_ids(prompt_text(question))),),
         sampling=SamplingParams(question.max_tokens, question.seed, temperature, ignore_eos=True),
         max_tokens=question.max_tokens,
         n=question.n,
@@ -69,9 +69,9 @@ def job_of(planned: Planned) -> Job:
     )
 
 
-def without_text(question: Question) -> Question:
+def without_text(question: RequestSpec) -> RequestSpec:
     """Return what reports need of a question: its text may be megabytes."""
-    return Question(
+    return RequestSpec(
         "",
         (),
         question.max_tokens,

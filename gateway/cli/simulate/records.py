@@ -14,10 +14,10 @@ from draftgate.gateway.cli.simulate.prompts import without_text
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.http.answer import speculation_reply
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.types import Arrived, Planned, Record
+from draftgate.loadgen.types import PlannedRequest, Record, TextChunk
 
 
-class Chunks(Sequence[Arrived]):
+class Chunks(Sequence[TextChunk]):
     """Chunks as a record has them, in a tenth of the memory: a simulation has millions."""
 
     __slots__ = ("_came",)
@@ -28,25 +28,25 @@ class Chunks(Sequence[Arrived]):
     def __len__(self) -> int:
         return len(self._came.at_s)
 
-    def __iter__(self) -> Iterator[Arrived]:
-        return map(Arrived, self._came.at_s, self._came.tokens, repeat(0))
+    def __iter__(self) -> Iterator[TextChunk]:
+        return map(TextChunk, self._came.at_s, self._came.tokens, repeat(0))
 
     @overload
-    def __getitem__(self, place: int) -> Arrived: ...
+    def __getitem__(self, place: int) -> TextChunk: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Arrived]: ...
-    def __getitem__(self, place: int | slice) -> Arrived | Sequence[Arrived]:
+    def __getitem__(self, place: slice) -> Sequence[TextChunk]: ...
+    def __getitem__(self, place: int | slice) -> TextChunk | Sequence[TextChunk]:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        return Arrived(self._came.at_s[place], self._came.tokens[place], 0)
+        return TextChunk(self._came.at_s[place], self._came.tokens[place], 0)
 
 
-def record_of(planned: Planned, placed: Placement, last: Delta, came: Deliveries) -> Record:
+def record_of(planned: PlannedRequest, placed: Placement, last: Delta, came: Deliveries) -> Record:
     """Return the record of an answer that came whole."""
     assert planned.at_s is not None
     prompt, output = len(placed.request.prompt_ids), sum(came.tokens)
     return Record(
-        Planned(planned.index, planned.at_s, without_text(planned.question)),
+        PlannedRequest(planned.index, planned.at_s, without_text(planned.request)),
         planned.at_s,
         planned.at_s,
         came.at_s[-1],
@@ -63,10 +63,10 @@ def record_of(planned: Planned, placed: Placement, last: Delta, came: Deliveries
     )
 
 
-def refusal_of(planned: Planned, status: int, detail: str) -> Record:
+def refusal_of(planned: PlannedRequest, status: int, detail: str) -> Record:
     """Return the record of a request that was refused when it came."""
     assert planned.at_s is not None
-    kept = Planned(planned.index, planned.at_s, without_text(planned.question))
+    kept = PlannedRequest(planned.index, planned.at_s, without_text(planned.request))
     at_s = planned.at_s
     return Record(kept, at_s, at_s, at_s, Verdict.HTTP_STATUS, detail=detail, status=status)
 

@@ -13,21 +13,21 @@ from rich.table import Table
 from draftgate.gateway.cli.simulate.experiment import Outcome, Results, Setup
 from draftgate.gateway.cli.simulate.intervals import differences, estimate, known
 from draftgate.gateway.cli.simulate.results import mean_summary, settings_of
-from draftgate.loadgen.measuring.decisions import decisions
-from draftgate.loadgen.measuring.figures import FIGURE
-from draftgate.loadgen.report.charts import Chart, Series, distribution_chart
+from draftgate.loadgen.measuring.metrics import METRICS
+from draftgate.loadgen.measuring.speculation import total_speculation
+from draftgate.loadgen.report.charts import Chart, ChartSeries, distribution_chart
+from draftgate.loadgen.report.formatting import number, percent
 from draftgate.loadgen.report.html import (
     classes_part,
     decisions_part,
-    document,
-    figure_part,
     figures_part,
     flattened,
-    table_part,
+    html_chart,
+    html_page,
+    html_table,
 )
 from draftgate.loadgen.report.time_charts import load_chart
-from draftgate.loadgen.report.words import number, percent
-from draftgate.loadgen.types import Run
+from draftgate.loadgen.types import LoadRun
 
 HEAD: Final = (
     "policy",
@@ -99,27 +99,27 @@ def page(setup: Setup, results: Results) -> str:
     """Return one HTML file: the policies side by side, then each by itself."""
     what = setup.load.workload or setup.load.trace or setup.load.prompt
     title = f"{what} on {setup.workers} x {setup.config.profile}, simulated"
-    return document(title, _body(title, setup, results))
+    return html_page(title, _body(title, setup, results))
 
 
 def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
-    yield table_part(list(HEAD), list(_rows(results)), NOTES)
+    yield html_table(list(HEAD), list(_rows(results)), NOTES)
     drawn = list(_charts(results))
-    yield f'<h2>Plots</h2><div class="charts">{"".join(map(figure_part, drawn))}</div>'
+    yield f'<h2>Plots</h2><div class="charts">{"".join(map(html_chart, drawn))}</div>'
     for outcome in results.outcomes:
         if outcome.run is not None:
             yield f"<h2>{escape(outcome.policy)}</h2>" + _own(outcome.run)
     settings = [[name, str(value)] for name, value in flattened(settings_of(setup))]
-    yield "<h2>The simulation</h2>" + table_part(["setting", "value"], settings, words=(1,))
+    yield "<h2>The simulation</h2>" + html_table(["setting", "value"], settings, words=(1,))
 
 
 def _charts(results: Results) -> Iterator[Chart]:
     """Yield distributions with a curve for each policy, then each policy's load."""
     runs = [(o.policy, o.run) for o in results.outcomes if o.run is not None and o.run.records]
-    series = [Series(policy, run.records) for policy, run in runs]
+    series = [ChartSeries(policy, run.records) for policy, run in runs]
     for key in ("latency_s", "ttft_s", "tpot_s", "chunk_gap_s"):
-        chart = distribution_chart(FIGURE[key], series)
+        chart = distribution_chart(METRICS[key], series)
         if chart.data:
             yield chart
     for policy, run in runs:
@@ -127,6 +127,6 @@ def _charts(results: Results) -> Iterator[Chart]:
         yield replace(chart, title=f"{chart.title}, {policy}")
 
 
-def _own(run: Run) -> str:
-    told = decisions(run.records)
+def _own(run: LoadRun) -> str:
+    told = total_speculation(run.records)
     return figures_part(run) + classes_part(run) + ("" if told is None else decisions_part(told))

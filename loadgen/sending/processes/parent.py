@@ -25,8 +25,15 @@ from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.events import End
 from draftgate.loadgen.planning.plan import Part
 from draftgate.loadgen.sending.health import of_processes
-from draftgate.loadgen.sending.processes.wire import REPORT, Job, Report, Start, frame, receive
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.sending.processes.wire import (
+    REPORT,
+    SenderJob,
+    SenderReport,
+    SenderStart,
+    frame,
+    receive,
+)
+from draftgate.loadgen.types import LoadRun, Record
 
 AHEAD_S: Final = 0.1
 """From naming the instant to the instant: a process reads its message within some milliseconds, and
@@ -39,12 +46,12 @@ GONE: Final = (asyncio.IncompleteReadError, ConnectionError)
 
 
 async def run_in_processes(
-    job: Job,
+    job: SenderJob,
     processes: int,
     *,
     on_start: Callable[[], None] = lambda: None,
     on_record: Callable[[Record], None] = lambda _: None,
-) -> Run:
+) -> LoadRun:
     """Send a load with so many processes, and return the run.
 
     Cancelling stops it as `run_plan` is stopped; once one process died the others are stopped, too.
@@ -67,7 +74,7 @@ async def run_in_processes(
             await sender.ready()
         at_s = time.monotonic() + AHEAD_S
         for sender in senders:
-            sender.writer.write(frame(Start(at_s)))
+            sender.writer.write(frame(SenderStart(at_s)))
         following = [asyncio.create_task(merger.follow(sender)) for sender in senders]
         try:
             await asyncio.wait(following, return_when=asyncio.FIRST_EXCEPTION)
@@ -94,7 +101,7 @@ class Sender:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    async def report(self) -> Report:
+    async def report(self) -> SenderReport:
         """Return its next report; raise one of `GONE` if it died."""
         return await receive(self.reader, REPORT)
 
@@ -130,7 +137,7 @@ class Merger:
     def __init__(
         self, processes: int, on_start: Callable[[], None], on_record: Callable[[Record], None]
     ) -> None:
-        self.run = Run({})
+        self.run = LoadRun({})
         self._on_start = on_start
         self._on_record = on_record
         self._ends: list[End | None] = [None] * processes
@@ -143,7 +150,7 @@ class Merger:
         while self._ends[index] is None:
             self.take(index, await sender.report())
 
-    def take(self, index: int, report: Report) -> None:
+    def take(self, index: int, report: SenderReport) -> None:
         """Take what a process reported."""
         for _ in range(report.started):
             self._on_start()
@@ -160,7 +167,7 @@ class Merger:
         self.run.lost = (*self.run.lost, f"{name_of(part)} died: {death}; {unknown}")
         self.run.interrupted = True
 
-    def merged(self) -> Run:
+    def merged(self) -> LoadRun:
         """Return the run: it ends with the last process, and is as healthy as the worst."""
         run, ends = self.run, [end for end in self._ends if end is not None]
         run.records.sort(key=lambda record: record.end_s)
@@ -191,8 +198,8 @@ def name_of(part: Part) -> str:
 
 
 @asynccontextmanager
-async def _sender(job: Job) -> AsyncGenerator[Sender, None]:
-    """Start a process and give it its job; when left, it is no more.
+async def _sender(job: SenderJob) -> AsyncGenerator[Sender, None]:
+    """SenderStart a process and give it its job; when left, it is no more.
 
     It has a session of its own, so that a terminal's Ctrl-C reaches the parent alone.
     """

@@ -22,9 +22,16 @@ from draftgate.loadgen.sending.client import open_session
 from draftgate.loadgen.sending.clock import Clock, clock_from
 from draftgate.loadgen.sending.driver import TIMER_S, requests_of, run_plan
 from draftgate.loadgen.sending.loop import in_loop
-from draftgate.loadgen.sending.processes.wire import JOB, START, Job, Report, frame, receive
-from draftgate.loadgen.sending.retrieval import retriever_of
-from draftgate.loadgen.types import Planned, Record, Run
+from draftgate.loadgen.sending.passage_index import retriever_of
+from draftgate.loadgen.sending.processes.wire import (
+    JOB,
+    START,
+    SenderJob,
+    SenderReport,
+    frame,
+    receive,
+)
+from draftgate.loadgen.types import LoadRun, PlannedRequest, Record
 
 REPORT_S: Final = 0.05
 """How long a report gathers. The live view is drawn twice a second and needs none sooner; one write
@@ -38,10 +45,10 @@ class Outbox:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._loop = asyncio.get_running_loop()
-        self._next = Report()
+        self._next = SenderReport()
         self._flushing: asyncio.TimerHandle | None = None
 
-    def start(self, _: Planned) -> None:
+    def start(self, _: PlannedRequest) -> None:
         """Tell of a request that is being sent."""
         self._next.started += 1
         self._flush_soon()
@@ -57,7 +64,7 @@ class Outbox:
             self._flushing.cancel()
         self._flushing, self._next.end = None, end
         self._writer.write(frame(self._next))
-        self._next = Report()
+        self._next = SenderReport()
 
     def _flush_soon(self) -> None:
         if self._flushing is None:
@@ -80,7 +87,7 @@ async def send(channel: socket.socket) -> None:
         await writer.wait_closed()
 
 
-async def plan_of(session: aiohttp.ClientSession, job: Job) -> Plan:
+async def plan_of(session: aiohttp.ClientSession, job: SenderJob) -> Plan:
     """Return the part of the plan that a process is to send, its questions made.
 
     Raises:
@@ -99,12 +106,12 @@ async def plan_of(session: aiohttp.ClientSession, job: Job) -> Plan:
 
 async def _send(
     session: aiohttp.ClientSession,
-    job: Job,
+    job: SenderJob,
     plan: Plan,
     clock: Clock,
     outbox: Outbox,
     reader: asyncio.StreamReader,
-) -> Run:
+) -> LoadRun:
     """Send from the clock's start on, until all is answered or the parent says no more."""
     await asyncio.sleep(max(0.0, TIMER_S - clock()))  # no timer is more than that early
     running = asyncio.create_task(

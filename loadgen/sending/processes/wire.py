@@ -1,7 +1,7 @@
 """What a generator's processes tell each other: MessagePack over a socket, behind its length.
 
-parent ── Job, Start ──> sender      the end of the stream, whatever ended it, means: stop
-parent <──── Report ──── sender      the first says that the plan is made, the last has the end
+parent ── SenderJob, SenderStart ──> sender    the end of the stream means: stop
+parent <──── SenderReport ──── sender          first: the plan is made; last: the end
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from msgspec.msgpack import Decoder, Encoder
 
 from draftgate.loadgen.events import End
 from draftgate.loadgen.planning.plan import WHOLE, Load, Part
-from draftgate.loadgen.sending.client import Patience
+from draftgate.loadgen.sending.client import ClientTimeouts
 from draftgate.loadgen.types import SINGLE, Record
 from draftgate.loadgen.workloads import ApproximateCounter
 
 T = TypeVar("T")
 
 
-class Job(Struct, frozen=True):
+class SenderJob(Struct, frozen=True):
     """What a process needs in order to send its part of a load.
 
     Attributes:
@@ -33,19 +33,19 @@ class Job(Struct, frozen=True):
     url: str
     model: str
     api_key: str = ""
-    patience: Patience = Patience()
+    patience: ClientTimeouts = ClientTimeouts()
     counter: ApproximateCounter = ApproximateCounter()
     max_model_len: int | None = None
     part: Part = WHOLE
 
 
-class Start(Struct):
+class SenderStart(Struct):
     """When to begin: seconds of the monotonic clock, which all processes share."""
 
     at_s: float
 
 
-class Report(Struct, omit_defaults=True):
+class SenderReport(Struct, omit_defaults=True):
     """What happened since the last report.
 
     Attributes:
@@ -59,15 +59,15 @@ class Report(Struct, omit_defaults=True):
     end: End | None = None
 
 
-JOB: Final = Decoder(Job, dec_hook=lambda kind, value: kind(value))
-START: Final = Decoder(Start)
-REPORT: Final = Decoder(Report, dec_hook=lambda _kind, _value: SINGLE)  # records keep no flow
+JOB: Final = Decoder(SenderJob, dec_hook=lambda kind, value: kind(value))
+START: Final = Decoder(SenderStart)
+REPORT: Final = Decoder(SenderReport, dec_hook=lambda _kind, _value: SINGLE)  # records keep no flow
 
 _encoder: Final = Encoder(enc_hook=str)  # of paths, and of flows, which nobody reads
 _LENGTH: Final = Layout(">I")
 
 
-def frame(message: Job | Start | Report) -> bytes:
+def frame(message: SenderJob | SenderStart | SenderReport) -> bytes:
     """Return a message as it is written."""
     content = _encoder.encode(message)
     return _LENGTH.pack(len(content)) + content

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from draftgate.loadgen.measuring.figures import PERCENTILES, Figure
 from draftgate.loadgen.measuring.hops import Hop
+from draftgate.loadgen.measuring.metrics import PERCENTILES, Metric
 from draftgate.loadgen.measuring.slo import Attainment
 
 NOTHING = "-"
@@ -34,7 +34,7 @@ def percent(share: float | None) -> str:
     return NOTHING if share is None else f"{share:.1%}"
 
 
-def value_of(figure: Figure, value: float | None) -> str:
+def value_of(figure: Metric, value: float | None) -> str:
     """Return a figure's value in its unit."""
     return milliseconds(value) if figure.in_seconds else number(value)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.dialects.base import (
+from draftgate.loadgen.measuring.metrics import completion_tokens
+from draftgate.loadgen.other_tools.base import (
     BROKEN,
     Account,
     Count,
@@ -21,8 +22,7 @@ from draftgate.loadgen.dialects.base import (
     told_error,
     weighted_percentile,
 )
-from draftgate.loadgen.measuring.figures import completion_tokens
-from draftgate.loadgen.types import Record, Run, Slo
+from draftgate.loadgen.types import LoadRun, Record, Slo
 
 TOOL: Final = "guidellm 0.8.1"
 COLUMNS: Final[Mapping[str, float | None]] = {
@@ -61,7 +61,7 @@ class _Success:
         return all(value is not None and value <= limit for value, limit in asked)
 
 
-def account(run: Run) -> Account:
+def account(run: LoadRun) -> Account:
     """Return what guidellm would say of a run."""
     judged = [(record, _success(record)) for record in run.records]
     good = [one for _, one in judged if one is not None]
@@ -139,10 +139,10 @@ def _success(record: Record) -> _Success | None:
     if broken or not record.chunks:
         return None
     first_s, last_s = record.chunks[0].at_s, record.chunks[-1].at_s
-    told, asked = completion_tokens(record), record.planned.question.max_tokens
+    told, asked = completion_tokens(record), record.planned.request.max_tokens
     tokens = asked if told is None else told
     return _Success(
-        record.planned.question.slo,
+        record.planned.request.slo,
         first_s - record.sent_s,
         record.end_s - record.sent_s,
         record.end_s - record.scheduled_s,
@@ -152,7 +152,7 @@ def _success(record: Record) -> _Success | None:
     )
 
 
-def _window_s(run: Run) -> float:
+def _window_s(run: LoadRun) -> float:
     """Return the seconds from the first sending to the last end."""
     if not run.records:
         return 0.0

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.sending.client import Patience, ask
+from draftgate.loadgen.sending.client import ClientTimeouts, ask
 from draftgate.loadgen.sending.clock import start_clock
-from draftgate.loadgen.sending.processes.wire import Job
-from draftgate.loadgen.types import Planned, Question
+from draftgate.loadgen.sending.processes.wire import SenderJob
+from draftgate.loadgen.types import PlannedRequest, RequestSpec
 from draftgate.loadgen.workloads import Rag, Retriever, indexed_passages
 
 BATCH: Final = 32
@@ -66,7 +66,7 @@ class Index:
         return sorted(range(len(shared)), key=lambda place: -shared[place])[:count]
 
 
-async def retriever_of(session: aiohttp.ClientSession, job: Job) -> Retriever | None:
+async def retriever_of(session: aiohttp.ClientSession, job: SenderJob) -> Retriever | None:
     """Return what finds passages, if the load asks for any: an index by the server's embeddings.
 
     Raises:
@@ -83,7 +83,7 @@ async def open_index(
     url: str,
     model: str,
     passages: Sequence[str],
-    patience: Patience,
+    patience: ClientTimeouts,
 ) -> Index:
     """Return the index of passages by a server's embeddings; built once in a process.
 
@@ -95,8 +95,8 @@ async def open_index(
         clock, vectors = start_clock(), list[bytes]()
         for first in range(0, len(passages), BATCH):
             inputs = tuple(passages[first : first + BATCH])
-            asked = Question(None, (), max_tokens=0, seed=0, inputs=inputs)
-            planned = Planned(0, None, asked)
+            asked = RequestSpec(None, (), max_tokens=0, seed=0, inputs=inputs)
+            planned = PlannedRequest(0, None, asked)
             told = await ask(session, url, model, planned, clock=clock, patience=patience)
             if told.verdict != Verdict.OK:
                 raise ValueError(f"embeddings of passages: {told.verdict}: {told.detail}")

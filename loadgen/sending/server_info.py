@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from draftgate.loadgen.planning.corpus import Corpus
+from draftgate.loadgen.planning.corpus import TextCorpus
 from draftgate.loadgen.sending.client import first_model
 from draftgate.loadgen.workloads import ApproximateCounter, fit_counter
 
@@ -39,7 +39,7 @@ class Server:
 
 
 async def look_at(
-    session: aiohttp.ClientSession, url: str, model: str = "", corpus: Corpus | None = None
+    session: aiohttp.ClientSession, url: str, model: str = "", corpus: TextCorpus | None = None
 ) -> Server:
     """Ask a server about itself.
 
@@ -70,7 +70,7 @@ async def look_at(
     )
 
 
-def samples(corpus: Corpus) -> Sequence[str]:
+def samples(corpus: TextCorpus) -> Sequence[str]:
     """Return passages of code and of prose, the same for the same corpus."""
     rng = Random(0)
     libraries = [corpus.code, corpus.prose] * (SAMPLES // 2)

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Final
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
-from draftgate.loadgen.measuring.figures import completion_tokens
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.measuring.metrics import completion_tokens
+from draftgate.loadgen.other_tools.base import BROKEN, Account, Count, linear, rate, within
+from draftgate.loadgen.types import LoadRun, Record
 
 TOOL: Final = "vllm bench serve 0.33.0"
 COLUMNS: Final = {"mean": None, "median": 0.5, "p90": 0.9, "p99": 0.99}
@@ -40,7 +40,7 @@ class _Success:
         return (self.latency_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-def account(run: Run) -> Account:
+def account(run: LoadRun) -> Account:
     """Return what vLLM's bench would say of a run."""
     judged = [(record, _success(record)) for record in run.records]
     good = [one for _, one in judged if one is not None]
@@ -89,5 +89,5 @@ def _success(record: Record) -> _Success | None:
 
 
 def _met(record: Record, one: _Success) -> bool:
-    slo = record.planned.question.slo
+    slo = record.planned.request.slo
     return within(one.ttft_s, slo.ttft_s) and within(one.tpot_s, slo.tpot_s)

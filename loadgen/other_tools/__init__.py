@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from draftgate.loadgen.dialects import aiperf, guidellm, vllm
-from draftgate.loadgen.dialects.base import Account
-from draftgate.loadgen.types import Run
+from draftgate.loadgen.other_tools import aiperf, guidellm, vllm
+from draftgate.loadgen.other_tools.base import Account
+from draftgate.loadgen.types import LoadRun
 
-DIALECTS: Final[Mapping[str, Callable[[Run], Account]]] = {
+DIALECTS: Final[Mapping[str, Callable[[LoadRun], Account]]] = {
     "vllm": vllm.account,
     "guidellm": guidellm.account,
     "aiperf": aiperf.account,

@@ -1,6 +1,6 @@
 """A server that does nothing, on time: what a generator measures of it is the generator's own.
 
-`python -m loadgen.sending.null_server` prints its address and streams as many tokens as
+`python -m loadgen.sending.stub_server` prints its address and streams as many tokens as
 `max_tokens` asks for: the first after `--ttft-ms`, the others `--itl-ms` apart on an absolute
 schedule, one write each. It speaks just enough HTTP/1.1 for a client that sends one request at a
 time per connection, in order to need less CPU than the client which is to be measured. `GET /cpu`

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from draftgate.loadgen.dialects.base import BROKEN, Account, Count, linear, rate, within
-from draftgate.loadgen.measuring.figures import completion_tokens
-from draftgate.loadgen.types import Record, Run
+from draftgate.loadgen.measuring.metrics import completion_tokens
+from draftgate.loadgen.other_tools.base import BROKEN, Account, Count, linear, rate, within
+from draftgate.loadgen.types import LoadRun, Record
 
 TOOL: Final = "aiperf 0.13.0"
 COLUMNS: Final = {"avg": None, "p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -46,7 +46,7 @@ class _Success:
         return (self.latency_s - self.ttft_s) / (self.tokens - 1)
 
 
-def account(run: Run) -> Account:
+def account(run: LoadRun) -> Account:
     """Return what aiperf would say of a run."""
     judged = [(record, _success(record)) for record in run.records]
     good = [one for _, one in judged if one is not None]
@@ -99,7 +99,7 @@ def _success(record: Record) -> _Success | None:
 
 
 def _met(record: Record, one: _Success) -> bool:
-    slo = record.planned.question.slo
+    slo = record.planned.request.slo
     return within(one.ttft_s, slo.ttft_s) and within(one.itl_s, slo.tpot_s)
 
 

@@ -17,7 +17,7 @@ from draftgate.loadgen.types import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SpeculationReport:
     """The decision for one prompt; None or empty where the server is silent.
 
     Attributes:
@@ -41,7 +41,7 @@ class Decision:
 
 
 @dataclass(slots=True)
-class Decisions:
+class SpeculationTotals:
     """Decisions of a run, counted.
 
     Attributes:
@@ -78,7 +78,7 @@ class Decisions:
         """Mean price of a draft slot; None if the server told none."""
         return fmean(self.prices) if self.prices else None
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: SpeculationReport) -> None:
         """Count one more."""
         self.prompts += 1
         for counter, value in (
@@ -118,16 +118,16 @@ class Decisions:
         }
 
 
-def decisions(records: Iterable[Record]) -> Decisions | None:
+def total_speculation(records: Iterable[Record]) -> SpeculationTotals | None:
     """Count the decisions for all records, failed ones too; None if the server told of none."""
-    counted = Decisions()
+    counted = SpeculationTotals()
     for record in records:
-        for decision in decisions_of(record):
+        for decision in speculation_reports(record):
             counted.add(decision)
     return counted if counted.prompts else None
 
 
-def decisions_of(record: Record) -> Iterator[Decision]:
+def speculation_reports(record: Record) -> Iterator[SpeculationReport]:
     """Yield the decisions for a record's prompts, in their order; nothing where none are told."""
     for request in record.requests:
         metrics = request.metrics or {}
@@ -138,9 +138,9 @@ def decisions_of(record: Record) -> Iterator[Decision]:
                 yield _decision(report, told.get("worker_id"))
 
 
-def _decision(report: dict[str, Any], worker_id: Any) -> Decision:
+def _decision(report: dict[str, Any], worker_id: Any) -> SpeculationReport:
     histogram = report.get("acceptance_histogram")
-    return Decision(
+    return SpeculationReport(
         policy=_text(report.get("policy")),
         mode=_text(report.get("mode")),
         proposer=_text(report.get("proposer")),

@@ -15,9 +15,9 @@ from typing import Final
 import aiohttp
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.sending.client import Patience, ask
+from draftgate.loadgen.sending.client import ClientTimeouts, ask
 from draftgate.loadgen.sending.clock import start_clock
-from draftgate.loadgen.types import Planned, Record
+from draftgate.loadgen.types import PlannedRequest, Record
 
 CONTEXT: Final = 30
 """Characters shown on either side of the first difference."""
@@ -77,7 +77,7 @@ class LosslessCheck:
         return float(1 - (1 - CONFIDENCE) ** (1 / self.drafted))
 
 
-async def verify_lossless(
+async def check_lossless(
     session: aiohttp.ClientSession,
     url: str,
     model: str,
@@ -85,14 +85,14 @@ async def verify_lossless(
     count: int,
     *,
     seed: int = 0,
-    patience: Patience | None = None,
+    patience: ClientTimeouts | None = None,
 ) -> LosslessCheck:
     """Replay `count` answers of a run, chosen by `seed`, one at a time without speculation.
 
     Answers that were not intact cannot be compared and are not chosen; fewer than `count` are
     chosen if there are no more.
     """
-    clock, waits = start_clock(), patience or Patience()
+    clock, waits = start_clock(), patience or ClientTimeouts()
     comparable, incomparable = list[tuple[Record, Record]](), 0
     failed = []
     for record in choose(records, count, seed):
@@ -121,16 +121,16 @@ def choose(records: Sequence[Record], count: int, seed: int) -> list[Record]:
     return sorted(intact, key=lambda record: _drafted(record) == 0)[:count]
 
 
-def replay_of(record: Record) -> Planned:
+def replay_of(record: Record) -> PlannedRequest:
     """Return the request again, without speculation, and with the seed the server used."""
-    question = record.planned.question
+    question = record.planned.request
     seed = (record.metrics or {}).get("seed")
     again = replace(
         question,
         seed=seed if isinstance(seed, int) else question.seed,
         extra=(*question.extra, ("speculation", {"mode": "off"})),
     )
-    return Planned(record.planned.index, None, again)
+    return PlannedRequest(record.planned.index, None, again)
 
 
 def first_difference(record: Record, replayed: Record) -> Difference | None:

@@ -65,7 +65,7 @@ def fluidity(record: Record) -> float | None:
     whose deadlines have passed are late, and the next token is due a TPOT limit after the chunk
     (after the fluidity-index of Etalon, arXiv 2407.07000).
     """
-    slo, chunks = record.planned.question.slo, record.chunks
+    slo, chunks = record.planned.request.slo, record.chunks
     if slo.tpot_s is None or not chunks:
         return None
     due_s = chunks[0].at_s if slo.ttft_s is None else record.scheduled_s + slo.ttft_s
@@ -117,11 +117,11 @@ def completion_tokens(record: Record) -> int | None:
 def tokens_of(record: Record) -> float | None:
     """Return `n`: the tokens of a choice, on average."""
     total = completion_tokens(record)
-    return None if total is None else total / record.planned.question.n
+    return None if total is None else total / record.planned.request.n
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Metric:
     """A column of the reports.
 
     Attributes:
@@ -150,21 +150,21 @@ def _one(value: Callable[[Record], float | None]) -> Callable[[Record], Sequence
     return values
 
 
-FIGURES: Final = (
-    Figure("ttft_s", "TTFT", "first text - scheduled", _one(ttft_s)),
-    Figure("ttft_sent_s", "TTFT (sent)", "first text - sent", _one(ttft_sent_s)),
-    Figure("tpot_s", "TPOT", "(last text - first text) / (n - 1)", _one(tpot_s)),
-    Figure("latency_s", "latency", "end of stream - scheduled", _one(latency_s)),
-    Figure("latency_sent_s", "latency (sent)", "end of stream - sent", _one(latency_sent_s)),
-    Figure("normalized_latency_s", "latency / token", "latency / n", _one(normalized_latency_s)),
-    Figure("chunk_gap_s", "chunk gap", "text(i) - text(i - 1), all chunks", chunk_gaps_s),
-    Figure("tokens_per_chunk", "tokens per chunk", "told, else n / chunks", tokens_per_chunk),
-    Figure("itl_s", "ITL", "chunk gap / tokens of the chunk, once per token", itls_s),
-    Figure("fluidity", "fluidity", "share of tokens by their deadlines", _one(fluidity)),
+_ALL: Final = (
+    Metric("ttft_s", "TTFT", "first text - scheduled", _one(ttft_s)),
+    Metric("ttft_sent_s", "TTFT (sent)", "first text - sent", _one(ttft_sent_s)),
+    Metric("tpot_s", "TPOT", "(last text - first text) / (n - 1)", _one(tpot_s)),
+    Metric("latency_s", "latency", "end of stream - scheduled", _one(latency_s)),
+    Metric("latency_sent_s", "latency (sent)", "end of stream - sent", _one(latency_sent_s)),
+    Metric("normalized_latency_s", "latency / token", "latency / n", _one(normalized_latency_s)),
+    Metric("chunk_gap_s", "chunk gap", "text(i) - text(i - 1), all chunks", chunk_gaps_s),
+    Metric("tokens_per_chunk", "tokens per chunk", "told, else n / chunks", tokens_per_chunk),
+    Metric("itl_s", "ITL", "chunk gap / tokens of the chunk, once per token", itls_s),
+    Metric("fluidity", "fluidity", "share of tokens by their deadlines", _one(fluidity)),
 )
 """Over intact answers; those of chunks and tokens are pooled over all requests."""
 
-FIGURE: Final[Mapping[str, Figure]] = {figure.key: figure for figure in FIGURES}
+METRICS: Final[Mapping[str, Metric]] = {metric.key: metric for metric in _ALL}
 
 PERCENTILE_FORMULA: Final = (
     "pP: of N ascending values the one at place (N - 1) P/100, counted from 0, interpolated"
@@ -203,7 +203,7 @@ def percentile(ascending: Sequence[float], share: float) -> float:
     return below + (above - below) * (place - floor(place))
 
 
-def values_of(figure: Figure, records: Iterable[Record]) -> list[float]:
+def values_of(figure: Metric, records: Iterable[Record]) -> list[float]:
     """Return a figure's values over all intact answers."""
     return [value for r in records if r.verdict == Verdict.OK for value in figure.of(r)]
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Final
 
 from draftgate.loadgen.checking.audit import ABORTS, Verdict
-from draftgate.loadgen.measuring.figures import percentile
+from draftgate.loadgen.measuring.metrics import percentile
 from draftgate.loadgen.types import Record
 
 BROKEN: Final = frozenset(
