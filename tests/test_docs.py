@@ -33,7 +33,7 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", _pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    """Each relative link names a file of the repository and, with an anchor, one of its headings."""
+    """Each relative link names an existing file and, with an anchor, one of its headings."""
     broken = []
     for found in LINK.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
         link = found[1] or found[2]
