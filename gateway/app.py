@@ -28,7 +28,7 @@ from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.opening import open_store
-from draftgate.gateway.telemetry.tracing import open_tracing
+from draftgate.gateway.telemetry.trace_export import open_tracing
 
 YOUNG_OBJECTS: Final = 5_000
 """So many new objects are there before the garbage collector looks at them. Few of a request's

@@ -35,7 +35,8 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.telemetry.metrics import Metrics
-from draftgate.gateway.telemetry.tracing import NO_SPAN, NoTracing, Tracing, open_tracing
+from draftgate.gateway.telemetry.trace_export import open_tracing
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Tracing
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.loadgen.report.html import html_table
 
@@ -83,7 +84,7 @@ def _collector() -> Iterator[str]:
 
 def _tracing(mode: str, url: str) -> Tracing:
     if mode == "off":
-        return NoTracing()
+        return Tracing()
     with _variable("OTEL_TRACES_SAMPLER", "always_on" if mode == "on" else "always_off"):
         return open_tracing(url, os.environ)
 

@@ -17,7 +17,7 @@ from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.dispatch.watchdog import Reading, Watchdog
 from draftgate.gateway.state.store import Reservation
-from draftgate.gateway.telemetry.outcomes import (
+from draftgate.gateway.telemetry.span_attributes import (
     describe_decision,
     describe_reservation,
     describe_route,

@@ -23,7 +23,7 @@ from draftgate.gateway.dispatch.run import UNWATCHED, Run, Watch
 from draftgate.gateway.dispatch.watchdog import Watchdog
 from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
-from draftgate.gateway.telemetry.outcomes import admission_attributes
+from draftgate.gateway.telemetry.span_attributes import admission_attributes
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 
 

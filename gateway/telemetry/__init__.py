@@ -1,1 +1,1 @@
-"""What a node tells of itself: metrics, logs, traces."""
+"""The telemetry of a node: metrics, logs, traces, and the samples of the live page."""

@@ -1,4 +1,4 @@
-"""What the live page draws: a sample of the node each second, the last minutes of them kept."""
+"""The samples that the live page draws: one each second, of which the last minutes are kept."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from draftgate.gateway.telemetry.recent import Percentiles, Recent
 SAMPLE_S: Final = 1.0
 
 KEPT: Final = 300
-"""Samples that are kept, five minutes: 100 KB for a page that opens."""
+"""Samples that are kept, for five minutes; a page that opens loads 100 KB."""
 
 RATE_S: Final = 5
-"""Rates are means of so many seconds: shorter ones flicker where requests take a second."""
+"""Window of the rates; over a shorter one they flicker when requests take about a second."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A node at one instant.
+    """The state of a node at one instant.
 
-    Of several workers counts are summed and price and acceptance are means; broken ones are left
+    Counts are summed over the workers, price and acceptance are averaged. Failed workers are left
     out.
 
     Attributes:
         at_s: Unix time.
-        price: expected tokens a draft slot must promise.
-        chosen_k: mean draft tokens of a step, of the last minute's requests; None without one.
-        acceptance: running chance that a draft token is accepted.
-        running, waiting: sequences in the workers' batches, and queued for them.
-        queued: requests that wait in the gateway.
+        price: the survival that makes a draft slot worth verifying.
+        chosen_k: mean draft tokens per step over the last minute's requests; None without one.
+        acceptance: running share of draft tokens that are accepted.
+        running, waiting: sequences in the workers' batches, and in their queues.
+        queued: requests in the gateway's queue.
         kv_usage: share of the KV blocks in use, 0 to 1.
-        ttft_s, tpot_s: of the last minute's requests; None where there was none.
-        requests_per_s: requests that ended, refused ones too, over the last `RATE_S` seconds.
-        tokens_per_s: tokens generated, over the same.
-        workers: how many are well.
+        ttft_s, tpot_s: percentiles over the last minute's requests; None without one.
+        requests_per_s: requests that ended, including refused ones, over the last `RATE_S` seconds.
+        tokens_per_s: tokens generated over the same time.
+        workers: number of workers that have not failed.
     """
 
     at_s: float
@@ -59,7 +59,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Live:
-    """Samples of a node, as JSON, numbered from 1. Use on the event loop's thread."""
+    """The samples of a node as JSON, numbered from 1. Use on the event loop's thread."""
 
     def __init__(
         self,
@@ -68,10 +68,12 @@ class Live:
         queued: Callable[[], int] = lambda: 0,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """Begin with no samples.
+        """Start without samples.
 
         Args:
-            queued: how many requests wait in the gateway.
+            loads: the loads of the workers.
+            recent: the requests of the last minute.
+            queued: returns the number of requests in the gateway's queue.
             now_s: the clock, in Unix time.
         """
         self._loads = loads
@@ -85,7 +87,7 @@ class Live:
         self._changed = asyncio.Event()
 
     def take(self) -> None:
-        """Take a sample; without a worker that is well there is nothing to take."""
+        """Take a sample, unless all workers have failed."""
         sample = self._sample()
         if sample is None:
             return
@@ -100,15 +102,15 @@ class Live:
             await asyncio.sleep(SAMPLE_S)
 
     def close(self) -> None:
-        """End every reader: the node stops."""
+        """End the streams of all readers."""
         self._closed = True
         self._wake()
 
     async def after(self, number: int) -> tuple[int, list[bytes]]:
-        """Wait for samples behind a number; return the last one's number, and all kept ones.
+        """Wait for samples after a number; return the number of the last one, and their JSON.
 
-        Nothing is returned once the samples have ended. A reader that fell further behind than
-        what is kept misses some.
+        The list is empty once the samples have been closed. A reader that fell behind by more
+        than `KEPT` samples misses some.
         """
         while self._taken <= number and not self._closed:
             await self._changed.wait()

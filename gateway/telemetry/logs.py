@@ -1,7 +1,7 @@
-"""Logs: one line per event, with the id of the request that it concerns. Never a prompt's text.
+"""Logs: one line per event, with the id of the request it concerns, and never a prompt's text.
 
-What is said within a request carries what is known of that request (`about_request`): its id, its
-trace, later perhaps its tenant. Nobody who logs has to hand that on.
+Every line logged while a request is handled carries the fields of that request (`about_request`):
+its id and its trace. Callers of `log` need not pass them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOGGER: Final = "draftgate"
 _FIELDS: Final = "draftgate_fields"
 
 _OTHERS: Final = ("aiohttp", "asyncio", "opentelemetry")
-"""Loggers of libraries whose warnings are lines of ours: an exporter without a collector, say."""
+"""Libraries whose warnings are logged too, such as an exporter that cannot reach its collector."""
 
 _REQUEST: Final[ContextVar[dict[str, object] | None]] = ContextVar("request", default=None)
 
@@ -31,7 +31,7 @@ class LineFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO request id=... status=200`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback, if there is one, follows on its own lines."""
+        """Return the line, followed by the lines of a traceback if the record has one."""
         pairs = [f"{key}={_quoted(value)}" for key, value in _fields(record).items()]
         event = " ".join(record.getMessage().split())
         line = " ".join([_moment(record), record.levelname, event, *pairs])
@@ -44,26 +44,23 @@ class JsonFormatter(logging.Formatter):
     """`{"time": "...", "level": "INFO", "event": "request", "id": "...", "status": 200}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the object on one line; a traceback, if there is one, is its `traceback`."""
-        told = {
+        """Return the object on one line; its `traceback` holds the record's traceback, if any."""
+        fields = {
             **{key: _plain(value) for key, value in _fields(record).items()},
             "time": _moment(record),
             "level": record.levelname,
             "event": record.getMessage(),
         }
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 FORMATTERS: Final = {"line": LineFormatter, "json": JsonFormatter}
 
 
 def configure(level: str, form: str = "line") -> None:
-    """Send our log lines of that level and above to stderr, in a form of `FORMATTERS`.
-
-    Of libraries, warnings and worse.
-    """
+    """Log to stderr, in one of the `FORMATTERS`; from libraries, only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(FORMATTERS[form]())
     for name in (LOGGER, *_OTHERS):
@@ -71,12 +68,12 @@ def configure(level: str, form: str = "line") -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper() if name == LOGGER else logging.WARNING)
-    logging.getLogger("aiohttp.server").filters = [_is_ours]
+    logging.getLogger("aiohttp.server").filters = [_is_not_malformed_http]
 
 
 @contextmanager
 def about_request(**fields: object) -> Iterator[None]:
-    """Put the fields into every line that is logged in this context, and in tasks made there."""
+    """Add fields to every line logged in this context and in tasks created in it."""
     token = _REQUEST.set(fields)
     try:
         yield
@@ -85,25 +82,23 @@ def about_request(**fields: object) -> Iterator[None]:
 
 
 def add_about_request(**fields: object) -> None:
-    """Put further fields into the lines of this request; nothing happens outside of one."""
+    """Add further fields to the lines of the current request, if any."""
     known = _REQUEST.get()
     if known is not None:
         known.update(fields)
 
 
 def log(level: int, event: str, *, error: BaseException | None = None, **fields: object) -> None:
-    """Log an event with its fields; fields that are None are left out."""
+    """Log an event with its fields, leaving out those that are None."""
     logger = logging.getLogger(LOGGER)
     if logger.isEnabledFor(level):
         known = _REQUEST.get() or {}
         logger.log(level, event, extra={_FIELDS: {**known, **fields}}, exc_info=error)
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether a line is not about bytes that are no HTTP.
-
-    They get their 400; whoever finds the port could fill the log with tracebacks.
-    """
+def _is_not_malformed_http(record: logging.LogRecord) -> bool:
+    # Bytes that are not HTTP are answered with 400. Any port scanner could fill the log with
+    # their tracebacks.
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
@@ -118,7 +113,7 @@ def _moment(record: logging.LogRecord) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a value that JSON can hold."""
+    """Return a value that JSON can represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     return value if isinstance(value, str | int) else str(value)

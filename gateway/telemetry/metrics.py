@@ -1,7 +1,7 @@
-"""The values of the figures, and the page that Prometheus reads.
+"""The values of the metrics, and the page that Prometheus reads.
 
-Recording is plain arithmetic on the event loop's thread, without locks: some figures are recorded
-for every delta. The families and text formats are prometheus-client's.
+Recording is plain arithmetic without locks on the event loop's thread, because some metrics are
+recorded for every delta. The metric families and text formats are prometheus-client's.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -18,199 +19,213 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from draftgate.gateway.telemetry.cardinality import LabelBounds
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
 from draftgate.gateway.telemetry.recent import Recent
 from draftgate.policies.types import WorkerLoad
 
 Loads = Callable[[], Sequence[WorkerLoad | None]]
-"""The load of every worker in order, None for a broken one; empty before they have started."""
+"""Returns the load of every worker in order, None for a failed one; empty before the start."""
 
 Labels = tuple[str, ...]
-"""Values of a figure's own labels: the model's name comes to all of them on the page."""
+"""Values of a metric's own labels, without the model's name."""
+
+MOST_VALUES: Final = 100
+"""Values that a label keeps. A histogram has some 20 samples for each value. Prometheus expects a
+few thousand samples per scrape, not a million."""
+
+OTHER: Final = "other"
+"""What further values of a label are counted as. Some values, such as tenants, are chosen by
+others; this keeps memory and the page small."""
 
 _GEN_AI: Final = {"model_name": "gen_ai_request_model", "operation": "gen_ai_operation_name"}
 _VLLM: Final = {"finish_reason": "finished_reason"}
-"""Labels that others call differently."""
+"""Labels that have other names in the conventions and in vLLM."""
 
 
+@dataclass(slots=True)
 class Amount:
-    """The value of one series of a counter or a gauge."""
+    """One series of a counter or a gauge."""
 
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        """Begin at zero."""
-        self.value = 0.0
+    value: float = 0.0
 
     def copy(self) -> Amount:
-        """Return it as it is now."""
-        copied = Amount()
-        copied.value = self.value
-        return copied
+        """Return a snapshot."""
+        return Amount(self.value)
 
 
-class Spread:
-    """One series of a histogram."""
+@dataclass(slots=True)
+class Histogram:
+    """One series of a histogram.
 
-    __slots__ = ("_bounds", "counts", "total")
+    Attributes:
+        counts: values in each bucket, not cumulative; the last bucket has no upper bound.
+    """
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        """Begin empty."""
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value into its bucket."""
-        self.counts[bisect_left(self._bounds, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def copy(self) -> Spread:
-        """Return it as it is now."""
-        copied = Spread(self._bounds)
-        copied.counts, copied.total = self.counts.copy(), self.total
-        return copied
+    def copy(self) -> Histogram:
+        """Return a snapshot."""
+        return replace(self, counts=self.counts.copy())
 
 
-Rows = list[tuple[Labels, Amount | Spread]]
-"""The series of a figure."""
+Rows = list[tuple[Labels, Amount | Histogram]]
+"""The series of a metric."""
 
 
 class Metrics:
-    """What a node counted. Use on the event loop's thread only.
+    """The metrics of a node. Use on the event loop's thread only.
 
     Attributes:
-        recent: the last minute's figures, for the live page.
+        recent: values of the last minute, for the live page.
     """
 
     def __init__(self, loads: Loads, model: Callable[[], str]) -> None:
-        """Begin empty; `loads` and `model` (the model's name) are asked when they are needed."""
+        """Start at zero.
+
+        Args:
+            loads: the loads of the workers, called on each scrape.
+            model: the model's name, empty until it is known; called on each scrape.
+        """
         self._loads = loads
         self._model = model
         self.recent = Recent()
-        self._bounds = LabelBounds()
+        self._known_values: defaultdict[str, set[str]] = defaultdict(set)  # by label
         self._amounts: defaultdict[MetricDefinition, dict[Labels, Amount]] = defaultdict(dict)
-        self._spreads: defaultdict[MetricDefinition, dict[Labels, Spread]] = defaultdict(dict)
+        self._histograms: defaultdict[MetricDefinition, dict[Labels, Histogram]] = defaultdict(dict)
 
-    def amount(self, figure: MetricDefinition, *labels: str) -> Amount:
-        """Return a series to keep, where it is counted often."""
-        series = self._amounts[figure]
+    def amount(self, metric: MetricDefinition, *labels: str) -> Amount:
+        """Return a series of a counter or gauge; hot paths keep it."""
+        series = self._amounts[metric]
         found = series.get(labels)
         if found is None:
-            found = series.setdefault(self._bounded(figure, labels), Amount())
+            found = series.setdefault(self._bounded(metric, labels), Amount())
         return found
 
-    def spread(self, figure: MetricDefinition, *labels: str) -> Spread:
-        """Return a series to keep, where it is observed often."""
-        series = self._spreads[figure]
+    def histogram(self, metric: MetricDefinition, *labels: str) -> Histogram:
+        """Return a series of a histogram; hot paths keep it."""
+        series = self._histograms[metric]
         found = series.get(labels)
         if found is None:
-            found = series.setdefault(self._bounded(figure, labels), Spread(figure.buckets))
+            empty = Histogram(metric.buckets, [0] * (len(metric.buckets) + 1))
+            found = series.setdefault(self._bounded(metric, labels), empty)
         return found
 
-    def add(self, figure: MetricDefinition, amount: float = 1.0, *labels: str) -> None:
-        """Let a counter rise."""
-        self.amount(figure, *labels).value += amount
+    def add(self, metric: MetricDefinition, amount: float = 1.0, *labels: str) -> None:
+        """Increase a counter."""
+        self.amount(metric, *labels).value += amount
 
-    def set(self, figure: MetricDefinition, value: float, *labels: str) -> None:
+    def set(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Set a gauge."""
-        self.amount(figure, *labels).value = value
+        self.amount(metric, *labels).value = value
 
-    def observe(self, figure: MetricDefinition, value: float, *labels: str) -> None:
+    def observe(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Count a value into a histogram."""
-        self.spread(figure, *labels).observe(value)
+        self.histogram(metric, *labels).observe(value)
 
     def page(self, accept: str = "") -> tuple[Callable[[], bytes], str]:
-        """Return how to write everything, and the content type that the `Accept` header chose.
+        """Take a snapshot; return the function that renders it, and its content type.
 
-        What is written is as of now; writing it may be done in a thread.
+        Rendering is slow and may run in another thread.
+
+        Args:
+            accept: the `Accept` header, which chooses between Prometheus' text and OpenMetrics.
         """
-        page = _Page(self._model(), [(figure, self._rows(figure)) for figure in METRICS])
+        page = _Page(self._model(), [(metric, self._rows(metric)) for metric in METRICS])
         kinds = {part.partition(";")[0].strip() for part in accept.split(",")}
         if "application/openmetrics-text" not in kinds:
             return partial(generate_latest, page), CONTENT_TYPE_PLAIN_0_0_4
-        # Our names need no escaping, and the default one spoils the colon of vllm:* samples.
+        # Our names need no escaping, and the default escaping replaces the colon of vllm:*.
         write = partial(openmetrics.generate_latest, page, openmetrics.ALLOWUTF8)
         return write, openmetrics.CONTENT_TYPE_LATEST
 
-    def _bounded(self, figure: MetricDefinition, values: Labels) -> Labels:
-        named = zip(figure.labels, values, strict=True)
-        return tuple(self._bounds.folded(name, value) for name, value in named)
+    def _bounded(self, metric: MetricDefinition, values: Labels) -> Labels:
+        """Return label values, with `OTHER` for each that would be one too many."""
+        bounded = []
+        for label, value in zip(metric.labels, values, strict=True):
+            known = self._known_values[label]
+            if len(known) < MOST_VALUES:
+                known.add(value)
+            bounded.append(value if value in known else OTHER)
+        return tuple(bounded)
 
-    def _rows(self, figure: MetricDefinition) -> Rows:
-        """Return label values and value of each series, as of now."""
-        if figure.of_worker is not None:
-            return self._of_workers(figure.of_worker)
-        histogram = figure.kind is Kind.HISTOGRAM
-        if not figure.labels and self._model():  # what has not happened yet is 0, not missing
-            (self.spread if histogram else self.amount)(figure)
-        series: Mapping[Labels, Amount | Spread]
-        series = self._spreads[figure] if histogram else self._amounts[figure]
+    def _rows(self, metric: MetricDefinition) -> Rows:
+        """Return a snapshot of each series."""
+        if metric.of_worker is not None:
+            return [
+                ((str(number),), Amount(metric.of_worker(load)))
+                for number, load in enumerate(self._loads())
+                if load is not None
+            ]
+        series: Mapping[Labels, Amount | Histogram]
+        create: Callable[[MetricDefinition], object]
+        if metric.kind is Kind.HISTOGRAM:
+            create, series = self.histogram, self._histograms[metric]
+        else:
+            create, series = self.amount, self._amounts[metric]
+        if not metric.labels and self._model():
+            create(metric)  # rates need a 0 before the first event
         return [(values, one.copy()) for values, one in series.items()]
-
-    def _of_workers(self, of_worker: Callable[[WorkerLoad], float]) -> Rows:
-        rows: Rows = []
-        for index, load in enumerate(self._loads()):
-            if load is not None:
-                amount = Amount()
-                amount.value = of_worker(load)
-                rows.append(((str(index),), amount))
-        return rows
 
 
 class _Page:
-    """Figures as they were, for an encoder, which may run in a thread."""
+    """A snapshot of all metrics in the form prometheus-client's encoders take."""
 
-    def __init__(self, model: str, taken: list[tuple[MetricDefinition, Rows]]) -> None:
+    def __init__(self, model: str, snapshot: list[tuple[MetricDefinition, Rows]]) -> None:
         self._model = model
-        self._taken = taken
+        self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        for figure, rows in self._taken:
-            for name in (figure.name, *figure.aliases):
-                yield _family(figure, name, self._model, rows)
+        for metric, rows in self._snapshot:
+            for name in (metric.name, *metric.aliases):
+                yield self._family(metric, name, rows)
+
+    def _family(self, metric: MetricDefinition, name: str, rows: Rows) -> Metric:
+        # OpenMetrics demands that the name of a metric with a unit ends with it.
+        unit = metric.unit if name.endswith("_" + metric.unit) else ""
+        family = Metric(name, metric.text, metric.kind.value, unit)
+        for values, value in rows:
+            own = {"model_name": self._model, **dict(zip(metric.labels, values, strict=True))}
+            labels = _translated(name, own)
+            if labels is not None:
+                family.samples += _samples(metric, name, labels, value)
+        return family
 
 
-def _family(figure: MetricDefinition, name: str, model: str, rows: Rows) -> Metric:
-    unit = figure.unit if name.endswith("_" + figure.unit) else ""  # OpenMetrics wants it so
-    family = Metric(name, figure.text, figure.kind.value, unit)
-    for values, value in rows:
-        labels = {"model_name": model, **dict(zip(figure.labels, values, strict=True))}
-        told = _dialect(name, labels)
-        if told is not None:
-            family.samples += _samples(figure, name, told, value)
-    return family
-
-
-def _dialect(name: str, labels: dict[str, str]) -> dict[str, str] | None:
-    """Return the labels as those who know that name call them; None where they would not count."""
+def _translated(name: str, labels: dict[str, str]) -> dict[str, str] | None:
+    """Return labels as they are called beside a metric's name; None leaves the series out."""
+    names: Mapping[str, str] = {}
     if name.startswith("vllm:"):
         if labels.get("error_type"):
-            return None  # durations are those of requests that finished, there
-        return {_VLLM.get(label, label): value for label, value in labels.items() if value}
-    if name.startswith("gen_ai_"):
-        told = {_GEN_AI.get(label, label): value for label, value in labels.items() if value}
-        return {**told, "gen_ai_provider_name": "draftgate"}
-    return {label: value for label, value in labels.items() if value}
+            return None  # vLLM's durations are of finished requests only
+        names = _VLLM
+    elif name.startswith("gen_ai_"):
+        names = _GEN_AI
+        labels = {**labels, "gen_ai_provider_name": "draftgate"}
+    return {names.get(label, label): value for label, value in labels.items() if value}
 
 
-def shown_name(figure: MetricDefinition, name: str) -> str:
-    """Return one of a figure's names as the page has it."""
-    return f"{name}_total" if figure.kind is Kind.COUNTER else name
+def shown_name(metric: MetricDefinition, name: str) -> str:
+    """Return one of a metric's names as it appears on the page."""
+    return f"{name}_total" if metric.kind is Kind.COUNTER else name
 
 
 def _samples(
-    figure: MetricDefinition, name: str, labels: dict[str, str], value: Amount | Spread
+    metric: MetricDefinition, name: str, labels: dict[str, str], value: Amount | Histogram
 ) -> Iterator[Sample]:
     if isinstance(value, Amount):
-        yield Sample(shown_name(figure, name), labels, value.value)
+        yield Sample(shown_name(metric, name), labels, value.value)
         return
-    below = 0
-    bounds = (*figure.buckets, float("inf"))
-    for bound, count in zip(bounds, value.counts, strict=True):
-        below += count
+    cumulative = 0
+    for bound, count in zip((*metric.buckets, float("inf")), value.counts, strict=True):
+        cumulative += count
         shown = floatToGoString(bound)  # type: ignore[no-untyped-call]
-        yield Sample(f"{name}_bucket", {**labels, "le": shown}, below)
-    yield Sample(f"{name}_count", labels, below)
+        yield Sample(f"{name}_bucket", {**labels, "le": shown}, cumulative)
+    yield Sample(f"{name}_count", labels, cumulative)
     yield Sample(f"{name}_sum", labels, value.total)

@@ -1,6 +1,6 @@
-"""Traces through OpenTelemetry. Imported only where there is somewhere to send them.
+"""Traces through OpenTelemetry; imported only by nodes that export traces.
 
-The SDK reads the standard variables itself: sampler, limits, batching, headers, compression,
+The SDK itself reads the standard variables: sampler, limits, batches, headers, compression,
 certificates, resource attributes.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -27,14 +26,14 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from draftgate import __version__
 from draftgate.gateway.errors import as_gateway_error
-from draftgate.gateway.telemetry.tracing import NO_SPAN, Attributes, Span, is_ours
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Attributes, Span, Tracing, is_server_error
 
 TRACES_PATH: Final = "/v1/traces"
-"""Where an OTLP/HTTP collector takes spans."""
+"""Path at which an OTLP/HTTP collector accepts spans."""
 
 
-class _Headers(Getter[Mapping[str, str]]):
-    """Reads headers where they are, instead of from a copy of all of them."""
+class _HeaderGetter(Getter[Mapping[str, str]]):
+    """Reads single headers; the default getter would copy all of them."""
 
     def get(self, carrier: Mapping[str, str], key: str) -> list[str] | None:
         found = carrier.get(key)
@@ -44,14 +43,14 @@ class _Headers(Getter[Mapping[str, str]]):
         return list(carrier)
 
 
-_HEADERS: Final = _Headers()
+_HEADERS: Final = _HeaderGetter()
 
 
-class OtelTracing:
-    """Implements `Tracing` with a provider of its own; global state is left alone."""
+class OtelTracing(Tracing):
+    """Records traces with a provider of its own; OpenTelemetry's global state is left alone."""
 
     def __init__(self, processor: SpanProcessor) -> None:
-        """Send ended spans to the processor."""
+        """Pass ended spans to the processor."""
         of_environment = OTELResourceDetector().detect().attributes
         ours = {SERVICE_NAME: "draftgate", SERVICE_VERSION: __version__}
         self._provider = TracerProvider(resource=Resource.create({**ours, **of_environment}))
@@ -59,33 +58,32 @@ class OtelTracing:
         self._tracer = self._provider.get_tracer("draftgate", __version__)
 
     def server(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
-        """Start a SERVER span below the client's, if it sent one; none if it is not sampled."""
+        """Start a SERVER span below the client's, if it sent one; `NO_SPAN` if not sampled."""
         start_ns = time.time_ns()
         offset_ns = start_ns - time.monotonic_ns()
         parent = extract(headers, getter=_HEADERS)
         span = self._tracer.start_span(
             name, parent, trace.SpanKind.SERVER, dict(attributes), start_time=start_ns
         )
-        if not span.is_recording():
-            return NO_SPAN
-        return OtelSpan(self._tracer, span, offset_ns)
+        return OtelSpan(self._tracer, span, offset_ns) if span.is_recording() else NO_SPAN
 
     def shutdown(self) -> None:
-        """Export what is left."""
+        """Export the remaining spans; blocks."""
         self._provider.shutdown()
 
 
-class OtelSpan:
-    """Implements `Span`.
+class OtelSpan(Span):
+    """A span that is recorded.
 
-    All instants of a trace are of one monotonic clock, moved to where the wall clock was when the
-    trace began: no step of that clock lets a span end before it starts or outlive its parent.
+    All instants of a trace come from one monotonic clock, shifted to the wall clock of the trace's
+    start. A step of the wall clock therefore cannot make a span end before it starts or outlive its
+    parent.
     """
 
     recording = True
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, offset_ns: int) -> None:
-        """Wrap a span; the offset is that from the monotonic clock to the wall clock."""
+        """Wrap a span; the offset is from the monotonic clock to the wall clock."""
         self._tracer = tracer
         self._span = span
         self._offset_ns = offset_ns
@@ -107,9 +105,9 @@ class OtelSpan:
         self._span.add_event(name, dict(attributes or {}), self._wall_ns(at_s))
 
     def fail(self, error: BaseException) -> None:
-        """Note an error; the description is what a client may see of it."""
+        """Set the error; the description is the message that a client may see."""
         self._span.set_attribute("error.type", type(error).__name__)
-        if isinstance(error, Exception) and is_ours(error):
+        if isinstance(error, Exception) and is_server_error(error):
             self._span.set_status(trace.StatusCode.ERROR, as_gateway_error(error).message)
 
     def child(
@@ -127,28 +125,15 @@ class OtelSpan:
         return OtelSpan(self._tracer, span, self._offset_ns)
 
     def propagation(self) -> dict[str, str]:
-        """Return `traceparent`, and what else the propagators of the environment add."""
+        """Return `traceparent` and the headers of the other configured propagators."""
         carrier: dict[str, str] = {}
         inject(carrier, trace.set_span_in_context(self._span, Context()))
         return carrier
 
     def end(self, at_s: float | None = None) -> None:
-        """End it, once."""
+        """End the span. Idempotent."""
         if self._span.is_recording():
             self._span.end(self._wall_ns(at_s))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self.fail(error)
-        self.end()
 
     def _wall_ns(self, at_s: float | None) -> int:
         now_ns = time.monotonic_ns() if at_s is None else int(at_s * 1e9)
@@ -156,7 +141,7 @@ class OtelSpan:
 
 
 def otlp_tracing(endpoint: str | None) -> OtelTracing:
-    """Return tracing to an OTLP/HTTP collector; None is the one that the environment names."""
+    """Return tracing to an OTLP/HTTP collector; None uses the one that the environment names."""
     if endpoint is not None:
         base = endpoint.rstrip("/")
         endpoint = base if base.endswith(TRACES_PATH) else base + TRACES_PATH

@@ -1,4 +1,4 @@
-"""The requests of the last minute: rates, percentiles, how long drafts were. Bounded memory."""
+"""The requests of the last minute, for the live page: rates, percentiles, draft lengths."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import msgspec
 from draftgate.backends.types import SpeculationOutcome
 
 WINDOW_S: Final = 60.0
-"""What is older is forgotten."""
+"""Older values are dropped."""
 
 MOST_KEPT: Final = 2048
-"""Values of each kind; of a busier minute the latest are kept. Sorting them takes under 1 ms."""
+"""Values of each kind; in a busier minute the latest are kept. Sorting them takes under 1 ms."""
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -27,22 +27,10 @@ class Percentiles(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Speculated(msgspec.Struct, frozen=True):
-    """What speculation did for a request that has ended.
-
-    Attributes:
-        steps: its decode steps, those without a draft too.
-        drafted: draft tokens they verified.
-    """
-
-    steps: int
-    drafted: int
-
-
 T = TypeVar("T")
 
 
-class _Sliding(Generic[T]):
+class _Window(Generic[T]):
     """The values of the last `WINDOW_S` seconds, at most `MOST_KEPT`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -50,11 +38,11 @@ class _Sliding(Generic[T]):
         self._values: deque[tuple[float, T]] = deque(maxlen=MOST_KEPT)
 
     def add(self, value: T) -> None:
-        """Note a value."""
+        """Add a value at the present time."""
         self._values.append((self._clock(), value))
 
     def values(self) -> list[T]:
-        """Return those that are not too old, in order of time."""
+        """Drop old values and return the others, oldest first."""
         oldest_s = self._clock() - WINDOW_S
         while self._values and self._values[0][0] < oldest_s:
             self._values.popleft()
@@ -62,7 +50,7 @@ class _Sliding(Generic[T]):
 
 
 def percentiles(values: Sequence[float]) -> Percentiles | None:
-    """Return the nearest-rank percentiles of some values, None of none."""
+    """Return the nearest-rank percentiles of some values; None of no values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -71,47 +59,46 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
 
 
 class Recent:
-    """What requests did lately. Use on the event loop's thread.
+    """Values of the last minute's requests, in bounded memory. Use on the event loop's thread.
 
     Attributes:
-        requests: how many ended, ever.
-        tokens: how many were generated, ever; whoever sees them adds them.
+        requests: number of requests that have ended since the start.
+        tokens: number of tokens generated since the start; callers increase it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with nothing; `clock` tells seconds from any origin."""
+        """Start empty; `clock` returns seconds from any origin."""
         self.requests = 0
         self.tokens = 0
-        self._clock = clock
-        self._ttft_s = _Sliding[float](clock)
-        self._tpot_s = _Sliding[float](clock)
-        self._speculated = _Sliding[Speculated](clock)
+        self._ttft_s = _Window[float](clock)
+        self._tpot_s = _Window[float](clock)
+        self._steps = _Window[tuple[int, int]](clock)  # decode steps, and tokens they drafted
 
-    def first_token(self, seconds: float) -> None:
-        """Note a time to first token."""
+    def add_ttft(self, seconds: float) -> None:
+        """Add a time to first token."""
         self._ttft_s.add(seconds)
 
-    def ended(self, tpot_s: float | None, tokens: int, outcome: SpeculationOutcome) -> None:
-        """Note the end of a request: its mean gap between tokens, its tokens, its drafts."""
+    def add_ended(self, tpot_s: float | None, tokens: int, outcome: SpeculationOutcome) -> None:
+        """Add a request that has ended: its TPOT, output tokens and speculation outcome."""
         self.requests += 1
         if tpot_s is not None:
             self._tpot_s.add(tpot_s)
-        # Each step adds what was accepted and one token of the target's.
+        # Each step adds the accepted tokens and one token of the target.
         steps = tokens - outcome.num_accepted_tokens
         if steps > 0:
-            self._speculated.add(Speculated(steps, outcome.num_drafted_tokens))
+            self._steps.add((steps, outcome.num_drafted_tokens))
 
     def ttft_s(self) -> Percentiles | None:
-        """Return the times to first token, None where there was none."""
+        """Return the percentiles of the times to first token; None without requests."""
         return percentiles(self._ttft_s.values())
 
     def tpot_s(self) -> Percentiles | None:
-        """Return the gaps between tokens, a mean for each request; None where there was none."""
+        """Return the percentiles of the requests' TPOT; None without requests."""
         return percentiles(self._tpot_s.values())
 
     def chosen_k(self) -> float | None:
-        """Return the mean draft tokens of a step, of requests that ended; None without one."""
-        found = self._speculated.values()
+        """Return the mean draft tokens per step of ended requests; None without one."""
+        found = self._steps.values()
         if not found:
             return None
-        return sum(one.drafted for one in found) / sum(one.steps for one in found)
+        return sum(drafted for _, drafted in found) / sum(steps for steps, _ in found)

@@ -1,4 +1,4 @@
-"""One request watched from arrival to last byte: its figures, its span, its log line."""
+"""One request observed from its arrival to its last byte: its metrics, span and log line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from draftgate.gateway.errors import TooMany
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
-from draftgate.gateway.telemetry.outcomes import (
-    count_outcome,
+from draftgate.gateway.telemetry.span_attributes import (
     decision_attributes,
     job_attributes,
     outcome_attributes,
@@ -30,7 +29,7 @@ from draftgate.policies.types import SpeculationPlan
 
 
 class Ending(StrEnum):
-    """How a request ended, for metrics and logs."""
+    """How a request ended, in metrics and logs."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -39,7 +38,13 @@ class Ending(StrEnum):
 
 
 class RequestWatch:
-    """Counts what a request did. `end` must be called at the last byte; its first call counts."""
+    """Records what happens to a request. `end` must be called; only its first call counts.
+
+    Attributes:
+        workers: ids of the workers it ran on, in order.
+        plan: the speculation plan of its first prompt.
+        outcome: what speculation did, summed over its choices.
+    """
 
     def __init__(
         self,
@@ -49,12 +54,12 @@ class RequestWatch:
         operation: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin now.
+        """Record a request that arrives now.
 
         Args:
             endpoint: its path.
             operation: `gen_ai.operation.name`.
-            clock: that of the spans.
+            clock: the clock of the spans.
         """
         self.span = span
         self.prompt_tokens = 0
@@ -62,31 +67,31 @@ class RequestWatch:
         self.output_tokens = 0
         self.outcome = SpeculationOutcome()
         self.plan: SpeculationPlan | None = None
-        self.workers: list[str] = []  # their ids
+        self.workers: list[str] = []
         self.tenant: str | None = None
         self._metrics = metrics
+        self._recent = metrics.recent
+        self._generated = metrics.amount(metric.GENERATION_TOKENS)
+        self._gaps = metrics.histogram(metric.GAPS)
         self._endpoint = endpoint
         self._operation = operation
         self._clock = clock
         self._arrival_s = clock()
-        self._first_s: float | None = None
-        self._last_s = self._arrival_s
-        self._generated = metrics.amount(metric.GENERATION_TOKENS)
-        self._recent = metrics.recent
-        self._gaps = metrics.spread(metric.GAPS)
-        self._latest_s: dict[int, float] = {}  # by choice
-        self._begun_s: dict[int, float] = {}  # by choice, where the worker said when
-        self._generates = False  # tokens
-        self._n = 1  # choices of a prompt
-        self._choices = 0  # of all prompts, once they are dispatched
-        self._outputs = 0  # events of an upstream's
+        self._last_s = self._arrival_s  # of the last output
+        self._ttft_s: float | None = None
+        self._latest_s: dict[int, float] = {}  # last output, by choice
+        self._first_token_s: dict[int, float] = {}  # as the worker recorded it, by choice
+        self._generates = False
+        self._n = 1  # choices per prompt
+        self._choices = 0  # of all prompts; 0 before dispatch
+        self._output_events = 0  # of an upstream
         self._resumes = 0
         self._finish_reasons: list[str] = []
         self._failure: tuple[Ending, int, BaseException] | None = None
         self._ended = False
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
-        """Record what was asked for."""
+        """Record what the client asked for."""
         self._generates = job.task is Task.GENERATE
         self._n = job.n
         self._choices = job.n * len(job.prompts)
@@ -104,33 +109,39 @@ class RequestWatch:
             )
 
     def forwarding(self, model: str, tenant: str, choices: int, *, stream: bool) -> None:
-        """Record what was asked for of an upstream; without choices nothing is generated."""
+        """Record what the client asks an upstream for; an embedding request has 0 choices."""
         self._generates, self._choices = choices > 0, choices
         self.tenant = tenant or None
         self.span.set({"gen_ai.request.model": model, "gen_ai.request.stream": stream})
 
     def forwarded(self, worker_id: str, plan: SpeculationPlan | None) -> None:
-        """Record which upstream answers, and what was decided about speculation, if anything."""
+        """Record which upstream answers, and the speculation plan if there was a choice."""
         self.workers, self.plan = [worker_id], plan
         if plan is not None and self.span.recording:
             self.span.set(plan_attributes(plan))
 
     def placed(self, placed: Placement) -> None:
-        """Record where a prompt goes first; the plan of the first one stands in span and log."""
-        tokens = len(placed.request.prompt_ids)
+        """Record the first worker of a prompt. Span and log show the first prompt's plan."""
+        request, plan = placed.request, placed.request.speculation
+        tokens = len(request.prompt_ids)
         self._metrics.observe(metric.PROMPT_LENGTH, tokens)
         self._metrics.observe(metric.TO_WORKER, self._clock() - self._arrival_s)
         self._metrics.add(metric.PROMPT_TOKENS, tokens)
-        self._goes_to(placed)
-        if self._generates:
-            self._decided(placed)
-        else:
+        self._add_worker(placed)
+        if not self._generates:
             self.span.set({"draftgate.worker_id": ",".join(self.workers)})
+            return
+        self._metrics.observe(metric.MAX_TOKENS, request.sampling.max_tokens)
+        self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
+        if self.plan is None:
+            self.plan = plan
+            if self.span.recording:
+                self.span.set(decision_attributes(placed))
 
     def resumed(self, resume: Resume) -> None:
-        """Record that a prompt has lost its worker and goes on with another one."""
+        """Record that a prompt lost its worker and continues on another."""
         self._resumes += 1
-        self._goes_to(resume.placed)
+        self._add_worker(resume.placed)
         outcome = "same_class" if resume.same_numerics_class else "other_class"
         self._metrics.add(metric.RESUMES, 1, resume.cause.value, outcome)
         self.span.event("resume", resume_attributes(resume))
@@ -147,26 +158,11 @@ class RequestWatch:
         )
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """Record that a prompt has lost its worker and does not go on."""
+        """Record that a prompt lost its worker and is not resumed."""
         self._metrics.add(metric.RESUMES, 1, cause.value, why.value)
 
-    def _goes_to(self, placed: Placement) -> None:
-        """Note where a prompt goes."""
-        if placed.worker.worker_id not in self.workers:
-            self.workers.append(placed.worker.worker_id)
-
-    def _decided(self, placed: Placement) -> None:
-        """Record what was decided about a prompt."""
-        request, plan = placed.request, placed.request.speculation
-        self._metrics.observe(metric.MAX_TOKENS, request.sampling.max_tokens)
-        self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
-        if self.plan is None:
-            self.plan = plan
-            if self.span.recording:
-                self.span.set(decision_attributes(placed))
-
     def observe(self, delta: Delta) -> None:
-        """Record a delta as it passes to the client. Called for every one: keep it cheap."""
+        """Record a delta on its way to the client. Called for every delta: keep it cheap."""
         now_s = self._clock()
         choice = delta.choice
         tokens = len(delta.token_ids)
@@ -177,37 +173,26 @@ class RequestWatch:
         if latest_s is not None:
             self._gaps.observe(now_s - latest_s)
         self._latest_s[choice] = self._last_s = now_s
-        if self._first_s is None and delta.text:
-            self._first_s = now_s
-            self._metrics.observe(metric.TTFT, now_s - self._arrival_s, self._operation)
-            self._recent.first_token(now_s - self._arrival_s)
-            self.span.event("first_token", at_s=now_s)
+        if self._ttft_s is None and delta.text:
+            self._first_output(now_s)
         if delta.phases is not None:
-            self._phases(choice, delta.phases)
+            self._observe_phases(choice, delta.phases)
         if delta.finish_reason is not None:
-            self._finished(delta, delta.finish_reason, now_s)
+            self._finish_choice(delta, delta.finish_reason, now_s)
 
-    def fail(self, ending: Ending, status: int, error: BaseException) -> None:
-        """Note that the request ends badly; the client is told next, and `end` follows then."""
-        self._failure = self._failure or (ending, status, error)
-
-    def progressed(self, outputs: int) -> None:
+    def progressed(self, output_events: int) -> None:
         """Record that bytes of an upstream's answer pass to the client.
 
         Args:
-            outputs: events of output so far.
+            output_events: events with output so far.
         """
         if not self._generates:
             return
         self._last_s = self._clock()
-        self._recent.tokens += outputs - self._outputs
-        self._outputs = outputs
-        if self._first_s is None:
-            self._first_s = self._last_s
-            ttft_s = self._first_s - self._arrival_s
-            self._metrics.observe(metric.TTFT, ttft_s, self._operation)
-            self._recent.first_token(ttft_s)
-            self.span.event("first_token")
+        self._recent.tokens += output_events - self._output_events
+        self._output_events = output_events
+        if self._ttft_s is None:
+            self._first_output(self._last_s)
 
     def settled(self, usage: TokenUsage) -> None:
         """Record the tokens of an upstream's answer, once, when it is over."""
@@ -215,10 +200,18 @@ class RequestWatch:
         self._metrics.add(metric.PROMPT_TOKENS, usage.prompt)
         self._metrics.add(metric.CACHED_TOKENS, usage.cached)
         self._generated.value += usage.output
-        self._recent.tokens += max(usage.output - self._outputs, 0)
+        self._recent.tokens += max(usage.output - self._output_events, 0)
+
+    def fail(self, ending: Ending, status: int, error: BaseException) -> None:
+        """Keep the first failure for `end`, which follows after the client has been informed."""
+        self._failure = self._failure or (ending, status, error)
 
     def end(self, ending: Ending, status: int, error: BaseException | None = None) -> None:
-        """Record the end: the last byte, a cancel, or an error. What `fail` noted stands."""
+        """Record the end, at the last byte, a cancel or an error; a kept failure takes precedence.
+
+        Args:
+            status: the HTTP status.
+        """
         if self._ended:
             return
         self._ended = True
@@ -227,45 +220,57 @@ class RequestWatch:
         seconds = self._clock() - self._arrival_s
         self._count_end(ending, seconds, error)
         if self.span.recording:
-            self.span.set(self._figures(ending, status))
+            self.span.set(self._end_attributes(ending, status))
             if error is not None and status >= 500:
                 self.span.fail(error)
         self.span.end()
         self._log_end(ending, status, seconds, error)
 
-    def _phases(self, choice: int, phases: Phases) -> None:
+    def _add_worker(self, placed: Placement) -> None:
+        if placed.worker.worker_id not in self.workers:
+            self.workers.append(placed.worker.worker_id)
+
+    def _first_output(self, now_s: float) -> None:
+        self._ttft_s = now_s - self._arrival_s
+        self._metrics.observe(metric.TTFT, self._ttft_s, self._operation)
+        self._recent.add_ttft(self._ttft_s)
+        self.span.event("first_token", at_s=now_s)
+
+    def _observe_phases(self, choice: int, phases: Phases) -> None:
         metrics = self._metrics
         metrics.observe(metric.WORKER_QUEUE, phases.scheduled_s - phases.queued_s)
         metrics.observe(metric.PREFILL, phases.first_token_s - phases.scheduled_s)
-        self._begun_s.setdefault(choice, phases.first_token_s)  # a second time where it goes on
+        # A resumed choice has phases on each of its workers: decoding began on the first.
+        self._first_token_s.setdefault(choice, phases.first_token_s)
 
-    def _finished(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
-        """Record a choice's last delta."""
+    def _finish_choice(self, delta: Delta, reason: FinishReason, now_s: float) -> None:
         self._finish_reasons.append(reason.value)
         self._metrics.add(metric.CHOICES, 1, reason.value)
-        if delta.choice % self._n == 0:  # a prompt's further choices read what the first did
+        # The other choices of a prompt share the KV that the first one computed or found cached.
+        if delta.choice % self._n == 0:
             self.cached_tokens += delta.cached_tokens
             self._metrics.add(metric.CACHED_TOKENS, delta.cached_tokens)
         if delta.outcome is not None:
             self.outcome += delta.outcome
-        begun_s = self._begun_s.get(delta.choice)
-        if begun_s is not None:
-            self._metrics.observe(metric.DECODE, now_s - begun_s)
+        first_token_s = self._first_token_s.get(delta.choice)
+        if first_token_s is not None:
+            self._metrics.observe(metric.DECODE, now_s - first_token_s)
 
     def _count_end(self, ending: Ending, seconds: float, error: BaseException | None) -> None:
         metrics = self._metrics
-        wrong = "" if ending is Ending.FINISHED else ending.value
+        error_type = "" if ending is Ending.FINISHED else ending.value
         if ending is not Ending.CANCELLED and error is not None:
-            wrong = type(error).__name__
+            error_type = type(error).__name__
         metrics.add(metric.REQUESTS, 1, self._endpoint, ending.value)
         if isinstance(error, TooMany):
             metrics.add(metric.REFUSED, 1, error.kind)
         if self.tenant is not None:
             used = self.output_tokens + (self.prompt_tokens if self.workers else 0)
             metrics.add(metric.TENANT_TOKENS, used, self.tenant)
-        metrics.observe(metric.DURATION, seconds, self._operation, wrong)
+        metrics.observe(metric.DURATION, seconds, self._operation, error_type)
         unfinished = self._choices - len(self._finish_reasons)
-        if unfinished > 0 and ending is not Ending.FINISHED:  # else an upstream knows why they did
+        # The finish reasons of an upstream's choices are not known here if the request finished.
+        if unfinished > 0 and ending is not Ending.FINISHED:
             reason = "abort" if ending is Ending.CANCELLED else "error"
             metrics.add(metric.CHOICES, unfinished, reason)
         if self._generates:
@@ -273,21 +278,29 @@ class RequestWatch:
         tpot_s = self._tpot_s()
         if tpot_s is not None:
             metrics.observe(metric.TPOT, tpot_s, self._operation)
-        self._recent.ended(tpot_s, self.output_tokens, self.outcome)
-        count_outcome(metrics, self.outcome)
+        self._recent.add_ended(tpot_s, self.output_tokens, self.outcome)
+        self._count_speculation()
+
+    def _count_speculation(self) -> None:
+        outcome = self.outcome
+        if not outcome.num_spec_steps:
+            return
+        self._metrics.add(metric.SPEC_STEPS, outcome.num_spec_steps)
+        self._metrics.add(metric.DRAFTED, outcome.num_drafted_tokens)
+        self._metrics.add(metric.ACCEPTED, outcome.num_accepted_tokens)
+        beyond = sum(outcome.acceptance_histogram)
+        for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
+            beyond -= steps  # now the steps that accepted more than `position` tokens
+            self._metrics.add(metric.ACCEPTED_AT, beyond, str(position))
 
     def _tpot_s(self) -> float | None:
-        """Return the mean gap between tokens of a choice."""
+        """Return the mean time between the tokens of a choice."""
         gaps = self.output_tokens / max(self._choices, 1) - 1
-        if self._first_s is None or gaps <= 0:
+        if self._ttft_s is None or gaps <= 0:
             return None
-        return (self._last_s - self._first_s) / gaps
+        return (self._last_s - self._arrival_s - self._ttft_s) / gaps
 
-    def _ttft_s(self) -> float | None:
-        return None if self._first_s is None else self._first_s - self._arrival_s
-
-    def _figures(self, ending: Ending, status: int) -> Attributes:
-        """Return what the span says of the end."""
+    def _end_attributes(self, ending: Ending, status: int) -> Attributes:
         found: dict[str, AttributeValue] = {
             "http.response.status_code": status,
             "draftgate.ending": ending.value,
@@ -297,9 +310,8 @@ class RequestWatch:
         }
         if self.plan is not None:
             found.update(outcome_attributes(self.outcome))
-        ttft_s = self._ttft_s()
-        if ttft_s is not None:
-            found["gen_ai.response.time_to_first_chunk"] = ttft_s
+        if self._ttft_s is not None:
+            found["gen_ai.response.time_to_first_chunk"] = self._ttft_s
         if self._finish_reasons:
             found["gen_ai.response.finish_reasons"] = self._finish_reasons
         return found
@@ -314,7 +326,7 @@ class RequestWatch:
             status=status,
             ending=ending.value,
             seconds=seconds,
-            ttft_s=self._ttft_s(),
+            ttft_s=self._ttft_s,
             worker=",".join(self.workers) or None,
             resumes=self._resumes or None,
             tenant=self.tenant,
@@ -326,6 +338,6 @@ class RequestWatch:
             accepted=self.outcome.num_accepted_tokens,
             error_type=None if error is None else type(error).__name__,
             param=getattr(error, "param", None),
-            # A refusal may quote what the client sent: the client is told, the log is not.
+            # The message of a refusal may quote the request, which must not get into the log.
             reason=str(error) if ending is Ending.FAILED else None,
         )

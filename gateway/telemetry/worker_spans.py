@@ -1,95 +1,85 @@
-"""The worker's spans of a request, made from what its deltas tell: `Delta.phases`, the last delta.
+"""The spans of a request on its worker: `worker.queue`, `prefill` and `decode` of each choice.
 
-Below `dispatch`, for each choice: `worker.queue`, `prefill`, `decode`. They are made when the first
-token comes, with the instants the worker noted; `decode` ends with the choice, or with `dispatch`
-if that ends before. A worker that goes on with what another began has a `dispatch` of its own. What
-another node has made spans of itself, below the `peer.generate` span that continues this one, has
-none here.
+They are children of the `dispatch` span and use the instants that the worker recorded. The first
+token of a choice carries those instants (`Delta.phases`), so all three spans are created when it
+arrives. `decode` ends with the choice, or with `dispatch` if that ends first. A worker that resumes
+a request has a `dispatch` span of its own. A worker on another node has already created its spans
+there, below the `peer.generate` span, and none are created here (`Phases.recorded`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
 from draftgate.backends.types import Delta, GenerationRequest, Phases
-from draftgate.gateway.telemetry.outcomes import outcome_attributes
+from draftgate.gateway.telemetry.span_attributes import outcome_attributes
 from draftgate.gateway.telemetry.tracing import Span
 
 MOST_CHOICES: Final = 8
-"""Choices of a request that have spans; `draftgate.traced_choices` says so where there are more."""
+"""Choices of a request that have spans. With more, `draftgate.traced_choices` is set."""
 
 MOST_CHUNKS: Final = 32
-"""Prefill chunks that have an event, the first ones: 16k tokens in steps of 512. The attribute
+"""Prefill chunks that have an event: the first 16k tokens in steps of 512. The attribute
 `draftgate.prefill.chunks` counts all. (The SDK's own limit is 128 events.)"""
 
 
 @contextmanager
 def dispatch_span(parent: Span) -> Iterator[WorkerSpans | None]:
-    """Cover what a worker does for a request with a `dispatch` span, below which its spans come.
-
-    None where nobody reads them.
-    """
+    """Run a block in a `dispatch` span; yields the spans below it, None if not recorded."""
     with parent.child("dispatch") as span:
         if not span.recording:
             yield None
             return
-        hops = WorkerSpans(span)
+        spans = WorkerSpans(span)
         try:
-            yield hops
+            yield spans
         finally:
-            hops.end()
+            spans.end()
 
 
 class WorkerSpans:
-    """The spans below one `dispatch` span, which is recorded."""
+    """The spans below one recorded `dispatch` span."""
 
     def __init__(self, dispatch: Span) -> None:
-        """Begin without a choice."""
         self._dispatch = dispatch
-        self._decodes: dict[int, Span] = {}
-        self._traced = 0  # choices
+        self._decodes: dict[int, Span] = {}  # running ones, by choice
+        self._traced_choices = 0
 
     def carried(self, request: GenerationRequest) -> GenerationRequest:
-        """Return a request that takes the trace along, for a worker on another machine."""
+        """Return the request with the trace's headers, for a worker on another machine."""
         return replace(request, trace_context=tuple(self._dispatch.propagation().items()))
 
     def observe(self, delta: Delta) -> None:
-        """Take note of a delta as it passes: spans begin and end with what it tells."""
+        """Start and end spans by a delta. Every delta must pass here."""
         if delta.phases is not None:
-            self.begun(delta.choice, delta.phases)
+            self._begin(delta.choice, delta.phases)
         if delta.finish_reason is not None:
-            self.finished(delta, time.monotonic())
+            decode = self._decodes.pop(delta.choice, None)
+            if decode is not None:
+                if delta.outcome is not None:
+                    decode.set(outcome_attributes(delta.outcome))
+                decode.end()
 
-    def begun(self, choice: int, phases: Phases) -> None:
-        """Make the spans of a choice whose first token is there, on this worker."""
-        if self._traced == MOST_CHOICES:
+    def end(self) -> None:
+        """End all running spans."""
+        for decode in self._decodes.values():
+            decode.end()
+        self._decodes.clear()
+
+    def _begin(self, choice: int, phases: Phases) -> None:
+        if self._traced_choices == MOST_CHOICES:
             self._dispatch.set({"draftgate.traced_choices": MOST_CHOICES})
             return
-        self._traced += 1
+        self._traced_choices += 1
         if phases.recorded:
             return
         which = {"draftgate.choice": choice}
         self._dispatch.child("worker.queue", which, phases.queued_s).end(phases.scheduled_s)
         self._prefill(choice, phases)
         self._decodes[choice] = self._dispatch.child("decode", which, phases.first_token_s)
-
-    def finished(self, delta: Delta, at_s: float) -> None:
-        """End the `decode` of a choice with its last delta."""
-        span = self._decodes.get(delta.choice)
-        if span is None:
-            return
-        if delta.outcome is not None:
-            span.set(outcome_attributes(delta.outcome))
-        self._end(delta.choice, at_s)
-
-    def end(self) -> None:
-        """End what still runs, now: the request ends."""
-        for choice in list(self._decodes):
-            self._end(choice, None)
 
     def _prefill(self, choice: int, phases: Phases) -> None:
         chunks = phases.chunks
@@ -102,8 +92,3 @@ class WorkerSpans:
         for at_s, tokens in chunks[:MOST_CHUNKS]:
             span.event("prefill_chunk", {"draftgate.tokens": tokens}, at_s)
         span.end(phases.first_token_s)
-
-    def _end(self, choice: int, at_s: float | None) -> None:
-        span = self._decodes.pop(choice, None)
-        if span is not None:
-            span.end(at_s)

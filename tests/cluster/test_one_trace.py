@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from draftgate.gateway.app import Listening
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
-from draftgate.gateway.telemetry.tracing import open_tracing
+from draftgate.gateway.telemetry.trace_export import open_tracing
 from tests.gateway.collector import Collector, Sent, collecting
 from tests.gateway.harness import PATIENCE_S, post_raw, running, until
 from tests.gateway.redis_server import RedisServer

@@ -32,7 +32,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store
-from draftgate.gateway.telemetry.tracing import NoTracing, Tracing
+from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.types import WorkerLoad
 
 PATIENCE_S = 10.0
@@ -128,7 +128,7 @@ async def running(
         settings["devices"] = tuple(range(len(backends)))
     config = ServeConfig(**settings)
     fleet = scripted_fleet(config, backends) if backends else build_fleet(config)
-    node = Node(config, fleet, store or MemoryStore(), tracing or NoTracing())
+    node = Node(config, fleet, store or MemoryStore(), tracing or Tracing())
     async with listening(node) as where:
         try:
             if start:

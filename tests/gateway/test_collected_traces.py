@@ -13,7 +13,8 @@ import pytest
 from draftgate.backends.types import GenerationRequest, Phases
 from draftgate.gateway.app import Listening
 from draftgate.gateway.telemetry.metric_definitions import GENERATION_TOKENS
-from draftgate.gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
+from draftgate.gateway.telemetry.trace_export import open_tracing
+from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.gateway.telemetry.worker_spans import MOST_CHOICES, MOST_CHUNKS
 from tests.gateway.collector import Collector, Sent, collecting
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
@@ -305,7 +306,7 @@ async def test_one_flag_suffices(monkeypatch: pytest.MonkeyPatch, suffix: str) -
 def test_exporters_that_are_none_send_nothing() -> None:
     """OTEL_TRACES_EXPORTER=none switches off what the environment asked for."""
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_TRACES_EXPORTER": "none"}
-    assert isinstance(open_tracing(None, asked), NoTracing)
+    assert type(open_tracing(None, asked)) is Tracing
 
 
 async def test_a_protocol_we_do_not_speak_is_not_passed_over_in_silence(

@@ -22,7 +22,7 @@ from draftgate.gateway.dispatch.decisions import KEPT, Decisions, read_decisions
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
-from draftgate.gateway.telemetry.tracing import NoTracing
+from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import (
     UNTESTED,
@@ -97,7 +97,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
 async def test_the_dispatcher_records_what_the_policy_saw(scripted: ScriptedBackend) -> None:
     """One decision for each prompt, with the inputs from which it follows, and no prompt."""
     config = ServeConfig(speculation="fixed:4")
-    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
+    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
     prompts, sampling = ((7, 7), (8, 8, 8)), SamplingParams(1, 0)
     job = Job("r", prompts, sampling, 5, max_draft_tokens=2, repetitions=(None, 0.5))
@@ -146,7 +146,7 @@ async def test_decisions_learn_from_what_became_of_earlier_requests(
 ) -> None:
     """The counts of a tenant's finished choices are inputs of its next decision, by temperature."""
     config = ServeConfig(speculation="auto")
-    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
+    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
     job = Job("r", ((7,) * 9,), SamplingParams(1, 0, 0.0), 5, n=2, tenant="a")
     outcome = SpeculationOutcome(10, 40, 30, (0, 0, 5, 0, 5))
@@ -169,7 +169,7 @@ async def test_decisions_learn_from_what_became_of_earlier_requests(
 async def test_what_a_grammar_forces_teaches_nothing(scripted: ScriptedBackend) -> None:
     """Forced tokens are accepted whatever is drafted, so they say nothing of other drafts."""
     config = ServeConfig(speculation="auto")
-    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), NoTracing())
+    node = Node(config, scripted_fleet(config, [scripted]), MemoryStore(), Tracing())
     await node.start()
     job = Job("r", ((7,) * 9,), SamplingParams(1, 0, 0.0), 5)
     forced = replace(job, grammar=GrammarSpec(GrammarKind.REGEX, "aaaa"))

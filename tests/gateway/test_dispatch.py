@@ -14,7 +14,7 @@ from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.node import Node
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import WorkerReport
-from draftgate.gateway.telemetry.tracing import NoTracing
+from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.types import SpeculationMode
 from tests.gateway.harness import ScriptedBackend, leased, placed, scripted_fleet
 
@@ -24,7 +24,7 @@ async def node(scripted: ScriptedBackend) -> Node:
     """A started node without HTTP."""
     config = ServeConfig(speculation="fixed:4")
     fleet = scripted_fleet(config, [scripted])
-    made = Node(config, fleet, MemoryStore(), NoTracing())
+    made = Node(config, fleet, MemoryStore(), Tracing())
     await made.start()
     return made
 

@@ -53,8 +53,8 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
     """A figure counts for a minute, and then there is none rather than a zero."""
     clock = Clock()
     recent = Recent(clock)
-    recent.first_token(0.5)
-    recent.ended(0.01, 10, SpeculationOutcome(2, 6, 4))
+    recent.add_ttft(0.5)
+    recent.add_ended(0.01, 10, SpeculationOutcome(2, 6, 4))
     assert recent.ttft_s().p99 == 0.5
     assert recent.chosen_k() == 1.0  # 6 drafted in 10 - 4 steps
     clock.now_s = WINDOW_S + 0.1
@@ -65,7 +65,7 @@ def test_a_busy_minute_takes_bounded_memory() -> None:
     """Of more values than are kept, the latest are."""
     recent = Recent(Clock())
     for value in range(3 * MOST_KEPT):
-        recent.first_token(value)
+        recent.add_ttft(value)
     assert recent.ttft_s().p50 == 2 * MOST_KEPT + MOST_KEPT // 2 - 1
 
 
@@ -90,7 +90,7 @@ async def test_rates_are_of_the_last_seconds() -> None:
     for second in range(8):
         clock.now_s = float(second)
         recent.tokens += 10
-        recent.ended(None, 10, SpeculationOutcome())
+        recent.add_ended(None, 10, SpeculationOutcome())
         live.take()
     _, samples = await live.after(0)
     assert [json.loads(data)["tokens_per_s"] for data in samples[-3:]] == [10.0] * 3

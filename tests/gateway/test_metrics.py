@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from draftgate.backends.types import Delta, FinishReason, Phases
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.cardinality import MOST_VALUES, OTHER
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
-from draftgate.gateway.telemetry.metrics import Metrics, shown_name
+from draftgate.gateway.telemetry.metrics import MOST_VALUES, OTHER, Metrics, shown_name
 from draftgate.gateway.telemetry.tracing import NO_SPAN
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until

@@ -12,7 +12,8 @@ from opentelemetry.trace import SpanKind
 
 from draftgate.gateway.app import Listening
 from draftgate.gateway.telemetry.otel import OtelTracing
-from draftgate.gateway.telemetry.tracing import NO_SPAN, NoTracing, open_tracing
+from draftgate.gateway.telemetry.trace_export import open_tracing
+from draftgate.gateway.telemetry.tracing import NO_SPAN, Tracing
 from tests.gateway.harness import client, load_of, post_raw, running, until
 
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1}
@@ -92,7 +93,7 @@ async def test_a_rejected_request_is_traced(
 def test_without_an_endpoint_there_is_no_exporter() -> None:
     """Tracing costs nothing unless it is asked for."""
     tracing = open_tracing(None, {})
-    assert isinstance(tracing, NoTracing)
+    assert type(tracing) is Tracing
     assert tracing.server("x", {}, {}).child("y") is NO_SPAN
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_SDK_DISABLED": "true"}
-    assert isinstance(open_tracing(None, asked), NoTracing)
+    assert type(open_tracing(None, asked)) is Tracing

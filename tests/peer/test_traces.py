@@ -13,7 +13,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from draftgate.backends.types import Phases
 from draftgate.gateway.app import Listening
-from draftgate.gateway.telemetry.tracing import NoTracing, Tracing, open_tracing
+from draftgate.gateway.telemetry.trace_export import open_tracing
+from draftgate.gateway.telemetry.tracing import Tracing
 from tests.gateway.collector import Collector, collecting
 from tests.gateway.harness import ScriptedBackend, client, post_raw, running, until
 
@@ -32,7 +33,7 @@ async def two_nodes(
 ) -> AsyncIterator[tuple[Listening, Listening]]:
     """A node that traces, in front of one that does, too, or does not."""
     tracings: list[Tracing] = [open_tracing(collector.url, {})]
-    tracings.append(open_tracing(collector.url, {}) if there_too else NoTracing())
+    tracings.append(open_tracing(collector.url, {}) if there_too else Tracing())
     try:
         async with (
             running(tracing=tracings[1], **settings) as there,

@@ -1,4 +1,4 @@
-"""What is told of a decision and of its outcome: attributes of spans, and figures."""
+"""The attributes that spans carry about a request, its decisions and its outcome."""
 
 from __future__ import annotations
 
@@ -9,40 +9,33 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume
 from draftgate.gateway.state.store import Reservation
-from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.gateway.telemetry.metrics import Metrics
-from draftgate.gateway.telemetry.tracing import Attributes, Span
+from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 
 def job_attributes(job: Job) -> Attributes:
-    """Return what was asked for; nothing of a text."""
-    found: dict[str, str | int | float] = {
+    """Return what a client asked for, without any of its text."""
+    found: dict[str, AttributeValue] = {
         "draftgate.tenant": job.tenant,
         "draftgate.priority": job.service.priority,
     }
-    asked = {
-        "draftgate.slo.ttft_s": job.service.ttft_s,
-        "draftgate.slo.tpot_s": job.service.tpot_s,
-    }
-    found.update((name, value) for name, value in asked.items() if value is not None)
-    return {**found, **_output_attributes(job)} if job.task is Task.GENERATE else found
-
-
-def _output_attributes(job: Job) -> Attributes:
-    """Return what was asked for of the output."""
-    sampling = job.sampling
-    return {
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.seed": str(sampling.seed),  # beyond an attribute's int64
-        "gen_ai.request.choice.count": job.n,
-        "draftgate.speculation.mode": job.mode.value,
-    }
+    if job.service.ttft_s is not None:
+        found["draftgate.slo.ttft_s"] = job.service.ttft_s
+    if job.service.tpot_s is not None:
+        found["draftgate.slo.tpot_s"] = job.service.tpot_s
+    if job.task is Task.GENERATE:
+        found |= {
+            "gen_ai.request.temperature": job.sampling.temperature,
+            "gen_ai.request.top_p": job.sampling.top_p,
+            "gen_ai.request.seed": str(job.sampling.seed),  # exceeds an attribute's int64
+            "gen_ai.request.choice.count": job.n,
+            "draftgate.speculation.mode": job.mode.value,
+        }
+    return found
 
 
 def decision_attributes(placed: Placement) -> Attributes:
-    """Return what was decided, and where it runs."""
+    """Return the worker and the speculation plan of a prompt."""
     return {
         "gen_ai.request.max_tokens": placed.request.sampling.max_tokens,
         "draftgate.worker_id": placed.worker.worker_id,
@@ -51,8 +44,8 @@ def decision_attributes(placed: Placement) -> Attributes:
 
 
 def plan_attributes(plan: SpeculationPlan) -> Attributes:
-    """Return what was decided about speculation."""
-    found: dict[str, str | int | float] = {
+    """Return a speculation plan."""
+    found: dict[str, AttributeValue] = {
         "draftgate.policy": plan.policy,
         "draftgate.proposer": plan.proposer or "none",
         "draftgate.max_draft_tokens": plan.max_draft_tokens,
@@ -62,7 +55,7 @@ def plan_attributes(plan: SpeculationPlan) -> Attributes:
 
 
 def admission_attributes(entry: Entry) -> Attributes:
-    """Return what was foreseen of a request that was admitted."""
+    """Return what was predicted for a request that was admitted."""
     return {
         "draftgate.predicted_wait_s": entry.foreseen.wait_s,
         "draftgate.predicted_ttft_s": entry.foreseen.ttft_s,
@@ -71,7 +64,7 @@ def admission_attributes(entry: Entry) -> Attributes:
 
 
 def describe_route(span: Span, routed: Routed) -> None:
-    """Put which worker was chosen on the span that covers it, and why, if there was a choice."""
+    """Set the chosen worker on a span, and the candidates if there was a choice."""
     if not span.recording:
         return
     span.set({"draftgate.worker_id": routed.worker.worker_id})
@@ -95,21 +88,23 @@ def describe_route(span: Span, routed: Routed) -> None:
 
 
 def describe_reservation(span: Span, found: Reservation) -> None:
-    """Put what a worker's capacity was leased for, or why not, on the span that covers it."""
+    """Set the lease on a span, or why the store refused one."""
     if not span.recording:
         return
-    told: dict[str, str | int] = {"draftgate.state": "degraded" if found.degraded else "fresh"}
+    attributes: dict[str, str | int] = {
+        "draftgate.state": "degraded" if found.degraded else "fresh"
+    }
     if found.lease is not None:
-        told["draftgate.worker_id"] = found.lease.worker_id
-        told["draftgate.lease.tokens"] = found.lease.tokens
-        told["draftgate.lease.behind_tokens"] = found.behind_tokens
+        attributes["draftgate.worker_id"] = found.lease.worker_id
+        attributes["draftgate.lease.tokens"] = found.lease.tokens
+        attributes["draftgate.lease.behind_tokens"] = found.behind_tokens
     if found.refusal is not None:
-        told["draftgate.lease.refusal"] = found.refusal.value
-    span.set(told)
+        attributes["draftgate.lease.refusal"] = found.refusal.value
+    span.set(attributes)
 
 
 def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:
-    """Put what a decision was made from on the span that covers it."""
+    """Set the inputs of a speculation decision on a span."""
     if not span.recording:
         return
     span.set(
@@ -127,7 +122,7 @@ def describe_decision(span: Span, view: RequestView, load: WorkerLoad) -> None:
 
 
 def resume_attributes(resume: Resume) -> Attributes:
-    """Return where a prompt was and where it goes on, and from where."""
+    """Return where a prompt ran, where it continues, and with how many tokens."""
     return {
         "draftgate.prompt": resume.index,
         "draftgate.resume.cause": resume.cause.value,
@@ -146,16 +141,3 @@ def outcome_attributes(outcome: SpeculationOutcome) -> Attributes:
         "draftgate.accepted_tokens": outcome.num_accepted_tokens,
         "draftgate.acceptance_histogram": outcome.acceptance_histogram,
     }
-
-
-def count_outcome(metrics: Metrics, outcome: SpeculationOutcome) -> None:
-    """Count what speculation did for a request."""
-    if not outcome.num_spec_steps:
-        return
-    metrics.add(metric.SPEC_STEPS, outcome.num_spec_steps)
-    metrics.add(metric.DRAFTED, outcome.num_drafted_tokens)
-    metrics.add(metric.ACCEPTED, outcome.num_accepted_tokens)
-    beyond = sum(outcome.acceptance_histogram)
-    for position, steps in enumerate(outcome.acceptance_histogram[:-1]):
-        beyond -= steps  # steps that accepted more than `position` tokens
-        metrics.add(metric.ACCEPTED_AT, beyond, str(position))
