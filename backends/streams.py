@@ -58,17 +58,17 @@ class DeltaStreams:
         stream = self._open.get(request_id)
         return 0 if stream is None else stream.unread_tokens
 
-    def fail(self, message: str, kind: type[BackendFailed] = BackendFailed) -> None:
-        """End every open stream with an error of this kind."""
-        streams, self._open = self._open, {}
-        for stream in streams.values():
-            stream.fail(kind(message))
-
-    def break_off(self, request_id: str, error: BackendFailed) -> None:
-        """End a stream that the worker has ended, if it is open, with an error."""
-        stream = self._open.pop(request_id, None)
-        if stream is not None:
-            stream.fail(error)
+    def fail(
+        self,
+        message: str,
+        kind: type[BackendFailed] = BackendFailed,
+        request_id: str | None = None,
+    ) -> None:
+        """End the stream of a request, or every open stream, with an error of this kind."""
+        for one in tuple(self._open) if request_id is None else (request_id,):
+            stream = self._open.pop(one, None)
+            if stream is not None:
+                stream.fail(kind(message))
 
     def close(self, request_id: str) -> None:
         """Forget a stream, and tell the worker if it still owed it deltas."""

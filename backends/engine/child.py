@@ -13,12 +13,12 @@ from contextlib import suppress
 from typing import Final
 
 from draftgate.backends.base import WorkerConfig
+from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loop import EngineLoop
 from draftgate.backends.engine.served import ServedModel
-from draftgate.backends.engine.wire import (
+from draftgate.backends.remote_worker import (
     Cancel,
-    Channel,
     Command,
     Failed,
     Loading,
@@ -26,8 +26,8 @@ from draftgate.backends.engine.wire import (
     Report,
     SetPace,
     Start,
-    Stepped,
     Submit,
+    Update,
 )
 from draftgate.backends.types import Delta
 from draftgate.policies.types import WorkerLoad
@@ -39,7 +39,7 @@ STOP_S: Final = 5.0
 class Reports:
     """Sends what the engine's thread reports; satisfies `loop.LoopEvents`."""
 
-    def __init__(self, channel: Channel[Command]) -> None:
+    def __init__(self, channel: SocketChannel[Command]) -> None:
         """Report over this channel."""
         self._channel = channel
 
@@ -53,7 +53,7 @@ class Reports:
 
     def stepped(self, batch: list[tuple[str, Delta]], load: WorkerLoad) -> None:
         """Send a step's deltas."""
-        self._send(Stepped(batch, load))
+        self._send(Update(batch, load))
 
     def failed(self, error: BaseException) -> None:
         """Tell why it is over."""
@@ -67,7 +67,7 @@ class Reports:
 def main() -> None:
     """Load and run until the gateway closes its end."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    channel = Channel[Command](socket.socket(fileno=int(sys.argv[1])), Command)
+    channel = SocketChannel[Command](socket.socket(fileno=int(sys.argv[1])), Command)
     commands = iter(channel)
     start = next(commands, None)
     if not isinstance(start, Start):
@@ -77,9 +77,9 @@ def main() -> None:
         if isinstance(command, Submit):
             loop.submit(command.request)
         elif isinstance(command, Cancel):
-            loop.cancel(command.request_id)
+            loop.cancel(command.id)
         elif isinstance(command, SetPace):
-            loop.pace(command.request_id, command.pace)
+            loop.pace(command.id, command.pace)
     loop.stop()
     loop.join(STOP_S)
     os._exit(0)  # also in the middle of loading, which nothing else can cut short

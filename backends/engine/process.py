@@ -17,11 +17,12 @@ from typing import Final
 
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.checkpoints import find_checkpoint
+from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.loop import LoopEvents
 from draftgate.backends.engine.served import ServedModel
-from draftgate.backends.engine.wire import (
+from draftgate.backends.errors import BackendFailed, CheckpointError
+from draftgate.backends.remote_worker import (
     Cancel,
-    Channel,
     Command,
     Failed,
     Loading,
@@ -29,11 +30,10 @@ from draftgate.backends.engine.wire import (
     Report,
     SetPace,
     Start,
-    Stepped,
     Submit,
+    Update,
+    remote_admission,
 )
-from draftgate.backends.errors import BackendFailed, CheckpointError
-from draftgate.backends.remote import remote_admission
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, Pace
 
@@ -53,18 +53,18 @@ class EngineProcess(threading.Thread):
         self._config = config
         self._events = events
         self._stopping = False
-        self._channel: Channel[Report] | None = None
+        self._channel: SocketChannel[Report] | None = None
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
 
     def start(self) -> None:
         """Start the process and listen to it."""
         own, self._its = socket.socketpair()
-        self._channel = Channel[Report](own, Report)
+        self._channel = SocketChannel[Report](own, Report)
         super().start()
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Any thread."""
-        self._commands.put(Submit(request))
+        self._commands.put(Submit(request.request_id, request))
 
     def cancel(self, request_id: str) -> None:
         """End a request before the next step; no-op if it has ended. Any thread."""
@@ -101,27 +101,27 @@ class EngineProcess(threading.Thread):
             channel.close()
             _ended(process)
 
-    def _listen(self, channel: Channel[Report]) -> None:
+    def _listen(self, channel: SocketChannel[Report]) -> None:
         """Report what comes, until the process closes its end.
 
         Raises:
             BackendError, ValueError, ImportError: the engine failed.
         """
         for report in channel:
-            if isinstance(report, Stepped):
+            if isinstance(report, Update):
                 self._events.stepped(report.deltas, report.load)
             elif isinstance(report, Loading):
                 self._events.loading(report.share)
             elif isinstance(report, Ready):
                 self._events.ready(self._served(report))
-            else:
+            elif isinstance(report, Failed):
                 raise _error(report)
 
     def _served(self, ready: Ready) -> ServedModel:
         directory = find_checkpoint(self._config.model, weights=False)
         return ServedModel(ready.card, remote_admission(ready.card, Tokenizer(directory)))
 
-    def _deliver(self, channel: Channel[Report]) -> None:
+    def _deliver(self, channel: SocketChannel[Report]) -> None:
         """Send what is to be sent, in a thread: a long prompt is more than the socket takes."""
         with suppress(OSError):  # it has ended, and whoever waits for an answer hears that
             channel.send(Start(self._config))

@@ -1,7 +1,7 @@
-"""A worker of another Draftgate node behind the `Backend` protocol.
+"""A worker of another Draftgate node as a `Backend`.
 
-States: *starting* (asked until it answers), *linked* (requests run), *lost* (every stream has ended
-with `BackendFailed`; it is asked in the background, with pauses), *stopped*.
+States: *starting* (it is asked until it answers), *linked* (requests run), *lost* (every stream has
+ended with `BackendFailed`; it is asked again in the background, with pauses), *stopped*.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Final
 
 import aiohttp
@@ -18,13 +19,19 @@ import aiohttp
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import BackendFailed, CheckpointError, WorkerLeft
+from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.backends.peer.clock import RemoteClock
 from draftgate.backends.peer.link import CONNECT_S, Link, PeerChanged, PeerRefused, linked
-from draftgate.backends.peer.messages import WORKER_PATH, Cancel, Report, SetPace, Submit, Update
-from draftgate.backends.peer.numbers import Numbers
 from draftgate.backends.peer.proof import SharedSecret, secret_of
 from draftgate.backends.peer.tokenizer import Tokenizers
-from draftgate.backends.remote import remote_admission
+from draftgate.backends.remote_worker import (
+    Cancel,
+    Report,
+    SetPace,
+    Submit,
+    Update,
+    remote_admission,
+)
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -34,26 +41,53 @@ from draftgate.policies.types import WorkerLoad
 logger = logging.getLogger("draftgate.peer")
 
 SILENCE_S: Final = 3.0
-"""A peer that says nothing for so long is gone: it reports ten times a second, and an event loop
-that is held for a second is not rare where processes share few cores. (Chosen.)"""
+"""A peer that sends nothing for this long is gone. It reports ten times a second, but an event loop
+may well stall for a second where processes share few cores. (Chosen.)"""
 
 PATIENCE: Final = Patience(failures=1, timeouts_span_s=0.0, first_pause_s=0.25, longest_pause_s=5.0)
-"""With a peer that is lost: to ask costs one connection, and a restarted one is wanted back."""
-
-
-def _nothing() -> None:
-    """Tell nobody."""
-
+"""With a lost peer: asking costs one connection, and a restarted peer is wanted back soon."""
 
 _UNKNOWN: Final = WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ())
 
 
+class LinkIds:
+    """Ids of the running requests on one connection; each id is used once."""
+
+    def __init__(self) -> None:
+        """Start without requests."""
+        self._next = count()
+        self._id_of: dict[str, str] = {}
+        self._request_of: dict[str, str] = {}
+
+    def give(self, request_id: str) -> str:
+        """Return a new id for a request that has none."""
+        link_id = str(next(self._next))
+        self._id_of[request_id] = link_id
+        self._request_of[link_id] = request_id
+        return link_id
+
+    def id_of(self, request_id: str) -> str | None:
+        """Return the id of a request; None if it no longer runs."""
+        return self._id_of.get(request_id)
+
+    def request_of(self, link_id: str) -> str | None:
+        """Return the request with this id; None if it no longer runs."""
+        return self._request_of.get(link_id)
+
+    def forget(self, request_id: str) -> str | None:
+        """Forget a request that no longer runs; return the id that it had."""
+        link_id = self._id_of.pop(request_id, None)
+        if link_id is not None:
+            del self._request_of[link_id]
+        return link_id
+
+
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """What a peer serves.
+    """What a peer serves, as far as requests are checked here, before they are sent.
 
     Attributes:
-        tokenizer: digest of the files behind `admission.tokenizer`.
+        tokenizer: digest of the files of `admission.tokenizer`.
     """
 
     card: ModelCard
@@ -62,14 +96,12 @@ class _Served:
 
 
 class PeerBackend:
-    """Runs requests on another node's worker; satisfies `backends.base.Backend`.
-
-    What can run is checked here, as in `engine/process.py`.
+    """Runs requests on another node's worker; implements `backends.base.Backend`.
 
     Attributes:
-        epoch: the life of the peer that it was linked to last.
+        epoch: the life of the peer at the other end of the latest link.
         watermark: number of the last lease that its load includes.
-        on_report: is called whenever the peer has told its load.
+        on_report: called after each update of the peer.
     """
 
     recovers = True
@@ -87,18 +119,18 @@ class PeerBackend:
         """Prepare; nothing is sent before `start`.
 
         Args:
-            address: of the worker (`messages.WORKER_PATH`), or of its node, as
-                `http://10.0.0.5:8000`: its first worker is meant then.
-            secret: that of the cluster; None where peers are on this machine and need none.
-            epoch: the only life of it that is meant: after its restart it is never asked again.
-                None takes it as it comes.
-            silence_s: one that says nothing for so long is gone.
-            clock: that of its pauses, and of what its deltas tell.
-            tokenizers: those that other peers sent, shared with them.
+            address: of the worker (`channel.WORKER_PATH`), or of its node, such as
+                `http://10.0.0.5:8000`, for the node's first worker.
+            secret: the cluster's; None where peers are on this machine and need none.
+            epoch: the only life of the peer to use: after its restart it is not asked again. None
+                uses any life.
+            silence_s: a peer that sends nothing for this long is taken for dead.
+            clock: for pauses, ages and the `phases` of deltas.
+            tokenizers: cache of tokenizers, shared with other peers.
         """
         self.epoch = epoch
         self.watermark = 0
-        self.on_report: Callable[[], None] = _nothing
+        self.on_report: Callable[[], None] = lambda: None
         self._url = _worker_url(address)
         self._secret = secret
         self._only_epoch = epoch
@@ -107,10 +139,10 @@ class PeerBackend:
         self._streams = DeltaStreams(self._abandon)
         self._breaker = Breaker(PATIENCE)
         self._link: Link | None = None  # while linked
-        self._numbers = Numbers()
+        self._ids = LinkIds()
         self._tokenizers = tokenizers or Tokenizers()
         self._served: _Served | None = None
-        self._load, self._heard_s = _UNKNOWN, 0.0
+        self._load, self._updated_s = _UNKNOWN, 0.0
         self._refusing = ""
         self._leaving = False
         self._remote_clock = RemoteClock()
@@ -121,7 +153,7 @@ class PeerBackend:
 
     @property
     def card(self) -> ModelCard:
-        """What is served."""
+        """What the peer serves."""
         return self._known().card
 
     @property
@@ -131,17 +163,17 @@ class PeerBackend:
 
     @property
     def tokenizer_digest(self) -> str:
-        """What tells the files of its tokenizer from any others."""
+        """Digest of the tokenizer's files (`tokenizer.files_digest`)."""
         return self._known().tokenizer
 
     @property
     def progress(self) -> float:
-        """All of it at once."""
+        """1.0 once the peer was linked, else 0.0."""
         return float(self._served is not None)
 
     @property
     def failure(self) -> str | None:
-        """Why it takes no requests now: it is lost, or says so itself."""
+        """Why it takes no requests now: it is lost, or refuses them itself."""
         if self._stopped:
             return "the worker was stopped"
         if self._link is None:
@@ -150,20 +182,20 @@ class PeerBackend:
 
     @property
     def load_age_s(self) -> float:
-        """Seconds since the peer last told its load."""
-        return self._clock() - self._heard_s
+        """Seconds since the peer last reported its load."""
+        return self._clock() - self._updated_s
 
     def load(self) -> WorkerLoad:
-        """Return what the peer told last."""
+        """Return the load that the peer reported last."""
         return self._load
 
     async def start(self) -> None:
-        """Ask until it answers, and learn what it serves: it may start later than this node.
+        """Ask the peer until it answers, since it may start later than this node.
 
         Raises:
-            PeerRefused: it does not know the secret, is no node, or lives another life.
+            PeerRefused: it does not know the secret, is not a node, or has another epoch.
             CheckpointError: its tokenizer is damaged.
-            BackendFailed: this was stopped meanwhile.
+            BackendFailed: this backend was stopped meanwhile.
         """
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -175,13 +207,13 @@ class PeerBackend:
         await self._started
 
     async def stop(self) -> None:
-        """Say goodbye; open streams end with an error."""
+        """Close the link; open streams end with an error."""
         self._stopped = True
         self._streams.fail("the worker was stopped")
         if self._linking is not None:
             self._linking.cancel()
             await asyncio.wait({self._linking})
-        self._settle(BackendFailed("the worker was stopped"))
+        self._finish_start(BackendFailed("the worker was stopped"))
         if self._session is not None:
             await self._session.close()
 
@@ -192,132 +224,124 @@ class PeerBackend:
     def generate(
         self, request: GenerationRequest, lease_number: int = 0
     ) -> AsyncGenerator[Delta, None]:
-        """Send the request, and which lease it runs under, and return its deltas."""
+        """Send the request with the number of its lease, and return its deltas."""
         failure = self.failure
         if failure is not None or self._link is None:
             raise BackendFailed(failure)
         stream = self._streams.open(request)
-        number = self._numbers.give(request.request_id)
-        self._link.send(Submit(number, request, lease_number))
+        self._link.send(Submit(self._ids.give(request.request_id), request, lease_number))
         return stream
 
     def pace(self, request_id: str, pace: Pace) -> None:
-        """Change how far the peer goes on with a request."""
-        number = self._numbers.of(request_id)
-        if self._link is not None and number is not None:
-            self._link.send(SetPace(number, pace))
+        """Change the pace of a request at the peer."""
+        link_id = self._ids.id_of(request_id)
+        if self._link is not None and link_id is not None:
+            self._link.send(SetPace(link_id, pace))
 
     def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens wait for a request's reader."""
+        """Return how many tokens wait for the reader of a request."""
         return self._streams.unread_tokens(request_id)
 
     def _abandon(self, request_id: str) -> None:
-        number = self._numbers.forget(request_id)
-        if self._link is not None and number is not None:
-            self._link.send(Cancel(number))
+        link_id = self._ids.forget(request_id)
+        if self._link is not None and link_id is not None:
+            self._link.send(Cancel(link_id))
 
     async def _stay_linked(self, session: aiohttp.ClientSession) -> None:
-        """Link, and link again whenever that ends, until it makes no sense any more."""
+        """Link, and link again each time that the link ends, unless the reason is final."""
         while True:
             reason = await self._link_once(session)
             self._lose(str(reason))
             if self._is_final(reason):
-                self._settle(reason)
+                self._finish_start(reason)
                 return
             await asyncio.sleep(self._breaker.remaining_s(self._clock()))
 
     async def _link_once(self, session: aiohttp.ClientSession) -> Exception:
-        """Link, and return why there is no link any more, or none came about."""
+        """Link until the link ends, and return the reason."""
         try:
             async with linked(session, self._url, self._secret) as link:
                 await self._adopt(link)
-                return await link.carry(self._heard, self._silence_s)
+                return await link.run(self._take, self._silence_s)
         except (BackendFailed, CheckpointError) as error:
             return error
-        except Exception as error:  # noqa: BLE001 - whatever it is, streams must learn of it
+        except Exception as error:  # noqa: BLE001 - streams must end whatever happened
             return BackendFailed(f"{type(error).__name__}: {error}")
 
     async def _adopt(self, link: Link) -> None:
-        """Learn who is there, fetch the tokenizer if it is not known, and begin.
+        """Check what the peer serves, fetch its tokenizer if it is unknown, and begin.
 
         Raises:
-            PeerRefused: it is not the one that is meant.
+            PeerRefused: it is not the expected peer.
             CheckpointError: its tokenizer is damaged.
             BackendFailed: the connection ended.
         """
-        welcome, known = link.welcome, self._served
-        if self._only_epoch not in {None, welcome.epoch}:
-            raise PeerChanged(f"it was restarted: epoch {welcome.epoch}, not {self._only_epoch}")
+        ready, known = link.ready, self._served
+        if self._only_epoch not in {None, ready.epoch}:
+            raise PeerChanged(f"it was restarted: epoch {ready.epoch}, not {self._only_epoch}")
         if known is None:
-            fetch = link.tokenizer_files
-            tokenizer = await self._tokenizers.get(welcome.tokenizer, fetch)
-        elif (known.card.model_id, known.tokenizer) == (welcome.card.model_id, welcome.tokenizer):
+            tokenizer = await self._tokenizers.get(ready.tokenizer, link.tokenizer_files)
+        elif (known.card.model_id, known.tokenizer) == (ready.card.model_id, ready.tokenizer):
             tokenizer = known.admission.tokenizer
         else:
-            raise PeerChanged(f"it serves another model now: {welcome.card.model_id}")
-        admission = remote_admission(welcome.card, tokenizer)
-        self._served = _Served(welcome.card, admission, welcome.tokenizer)
+            raise PeerChanged(f"it serves another model now: {ready.card.model_id}")
+        admission = remote_admission(ready.card, tokenizer)
+        self._served = _Served(ready.card, admission, ready.tokenizer)
         self._remote_clock = RemoteClock()
-        self._heard(await link.update())
-        self.epoch, self._link = welcome.epoch, link
+        self._take(await link.update())
+        self.epoch, self._link = ready.epoch, link
         self._breaker.succeeded()
-        self._settle(None)
-        logger.info("linked to the peer %s, epoch %s", self._url, welcome.epoch)
+        self._finish_start(None)
+        logger.info("linked to the peer %s, epoch %s", self._url, ready.epoch)
 
-    def _heard(self, report: Report) -> None:
-        """Take in a report: the load, and the deltas of a step."""
+    def _take(self, report: Report) -> None:
+        """Take the load and the deltas of an update."""
         if not isinstance(report, Update):
             return
         now_s = self._clock()
-        self._load, self._heard_s, self._refusing = report.load, now_s, report.refusing
+        self._load, self._updated_s, self._refusing = report.load, now_s, report.refusing
         self.watermark, self._leaving = report.watermark, report.leaving
         self._remote_clock.heard(report.sent_s, now_s)
-        self._streams.deliver(self._addressed(report))
-        for number, delta in report.deltas:
-            if delta.finish_reason is not None:
-                self._forget_ended(number)
-        for number, reason in report.broken:
-            request_id = self._numbers.request_id(number)
-            if request_id is not None:
-                self._numbers.forget(request_id)
-                kind = WorkerLeft if report.leaving else BackendFailed
-                self._streams.break_off(request_id, kind(reason))
-        self.on_report()
-
-    def _addressed(self, report: Update) -> Iterator[tuple[str, Delta]]:
-        """Yield deltas with their requests' ids, but for those of requests that were given up."""
-        for number, delta in report.deltas:
-            request_id = self._numbers.request_id(number)
+        batch = []
+        for link_id, delta in report.deltas:
+            request_id = self._ids.request_of(link_id)
             if request_id is None:
-                continue
-            if delta.phases is None:
-                yield request_id, delta
-            else:
-                yield request_id, delta._replace(phases=self._remote_clock.ours(delta.phases))
-
-    def _forget_ended(self, number: int) -> None:
-        """Forget a request if all its choices have ended."""
-        request_id = self._numbers.request_id(number)
-        if request_id is not None and request_id not in self._streams:
-            self._numbers.forget(request_id)
+                continue  # it was abandoned; the peer did not know yet
+            if delta.phases is not None:
+                delta = delta._replace(phases=self._remote_clock.ours(delta.phases))  # noqa: PLW2901
+            batch.append((request_id, delta))
+        self._streams.deliver(batch)
+        for request_id, delta in batch:
+            if delta.finish_reason is not None and request_id not in self._streams:
+                self._ids.forget(request_id)
+        for link_id, reason in report.failed:
+            request_id = self._ids.request_of(link_id)
+            if request_id is not None:
+                self._ids.forget(request_id)
+                self._streams.fail(reason, self._loss, request_id)
+        self.on_report()
 
     def _lose(self, reason: str) -> None:
         """End every stream; note why, and when to ask again."""
         if self._link is not None or self._breaker.reason != reason:
             logger.warning("no link to the peer %s: %s", self._url, reason)
-        self._link, self._numbers = None, Numbers()
+        self._link, self._ids = None, LinkIds()
         self._breaker.failed(reason, self._clock())
-        kind = WorkerLeft if self._leaving else BackendFailed
-        self._streams.fail(f"the peer is lost: {reason}", kind)
+        self._streams.fail(f"the peer is lost: {reason}", self._loss)
+
+    @property
+    def _loss(self) -> type[BackendFailed]:
+        """What a stream fails with that the peer does not complete."""
+        return WorkerLeft if self._leaving else BackendFailed
 
     def _is_final(self, reason: Exception) -> bool:
-        """Whether to ask again makes no sense: before it was ever there, or of another life."""
+        """Whether asking again is pointless: it was never the right peer, or has another epoch."""
         if self._served is None:
             return isinstance(reason, PeerRefused | CheckpointError)
         return self._only_epoch is not None and isinstance(reason, PeerChanged)
 
-    def _settle(self, error: Exception | None) -> None:
-        """End `start`, once."""
+    def _finish_start(self, error: Exception | None) -> None:
+        """End `start`, if it has not ended."""
         if self._started is None or self._started.done():
             return
         if error is None:
@@ -335,7 +359,7 @@ def static_peer(config: WorkerConfig) -> PeerBackend:
     """Return the peer at `config.upstream`.
 
     Raises:
-        ValueError: there is no address, or no secret where one is named.
+        ValueError: the address is missing, or the secret is not set.
     """
     if config.upstream is None:
         raise ValueError("the backend 'peer' needs --upstream URL")
@@ -343,6 +367,6 @@ def static_peer(config: WorkerConfig) -> PeerBackend:
 
 
 def _worker_url(address: str) -> str:
-    """Return the URL of a worker, by its own or its node's address."""
+    """Return the URL of a worker from its address or its node's."""
     address = address.rstrip("/")
     return address if WORKER_PATH in address else f"{address}{WORKER_PATH}0"

@@ -1,4 +1,4 @@
-"""One connection to a peer: how it is opened, what goes over it, how its end is known."""
+"""One connection to a peer: opening it, what it carries, and how its end is noticed."""
 
 from __future__ import annotations
 
@@ -12,76 +12,79 @@ import aiohttp
 from yarl import URL
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.peer.channel import MOST_FRAME_BYTES, Channel
-from draftgate.backends.peer.messages import (
-    MOST_REPORT_BYTES,
-    AskTokenizer,
+from draftgate.backends.peer.channel import MOST_FRAME_BYTES, MOST_REPORT_BYTES, PeerChannel
+from draftgate.backends.peer.proof import Proof, SharedSecret, is_answer
+from draftgate.backends.reasons import plain_reason
+from draftgate.backends.remote_worker import (
     Command,
+    FetchTokenizer,
+    Ready,
     Report,
     TokenizerFiles,
     Update,
-    Welcome,
 )
-from draftgate.backends.peer.proof import Proof, SharedSecret, is_answer
-from draftgate.backends.reasons import plain_reason
 
 CONNECT_S: Final = 5.0
-"""For a connection and the welcome on it. A node whose event loop is later serves nobody well."""
+"""For a connection and the first message on it. A node whose event loop is slower serves nobody
+well."""
 
 TOKENIZER_S: Final = 60.0
 """For the files of a tokenizer: 35 MiB at 5 Mbit/s."""
 
 CLOSE_S: Final = 0.25
-"""For the other side's goodbye, which one that hangs never says."""
+"""For the peer's answer to a close frame. A peer that hangs never answers."""
 
-LOOKS: Final = 6
-"""A silence is made sure of by so many looks in a row: if our own event loop stalls, however long,
-only one of them is late, and what came meanwhile is read before the next."""
+CHECKS: Final = 6
+"""Checks in a row that must find silence. However long our own event loop stalls, only one check is
+late, and messages that arrived meanwhile are read before the next one."""
 
 _STRANGERS: Final = (401, 404)
-"""What a node answers whose secret is another one, and any server that is no node."""
+"""Statuses of a node with another secret, and of a server that is not a node."""
+
+_INVALID: Final = "a message was invalid"
+_BROKEN: Final = "the connection broke"
 
 _CLOSINGS: Final[dict[int, str]] = {
-    aiohttp.WSCloseCode.GOING_AWAY: "it stops",
+    aiohttp.WSCloseCode.GOING_AWAY: "it is shutting down",
     aiohttp.WSCloseCode.MESSAGE_TOO_BIG: "a message was too large",
-    aiohttp.WSCloseCode.PROTOCOL_ERROR: "what was sent is no message",
-    aiohttp.WSCloseCode.ABNORMAL_CLOSURE: "the connection broke",
+    aiohttp.WSCloseCode.PROTOCOL_ERROR: _INVALID,
+    aiohttp.WSCloseCode.ABNORMAL_CLOSURE: _BROKEN,
 }
 
 
 class PeerRefused(BackendFailed):
-    """A peer is not what it should be, or does not know us: to ask again does not help."""
+    """The peer is not the expected one, or refuses this node. Asking again does not help."""
 
 
 class PeerChanged(PeerRefused):
-    """A peer is another one than it was, and will not be that again."""
+    """The peer serves something else since its restart."""
 
 
 class Link:
-    """A connection that is open and proved. Use on the event loop's thread.
+    """An open connection to a peer. Use it on the event loop's thread.
 
     Attributes:
-        welcome: what the peer said of itself.
+        ready: the peer's first message; set by `linked`.
     """
 
-    welcome: Welcome
+    ready: Ready
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Take a connection on which nothing was said yet."""
+        """Use a new connection."""
         self._socket = socket
-        self._channel = Channel[Report](socket, Report, MOST_REPORT_BYTES)
+        self._channel = PeerChannel[Report](socket, Report, MOST_REPORT_BYTES)
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._heard = False
 
     def send(self, command: Command) -> None:
-        """Send a command, in its turn. One that finds the connection broken is lost with it."""
+        """Queue a command. It is lost if the connection ends first."""
         self._commands.put_nowait(command)
 
     async def receive(self) -> Report:
         """Return the next report.
 
         Raises:
-            BackendFailed: the connection has ended, or what came is none.
+            BackendFailed: the connection has ended, or the message is invalid.
         """
         report = None
         while report is None:
@@ -92,52 +95,51 @@ class Link:
             try:
                 report = self._channel.read(message.data)
             except ValueError:
-                raise BackendFailed(_CLOSINGS[aiohttp.WSCloseCode.PROTOCOL_ERROR]) from None
+                raise BackendFailed(_INVALID) from None
         return report
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
-        """Return the files of the peer's tokenizer.
+        """Fetch the files of the peer's tokenizer.
 
         Raises:
-            BackendFailed: the connection ended, or they did not come in time.
+            BackendFailed: the connection ended, or they did not arrive in time.
         """
         try:
             async with asyncio.timeout(TOKENIZER_S):
-                await self._channel.send(AskTokenizer())
+                await self._channel.send(FetchTokenizer())
                 while not isinstance(report := await self.receive(), TokenizerFiles):
-                    pass  # it goes on reporting meanwhile
+                    pass  # an update
         except TimeoutError:
-            raise BackendFailed("its tokenizer did not come in time") from None
+            raise BackendFailed("its tokenizer did not arrive in time") from None
         except ConnectionError:
-            raise BackendFailed("the connection broke") from None
+            raise BackendFailed(_BROKEN) from None
         return report.files
 
     async def update(self) -> Update:
-        """Return the next update.
+        """Return the next report, which must be an update.
 
         Raises:
-            BackendFailed: none comes.
+            BackendFailed: it does not arrive in time, or is something else.
         """
         try:
             async with asyncio.timeout(CONNECT_S):
                 report = await self.receive()
         except TimeoutError:
-            raise BackendFailed("it does not report") from None
+            raise BackendFailed("it sends no updates") from None
         if not isinstance(report, Update):
-            raise BackendFailed("it sent what it was not asked for")
+            raise BackendFailed("it sent an unexpected message")
         return report
 
-    async def carry(self, heard: Callable[[Report], None], silence_s: float) -> BackendFailed:
-        """Send commands and hand reports over until the connection ends; return how it did.
+    async def run(self, on_report: Callable[[Report], None], silence_s: float) -> BackendFailed:
+        """Send commands and receive reports until the connection ends; return the reason.
 
         Args:
-            heard: gets each report.
-            silence_s: a peer that says nothing for so long is gone.
+            silence_s: a peer that sends nothing for this long is taken for dead.
         """
         parts = [
-            asyncio.create_task(self._receive(heard)),
+            asyncio.create_task(self._receive(on_report)),
             asyncio.create_task(self._send()),
-            asyncio.create_task(self._listen(silence_s)),
+            asyncio.create_task(self._watch_silence(silence_s)),
         ]
         try:
             ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -148,39 +150,38 @@ class Link:
         return ended.pop().result()
 
     async def close(self) -> None:
-        """Say goodbye, and wait but briefly for an answer."""
+        """Close the connection; waits only briefly for the peer's answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._socket.close(code=aiohttp.WSCloseCode.GOING_AWAY)
 
-    async def _receive(self, heard: Callable[[Report], None]) -> BackendFailed:
+    async def _receive(self, on_report: Callable[[Report], None]) -> BackendFailed:
         while True:
             try:
                 report = await self.receive()
             except BackendFailed as error:
                 return error
-            heard(report)
+            on_report(report)
 
     async def _send(self) -> BackendFailed:
         try:
             while True:
                 await self._channel.send(await self._commands.get())
         except ConnectionError:
-            return BackendFailed("the connection broke")
+            return BackendFailed(_BROKEN)
 
-    async def _listen(self, silence_s: float) -> BackendFailed:
-        """Return once nothing was heard for so long."""
-        quiet = 0
-        while quiet < LOOKS:
+    async def _watch_silence(self, silence_s: float) -> BackendFailed:
+        silent_checks = 0
+        while silent_checks < CHECKS:
             self._heard = False
-            await asyncio.sleep(silence_s / LOOKS)
-            quiet = 0 if self._heard else quiet + 1
-        return BackendFailed(f"nothing was heard of it for {silence_s:g} s")
+            await asyncio.sleep(silence_s / CHECKS)
+            silent_checks = 0 if self._heard else silent_checks + 1
+        return BackendFailed(f"it sent nothing for {silence_s:g} s")
 
     def _closing(self, message: aiohttp.WSMessage) -> str:
-        """Return how the connection ended, in words that name no address."""
+        """Return how the connection ended, without an address."""
         if message.type is aiohttp.WSMsgType.TEXT:
-            return _CLOSINGS[aiohttp.WSCloseCode.PROTOCOL_ERROR]
+            return _INVALID
         if message.type is aiohttp.WSMsgType.ERROR:  # found on this side
             code = getattr(message.data, "code", None)
         else:
@@ -192,32 +193,25 @@ class Link:
 async def linked(
     session: aiohttp.ClientSession, url: str, secret: SharedSecret | None
 ) -> AsyncGenerator[Link, None]:
-    """Connect to a peer's worker; the link is closed at the end.
+    """Connect to a peer's worker, and close the link at the end.
 
     Raises:
-        PeerRefused: it does not know the secret, or is no node.
-        BackendFailed: it does not answer, or not now.
+        PeerRefused: it does not know the secret, or is not a node.
+        BackendFailed: it does not answer, or cannot serve now.
     """
+    proof = None if secret is None else secret.proof(URL(url).path, time.time())
+    link: Link | None = None
     try:
-        async with asyncio.timeout(CONNECT_S):
-            link = await _proved(session, url, secret)
-    except TimeoutError:
-        raise BackendFailed("it did not answer in time") from None
-    try:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                link = Link(await _connected(session, url, proof))
+                link.ready = await _ready(link, proof)
+        except TimeoutError:
+            raise BackendFailed("it did not answer in time") from None
         yield link
     finally:
-        await link.close()
-
-
-async def _proved(session: aiohttp.ClientSession, url: str, secret: SharedSecret | None) -> Link:
-    proof = None if secret is None else secret.proof(URL(url).path, time.time())
-    link = Link(await _connected(session, url, proof))
-    try:
-        link.welcome = await _welcomed(link, proof)
-    except BaseException:
-        await link.close()
-        raise
-    return link
+        if link is not None:
+            await link.close()
 
 
 async def _connected(
@@ -233,16 +227,16 @@ async def _connected(
         )
     except aiohttp.WSServerHandshakeError as error:
         if error.status in _STRANGERS:
-            raise PeerRefused("it knows no peers, or has another secret") from None
+            raise PeerRefused("it does not accept peers, or has another secret") from None
         raise BackendFailed(f"it answered {error.status}") from None
     except (aiohttp.ClientError, OSError) as error:
         raise BackendFailed(plain_reason(error)) from None
 
 
-async def _welcomed(link: Link, proof: Proof | None) -> Welcome:
-    welcome = await link.receive()
-    if not isinstance(welcome, Welcome):
-        raise BackendFailed("it sent what is no welcome")
-    if not is_answer(proof, welcome.proof):
+async def _ready(link: Link, proof: Proof | None) -> Ready:
+    ready = await link.receive()
+    if not isinstance(ready, Ready):
+        raise BackendFailed("it sent an unexpected message")
+    if not is_answer(proof, ready.proof):
         raise PeerRefused("it has another secret, or none")
-    return welcome
+    return ready

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, Final
 
-from draftgate.backends.peer.messages import WORKER_PATH
+from draftgate.backends.peer.channel import WORKER_PATH
 from draftgate.gateway.cluster.members import Members
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.leases import Leases

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from draftgate.backends.peer.messages import PREFIX
+from draftgate.backends.peer.channel import PREFIX
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.openapi.document import document
 from draftgate.gateway.http.openapi.operations import OPERATIONS

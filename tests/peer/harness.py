@@ -9,18 +9,16 @@ from typing import Any
 from aiohttp import web
 
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.channel import Channel
-from draftgate.backends.peer.messages import (
-    MOST_COMMAND_BYTES,
-    WORKER_PATH,
-    AskTokenizer,
-    Command,
-    TokenizerFiles,
-    Update,
-    Welcome,
-)
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, WORKER_PATH, PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
 from draftgate.backends.peer.tokenizer import files_digest
+from draftgate.backends.remote_worker import (
+    Command,
+    FetchTokenizer,
+    Ready,
+    TokenizerFiles,
+    Update,
+)
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, Delta, ModelCard
@@ -63,17 +61,17 @@ class Impostor:
     """A server at the address of a peer, which says what a test wants.
 
     Attributes:
-        welcome: what it says first; with None it says nothing.
+        ready: its first message; it stays silent with None.
         commands: what it was sent, of any connection, but for questions for the tokenizer.
         connection: the latest.
     """
 
     connection: web.WebSocketResponse
-    channel: Channel[Command]
+    channel: PeerChannel[Command]
 
-    def __init__(self, welcome: Welcome | None) -> None:
+    def __init__(self, ready: Ready | None) -> None:
         self.url = ""
-        self.welcome = welcome
+        self.ready = ready
         self.commands: list[Command] = []
 
     async def say(self, *messages: Any) -> None:
@@ -85,12 +83,12 @@ class Impostor:
         """Serve one connection."""
         self.connection = web.WebSocketResponse()
         await self.connection.prepare(request)
-        self.channel = Channel[Command](self.connection, Command, MOST_COMMAND_BYTES)
-        if self.welcome is not None:
-            await self.say(self.welcome, an_update())
+        self.channel = PeerChannel[Command](self.connection, Command, MOST_COMMAND_BYTES)
+        if self.ready is not None:
+            await self.say(self.ready, an_update())
         async for message in self.connection:
             command = self.channel.read(message.data)
-            if isinstance(command, AskTokenizer):
+            if isinstance(command, FetchTokenizer):
                 await self.say(TokenizerFiles(FILES), an_update())
             elif command is not None:
                 self.commands.append(command)
@@ -98,9 +96,9 @@ class Impostor:
 
 
 @asynccontextmanager
-async def impostor(welcome: Welcome | None) -> AsyncIterator[Impostor]:
+async def impostor(ready: Ready | None) -> AsyncIterator[Impostor]:
     """Serve an impostor on a free port."""
-    served = Impostor(welcome)
+    served = Impostor(ready)
     app = web.Application()
     app.router.add_get(WORKER_PATH + "0", served.serve)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
@@ -119,12 +117,12 @@ def a_card(**changes: Any) -> ModelCard:
     return ModelCard(**{**facts, "created_s": 1, "capabilities": Capabilities(), **changes})
 
 
-def a_welcome(**changes: Any) -> Welcome:
-    """The welcome of such a worker, without a secret."""
-    facts = {"proof": "", "epoch": "e", "card": a_card(), "tokenizer": files_digest(FILES)}
-    return Welcome(**{**facts, **changes})
+def ready_message(**changes: Any) -> Ready:
+    """The first message of such a worker, without a secret."""
+    facts = {"epoch": "e", "card": a_card(), "tokenizer": files_digest(FILES)}
+    return Ready(**{**facts, **changes})
 
 
-def an_update(*deltas: tuple[int, Delta]) -> Update:
+def an_update(*deltas: tuple[str, Delta]) -> Update:
     """An update with these deltas."""
-    return Update(list(deltas), [], WorkerLoad(0, 0, 8, 8, 0.0, 0.5, ()), 1.0, "")
+    return Update(list(deltas), WorkerLoad(0, 0, 8, 8, 0.0, 0.5, ()), sent_s=1.0)

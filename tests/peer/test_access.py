@@ -19,7 +19,7 @@ from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.cluster.access import NO_PROOF, PeerAccess, is_loopback, peer_access
 from draftgate.gateway.config import ServeConfig
 from tests.gateway.harness import client, running
-from tests.peer.harness import SECRET, a_welcome, impostor, linked_to
+from tests.peer.harness import SECRET, impostor, linked_to, ready_message
 
 PATH = "/peer/v1/workers/0"
 VARIABLE = "CLUSTER_SECRET"
@@ -50,14 +50,14 @@ async def test_who_does_not_know_it_is_told_so_at_once(
 ) -> None:
     """`start` fails; waiting would not help."""
     backend = PeerBackend(where.url, secret)
-    with pytest.raises(PeerRefused, match="knows no peers, or has another secret"):
+    with pytest.raises(PeerRefused, match="does not accept peers, or has another secret"):
         await backend.start()
     await backend.stop()
 
 
 async def test_a_server_that_does_not_know_it_gets_no_request() -> None:
     """It could have been set up to read along: nothing is sent to who cannot answer the proof."""
-    async with impostor(a_welcome()) as there:
+    async with impostor(ready_message()) as there:
         backend = PeerBackend(there.url, SECRET)
         with pytest.raises(PeerRefused, match="has another secret, or none"):
             await backend.start()

@@ -12,8 +12,7 @@ import pytest
 from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.http import readers
-from draftgate.gateway.http.peers.outbox import MOST_DELTAS, Outbox
-from draftgate.gateway.http.peers.session import PeerSession
+from draftgate.gateway.http.peers.session import MOST_DELTAS, Outbox, PeerSession
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
 from tests.gateway.test_slow_readers import StoppedReader, generated
@@ -90,21 +89,21 @@ async def test_an_outbox_holds_so_much_and_lets_everybody_wait_in_turn() -> None
     outbox = Outbox()
     most = 3 * MOST_DELTAS
 
-    async def fill(number: int) -> None:
+    async def fill(link_id: str) -> None:
         for token in range(most):
-            await outbox.put(number, Delta(0, (token,), ""))
+            await outbox.put(link_id, Delta(0, (token,), ""))
 
-    filling = [asyncio.create_task(fill(number)) for number in range(2)]
-    taken: dict[int, list[int]] = {0: [], 1: []}
+    filling = [asyncio.create_task(fill(link_id)) for link_id in "ab"]
+    taken: dict[str, list[int]] = {"a": [], "b": []}
     while sum(map(len, taken.values())) < 2 * most:
         await outbox.news()
-        deltas, broken = outbox.take()
+        deltas, failed = outbox.take()
         assert len(deltas) <= MOST_DELTAS
-        assert not broken
-        for number, delta in deltas:
-            taken[number] += delta.token_ids
+        assert not failed
+        for link_id, delta in deltas:
+            taken[link_id] += delta.token_ids
         await asyncio.sleep(0)
-    assert taken == {0: list(range(most)), 1: list(range(most))}
+    assert taken == {"a": list(range(most)), "b": list(range(most))}
     await asyncio.gather(*filling)
 
 

@@ -11,19 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.peer import channel as channels
-from draftgate.backends.peer.channel import MOST_FRAME_BYTES, PIECE_BYTES, Channel
-from draftgate.backends.peer.messages import (
+from draftgate.backends.peer.channel import (
     MOST_COMMAND_BYTES,
-    Cancel,
-    Command,
+    MOST_FRAME_BYTES,
+    PIECE_BYTES,
+    PeerChannel,
     Piece,
+)
+from draftgate.backends.remote_worker import (
+    Cancel,
+    Codec,
+    Command,
     Report,
     Submit,
     TokenizerFiles,
 )
 from draftgate.backends.testing import make_request
 from draftgate.backends.token_ids import compact
-from draftgate.backends.wire import Codec
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.peer.harness import linked_to
 
@@ -41,8 +45,8 @@ class Line:
         self.frames.append(data)
 
 
-def a_channel(line: Line, most_bytes: int = MOST_COMMAND_BYTES) -> Channel[Report]:
-    return Channel[Report](line, Report, most_bytes)
+def a_channel(line: Line, most_bytes: int = MOST_COMMAND_BYTES) -> PeerChannel[Report]:
+    return PeerChannel[Report](line, Report, most_bytes)
 
 
 @given(st.integers(0, 5000), st.integers(1, 2000))
@@ -76,7 +80,7 @@ def test_pieces_of_pieces_are_no_message() -> None:
     """Else a small message could stand for a large one, again and again."""
     codec = Codec[Report](Report)
     inner = codec.encode(Piece(b"x", last=True))
-    with pytest.raises(ValueError, match="a piece of a piece"):
+    with pytest.raises(ValueError, match="a piece within a piece"):
         a_channel(Line()).read(codec.encode(Piece(inner, last=True)))
 
 
@@ -85,19 +89,19 @@ async def test_others_have_their_turn_between_the_pieces_of_a_prompt() -> None:
     line = Line()
     channel = a_channel(line)
     wanted = make_request_of(PROMPT_TOKENS)
-    large = asyncio.create_task(channel.send(Submit(1, wanted)))
+    large = asyncio.create_task(channel.send(Submit("1", wanted)))
     between = 0
     while not large.done():
         await asyncio.sleep(0)
-        await channel.send(Cancel(between))
+        await channel.send(Cancel(str(between)))
         between += 1
     pieces = len(line.frames) - between
     assert pieces >= 8 * PROMPT_TOKENS // PIECE_BYTES
     assert between >= pieces
     assert max(map(len, line.frames)) < MOST_FRAME_BYTES
-    commands = Channel[Command](Line(), Command, MOST_COMMAND_BYTES)
+    commands = PeerChannel[Command](Line(), Command, MOST_COMMAND_BYTES)
     read = [commands.read(frame) for frame in line.frames]
-    assert [command for command in read if isinstance(command, Submit)] == [Submit(1, wanted)]
+    assert [command for command in read if isinstance(command, Submit)] == [Submit("1", wanted)]
     assert sum(isinstance(command, Cancel) for command in read) == between
 
 

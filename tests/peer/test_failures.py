@@ -31,11 +31,11 @@ from tests.peer.harness import (
     SILENCE_S,
     SLOW,
     a_card,
-    a_welcome,
     an_update,
     behind_proxy,
     impostor,
     linked_to,
+    ready_message,
 )
 
 LONG = 8000
@@ -88,10 +88,10 @@ def with_a_message_beyond_the_bound(proxy: TcpProxy) -> None:
     [
         (TcpProxy.cut, "the connection broke"),
         (in_the_middle_of_a_message, "the connection broke|it closed the connection"),
-        (in_frames_that_are_none, "what was sent is no message"),
-        (in_messages_that_are_none, "what was sent is no message"),
+        (in_frames_that_are_none, "a message was invalid"),
+        (in_messages_that_are_none, "a message was invalid"),
         (with_a_message_beyond_the_bound, "a message was too large"),
-        (TcpProxy.freeze, f"nothing was heard of it for {SILENCE_S:g} s"),
+        (TcpProxy.freeze, f"it sent nothing for {SILENCE_S:g} s"),
     ],
 )
 async def test_a_broken_connection_ends_every_stream_and_is_made_anew(
@@ -113,7 +113,7 @@ async def test_streams_do_not_wait_for_a_goodbye(monkeypatch: pytest.MonkeyPatch
     """One that hangs says none; its streams have ended by the time that one stops waiting."""
     monkeypatch.setattr("draftgate.backends.peer.link.CLOSE_S", 60.0)
     async with behind_proxy() as (backend, proxy, _):
-        assert "nothing was heard" in await broken(backend, proxy.freeze)
+        assert "it sent nothing" in await broken(backend, proxy.freeze)
         proxy.thaw()
 
 
@@ -173,7 +173,7 @@ def test_a_silence_is_known_after_its_time_and_not_before() -> None:
 
     async def scenario() -> float:
         link = Link(None)
-        listening = asyncio.create_task(link._listen(3.0))
+        listening = asyncio.create_task(link._watch_silence(3.0))
         for _ in range(10):
             await asyncio.sleep(2.37)
             link._heard = True
@@ -188,7 +188,7 @@ def test_a_stall_of_this_event_loop_is_no_silence_of_the_peer() -> None:
 
     async def scenario() -> None:
         link, clock = Link(None), asyncio.get_running_loop()._jumping
-        listening = asyncio.create_task(link._listen(3.0))
+        listening = asyncio.create_task(link._watch_silence(3.0))
         await asyncio.sleep(0.1)
         for _ in range(10):
             clock.now_s += 100.0  # the loop stood still: its timers are due, and nothing was read
@@ -223,7 +223,7 @@ async def test_a_process_that_is_killed_ends_every_stream_at_once() -> None:
     """Its system resets the connection: nobody waits for a silence."""
     with process() as (node, url):
         async with linked_to(url, silence_s=60.0) as backend:
-            assert "nothing was heard" not in await broken(backend, node.kill)
+            assert "it sent nothing" not in await broken(backend, node.kill)
             with pytest.raises(BackendFailed, match="the peer is lost"):
                 backend.generate(make_request(backend))
 
@@ -234,7 +234,7 @@ async def test_a_process_that_is_stopped_is_known_by_its_silence_and_comes_back(
         async with linked_to(url, silence_s=SILENCE_S) as backend:
             before = await collect(backend, make_request(backend))
             reason = await broken(backend, partial(os.kill, node.pid, signal.SIGSTOP))
-            assert f"nothing was heard of it for {SILENCE_S:g} s" in reason
+            assert f"it sent nothing for {SILENCE_S:g} s" in reason
             os.kill(node.pid, signal.SIGCONT)
             await until(lambda: backend.failure is None)
             assert await collect(backend, make_request(backend)) == before
@@ -313,13 +313,13 @@ async def test_a_worker_that_breaks_there_ends_its_streams_with_its_own_reason()
 
 async def test_another_life_of_a_peer_is_not_the_one_that_was_meant() -> None:
     """Asked for one epoch, the backend never serves with another, at first or later."""
-    async with impostor(a_welcome(epoch="first")) as there:
+    async with impostor(ready_message(epoch="first")) as there:
         backend = PeerBackend(there.url, None, epoch="another")
         with pytest.raises(PeerRefused, match="epoch first, not another"):
             await backend.start()
         await backend.stop()
         async with linked_to(there.url, epoch="first") as backend:
-            there.welcome = a_welcome(epoch="second")
+            there.ready = ready_message(epoch="second")
             await there.connection.close()
             await until(lambda: "epoch second, not first" in str(backend.failure))
             assert backend._linking is not None
@@ -328,10 +328,10 @@ async def test_another_life_of_a_peer_is_not_the_one_that_was_meant() -> None:
 
 async def test_without_an_epoch_a_restarted_peer_is_taken_as_it_comes() -> None:
     """Its bounds may have changed, and are the ones that count from then on."""
-    async with impostor(a_welcome(epoch="first")) as there, linked_to(there.url) as backend:
+    async with impostor(ready_message(epoch="first")) as there, linked_to(there.url) as backend:
         wanted = make_request(backend, max_tokens=100)
         backend.check(wanted)
-        there.welcome = a_welcome(epoch="second", card=a_card(max_model_len=64))
+        there.ready = ready_message(epoch="second", card=a_card(max_model_len=64))
         await there.connection.close()
         await until(lambda: backend.epoch == "second")
         assert backend.failure is None
@@ -342,30 +342,29 @@ async def test_without_an_epoch_a_restarted_peer_is_taken_as_it_comes() -> None:
 @pytest.mark.parametrize("change", [{"tokenizer": "0" * 64}, {"card": a_card(model_id="other")}])
 async def test_a_restarted_peer_with_another_model_is_of_no_use(change: dict[str, object]) -> None:
     """Token ids would mean something else; it is asked again, as it may be set right."""
-    async with impostor(a_welcome()) as there, linked_to(there.url) as backend:
-        there.welcome = a_welcome(**change)
+    async with impostor(ready_message()) as there, linked_to(there.url) as backend:
+        there.ready = ready_message(**change)
         await there.connection.close()
         await until(lambda: "it serves another model now" in str(backend.failure))
-        there.welcome = a_welcome()
+        there.ready = ready_message()
         await until(lambda: backend.failure is None)
 
 
 async def test_what_comes_late_for_a_request_is_not_taken_for_its_second_try() -> None:
-    """The same id over the same connection: each try has a number of its own."""
-    async with impostor(a_welcome()) as there, linked_to(there.url, silence_s=60.0) as backend:
+    """Over one connection, each try of a request has an id of its own."""
+    async with impostor(ready_message()) as there, linked_to(there.url, silence_s=60.0) as backend:
         wanted = make_request(backend)
         async with aclosing(backend.generate(wanted)):
             pass
         async with aclosing(backend.generate(wanted)) as again:
             await until(lambda: len(there.commands) == 3)
             begin, cancel, second = there.commands
-            assert (begin.number, second.number) == (cancel.number, cancel.number + 1)
+            assert begin.id == cancel.id != second.id
             last = Delta(0, (7,), "new", (), FinishReason.STOP, SpeculationOutcome())
-            await there.say(
-                an_update((begin.number, Delta(0, (9,), "old"))), an_update((second.number, last))
-            )
+            late = Delta(0, (9,), "old")
+            await there.say(an_update((begin.id, late)), an_update((second.id, last)))
             assert [delta async for delta in again] == [last]
-        assert backend._numbers.of(wanted.request_id) is None
+        assert backend._ids.id_of(wanted.request_id) is None
 
 
 @pytest.mark.parametrize(
@@ -382,7 +381,7 @@ async def test_files_that_are_not_the_tokenizers_are_refused(
 ) -> None:
     """Nothing is written to where a peer wants it, and nothing read that it did not announce."""
     monkeypatch.setattr("tests.peer.harness.FILES", files)
-    async with impostor(a_welcome(tokenizer="0" * 64)) as there:
+    async with impostor(ready_message(tokenizer="0" * 64)) as there:
         backend = PeerBackend(there.url, None)
         with pytest.raises(CheckpointError, match=reason):
             await backend.start()

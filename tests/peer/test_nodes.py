@@ -141,7 +141,7 @@ async def test_peers_of_peers_are_not_passed_on() -> None:
         client(where) as http,
     ):
         assert (await http.get("/peer/v1/workers/0")).status_code == 404
-        with pytest.raises(StartError, match="knows no peers"):
+        with pytest.raises(StartError, match="does not accept peers"):
             async with running(backend="peer", upstream=(where.url,)):
                 pass
 
@@ -149,7 +149,7 @@ async def test_peers_of_peers_are_not_passed_on() -> None:
 async def test_there_is_no_worker_behind_the_last(scripted: ScriptedBackend) -> None:
     """A number that no worker has is a path that does not exist."""
     async with running(backends=[scripted]) as there:
-        with pytest.raises(StartError, match="knows no peers"):
+        with pytest.raises(StartError, match="does not accept peers"):
             async with running(backend="peer", upstream=(f"{there.url}/peer/v1/workers/1",)):
                 pass
 

@@ -14,8 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.peer.channel import MOST_FRAME_BYTES
-from draftgate.backends.peer.messages import PREFIX, WORKER_PATH
+from draftgate.backends.peer.channel import MOST_FRAME_BYTES, PREFIX, WORKER_PATH
 from draftgate.gateway.errors import RouteNotFound
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.http.context import NODE

@@ -12,45 +12,88 @@ import aiohttp
 from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRejected
-from draftgate.backends.peer.channel import Channel
-from draftgate.backends.peer.messages import (
-    MOST_COMMAND_BYTES,
-    REPORT_S,
-    AskTokenizer,
+from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, REPORT_S, PeerChannel
+from draftgate.backends.peer.tokenizer import files_digest
+from draftgate.backends.remote_worker import (
+    Cancel,
     Command,
+    FetchTokenizer,
+    Ready,
     SetPace,
     Submit,
     TokenizerFiles,
     Update,
-    Welcome,
 )
-from draftgate.backends.peer.tokenizer import files_digest
 from draftgate.backends.types import Delta
 from draftgate.gateway.errors import GatewayError
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.http.peers.outbox import Outbox
 from draftgate.gateway.http.peers.stream import PeerStream
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
 
+MOST_DELTAS: Final = 1024
+"""Deltas that an outbox holds. Further ones wait in the worker's streams, merged by request. A
+batch of 256 sequences fills the outbox in four steps."""
+
 _EXPLAINED: Final = (GatewayError, BackendFailed, RequestRejected)
-"""Errors whose words are meant for the other node."""
+"""Errors whose messages are meant for the other node."""
+
+
+class Outbox:
+    """Deltas of all requests on a connection that wait for the next update."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._deltas: list[tuple[str, Delta]] = []
+        self._failed: list[tuple[str, str]] = []
+        self._news = asyncio.Event()
+        self._space = asyncio.Event()
+        self._space.set()
+
+    async def put(self, link_id: str, delta: Delta) -> None:
+        """Add a delta; waits while the outbox is full."""
+        while len(self._deltas) >= MOST_DELTAS:
+            self._space.clear()
+            await self._space.wait()
+        self._deltas.append((link_id, delta))
+        self._news.set()
+
+    def put_failure(self, link_id: str, reason: str) -> None:
+        """Add that a request ended with an error, after its deltas."""
+        self._failed.append((link_id, reason))
+        self._news.set()
+
+    def wake(self) -> None:
+        """End a wait in `news` without any."""
+        self._news.set()
+
+    async def news(self) -> None:
+        """Wait for something to send, or for `wake`."""
+        await self._news.wait()
+
+    def take(self) -> tuple[list[tuple[str, Delta]], list[tuple[str, str]]]:
+        """Remove and return the deltas, and the requests that failed after them."""
+        taken = self._deltas, self._failed
+        self._deltas, self._failed = [], []
+        self._news.clear()
+        self._space.set()
+        return taken
 
 
 class PeerSession:
-    """One connection, up to its end, with which all that came over it ends."""
+    """One connection. Its end cancels every request that arrived over it."""
 
     def __init__(self, node: Node, worker: FleetWorker, socket: web.WebSocketResponse) -> None:
-        """Take a connection that is prepared, of a node that proved itself."""
+        """Serve an open connection of a node that has proved itself."""
         self._node = node
         self._worker = worker
         self._socket = socket
-        self._channel = Channel[Command](socket, Command, MOST_COMMAND_BYTES)
+        self._channel = PeerChannel[Command](socket, Command, MOST_COMMAND_BYTES)
         self._outbox = Outbox()
         self._name = secrets.token_hex(4)
         self._leaving = False
-        self._streams: dict[int, tuple[PeerStream, asyncio.Task[None]]] = {}
+        self._streams: dict[str, tuple[PeerStream, asyncio.Task[None]]] = {}
 
     async def run(self, answer: str) -> None:
         """Serve until the connection ends.
@@ -59,88 +102,89 @@ class PeerSession:
             answer: to the other node's proof.
         """
         try:
-            await self._channel.send(await self._welcome(answer))
+            await self._channel.send(await self._ready(answer))
             reporting = asyncio.create_task(self._report())
             try:
-                await self._obey_all()
+                await self._receive()
             finally:
                 reporting.cancel()
                 await asyncio.wait({reporting})
         except ConnectionError:
-            pass  # it is gone
+            pass  # the other node is gone
         except CheckpointError as error:
-            log(logging.ERROR, "a peer asked for a tokenizer that is gone", error=error)
+            log(logging.ERROR, "the tokenizer that a peer asked for is gone", error=error)
             await self._socket.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR)
         finally:
             await self._cancel_all()
 
-    async def _welcome(self, answer: str) -> Welcome:
+    async def _ready(self, answer: str) -> Ready:
         backend = self._worker.generating
         digest = await asyncio.to_thread(lambda: files_digest(backend.tokenizer.files()))
-        return Welcome(answer, self._worker.epoch, backend.card, digest)
+        return Ready(backend.card, self._worker.epoch, digest, answer)
 
-    async def _obey_all(self) -> None:
+    async def _receive(self) -> None:
         async for message in self._socket:
             if message.type is aiohttp.WSMsgType.ERROR:
-                return  # aiohttp has found it out, and closed the connection
+                return  # aiohttp has closed the connection
             try:
                 if message.type is not aiohttp.WSMsgType.BINARY:
-                    raise ValueError("no message of this protocol: a text")
+                    raise ValueError("not a message of this protocol: a text")
                 command = self._channel.read(message.data)
             except ValueError as error:
-                log(logging.ERROR, "a peer sends what cannot be read", error=error)
+                log(logging.ERROR, "a peer sent an invalid message", error=error)
                 await self._socket.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR)
                 return
             if command is not None:
-                await self._obey(command)
+                await self._execute(command)
 
-    async def _obey(self, command: Command) -> None:
+    async def _execute(self, command: Command) -> None:
         if isinstance(command, Submit):
-            self._begin(command)
-        elif isinstance(command, AskTokenizer):
+            self._submit(command)
+        elif isinstance(command, FetchTokenizer):
             files = await asyncio.to_thread(self._worker.generating.tokenizer.files)
             await self._channel.send(TokenizerFiles(files))
-        elif command.number in self._streams:
-            stream, task = self._streams[command.number]
+        elif isinstance(command, Cancel | SetPace) and command.id in self._streams:
+            stream, task = self._streams[command.id]
             if isinstance(command, SetPace):
                 stream.set_pace(command.pace)
             else:
                 task.cancel()
 
-    def _begin(self, command: Submit) -> None:
-        number = command.number
-        if number in self._streams:
-            self._outbox.put_broken(number, "the number stands for another request")
+    def _submit(self, command: Submit) -> None:
+        link_id = command.id
+        if link_id in self._streams:
+            self._outbox.put_failure(link_id, f"the id {link_id} belongs to another request")
             return
-        worker_id = f"{self._name}-{number}-{command.request.request_id}"
+        worker_id = f"{self._name}-{link_id}-{command.request.request_id}"
         stream = PeerStream(self._node, self._worker, command, worker_id)
-        task = asyncio.create_task(self._run(number, stream))
-        task.add_done_callback(lambda _: self._streams.pop(number))  # begun or not
-        self._streams[number] = stream, task
+        task = asyncio.create_task(self._run(link_id, stream))
+        # Not in `_run`, which never begins if it is cancelled at once.
+        task.add_done_callback(lambda _: self._streams.pop(link_id))
+        self._streams[link_id] = stream, task
 
-    async def _run(self, number: int, stream: PeerStream) -> None:
-        """Run a request to its end, and tell the other node if that is an error."""
+    async def _run(self, link_id: str, stream: PeerStream) -> None:
+        """Run a request to its end, and report the error if there is one."""
 
         async def deliver(delta: Delta) -> None:
-            await self._outbox.put(number, delta)
+            await self._outbox.put(link_id, delta)
 
         try:
             await stream.run(deliver)
         except _EXPLAINED as error:
-            self._outbox.put_broken(number, str(error))
-        except Exception as error:  # noqa: BLE001 - the other node must learn of it
+            self._outbox.put_failure(link_id, str(error))
+        except Exception as error:  # noqa: BLE001 - the other node must learn of any error
             log(logging.ERROR, "a request of a peer failed", error=error)
-            self._outbox.put_broken(number, f"internal error ({type(error).__name__})")
+            self._outbox.put_failure(link_id, f"internal error ({type(error).__name__})")
 
     async def _report(self) -> None:
-        """Send what is new, one message for each step, and now and then that there is nothing."""
+        """Send an update for each step, and one every `REPORT_S` in any case."""
         beat = asyncio.create_task(self._beat())
         try:
             while True:
                 await self._outbox.news()
                 await self._channel.send(self._update())
         except ConnectionError:
-            pass  # whoever receives sees it, too
+            pass  # `_receive` notices it, too
         except Exception as error:  # noqa: BLE001 - silence would look as if this node hung
             log(logging.ERROR, "reports to a peer failed", error=error)
             await self._socket.close(code=aiohttp.WSCloseCode.INTERNAL_ERROR)
@@ -153,22 +197,22 @@ class PeerSession:
             await asyncio.sleep(REPORT_S)
 
     def _update(self) -> Update:
-        deltas, broken = self._outbox.take()
-        worker = self._worker
-        load, refusing = worker.backend.load(), self._refusing()
-        lifecycle = self._node.lifecycle
+        deltas, failed = self._outbox.take()
+        lifecycle, worker = self._node.lifecycle, self._worker
         if lifecycle.state is NodeState.DRAINING and lifecycle.failure is None:
-            self._leaving = True  # to the end, when its workers are stopped
+            self._leaving = True  # until its workers are stopped, which is a failure, too
+        refusing = worker.backend.failure
+        if refusing is None and lifecycle.state is not NodeState.READY:
+            refusing = f"the node is {lifecycle.state.value}"
         return Update(
-            *(deltas, broken, load, time.monotonic(), refusing, worker.watermark, self._leaving)
+            deltas,
+            worker.backend.load(),
+            failed,
+            time.monotonic(),
+            refusing or "",
+            worker.watermark,
+            self._leaving,
         )
-
-    def _refusing(self) -> str:
-        """Return why this worker takes no further requests; empty while it takes some."""
-        failure, state = self._worker.backend.failure, self._node.lifecycle.state
-        if failure is not None:
-            return failure
-        return "" if state is NodeState.READY else f"the node is {state.value}"
 
     async def _cancel_all(self) -> None:
         tasks = [task for _, task in self._streams.values()]

@@ -7,7 +7,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Final
 
-from draftgate.backends.peer.messages import Submit
+from draftgate.backends.remote_worker import Submit
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.dispatch.placement import INLINE_TOKENS
 from draftgate.gateway.fleet import FleetWorker

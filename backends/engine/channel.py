@@ -1,0 +1,59 @@
+"""One end of the socket between a gateway's process and an engine's own process.
+
+Each message (`backends.remote_worker`) follows its length in four bytes. Either side ends the
+conversation by closing its end.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from threading import Lock
+from typing import Final, Generic, TypeVar
+
+from draftgate.backends.remote_worker import Codec, Command, Message, Report
+
+_LENGTH_BYTES: Final = 4
+
+Received = TypeVar("Received", Command, Report)
+
+
+class SocketChannel(Generic[Received]):
+    """Messages over a socket. One thread receives; any thread may send."""
+
+    def __init__(self, end: socket.socket, received: object) -> None:
+        """Own one end; `received` is the type of the messages from the other end."""
+        self._end = end
+        self._file = end.makefile("rb")
+        self._codec: Codec[Received] = Codec(received)
+        self._sending = Lock()
+
+    def send(self, message: Message) -> None:
+        """Send a message; waits while the other end reads slowly.
+
+        Raises:
+            OSError: the other end is closed.
+        """
+        with self._sending:
+            data = self._codec.encode(message)
+            self._end.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    def __iter__(self) -> Iterator[Received]:
+        """Yield received messages until the other end is closed."""
+        try:
+            while len(head := self._file.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
+                yield self._codec.decode(self._file.read(int.from_bytes(head, "little")))
+        except (ConnectionResetError, ValueError):
+            return  # the connection was cut within a message
+
+    def hang_up(self) -> None:
+        """End both directions, which wakes the receivers at both ends. Idempotent."""
+        with suppress(OSError):  # they have ended already
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket. Call it in the thread that receives."""
+        self.hang_up()
+        self._file.close()
+        self._end.close()
