@@ -73,7 +73,7 @@ class Accounting:
         sequence = work.sequence
         if work.num_drafts:
             # By what was kept: some executors end the walk with the sequence, others walk on.
-            sequence.count_draft(work.num_drafts, len(work.draft.walk(kept)))
+            sequence.count_draft(work.num_drafts, len(work.draft.accepted_places(kept)))
         self._queues.prompt_is_computed(sequence)
         self._confirm_blocks(sequence)
         if sequence.finish_reason is None:
@@ -122,6 +122,6 @@ def details_of(plan: StepPlan, work: SequenceWork, kept: tuple[int, ...], now_s:
         phases = sequence.begin_output(now_s, len(work.token_ids))
     if sequence.request.traced:
         drafted = plan.traces.get(sequence.key, _NO_DRAFTS)
-        accepted = len(work.draft.walk(kept))
+        accepted = len(work.draft.accepted_places(kept))
         step = drafted._replace(tokens=len(kept), accepted=accepted)
     return Details(step, phases)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from draftgate.backends.core.drafting import Drafting
-from draftgate.backends.core.drafts import Draft, Proposer
+from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
-from draftgate.backends.core.offers import DraftOffer, Terms
+from draftgate.backends.core.proposer import DraftOffer, DraftTerms, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import StepTrace
 from draftgate.policies.drafting_cost import DraftingMeter, StepDrafting
@@ -63,7 +63,7 @@ class DraftPlan:
         self._policy = policy
         self._blocks = blocks
         self._turn = 0
-        self._terms = Terms()
+        self._terms = DraftTerms()
         self._batch: tuple[float, ...] = ()  # what the terms are of
         self._view: StepView | None = None  # the last step
         self._accepted = 0.0  # weighted tokens that its drafts are expected to bring
@@ -122,7 +122,7 @@ class DraftPlan:
         """
         if self._did is not None and self._terms.least_survival is not None:  # else nobody asks
             self._meter.observe(self._did, step_s, whole_s)
-            self.drafting.took(whole_s - step_s)
+            self.drafting.observe_host_time(whole_s - step_s)
         self._did = None
 
     def price(self, cost: StepCost) -> float:
@@ -166,14 +166,14 @@ class DraftPlan:
             verify_s=self._meter.cost.verify_s,
         )
 
-    def _terms_of(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> Terms:
+    def _terms_of(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> DraftTerms:
         """Return what drafts of the step are weighed with; nothing matters without proposers."""
         turn = self._turn // TERMS_STEPS
         batch = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
         if self.drafting.names and batch != self._batch:
             self._batch = batch
             most = 1.0 if view.weight is None else max(sequence.weight for sequence in decodes)
-            self._terms = Terms(
+            self._terms = DraftTerms(
                 self._policy.least_survival(view, cost),
                 self.price(cost),
                 cost.seconds(view.tokens, view.kv_tokens, view.sequences),
@@ -207,7 +207,7 @@ class DraftPlan:
         if len(offer.draft) < reserved:
             tokens = len(offer.sequence.token_ids) + len(offer.draft)
             self._blocks.trim(offer.sequence.block_table, tokens)
-        return offer.draft.laid_out()
+        return offer.draft.depth_first()
 
 
 def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:

@@ -49,7 +49,7 @@ class DraftScores:
         if all(after <= before for before, after in pairwise(survivals)):
             return draft, survivals
         order = sorted(range(len(draft)), key=lambda place: -survivals[place])
-        return draft.pick(order), tuple(survivals[place] for place in order)
+        return draft.select(order), tuple(survivals[place] for place in order)
 
     def foreseen(self, sequence: Sequence, source: str) -> Row:
         """Return what is expected of a draft before it is there."""
@@ -63,11 +63,11 @@ class DraftScores:
         self, sequence: Sequence, source: str, draft: Draft, emitted: tuple[int, ...]
     ) -> None:
         """Learn from a draft and the tokens that came."""
-        path = draft.walk(emitted)
-        agreed, rejected = len(path), draft.rejects(path, emitted)
+        path = draft.accepted_places(emitted)
+        agreed, rejected = len(path), draft.was_rejected(path, emitted)
         self.acceptance.observe(agreed, rejected=rejected)
         record, survivals = _record(sequence, source), self._source(source)
-        if draft.law is None:
+        if draft.distributions is None:
             survivals.learn(record, draft.evidence, agreed, rejected=rejected)
         else:
             survivals.learn_foreseen(record, agreed, rejected=rejected)
@@ -84,7 +84,7 @@ class DraftScores:
 
     def _row(self, sequence: Sequence, source: str, draft: Draft) -> Row:
         record, survivals = _record(sequence, source), self._source(source)
-        if draft.law is None:
+        if draft.distributions is None:
             return survivals.of_found(record, draft.evidence)
         return survivals.of_foreseen(record)
 

@@ -1,10 +1,10 @@
-"""Drafts of a step: who proposes what for which sequence, and what is learned from the outcome.
+"""Collects the drafts of a step from proposers, and learns from their outcome.
 
-Proposers that look drafts up are asked first, and the policy shortens what they found; those that
-compute drafts are asked for what the policy decided, which may then drop some of it. What a grammar
-forces is proposed before anything else, and what it forbids is cut.
+Lookup proposers are asked first, and the policy shortens what they found. Computing proposers are
+asked for the length that the policy decided, and the policy may then drop part of the result. The
+tokens that a grammar forces take precedence over any proposer; tokens that it forbids are cut.
 
-Who is asked at all is decided before (`asking.py`).
+`proposer_gate` decides beforehand which proposers are asked at all.
 """
 
 from __future__ import annotations
@@ -13,39 +13,36 @@ from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import Final
 
-from draftgate.backends.core.asking import Asking
 from draftgate.backends.core.draft_scores import GRAMMAR, DraftScores
-from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft, DraftRequest, Proposer
-from draftgate.backends.core.exploration import Exploration
-from draftgate.backends.core.offers import DraftOffer, Terms
+from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
+from draftgate.backends.core.proposer import DraftOffer, DraftRequest, DraftTerms, Proposer
+from draftgate.backends.core.proposer_gate import Exploration, ProposerGate
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.arbitration import arbitrate
 from draftgate.policies.drafting_cost import StepDrafting
 from draftgate.policies.types import ANY_PROPOSER, DraftCandidate
 
 FIRST_TOKENS: Final = 64
+"""Expected remaining length of a new sequence: half the shortest output length in use."""
+
 TOKENS_PER_STEP: Final = 2.5
-"""What a sequence is taken to go on for at first, and by how much in a step with drafts: half the
-shortest outputs people ask for, and the middle of what drafts gave on held-out code (1.6 to 3.4,
-bench/results/proposers.json). Catching up is spread over the steps they give."""
-
-
-_NOTHING: Final = DraftCandidate(())
+"""Expected tokens per step with drafts, over which the cost of catching up is spread: the middle of
+the range measured on held-out code (1.6 to 3.4, bench/results/proposers.json)."""
 
 
 class Drafting:
-    """Asks proposers and keeps score of them. One step at a time: `offers`, `compute`, `learn`.
+    """Asks proposers and scores their drafts. Each step calls `offers`, `compute`, `learn`.
 
     Attributes:
-        did: what was done in the last step.
+        did: what drafting did in the last step.
     """
 
     def __init__(self, proposers: Mapping[str, Proposer]) -> None:
         """Start without a record. `proposers` are ordered, cheapest first."""
         self._proposers = proposers
         self._scores = DraftScores()
-        self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # in this step, by sequence key
-        self._asking = Asking(proposers, self._scores)
+        self._proposed: dict[int, list[tuple[str, Draft]]] = {}  # this step's, by sequence key
+        self._gate = ProposerGate(proposers, self._scores)
         self._exploration = Exploration()
         self.did = StepDrafting()
 
@@ -56,26 +53,24 @@ class Drafting:
 
     @property
     def acceptance(self) -> float:
-        """Running chance of a drafted token."""
+        """Running probability that a drafted token is accepted."""
         return self._scores.acceptance.rate()
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Return whether some proposer may draft for a sequence, now or later."""
+        """Return whether a proposer may draft for a sequence, now or later."""
         plan = sequence.request.speculation
-        if plan.max_draft_tokens < 1 or plan.proposer is None:
+        if plan.max_draft_tokens < 1:
             return False
-        return (
-            bool(self._proposers)
-            if plan.proposer == ANY_PROPOSER
-            else plan.proposer in self._proposers
-        )
+        if plan.proposer == ANY_PROPOSER:
+            return bool(self._proposers)
+        return plan.proposer in self._proposers
 
-    def offers(self, sequences: Many[Sequence], terms: Terms) -> list[DraftOffer]:
-        """Return what can be verified for sequences that decode, one offer each; begins a step."""
+    def offers(self, sequences: Many[Sequence], terms: DraftTerms) -> list[DraftOffer]:
+        """Begin a step; return at most one offer for each decoding sequence."""
         self._proposed.clear()
-        self._exploration.begin(terms.step_s)
+        self._exploration.begin_step(terms.step_s)
         self.did = StepDrafting()
-        sequences = self._asking.begin(sequences, terms, may_rest=not self._exploration.is_due)
+        sequences = self._gate.begin_step(sequences, terms, may_skip=not self._exploration.is_due)
         if not sequences:
             return []
         found: dict[int, list[DraftOffer]] = {}
@@ -89,7 +84,7 @@ class Drafting:
                 found[sequence.key] = [self._found(sequence, GRAMMAR, Draft(forced))]
                 continue
             for name in self._allowed(sequence, most):
-                if self._asking.is_worth_asking(sequence, name, terms):
+                if self._gate.is_worth_asking(sequence, name, terms):
                     asked.setdefault(name, []).append(DraftRequest(sequence, most))
         for name, requests in asked.items():
             for offer in self._ask(name, requests, terms):
@@ -98,14 +93,16 @@ class Drafting:
             self.did.weighed = len(found)
             return _choose(list(found.values()), terms)
         if not self.did.looked_up and all(each.grammar is None for each in sequences):
-            self._asking.be_quiet(len(sequences), terms)
+            self._gate.skip_coming_steps(len(sequences), terms)
         return []
 
-    def compute(self, offers: Many[DraftOffer], slots: Many[int], terms: Terms) -> list[DraftOffer]:
+    def compute(
+        self, offers: Many[DraftOffer], slots: Many[int], terms: DraftTerms
+    ) -> list[DraftOffer]:
         """Return the offers with their drafts, none longer than its slots.
 
         Args:
-            slots: most slots of each offer.
+            slots: the most slots of each offer.
         """
         if not offers and not self._exploration.has_candidates:
             return []
@@ -115,64 +112,66 @@ class Drafting:
                 wanted = asked.setdefault(offer.source, [])
                 if most:
                     wanted.append(DraftRequest(offer.sequence, most))
-        for name in [name for name, requests in asked.items() if not requests]:
-            self._asking.rest(name)
-            del asked[name]
         computed: dict[int, DraftOffer] = {}
-        for name, requests in asked.items():
-            self._asking.wake(name)
+        used = {name: requests for name, requests in asked.items() if requests}
+        for name in asked:
+            if name not in used:
+                self._gate.rest(name)
+        for name, requests in used.items():
+            self._gate.end_rest(name)
             for offer in self._compute(name, requests):
                 computed[offer.sequence.key] = offer
-        self._explore(asked.keys(), terms)
+        self._explore(used, terms)
         return [
-            computed.get(offer.sequence.key, _nothing(offer))
+            computed.get(offer.sequence.key) or _without_draft(offer)
             if offer.draft is None
             else offer.first(most)
             for offer, most in zip(offers, slots, strict=True)
         ]
 
-    def took(self, host_s: float) -> None:
-        """Learn what the host took of the last step, drafting included."""
+    def observe_host_time(self, host_s: float) -> None:
+        """Learn how long the host took for the last step, drafting included."""
         if self.did.explored_s is not None:
-            self._exploration.took(host_s - self.did.computed_s - self.did.explored_s)
+            drafting_s = self.did.computed_s + self.did.explored_s
+            self._exploration.charge_overrun(host_s - drafting_s)
 
     def learn(self, sequence: Sequence, emitted: tuple[int, ...]) -> None:
-        """Learn from the drafts: from what was verified, and from what was merely offered.
+        """Learn from the sequence's drafts, both the verified and the merely offered ones.
 
-        A draft that was not verified still agrees or not with the token that came, so a policy
-        that stopped drafting notices when drafting would pay again.
+        An unverified draft still agrees or not with the token that followed. So a policy that
+        stopped drafting notices when drafting would pay again.
         """
         for source, draft in self._proposed.pop(sequence.key, ()):
             self._scores.learn(sequence, source, draft, emitted)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what proposers keep for a sequence; it has finished."""
+        """Drop the proposers' state of a finished sequence."""
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
     def _allowed(self, sequence: Sequence, most: int) -> Iterable[str]:
-        """Return the proposers that may draft for a sequence."""
+        """Yield the proposers that may draft for a sequence."""
         wanted = sequence.request.speculation.proposer
         names = self._proposers if wanted == ANY_PROPOSER else (wanted,)
         for name in names:
             if name is not None and name in self._proposers:
-                if not self._asking.looks_up[name]:
-                    self._exploration.note(name, DraftRequest(sequence, most))
+                if not self._gate.looks_up[name]:
+                    self._exploration.add_candidate(name, DraftRequest(sequence, most))
                 yield name
 
-    # --- what is found ------------------------------------------------------------------------
-
-    def _ask(self, name: str, requests: list[DraftRequest], terms: Terms) -> Iterable[DraftOffer]:
-        """Return the offers of one proposer, with drafts if looking them up is all they cost."""
+    def _ask(
+        self, name: str, requests: list[DraftRequest], terms: DraftTerms
+    ) -> Iterable[DraftOffer]:
+        """Yield the offers of one proposer; only those of a lookup proposer have their drafts."""
         proposer = self._proposers[name]
-        if not self._asking.looks_up[name]:
+        if not self._gate.looks_up[name]:
             depth_s = proposer.depth_s(len(requests))
-            if self._asking.may_pay(name, requests, depth_s, terms):
+            if self._gate.may_pay(name, requests, depth_s, terms):
                 call_s = terms.drafting.calling_s(name, len(requests))
                 for request in requests:
-                    yield self._unknown(request, name, depth_s, call_s)
+                    yield self._uncomputed(request, name, depth_s, call_s)
             return
-        requests = self._asking.paying(name, requests, terms)
+        requests = self._gate.worth_looking_up(name, requests, terms)
         if not requests:
             return
         self.did.looked_up += len(requests)
@@ -180,18 +179,18 @@ class Drafting:
             legal = _legal(request.sequence, draft)
             if legal:
                 offer = self._found(request.sequence, name, legal)
-                self._asking.learn(name, request.sequence, offer.candidate.survivals, terms)
+                self._gate.observe_lookup(name, request.sequence, offer.candidate.survivals, terms)
                 yield offer
             else:
-                self._asking.learn(name, request.sequence, (), terms)
+                self._gate.observe_lookup(name, request.sequence, (), terms)
                 self._scores.learn_nothing_found(request.sequence, name)
 
     def _compute(self, name: str, requests: list[DraftRequest]) -> Iterable[DraftOffer]:
-        """Return the drafts of a proposer that computes them, where there are any."""
+        """Yield the drafts of a computing proposer, as far as it has any."""
         proposer, did = self._proposers[name], self.did
         depth = max(request.max_tokens for request in requests)
-        behind_s = sum([proposer.catch_up_s(request.sequence) for request in requests])
-        did.computed_s += depth * proposer.depth_s(len(requests)) + behind_s
+        catch_up_s = sum([proposer.catch_up_s(request.sequence) for request in requests])
+        did.computed_s += depth * proposer.depth_s(len(requests)) + catch_up_s
         did.called.append(name)
         did.computed += len(requests)
         drafts = proposer.propose(requests)
@@ -200,22 +199,23 @@ class Drafting:
             if legal:
                 yield self._found(request.sequence, name, legal)
 
-    def _explore(self, used: Container[str], terms: Terms) -> None:
-        """Draft a token of one sequence with what is not used, as often as it may cost."""
-        for name, request in self._exploration.unused(used, self._proposers, terms.drafting):
-            self.did.explored_s = (self.did.explored_s or 0.0) + terms.drafting.calling_s(name, 1)
+    def _explore(self, used: Container[str], terms: DraftTerms) -> None:
+        """Draft one token with proposers that were not used, as far as the saved time allows."""
+        cost = terms.drafting
+        for name, request in self._exploration.spend_on_unused(used, self._proposers, cost):
+            self.did.explored_s = (self.did.explored_s or 0.0) + cost.calling_s(name, 1)
             for _ in self._compute(name, [request]):
-                pass  # what came of it is learned
+                pass  # recorded in `_proposed`, from which `learn` takes it
 
     def _found(self, sequence: Sequence, source: str, draft: Draft) -> DraftOffer:
         draft, survivals = self._scores.found(sequence, source, draft)
         self._proposed.setdefault(sequence.key, []).append((source, draft))
         return DraftOffer(sequence, source, draft, DraftCandidate(survivals, 0.0, sequence.weight))
 
-    def _unknown(
+    def _uncomputed(
         self, request: DraftRequest, source: str, depth_s: float, call_s: float
     ) -> DraftOffer:
-        """Return the offer of a chain that nobody has computed yet."""
+        """Return the offer of a chain that is still to be computed."""
         sequence = request.sequence
         survivals = self._scores.foreseen(sequence, source).of_length(request.max_tokens)
         start_s = self._proposers[source].catch_up_s(sequence) / _steps_left(sequence)
@@ -224,30 +224,28 @@ class Drafting:
 
 
 def _most_tokens(sequence: Sequence) -> int:
-    """Return how long a draft of a sequence may be: nothing where it is to give way to others.
-
-    The token sampled behind a draft is the last one that may be generated.
-    """
+    """Return the longest allowed draft: 0 for a slow reader, whose sequence yields to others."""
     if sequence.pace:
         return 0
+    # The token sampled after the draft may be the last one of the output.
     return min(sequence.request.speculation.max_draft_tokens, sequence.remaining_tokens - 1)
 
 
 def _steps_left(sequence: Sequence) -> float:
-    """Return in how many steps catching up with a sequence can pay.
+    """Return over how many steps the cost of catching up can be spread.
 
-    It is expected to go on for as long as it has gone on, as lives of unknown law are (Lindy's
-    rule), and some tokens more while that says little.
+    With an unknown distribution of lengths, the expected rest equals the past (Lindy's law). Early
+    on, when the past says little, `FIRST_TOKENS` are added.
     """
     expected = min(sequence.remaining_tokens, FIRST_TOKENS + sequence.output_tokens)
     return max(expected / TOKENS_PER_STEP, 1.0)
 
 
-def _nothing(offer: DraftOffer) -> DraftOffer:
-    return DraftOffer(offer.sequence, offer.source, NO_DRAFT, _NOTHING)
+def _without_draft(offer: DraftOffer) -> DraftOffer:
+    return DraftOffer(offer.sequence, offer.source, NO_DRAFT, DraftCandidate(()))
 
 
-def _choose(options: list[list[DraftOffer]], terms: Terms) -> list[DraftOffer]:
+def _choose(options: list[list[DraftOffer]], terms: DraftTerms) -> list[DraftOffer]:
     """Return one offer of each sequence."""
     if all(len(offers) == 1 for offers in options):
         return [offers[0] for offers in options]
@@ -257,7 +255,7 @@ def _choose(options: list[list[DraftOffer]], terms: Terms) -> list[DraftOffer]:
 
 
 def _legal(sequence: Sequence, draft: Draft) -> Draft:
-    """Return the draft without what the sequence's grammar forbids."""
+    """Return the draft without the tokens that the sequence's grammar forbids."""
     grammar = sequence.grammar
     if grammar is None or not draft:
         return draft
@@ -268,4 +266,4 @@ def _legal(sequence: Sequence, draft: Draft) -> Draft:
         before = paths.get(draft.parent(place))
         if before is not None and grammar.legal((*before, token)) == len(before) + 1:
             paths[place] = (*before, token)
-    return draft.pick([place for place in paths if place != ROOT])
+    return draft.select([place for place in paths if place != ROOT])

@@ -1,18 +1,16 @@
-"""Drafts: what may follow a sequence, as a chain or a tree, and the protocol of those who propose.
+"""Draft tokens as a chain or a tree.
 
-A tree is written best token first, each behind its parent, so any number of leading tokens is a
-tree itself: who shortens a draft keeps the best of it. In a step it is laid out depth first, so
-each branch is a run of rows (`Draft.laid_out`).
+A tree lists its best token first and every token after its parent. So the first n tokens of a draft
+are themselves a draft, and the best one of that size. A step needs the tokens depth first
+(`Draft.depth_first`), which makes each branch a run of consecutive rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import Final, Protocol
-
-from draftgate.backends.core.sequence import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 ROOT: Final = -1
 """The parent of tokens that follow the sequence itself."""
@@ -23,40 +21,40 @@ class Draft:
     """Proposed tokens with the proposer's evidence for them.
 
     Attributes:
-        token_ids: the tokens; children of one parent are all different.
-        parents: of each token, the place in `token_ids` of the one it follows, or `ROOT`; every
-            parent stands before its children. Empty for a chain, where each follows the last.
-        shares: of each token, the proposer's guess of how likely it is the one if any child of its
-            parent is right; siblings add up to at most 1. Empty where each is the only child.
-        evidence: what the proposer has to show for the draft, on a scale of its own: for n-gram the
-            length of the match, for a model per mille of its confidence in the first token.
-        law: the distributions the tokens were drawn from, for `verify: rejection`: probabilities
-            [len(token_ids) or more, vocab_size], in whatever form the executor of this proposer
-            reads. None for tokens that were not drawn; with a law a draft is a chain.
+        token_ids: the tokens; the children of one parent are all different.
+        parents: the place in `token_ids` of each token's parent, or `ROOT`. A parent precedes its
+            children. Empty for a chain, where each token follows the previous one.
+        shares: the proposer's guess, for each token, that it is the right one if any child of its
+            parent is right. Siblings sum to at most 1. Empty if every token is an only child.
+        evidence: strength of the proposal on the proposer's own scale: the match length for n-gram,
+            the confidence in the first token (per mille) for a model.
+        distributions: the distributions that the tokens were sampled from, for `verify: rejection`:
+            probabilities [at least len(token_ids), vocab_size], in the form that this proposer's
+            executor reads. None for tokens that were not sampled. Only a chain may have them.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
     evidence: int = 0
-    law: object = None
+    distributions: object = None
 
     def __len__(self) -> int:
-        """Return the number of tokens: the slots they would take."""
+        """Return the number of tokens, each of which takes one slot."""
         return len(self.token_ids)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each token follows the one before it."""
+        """Whether each token follows the previous one."""
         return not self.parents
 
-    def parent(self, index: int) -> int:
-        """Return the place of the token that this one follows, or `ROOT`."""
-        return self.parents[index] if self.parents else index - 1
+    def parent(self, place: int) -> int:
+        """Return the place of a token's parent, or `ROOT`."""
+        return self.parents[place] if self.parents else place - 1
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """How many tokens there are from the sequence's end to each token, itself included."""
+        """Depth of each token; the children of the root have depth 1."""
         if self.is_chain:
             return tuple(range(1, len(self) + 1))
         depths: list[int] = []
@@ -65,53 +63,49 @@ class Draft:
         return tuple(depths)
 
     def survivals(self, chance: Callable[[int], float]) -> tuple[float, ...]:
-        """Return the chance of each token that it and all before it are accepted.
+        """Return the probability that each token and all its ancestors are accepted.
 
         Args:
-            chance: of one of the children being right where their parent was, by their place
-                behind the sequence, from 0.
+            chance: probability that a child at this depth, counted from 0, is right if its parent
+                was.
         """
-        depths = self.depths
         survivals: list[float] = []
-        for index in range(len(self)):
-            parent = self.parent(index)
+        for place, depth in enumerate(self.depths):
+            parent = self.parent(place)
             before = survivals[parent] if parent != ROOT else 1.0
-            survivals.append(
-                before * chance(depths[index] - 1) * (self.shares[index] if self.shares else 1.0)
-            )
+            share = self.shares[place] if self.shares else 1.0
+            survivals.append(before * chance(depth - 1) * share)
         return tuple(survivals)
 
     def first(self, tokens: int) -> Draft:
         """Return the draft of the best tokens."""
         if tokens >= len(self):
             return self
-        return Draft(
-            self.token_ids[:tokens],
-            self.parents[:tokens],
-            self.shares[:tokens],
-            self.evidence,
-            self.law,
+        return replace(
+            self,
+            token_ids=self.token_ids[:tokens],
+            parents=self.parents[:tokens],
+            shares=self.shares[:tokens],
         )
 
-    def pick(self, places: Many[int]) -> Draft:
+    def select(self, places: Many[int]) -> Draft:
         """Return the draft of the tokens at these places, in this order.
 
         Args:
-            places: each behind that of its parent.
+            places: every place after that of its parent.
         """
         if self.is_chain:
             return self.first(len(places))
         at = {place: index for index, place in enumerate(places)} | {ROOT: ROOT}
-        return Draft(
-            tuple(self.token_ids[place] for place in places),
-            tuple(at[self.parents[place]] for place in places),
-            tuple(self.shares[place] for place in places) if self.shares else (),
-            self.evidence,
-            self.law,
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids[place] for place in places),
+            parents=tuple(at[self.parents[place]] for place in places),
+            shares=tuple(self.shares[place] for place in places) if self.shares else (),
         )
 
-    def laid_out(self) -> Draft:
-        """Return the same tree depth first, the best child first: branches are runs."""
+    def depth_first(self) -> Draft:
+        """Return the same tree depth first, the best child first."""
         if self.is_chain:
             return self
         children: dict[int, list[int]] = {}
@@ -122,91 +116,40 @@ class Draft:
         while ahead:
             order.append(ahead.pop())
             ahead.extend(reversed(children.get(order[-1], [])))
-        picked = self.pick(order)
-        if picked.parents == tuple(range(ROOT, len(order) - 1)):
-            return Draft(picked.token_ids, (), (), self.evidence, self.law)
-        return picked
+        tree = self.select(order)
+        if tree.parents == tuple(range(ROOT, len(order) - 1)):
+            return replace(tree, parents=(), shares=())
+        return tree
 
-    def walk(self, tokens: Many[int]) -> tuple[int, ...]:
-        """Return the places of the tokens that agree with those that came, from the first on."""
-        path: list[int] = []
-        at = ROOT
-        for token in tokens:
-            following = self._child(at, token)
-            if following is None:
-                break
-            path.append(following)
-            at = following
-        return tuple(path)
-
-    def rejects(self, path: tuple[int, ...], tokens: Many[int]) -> bool:
-        """Return whether a token came behind a path which is not what was proposed there."""
-        end = path[-1] if path else ROOT
-        proposed = any(self.parent(index) == end for index in range(end + 1, len(self)))
-        return proposed and len(path) < len(tokens)
-
-    def accepted(self, rows: Many[int]) -> tuple[int, ...]:
-        """Return the places of the accepted tokens: from each row to the child that equals it.
+    def accepted_places(self, tokens: Many[int], *, per_row: bool = False) -> tuple[int, ...]:
+        """Return the places of the accepted tokens, from the root down.
 
         Args:
-            rows: the token drawn behind the sequence, then those behind each token of the draft.
+            tokens: the tokens that followed the sequence. With `per_row`, the token sampled in each
+                row of the step: first the row after the sequence, then one row per draft token.
         """
         path: list[int] = []
-        at = ROOT
-        while (following := self._child(at, rows[at + 1])) is not None:
-            path.append(following)
-            at = following
+        place = ROOT
+        while (index := place + 1 if per_row else len(path)) < len(tokens):
+            child = self._child(place, tokens[index])
+            if child is None:
+                break
+            path.append(child)
+            place = child
         return tuple(path)
 
+    def was_rejected(self, accepted: tuple[int, ...], tokens: Many[int]) -> bool:
+        """Return whether a proposed token was wrong: another token followed the accepted ones."""
+        last = accepted[-1] if accepted else ROOT
+        proposed = any(self.parent(place) == last for place in range(last + 1, len(self)))
+        return proposed and len(accepted) < len(tokens)
+
     def _child(self, parent: int, token: int) -> int | None:
-        if self.is_chain:
-            places = range(parent + 1, min(parent + 2, len(self)))
-        else:
-            places = range(parent + 1, len(self))
-        for place in places:
+        end = min(parent + 2, len(self)) if self.is_chain else len(self)
+        for place in range(parent + 1, end):
             if self.token_ids[place] == token and self.parent(place) == parent:
                 return place
         return None
 
 
 NO_DRAFT: Final = Draft()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """A sequence that may get a draft of up to `max_tokens` tokens."""
-
-    sequence: Sequence
-    max_tokens: int
-
-
-class Proposer(Protocol):
-    """Proposes continuations. Keeps its own state per sequence; belongs to one worker."""
-
-    def depth_s(self, sequences: int) -> float:
-        """Return the predicted seconds of drafting one token deeper for that many sequences.
-
-        0 for a proposer that looks drafts up: it proposes before anybody decides how many slots to
-        verify. Others are asked for what was decided, since each depth costs them a forward pass.
-        """
-        ...
-
-    def catch_up_s(self, sequence: Sequence) -> float:
-        """Return the predicted seconds of computing what it missed of a sequence, to draft for it.
-
-        0 for a proposer that keeps nothing, or looks drafts up.
-        """
-        ...
-
-    def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
-        """Return a draft for each sequence; an empty one where there is nothing to propose.
-
-        Any sequence may come at any time, also after a pause, and must be caught up with. Where
-        drafting costs something, the sequence's block table has room for the drafts behind its
-        pending tokens.
-        """
-        ...
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for the sequence; it has finished. Idempotent."""
-        ...

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from draftgate.backends.core.drafts import Draft
 from draftgate.backends.types import GrammarSpec
-
-if TYPE_CHECKING:
-    from draftgate.backends.core.drafts import Draft
 
 
 class Grammar(Protocol):
@@ -42,7 +40,7 @@ class Grammar(Protocol):
         """Return what may follow the sequence, and then each token of a draft. Changes nothing.
 
         Args:
-            draft: legal and laid out (`Draft.laid_out`).
+            draft: legal and laid out (`Draft.depth_first`).
 
         Returns:
             1 + len(draft) masks; bit i of byte j, the lowest first, is that of token 8 * j + i.

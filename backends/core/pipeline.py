@@ -1,30 +1,31 @@
-"""Steps of a worker, one after the other: the host works while the device does.
+"""Running the steps of a worker: overlapped with the device, or one by one.
 
-A device that works by itself has its next step before the last one is accounted for, wherever
-that can be planned without knowing its tokens (`Scheduler.plan_behind`); else as soon as it is.
-Texts are rendered and delivered while the next step is under way. So a sequence may turn out to
-have ended in a step, by its token or at a stop string, when another one has been launched: what
-that one gives for it is dropped, and the text is the same.
+A device that works on its own gets its next step before the last one is accounted for, if that step
+can be planned without the last tokens (`Scheduler.plan_behind`); otherwise right after it. Text is
+rendered and delivered while the next step runs. So a sequence may turn out to have ended, by its
+token or at a stop string, when another step with it has been launched. The tokens of that step are
+dropped, and the text is the same.
 
-Its blocks may be handed out at once. Steps run in the order of their launch: what a launched one
-still writes to them is there before whoever gets them writes in a later step, and nobody reads what
-has not been written. Blocks that are known by their content are full, and never written again.
+The blocks of such a sequence may be reused at once. Steps run in launch order, so a launched step
+writes to the blocks before their next owner does, and no step reads a block before it is written.
+Blocks that are shared by content are full and never written again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from draftgate.backends.core.accounting import Emission
-from draftgate.backends.core.steps import Executor, Launcher, StepPlan
+from draftgate.backends.core.steps import Executor, Launcher, StepPlan, StepResult
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import Delta
 
-_Launched = tuple[StepPlan, Any]  # and what its launch returned
+_Launched = tuple[StepPlan, Any]  # with the value that its launch returned
 
 Deliver = Callable[[list[tuple[str, Delta]]], None]
-"""Takes the deltas of a step, if there are any, with their request ids."""
+"""Receives the deltas of a step, possibly none, with their request ids."""
 
 
 class Pipeline:
@@ -38,12 +39,12 @@ class Pipeline:
         launcher: Launcher | None = None,
         now_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Keep them.
+        """Prepare the pipeline; nothing runs yet.
 
         Args:
-            launcher: runs the steps instead, where the device works by itself.
-            now_s: the time, which says what is late; where it says None, the seconds of
-                steps are added up.
+            launcher: runs the steps instead of the executor, if the device works on its own.
+            now_s: the clock that deadlines are compared with. If it returns None, the time is the
+                sum of the step times.
         """
         self._worker = worker
         self._executor = executor
@@ -53,20 +54,20 @@ class Pipeline:
         self._under_way: _Launched | None = None
 
     def step(self) -> bool:
-        """Go on by a step; return whether there was anything to do.
+        """Run one step; return False if there was nothing to do.
 
-        With a launcher one step stays under way, whose deltas come with the next call.
+        With a launcher, one step stays under way, and the next call delivers its deltas.
         """
         if self._launcher is not None:
             return self._overlap(self._launcher)
         plan = self._worker.plan(self._now_s())
         if plan is not None:
             result = self._executor.execute(plan)
-            self._tell(self._worker.apply(plan, result, self._now_s()))
+            self._render(self._worker.apply(plan, result, self._now_s()))
         return plan is not None
 
     def _overlap(self, launcher: Launcher) -> bool:
-        """Launch a step, and end the one that was under way."""
+        """Launch the next step and finish the one under way."""
         if self._under_way is None:
             self._under_way = _launched(launcher, self._worker.plan(self._now_s()))
             return self._under_way is not None
@@ -75,13 +76,35 @@ class Pipeline:
         result = launcher.fetch(step)
         emissions = self._worker.apply(plan, result, self._now_s())
         self._under_way = following or _launched(launcher, self._worker.plan(self._now_s()))
-        self._tell(emissions)
+        self._render(emissions)
         return True
 
-    def _tell(self, emissions: list[Emission]) -> None:
-        """Render what a step emitted, and deliver it."""
+    def _render(self, emissions: list[Emission]) -> None:
         self._deliver(self._worker.render(emissions))
 
 
 def _launched(launcher: Launcher, plan: StepPlan | None, behind: Any = None) -> _Launched | None:
     return None if plan is None else (plan, launcher.launch(plan, behind))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step that ran: its plan, its result, and the deltas for its requests."""
+
+    plan: StepPlan
+    result: StepResult
+    deltas: list[tuple[str, Delta]]
+
+
+def run_until_idle(
+    worker: WorkerCore, executor: Executor, now_s: Callable[[], float | None] = lambda: None
+) -> Iterator[CompletedStep]:
+    """Run a worker until it has nothing to do, in the caller's thread, and yield its steps.
+
+    Args:
+        now_s: the clock from which the worker learns the host's overhead. If it returns None, the
+            time is the sum of the step times, and the host takes none.
+    """
+    while (plan := worker.plan(now_s())) is not None:
+        result = executor.execute(plan)
+        yield CompletedStep(plan, result, worker.complete(plan, result, now_s()))

@@ -25,10 +25,11 @@ from typing import Final
 from draftgate.backends.core.accounting import Accounting, Details, Emission, details_of
 from draftgate.backends.core.batch_view import batch_view
 from draftgate.backends.core.draft_plan import DraftPlan, Room
-from draftgate.backends.core.drafts import Draft, Proposer
+from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.embedding import embedded, pooling_plan
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.newcomers import first_blocks, prompt_tokens
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.queues import Queues
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import PENDING, SequenceWork, StepPlan, StepResult

@@ -13,8 +13,8 @@ import torch
 
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
-from draftgate.backends.core.drafts import Proposer
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.engine.config import ModelConfig, read_model_config

@@ -91,7 +91,7 @@ def walk(plan: StepPlan, tokens: Many[int]) -> Walks:
         rows: tuple[int, ...] = (0,) if work.samples else ()
         if work.draft.token_ids:  # most of a batch has none
             drawn = tokens[first : first + work.num_samples]
-            rows = (0, *(place + 1 for place in work.draft.accepted(drawn)))
+            rows = (0, *(place + 1 for place in work.draft.accepted_places(drawn, per_row=True)))
         stand.append(rows)
         emitted.append(tuple([tokens[first + row] for row in rows]))
         first += work.num_samples
@@ -150,7 +150,7 @@ def _settles_drafts(work: SequenceWork) -> bool:
     Drafts that were not drawn have all their law's mass: p/q is p, and accepting the token if it
     equals the one drawn from p, as coupled verification does, is the same law.
     """
-    drawn = isinstance(work.draft.law, Tensor)
+    drawn = isinstance(work.draft.distributions, Tensor)
     return drawn and _temperature(work.sequence.request.sampling) > 0
 
 
@@ -165,7 +165,7 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
     drafted = torch.tensor([i for i, has in enumerate(has_draft) if has], device=logits.device)
     plain = torch.tensor([i for i, has in enumerate(has_draft) if not has], device=logits.device)
     drafts = [token for work in settling for token in work.draft.token_ids]
-    laws = [work.draft.law[: work.num_drafts] for work in settling]  # type: ignore[index]
+    laws = [work.draft.distributions[: work.num_drafts] for work in settling]  # type: ignore[index]
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     tokens[plain] = _sample(logits[plain], rows.select(plain))

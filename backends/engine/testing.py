@@ -6,8 +6,9 @@ from collections.abc import Sequence as Many
 from typing import Final
 
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.token_ids import compact
@@ -79,7 +80,7 @@ def check_draft(draft: Draft, max_tokens: int, vocab_size: int) -> None:
     for parent in set(draft.parents):
         below = [draft.shares[i] for i in range(len(draft.shares)) if draft.parents[i] == parent]
         assert sum(below) <= 1.0 + 1e-9, "shares of siblings are parts of one"
-    assert draft.law is None or draft.is_chain, "what was drawn is a chain"
+    assert draft.distributions is None or draft.is_chain, "what was drawn is a chain"
 
 
 def check_proposer(name: str, model: str | None = None) -> None:
@@ -92,7 +93,7 @@ def check_proposer(name: str, model: str | None = None) -> None:
         model: directory of a checkpoint; None is the shipped model.
 
     Raises:
-        AssertionError: the proposer breaks the contract of `backends.core.drafts.Proposer`.
+        AssertionError: the proposer breaks the contract of `backends.core.proposer.Proposer`.
         ValueError: there is none of that name.
     """
     plain = _Run(WorkerConfig(model=model, speculation="off", kv_bytes=KV_BYTES), None)
@@ -127,7 +128,7 @@ class _Run:
             for request in self._requests(temperature, turn):
                 self._engine.worker.submit(request)
                 tokens[request.request_id] = []
-            for step in drive(self._engine.worker, self._engine.executor):
+            for step in run_until_idle(self._engine.worker, self._engine.executor):
                 for request_id, delta in step.deltas:
                     tokens[request_id].extend(delta.token_ids)
         return tokens
@@ -137,7 +138,7 @@ class _Run:
         requests = self._requests(0.8, 0)
         for request in requests:
             self._engine.worker.submit(request)
-        for steps, _ in enumerate(drive(self._engine.worker, self._engine.executor)):
+        for steps, _ in enumerate(run_until_idle(self._engine.worker, self._engine.executor)):
             if steps == NEW_TOKENS // 4:
                 for request in requests:
                     self._engine.worker.cancel(request.request_id)

@@ -11,7 +11,7 @@ from typing import Final
 
 from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.kv_blocks import KvBlocks
-from draftgate.backends.core.offers import DraftOffer, Terms
+from draftgate.backends.core.proposer import DraftOffer, DraftTerms
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence as Tokens
 from draftgate.backends.sim.proposer import SimProposer
@@ -31,7 +31,7 @@ class OracleDrafting(Drafting):
         super().__init__(proposers)
         self._simulated = proposers
 
-    def offers(self, sequences: Sequence[Tokens], terms: Terms) -> list[DraftOffer]:
+    def offers(self, sequences: Sequence[Tokens], terms: DraftTerms) -> list[DraftOffer]:
         """Return what can be verified and will be accepted."""
         return list(self._foreseen(super().offers(sequences, terms)))
 

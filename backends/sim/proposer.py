@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 
-from draftgate.backends.core.drafts import NO_DRAFT, Draft, DraftRequest
+from draftgate.backends.core.drafts import NO_DRAFT, Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.sim.acceptance import Acceptance
 from draftgate.backends.sim.device import Device

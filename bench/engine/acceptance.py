@@ -22,8 +22,9 @@ from bench.engine.proposers import KV_BYTES, TEMPERATURES, tasks
 from bench.engine.record import provenance
 from bench.engine.speculation import loop_start
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drafts import NO_DRAFT, Draft, DraftRequest, Proposer
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.drafts import NO_DRAFT, Draft
+from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
@@ -115,7 +116,7 @@ def listen(
             POSITIONS + SLOTS + 1, int(request_id), temperature, ignore_eos=True
         )
         engine.worker.submit(GenerationRequest(request_id, compact(prompt), sampling, plan))
-    for _ in drive(engine.worker, engine.executor):
+    for _ in run_until_idle(engine.worker, engine.executor):
         pass
     engine.proposers[name] = inner
     return listener

@@ -23,7 +23,7 @@ from bench.engine.record import provenance
 from bench.engine.schemas import Schema, random_schemas
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.drafts import Draft
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.token_ids import compact
@@ -81,7 +81,7 @@ def run(engine: LoadedEngine, requests: Sequence[GenerationRequest], sums: Decod
         engine.worker.submit(request)
         sums.outputs[request.request_id] = []
     started_s = time.perf_counter()
-    for step in drive(engine.worker, engine.executor):
+    for step in run_until_idle(engine.worker, engine.executor):
         ended_s = time.perf_counter()
         if all(work.start >= work.sequence.prompt_tokens for work in step.plan.work):
             sums.seconds += ended_s - started_s

@@ -21,8 +21,8 @@ import torch
 from bench.engine.host import build_step, stub_result
 from bench.engine.record import provenance
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drafts import Proposer
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.core.worker import WorkerCore

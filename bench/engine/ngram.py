@@ -19,7 +19,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from bench.engine.record import provenance
-from draftgate.backends.core.drafts import DraftRequest
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.proposers import ngram_index
 from draftgate.backends.engine.proposers.ngram import NgramProposer
@@ -92,7 +92,7 @@ def replay(files: Many[Many[int]], slots: int, *, trees: bool) -> dict[str, floa
         proposer, sequence = NgramProposer(trees=trees), sequence_of(text[:PROMPT_TOKENS])
         while (at := len(sequence.token_ids)) < len(text) - 1:
             (draft,) = proposer.propose([DraftRequest(sequence, slots)])
-            agreed = len(draft.walk(text[at : at + slots + 1]))
+            agreed = len(draft.accepted_places(text[at : at + slots + 1]))
             sequence.token_ids.extend(text[at : at + agreed + 1])
             steps, tokens, wasted = steps + 1, tokens + agreed + 1, wasted + len(draft) - agreed
     return {

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.engine.record import provenance
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
@@ -43,7 +43,7 @@ def first_token(engine: LoadedEngine, prompt: tuple[int, ...], tenant: str) -> d
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     plan = Off().decide(RequestView(len(prompt), 1, 0.0), engine.worker.load())
     engine.worker.submit(GenerationRequest(tenant, compact(prompt), sampling, plan, tenant=tenant))
-    steps = list(drive(engine.worker, engine.executor))
+    steps = list(run_until_idle(engine.worker, engine.executor))
     _, delta = steps[-1].deltas[-1]
     seconds = sum(step.result.step_s for step in steps)
     return {"s": seconds, "token": delta.token_ids[0], "cached_tokens": delta.cached_tokens}

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from bench.engine.prompts import held_out_prompts
 from bench.engine.record import provenance
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.steps import SequenceWork
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
@@ -77,8 +77,11 @@ class Tally:
         self.steps += 1
         self.tokens += len(emitted)
         if work.draft:
-            path, prompt = work.draft.walk(emitted), int(work.sequence.request.request_id)
-            rejected = work.draft.rejects(path, emitted)
+            path, prompt = (
+                work.draft.accepted_places(emitted),
+                int(work.sequence.request.request_id),
+            )
+            rejected = work.draft.was_rejected(path, emitted)
             self.outcomes.append(
                 Outcome(prompt, work.draft.evidence, len(work.draft), len(path), rejected)
             )
@@ -129,7 +132,7 @@ def run(
         sampling = SamplingParams(NEW_TOKENS, index, temperature, ignore_eos=True)
         engine.worker.submit(GenerationRequest(str(index), compact(prompt), sampling, plan))
     tally = Tally()
-    for step in drive(engine.worker, engine.executor):
+    for step in run_until_idle(engine.worker, engine.executor):
         for work, emitted in zip(step.plan.work, step.result.emitted, strict=True):
             if work.start >= work.sequence.prompt_tokens:
                 tally.add(work, emitted)

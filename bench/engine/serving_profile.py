@@ -23,7 +23,7 @@ from bench.engine.engine.profile import without_pairs
 from bench.engine.prompts import held_out_prompts
 from bench.engine.record import provenance
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.runner import Runner
@@ -56,7 +56,7 @@ def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]
                 GenerationRequest(f"{batch}-{index}", compact(prompt), sampling, PLAIN)
             )
         began, plans = [time.perf_counter()], []
-        for step in drive(engine.worker, engine.executor):
+        for step in run_until_idle(engine.worker, engine.executor):
             began.append(time.perf_counter())
             plans.append(step.plan)
         beyond = [

@@ -32,9 +32,10 @@ import torch
 from bench.engine.loading import random_checkpoint
 from bench.engine.record import provenance
 from bench.engine.speculation import Prompt, decode
-from draftgate.backends.core.drafts import Draft, DraftRequest, Proposer
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
@@ -189,7 +190,7 @@ def accepted_first(
         sampling = SamplingParams(DEPTH + 2, index, temperature, ignore_eos=True)
         engine.worker.submit(GenerationRequest(str(index), compact(prompt), sampling, plan))
     accepted: dict[str, int] = {}
-    for step in drive(engine.worker, engine.executor):
+    for step in run_until_idle(engine.worker, engine.executor):
         for work, emitted in zip(step.plan.work, step.result.emitted, strict=True):
             if work.num_drafts:
                 request_id = work.sequence.request.request_id

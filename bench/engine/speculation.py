@@ -27,7 +27,7 @@ from typing import Any
 from bench.engine.prompts import held_out_prompts
 from bench.engine.record import provenance
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
@@ -97,7 +97,7 @@ def decode(
         engine.worker.submit(_request(engine, index, prompt, policy, temperature))
     sums, outputs = Decoding(), {str(index): list[int]() for index in range(len(prompts))}
     started_s, started_cpu_s = time.perf_counter(), time.thread_time()
-    for step in drive(engine.worker, engine.executor, time.monotonic):
+    for step in run_until_idle(engine.worker, engine.executor, time.monotonic):
         ended_s, ended_cpu_s = time.perf_counter(), time.thread_time()
         decoding = sum(work.start >= work.sequence.prompt_tokens for work in step.plan.work)
         if decoding == len(prompts):

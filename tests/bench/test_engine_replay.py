@@ -24,7 +24,7 @@ from bench.engine.engine.serving import (
     in_batches,
 )
 from bench.engine.engine.speedup import Replayed, measure_speedups
-from draftgate.backends.core.drafts import DraftRequest
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.testing import check_draft
 from draftgate.backends.token_ids import compact
@@ -74,7 +74,7 @@ def test_acceptance_is_as_dialled(acceptance: float) -> None:
         (draft,) = proposer.propose([DraftRequest(sequence, 5)])
         check_draft(draft, 5, VOCAB)
         due = truth[sequence.output_tokens :]
-        accepted = len(draft.walk(due))
+        accepted = len(draft.accepted_places(due))
         sequence.token_ids.extend(due[: accepted + 1])
     proposer.forget(sequence)
     tested = proposer.tested.agreed + proposer.tested.rejected

@@ -7,7 +7,8 @@ from collections.abc import Sequence as Many
 from itertools import count
 from random import Random
 
-from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
 from draftgate.backends.token_ids import compact

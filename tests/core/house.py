@@ -192,7 +192,7 @@ class House:
         """Move what the accepted tokens wrote to where their positions belong."""
         if not work.sequence.block_table:
             return  # cancelled while the step ran
-        for depth, place in enumerate(work.draft.walk(emitted)):
+        for depth, place in enumerate(work.draft.accepted_places(emitted)):
             source = self.place(work.sequence, work.confirmed_end + place)
             target = self.place(work.sequence, work.confirmed_end + depth)
             self.memory[target] = self.memory[source]

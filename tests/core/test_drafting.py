@@ -9,16 +9,17 @@ from random import Random
 
 import pytest
 
-from draftgate.backends.core.asking import (
-    HOPELESS_TURNS,
-    MOST_RESTING_TURNS,
-    PROBED_TURNS,
-    RESTING_TURNS,
-)
 from draftgate.backends.core.drafting import Drafting
-from draftgate.backends.core.drafts import Draft, DraftRequest
-from draftgate.backends.core.exploration import EXPLORED_SHARE, MOST_SAVED_STEPS
-from draftgate.backends.core.offers import Terms
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest, DraftTerms
+from draftgate.backends.core.proposer_gate import (
+    EXPLORED_SHARE,
+    HOPELESS_STEPS,
+    MOST_RESTING_STEPS,
+    MOST_SAVED_STEPS,
+    PROBE_STEPS,
+    RESTING_STEPS,
+)
 from draftgate.backends.core.sequence import Sequence
 from draftgate.policies.drafting_cost import DraftingCost
 from draftgate.policies.types import ANY_PROPOSER
@@ -44,7 +45,7 @@ def sequences(count: int, proposer: str = "ngram") -> list[Sequence]:
     return [Sequence.of(key, wanted, wanted.choices[0]) for key in range(count)]
 
 
-def run(drafting: Drafting, batch: list[Sequence], terms: Terms, steps: int) -> None:
+def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int) -> None:
     """Steps in which nothing is verified: every sequence gets its true token."""
     for _ in range(steps):
         offers = drafting.offers(batch, terms)
@@ -58,7 +59,7 @@ def run(drafting: Drafting, batch: list[Sequence], terms: Terms, steps: int) -> 
 def test_everybody_is_asked_where_any_slot_may_pay() -> None:
     """With nothing to exceed, each step asks for each sequence."""
     proposer = Counting(WRONG)
-    run(Drafting({"ngram": proposer}), sequences(3), Terms(), 40)
+    run(Drafting({"ngram": proposer}), sequences(3), DraftTerms(), 40)
     assert len(proposer.asked) == 3 * 40
 
 
@@ -66,18 +67,23 @@ def test_hopeless_sequences_are_asked_now_and_then() -> None:
     """Those whose drafts were always wrong are asked once in 16 steps, the others in each."""
     proposer = Counting(lambda key, position: key > 0)
     drafting, batch = Drafting({"ngram": proposer}), sequences(4)
-    terms = Terms(least_survival=0.45)
+    terms = DraftTerms(least_survival=0.45)
     run(drafting, batch, terms, 400)
     proposer.asked.clear()
-    run(drafting, batch, terms, 10 * HOPELESS_TURNS)
+    run(drafting, batch, terms, 10 * HOPELESS_STEPS)
     counts = [proposer.asked.count(key) for key in range(4)]
-    assert counts == [10 * HOPELESS_TURNS, 10, 10, 10]
+    assert counts == [10 * HOPELESS_STEPS, 10, 10, 10]
 
 
 def test_where_nothing_can_pay_one_sequence_stands_for_all() -> None:
     """At a price above every survival one look-up in 64 steps keeps the tables alive."""
     proposer = Counting()
-    run(Drafting({"ngram": proposer}), sequences(5), Terms(least_survival=1.0), 10 * PROBED_TURNS)
+    run(
+        Drafting({"ngram": proposer}),
+        sequences(5),
+        DraftTerms(least_survival=1.0),
+        10 * PROBE_STEPS,
+    )
     assert proposer.asked == [0] * 10
 
 
@@ -94,27 +100,27 @@ def test_a_change_is_noticed_although_nothing_could_pay() -> None:
 
     proposer = Turning()
     drafting, batch = Drafting({"ngram": proposer}), sequences(8)
-    terms = Terms(least_survival=0.9)
-    run(drafting, batch, Terms(), 128)
+    terms = DraftTerms(least_survival=0.9)
+    run(drafting, batch, DraftTerms(), 128)
     proposer.asked.clear()
-    run(drafting, batch, terms, 4 * PROBED_TURNS)
+    run(drafting, batch, terms, 4 * PROBE_STEPS)
     assert proposer.asked == [0] * 4
     proposer.good = True
-    run(drafting, batch, terms, 48 * PROBED_TURNS)
+    run(drafting, batch, terms, 48 * PROBE_STEPS)
     assert set(proposer.asked) == set(range(8))
 
 
 def test_nothing_is_asked_of_nobody() -> None:
     """A worker without proposers offers nothing, and learns nothing."""
     drafting = Drafting({})
-    run(drafting, sequences(3), Terms(), 5)
-    assert drafting.offers(sequences(2), Terms()) == []
+    run(drafting, sequences(3), DraftTerms(), 5)
+    assert drafting.offers(sequences(2), DraftTerms()) == []
     assert drafting.acceptance == 0.5
 
 
 def test_any_proposer_is_the_one_that_pays() -> None:
     """Wrong look-ups lose to right drafts that cost little, right ones win; a wish is binding."""
-    terms = Terms(price=0.1, step_s=1e-2)
+    terms = DraftTerms(price=0.1, step_s=1e-2)
     for look_up, expected in ((WRONG, "draft_model"), (RIGHT, "ngram")):
         proposers = {"ngram": Counting(look_up), "draft_model": Counting(depth_s=1e-4)}
         drafting, batch = Drafting(proposers), sequences(2, ANY_PROPOSER)
@@ -132,31 +138,31 @@ def test_what_nobody_took_rests() -> None:
     """A proposer that costs something and got no slot is offered again behind eight steps, then
     behind twice as many each time; once it is used it rests no longer than at first."""
     drafting, batch = Drafting({"draft_model": Counting(depth_s=1e-4)}), sequences(2, "draft_model")
-    terms, offered = Terms(least_survival=0.0, step_s=1e-2), []
-    for turn in range(8 * MOST_RESTING_TURNS):
+    terms, offered = DraftTerms(least_survival=0.0, step_s=1e-2), []
+    for turn in range(8 * MOST_RESTING_STEPS):
         offers = drafting.offers(batch, terms)
         drafting.compute(offers, [0] * len(offers), terms)
         if offers:
             offered.append(turn)
     waits = [after - before - 1 for before, after in pairwise(offered)]
-    assert waits[:4] == [RESTING_TURNS, 2 * RESTING_TURNS, 4 * RESTING_TURNS, MOST_RESTING_TURNS]
-    assert set(waits[4:]) == {MOST_RESTING_TURNS}
+    assert waits[:4] == [RESTING_STEPS, 2 * RESTING_STEPS, 4 * RESTING_STEPS, MOST_RESTING_STEPS]
+    assert set(waits[4:]) == {MOST_RESTING_STEPS}
     while not (offers := drafting.offers(batch, terms)):
         drafting.compute(offers, [], terms)
     drafting.compute(offers, [1] * len(offers), terms)
     offered.clear()
-    for turn in range(RESTING_TURNS + 3):
+    for turn in range(RESTING_STEPS + 3):
         offers = drafting.offers(batch, terms)
         drafting.compute(offers, [0] * len(offers), terms)
         if offers:
             offered.append(turn)
-    assert offered == [0, RESTING_TURNS + 1]
+    assert offered == [0, RESTING_STEPS + 1]
 
 
 def test_drafts_that_cannot_be_worth_their_time_are_not_offered() -> None:
     """A depth that takes longer than its tokens are worth is offered to nobody who prices."""
     drafting, batch = Drafting({"draft_model": Counting(depth_s=2e-2)}), sequences(2, "draft_model")
-    terms = Terms(least_survival=0.0, step_s=1e-2, tokens_per_s=200.0)
+    terms = DraftTerms(least_survival=0.0, step_s=1e-2, tokens_per_s=200.0)
     assert drafting.offers(batch, terms) == []
     assert len(drafting.offers(batch, terms._replace(least_survival=None))) == 2
 
@@ -166,7 +172,7 @@ def test_an_unused_proposer_is_explored_within_its_share() -> None:
     dear, step_s = Counting(depth_s=1e-3), 1e-2
     drafting, batch = Drafting({"draft_model": dear}), sequences(3, "draft_model")
     steps = 2000
-    run(drafting, batch, Terms(step_s=step_s), steps)
+    run(drafting, batch, DraftTerms(step_s=step_s), steps)
     most = EXPLORED_SHARE * step_s * steps / 1e-3
     assert 0.8 * most <= len(dear.asked) <= most
     assert set(dear.asked) == {0}
@@ -175,7 +181,7 @@ def test_an_unused_proposer_is_explored_within_its_share() -> None:
 def test_exploration_never_saves_more_than_some_steps() -> None:
     """A proposer whose token costs more than five steps is left alone."""
     dear = Counting(depth_s=1e-2 * MOST_SAVED_STEPS * 1.01)
-    run(Drafting({"draft_model": dear}), sequences(1, "draft_model"), Terms(step_s=1e-2), 5000)
+    run(Drafting({"draft_model": dear}), sequences(1, "draft_model"), DraftTerms(step_s=1e-2), 5000)
     assert dear.asked == []
 
 
@@ -186,8 +192,8 @@ def test_what_exploring_took_is_paid_for() -> None:
         dear, step_s = Counting(depth_s=1e-3), 1e-2
         drafting, batch = Drafting({"draft_model": dear}), sequences(2, "draft_model")
         for _ in range(4000):
-            run(drafting, batch, Terms(step_s=step_s), 1)
-            drafting.took(times * drafting.did.computed_s)
+            run(drafting, batch, DraftTerms(step_s=step_s), 1)
+            drafting.observe_host_time(times * drafting.did.computed_s)
         counts.append(len(dear.asked))
     assert counts[1] == pytest.approx(counts[0] / 2, rel=0.05)
 
@@ -199,17 +205,17 @@ def seldom_right(key: int, position: int) -> bool:
 
 LOOKING_UP = DraftingCost(look_up_s=2e-4, sequence_s=5e-5)
 """A look-up takes as long as an eighth of a token of the steps below."""
-ASKED = Terms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKING_UP)
+ASKED = DraftTerms(0.01, 0.1, 2e-3, 500.0, 1.0, LOOKING_UP)
 
 
 def test_look_ups_that_bring_less_than_they_take_are_made_now_and_then() -> None:
     """Once wrong drafts have shown what they bring, one step in sixteen looks up; right ones do."""
-    for is_wrong, expected in ((WRONG, 10), (RIGHT, 10 * HOPELESS_TURNS)):
+    for is_wrong, expected in ((WRONG, 10), (RIGHT, 10 * HOPELESS_STEPS)):
         proposer = Counting(is_wrong)
         drafting, batch = Drafting({"ngram": proposer}), sequences(1)
         run(drafting, batch, ASKED, 600)
         proposer.asked.clear()
-        run(drafting, batch, ASKED, 10 * HOPELESS_TURNS)
+        run(drafting, batch, ASKED, 10 * HOPELESS_STEPS)
         assert len(proposer.asked) == expected
 
 
@@ -234,10 +240,10 @@ def test_all_who_look_up_share_what_any_look_up_takes() -> None:
         terms = ASKED._replace(price=0.02, drafting=cost)
         run(drafting, batch, terms, 1200)
         proposer.asked.clear()
-        run(drafting, batch, terms, 10 * HOPELESS_TURNS)
+        run(drafting, batch, terms, 10 * HOPELESS_STEPS)
         counts.append(len(proposer.asked) / count)
     assert counts[0] <= 10
-    assert counts[1] == 10 * HOPELESS_TURNS
+    assert counts[1] == 10 * HOPELESS_STEPS
 
 
 def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
@@ -253,7 +259,7 @@ def test_a_text_that_begins_to_repeat_itself_is_noticed() -> None:
     proposer.asked.clear()
     run(drafting, batch, ASKED, 96)
     assert proposer.asked.count(0) < 96 / 4
-    run(drafting, batch, ASKED, 4 * HOPELESS_TURNS)
+    run(drafting, batch, ASKED, 4 * HOPELESS_STEPS)
     proposer.asked.clear()
     run(drafting, batch, ASKED, 100)
     assert proposer.asked.count(0) == 100
@@ -265,12 +271,12 @@ def test_evidence_of_drawn_tokens_counts_only_without_their_law(with_law: bool) 
     drafting = Drafting({"draft_model": Sure(with_law=with_law)})
     (sequence,) = sequences(1, "draft_model")
     for step in range(400):
-        drafting.compute(drafting.offers([sequence], Terms()), [1], Terms())
+        drafting.compute(drafting.offers([sequence], DraftTerms()), [1], DraftTerms())
         right = step % 2 == 0  # as sure as the proposer was
         drafting.learn(sequence, (7 if right else 8,))
     survivals = []
     for _ in range(2):
-        (offer,) = drafting.compute(drafting.offers([sequence], Terms()), [1], Terms())
+        (offer,) = drafting.compute(drafting.offers([sequence], DraftTerms()), [1], DraftTerms())
         survivals.append(offer.candidate.survivals[0])
     assert (survivals[0] == survivals[1]) == with_law
 
@@ -286,7 +292,7 @@ class Sure(FakeProposer):
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
         self._turn += 1
         evidence = 990 if self._turn % 2 else 10
-        return [Draft((7,), evidence=evidence, law=self._law) for _ in requests]
+        return [Draft((7,), evidence=evidence, distributions=self._law) for _ in requests]
 
 
 def test_the_best_tokens_of_a_tree_come_first() -> None:
@@ -297,7 +303,7 @@ def test_the_best_tokens_of_a_tree_come_first() -> None:
         def propose(self, requests):
             return [tree for _ in requests]
 
-    (offer,) = Drafting({"ngram": Tree()}).offers(sequences(1), Terms())
+    (offer,) = Drafting({"ngram": Tree()}).offers(sequences(1), DraftTerms())
     survivals = offer.candidate.survivals
     assert list(survivals) == sorted(survivals, reverse=True)
     assert offer.draft.token_ids == (2, 3, 4, 1)

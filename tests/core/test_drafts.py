@@ -39,9 +39,9 @@ texts = st.lists(st.integers(0, 3), max_size=8)
 
 
 @given(drafts)
-def test_laid_out_a_draft_is_the_same_tree(draft: Draft) -> None:
+def test_depth_first_a_draft_is_the_same_tree(draft: Draft) -> None:
     """Laying out moves tokens, and changes neither what follows what nor any share."""
-    laid = draft.laid_out()
+    laid = draft.depth_first()
     assert paths(laid).keys() == paths(draft).keys()
     for path, place in paths(laid).items():
         before = paths(draft)[path]
@@ -51,9 +51,9 @@ def test_laid_out_a_draft_is_the_same_tree(draft: Draft) -> None:
 
 
 @given(drafts)
-def test_laid_out_each_branch_is_a_run(draft: Draft) -> None:
+def test_depth_first_each_branch_is_a_run(draft: Draft) -> None:
     """A token stands behind its parent, or begins a branch behind everything below its siblings."""
-    laid = draft.laid_out()
+    laid = draft.depth_first()
     for place in range(1, len(laid)):
         parent = laid.parent(place)
         if parent == place - 1:
@@ -85,20 +85,20 @@ def test_a_walk_goes_as_far_as_the_draft_agrees(draft: Draft, text: list[int]) -
     """The path is the longest beginning of the text that the tree has."""
     known = paths(draft)
     agreed = max((n for n in range(1, len(text) + 1) if tuple(text[:n]) in known), default=0)
-    path = draft.walk(text)
+    path = draft.accepted_places(text)
     assert path == tuple(known[tuple(text[: n + 1])] for n in range(agreed))
     goes_on = any(p[:-1] == tuple(text[:agreed]) for p in known)
-    assert draft.rejects(path, text) == (goes_on and agreed < len(text))
+    assert draft.was_rejected(path, text) == (goes_on and agreed < len(text))
 
 
 @given(drafts, st.randoms(use_true_random=False))
 def test_accepted_are_those_that_equal_the_tokens_drawn_before_them(draft: Draft, random) -> None:
     """From row to child while the row's token is a child; rows elsewhere do not matter."""
-    laid = draft.laid_out()
+    laid = draft.depth_first()
     rows = [random.randrange(4) for _ in range(len(laid) + 1)]
-    taken = laid.accepted(rows)
+    taken = laid.accepted_places(rows, per_row=True)
     text = [rows[0], *(rows[place + 1] for place in taken)]
-    assert taken == laid.walk(text)
+    assert taken == laid.accepted_places(text)
     assert len(text) == len(taken) + 1
 
 
@@ -116,10 +116,10 @@ def test_a_chain_survives_geometrically() -> None:
     chain = Draft((7, 8, 9))
     assert chain.survivals(lambda _: 0.5) == pytest.approx((0.5, 0.25, 0.125))
     assert chain.depths == (1, 2, 3)
-    assert chain.laid_out() is chain
+    assert chain.depth_first() is chain
 
 
-def test_a_tree_of_one_branch_is_a_chain_once_laid_out() -> None:
+def test_a_tree_of_one_branch_is_a_chain_once_depth_first() -> None:
     """Cutting all siblings away leaves nothing that a chain does not have."""
     tree = Draft((1, 2, 3), (ROOT, ROOT, 0), (0.6, 0.4, 1.0))
-    assert tree.pick([0, 2]).laid_out() == Draft((1, 3))
+    assert tree.select([0, 2]).depth_first() == Draft((1, 3))

@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepResult

@@ -95,7 +95,7 @@ class FakeDevice(FakeExecutor):
             self.memory[self._place(work, table, place)] = prefix
 
     def _compact(self, work, table, emitted: tuple[int, ...]) -> None:
-        for depth, place in enumerate(work.draft.walk(emitted)):
+        for depth, place in enumerate(work.draft.accepted_places(emitted)):
             source = self.memory[self._place(work, table, place)]
             self.memory[self._place(work, table, depth)] = source
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest, Proposer
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.worker import WorkerCore
@@ -132,7 +133,7 @@ class Engine:
             self.worker.admission.check(request)
             self.worker.submit(request)
         sequences = self.scheduler.waiting
-        for step in drive(self.worker, self.runner):
+        for step in run_until_idle(self.worker, self.runner):
             for request_id, delta in step.deltas:
                 note(outcome, request_id, delta)
         outcome.preemptions = sum(sequence.preemptions for sequence in sequences)
@@ -239,7 +240,7 @@ class HostileProposer:
             if rng.random() < 0.2:
                 tokens[place] = rng.randrange(self._vocab_size)
         kept = Draft(tuple(tokens), tuple(parents))
-        return kept.pick([place for place in range(len(kept)) if _is_only(kept, place)])
+        return kept.select([place for place in range(len(kept)) if _is_only(kept, place)])
 
     def forget(self, sequence: Sequence) -> None:
         self._ngram.forget(sequence)

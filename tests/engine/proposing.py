@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.registry import ProposerSetup, make_proposers

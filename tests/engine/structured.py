@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 
 from draftgate.backends.core.drafts import Draft
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.grammar import LlGrammar, LlGrammars
 from draftgate.backends.tokenizer import Tokenizer
@@ -94,7 +94,7 @@ def run_held(model: Model, requests: Iterable[GenerationRequest], setup: Setup) 
         worker.admission.check(request)
         worker.submit(request)
     sequences = engine.scheduler.waiting
-    for step in drive(worker, engine.runner):
+    for step in run_until_idle(worker, engine.runner):
         run.steps += 1
         for request_id, delta in step.deltas:
             held = run.held.setdefault((request_id, delta.choice), Held())

@@ -87,7 +87,7 @@ GOOD = Draft((1, 2, 3), (-1, -1, 0), (0.6, 0.4, 1.0))
         (replace(GOOD, parents=(-1, 2, 0)), "parents come first"),
         (replace(GOOD, token_ids=(1, 1, 3)), "siblings differ"),
         (replace(GOOD, shares=(0.8, 0.4, 1.0)), "parts of one"),
-        (replace(GOOD, law=object()), "a chain"),
+        (replace(GOOD, distributions=object()), "a chain"),
         (Draft((1, 2, 3, 4)), "no longer"),
     ],
 )

@@ -14,8 +14,8 @@ import torch
 from bench.engine.prompts import held_out_prompts
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.draft_pages import DraftPages
-from draftgate.backends.core.drafts import DraftRequest
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.sentence_transformers import why_not_embedded
 from draftgate.backends.errors import CheckpointError, RequestRejected
@@ -48,7 +48,7 @@ def embeddings(
     waiting = engine.scheduler.waiting
     found = {
         request_id: delta.embedding
-        for step in drive(worker, engine.runner)
+        for step in run_until_idle(worker, engine.runner)
         for request_id, delta in step.deltas
         if delta.embedding is not None
     }
@@ -94,7 +94,9 @@ def test_bits_do_not_depend_on_what_was_cached(alone: dict[str, bytes]) -> None:
     worker = engine.worker
     for warm in (request("warm", TEXTS[-1], Off(), max_tokens=2), to_embed("e7", TEXTS[-1])):
         worker.submit(warm)
-        deltas = [delta for step in drive(worker, engine.runner) for _, delta in step.deltas]
+        deltas = [
+            delta for step in run_until_idle(worker, engine.runner) for _, delta in step.deltas
+        ]
     assert [delta.embedding for delta in deltas] == [alone["e7"]]
     assert deltas[0].cached_tokens == 288
     assert deltas[0].finish_reason is FinishReason.STOP
@@ -118,7 +120,7 @@ def test_generation_is_the_same_beside_embeddings() -> None:
         for one in (*chatter(3, max_tokens=30), *beside):
             worker.submit(one)
         told: dict[str, list[int]] = {}
-        for step in drive(worker, engine.runner):
+        for step in run_until_idle(worker, engine.runner):
             for request_id, delta in step.deltas:
                 told.setdefault(request_id, []).extend(delta.token_ids)
         return {name: ids for name, ids in told.items() if name.startswith("g")}

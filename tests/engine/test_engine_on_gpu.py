@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.config import read_model_config

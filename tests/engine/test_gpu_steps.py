@@ -76,7 +76,7 @@ def test_masks_are_the_ancestors_of_each_row(seed: int, confirmed: int, start: i
     rng = Random(seed)
     size = rng.randrange(65)
     parents = tuple(rng.randrange(ROOT, place) if place else ROOT for place in range(size))
-    draft = Draft(tuple(range(size)), parents).laid_out()
+    draft = Draft(tuple(range(size)), parents).depth_first()
     blocks = rng.sample(range(50), 8)
     works = [
         SequenceWork(Table([60, 61]), 3, (1, 2), False),

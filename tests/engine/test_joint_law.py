@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from draftgate.backends.core.draft_scores import DraftScores
-from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.kernels import noise, rejection_ref
@@ -145,7 +146,7 @@ class DrawnDrafts(LookedUp):
             scores = [s + g for s, g in zip(self._scores[last], gumbel, strict=True)]
             last = scores.index(max(scores))
             drafts.append(last)
-        return Draft(tuple(drafts), law=torch.stack(law))
+        return Draft(tuple(drafts), distributions=torch.stack(law))
 
 
 class CertainDrafts(LookedUp):
@@ -272,7 +273,9 @@ def looks_at_the_token(
     scores: DraftScores, sequence: Sequence, source: str, draft: Draft
 ) -> tuple[Draft, tuple[float, ...]]:
     """Wrong: tokens that were drawn although they were unlikely are not worth a slot."""
-    drawn = [float(row[token]) for row, token in zip(draft.law, draft.token_ids, strict=True)]
+    drawn = [
+        float(row[token]) for row, token in zip(draft.distributions, draft.token_ids, strict=True)
+    ]
     return draft, tuple(itertools.accumulate([float(share > 0.3) for share in drawn], min))
 
 

@@ -52,7 +52,7 @@ def random_sequence(rng: random.Random, key: int) -> Sequence:
 
 def verifying(sequence: Sequence, draft: Draft) -> SequenceWork:
     start = len(sequence.token_ids) - 1
-    return SequenceWork(sequence, start, (sequence.token_ids[-1],), True, draft.laid_out())
+    return SequenceWork(sequence, start, (sequence.token_ids[-1],), True, draft.depth_first())
 
 
 def random_draft(rng: random.Random, most: int) -> Draft:

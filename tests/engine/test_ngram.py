@@ -9,7 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.proposers.corpus import MOST_TENANTS, Corpora
 from draftgate.backends.engine.proposers.ngram import NgramProposer

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.engine.prompts import held_out_prompts
-from draftgate.backends.core.drafts import Draft, DraftRequest, Proposer
-from draftgate.backends.core.drive import drive
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.pipeline import run_until_idle
+from draftgate.backends.core.proposer import DraftRequest, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.inputs import StepInputs, slots_of
@@ -294,7 +295,7 @@ def confirmed_kv(
     engine = Engine(model, how)
     for one in requests:
         engine.worker.submit(one)
-    for _ in drive(engine.worker, engine.runner):
+    for _ in run_until_idle(engine.worker, engine.runner):
         for sequence in engine.scheduler.running:
             kv = kv_of(engine.pool, sequence.block_table, sequence.num_computed)
             yield sequence.request.request_id, kv

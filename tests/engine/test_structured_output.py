@@ -11,7 +11,7 @@ import pytest
 
 from bench.engine.prompts import held_out_prompts
 from bench.engine.schemas import Schema, random_schemas
-from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.types import FinishReason, GenerationRequest, ResumedChoice
 from draftgate.policies.registry import speculation_policy

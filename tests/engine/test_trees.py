@@ -49,7 +49,7 @@ def table(*, scattered: bool) -> Table:
 def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered: bool) -> None:
     """Around the border of tiles too, and wherever the blocks lie."""
     runner, known = runner_of(SHIPPED_MODEL, BLOCKS), context(tokens)
-    draft = TREE.laid_out()
+    draft = TREE.depth_first()
     blocks = table(scattered=scattered)
     if tokens > 1:
         logits_in_steps(runner, blocks, known[:-1], [0, tokens - 1])
@@ -66,14 +66,14 @@ def test_every_row_of_a_tree_has_the_bits_of_its_path(tokens: int, *, scattered:
 @pytest.mark.parametrize("tokens", [20, 254])
 def test_what_was_accepted_lies_where_a_chain_would_have_put_it(tokens: int) -> None:
     """Decoding behind an accepted branch gives the bits of decoding without drafts."""
-    known, draft = context(tokens), TREE.laid_out()
+    known, draft = context(tokens), TREE.depth_first()
     last = max(range(len(draft)), key=lambda place: (draft.depths[place], place))
     text = known + path_to(draft, last)
     runner, blocks = runner_of(SHIPPED_MODEL, BLOCKS), table(scattered=False)
     logits_in_steps(runner, blocks, known[:-1], [0, tokens - 1])
     plan = StepPlan((SequenceWork(blocks, tokens - 1, (known[-1],), True, draft),))
     runner.logits(plan)
-    taken = draft.walk(text[tokens:])
+    taken = draft.accepted_places(text[tokens:])
     assert any(place != depth for depth, place in enumerate(taken)), "nothing has to move"
     runner._compact(plan, _walks(taken))
 
@@ -93,7 +93,7 @@ def _walks(taken: tuple[int, ...]):
 
 def test_a_step_may_hold_trees_beside_everything_else() -> None:
     """Rows of trees, chains, decodes and prefill chunks in one step are those of each alone."""
-    known, draft = context(40), TREE.laid_out()
+    known, draft = context(40), TREE.depth_first()
     per_sequence = BLOCKS // 4
     tables = [
         Table(list(range(i * per_sequence, (i + 1) * per_sequence)))

@@ -189,7 +189,7 @@ def mixed_plans() -> list[StepPlan]:
 
     Blocks are those of a pool of `MIXED_BLOCKS`.
     """
-    tree = Draft((11, 12, 13, 14, 15, 16, 17, 18), (ROOT, 0, ROOT, 1, 2, 0, 5, 2)).laid_out()
+    tree = Draft((11, 12, 13, 14, 15, 16, 17, 18), (ROOT, 0, ROOT, 1, 2, 0, 5, 2)).depth_first()
     table = [
         Table(blocks) for blocks in ([9, 8, 7, 6, 5, 4], [0, 1, 2], [20, 3, 10], [11, 12, 13, 14])
     ]
@@ -202,7 +202,7 @@ def mixed_plans() -> list[StepPlan]:
     everything = (
         SequenceWork(table[0], 40, text[0][40:41], True, tree),
         SequenceWork(table[1], 17, text[1][17:18], True),
-        SequenceWork(table[2], 13, text[2][13:30], True, tree.first(3).laid_out()),
+        SequenceWork(table[2], 13, text[2][13:30], True, tree.first(3).depth_first()),
         SequenceWork(table[3], 0, text[3][:50], False),
     )
     chains = (

@@ -44,7 +44,7 @@ def random_tree(tokens: int, draws: random.Random, branching: float) -> Draft:
         siblings = unused.setdefault(parent, draws.sample(range(_VOCAB), _VOCAB))
         parents.append(parent)
         token_ids.append(siblings.pop())
-    return Draft(tuple(token_ids), tuple(parents)).laid_out()
+    return Draft(tuple(token_ids), tuple(parents)).depth_first()
 
 
 def drafted_rows(draft: Draft) -> tuple[list[int], list[int]]:

@@ -45,7 +45,7 @@ def test_batched_walk_equals_the_walk_of_each_draft(
         sampled.append([draws.choice([*own_drafts[1:], 77]) for _ in own_drafts])
         drafts += own_drafts
         parents += own_parents
-        paths.append(draft.accepted(sampled[-1]))
+        paths.append(draft.accepted_places(sampled[-1], per_row=True))
     cu_rows = torch.tensor([0, *map(len, sampled)]).cumsum(0).to(torch.int32)
     walked = accept_walk_ref.accept_walk(
         torch.tensor([token for own in sampled for token in own], dtype=torch.int64),

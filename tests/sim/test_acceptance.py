@@ -44,7 +44,7 @@ def test_the_shipped_recording_is_whole() -> None:
     recording = load_recording()
     assert set(recording.tasks) == {"completion", "rewrite", "long_context"}
     assert recording.proposers == ("draft_model", "ngram", "sparse_self")
-    assert "bench.engine.acceptance" in recording.source
+    assert "backends.engine.bench.acceptance" in recording.source
     for task in recording.tasks:
         assert recording.texts(task, 0.0) != recording.texts(task, 1.0)
         for text in recording.texts(task, 0.0) + recording.texts(task, 1.0):

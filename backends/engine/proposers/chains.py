@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.inputs import Feed
@@ -55,7 +56,7 @@ class _Chain:
 
     def draft(self) -> Draft:
         law = torch.stack(self.laws) if self.laws else None
-        return Draft(self.drafted, evidence=self.evidence, law=law)
+        return Draft(self.drafted, evidence=self.evidence, distributions=law)
 
 
 @torch.inference_mode()

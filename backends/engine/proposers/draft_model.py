@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from draftgate.backends.core.draft_pages import DraftPages
-from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import OutOfBlocks
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.inputs import Feed, build_inputs
 from draftgate.backends.engine.kv_pool import DraftLayers
@@ -186,7 +187,7 @@ class DraftModelProposer:
         behind, drafted = self._drafted.get(sequence.key, (0, ()))
         if drafted and valid == behind:
             came = sequence.token_ids[behind:]
-            valid += len(Draft(drafted).walk(came))
+            valid += len(Draft(drafted).accepted_places(came))
         # The last token is always fed, for its logits.
         last = len(sequence.token_ids) - 1
         # What is out of reach is not computed: whatever lies in its pages is masked.

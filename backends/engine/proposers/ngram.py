@@ -13,7 +13,8 @@ from collections.abc import Sequence as Many
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
-from draftgate.backends.core.drafts import ROOT, Draft, DraftRequest
+from draftgate.backends.core.drafts import ROOT, Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.proposers.corpus import Corpora
 from draftgate.backends.engine.proposers.ngram_index import Match, NgramIndex

@@ -9,8 +9,8 @@ from typing import Final
 
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.draft_pages import DraftPages
-from draftgate.backends.core.drafts import Proposer
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.gpu.forward import DeviceForward
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from draftgate.backends.engine.inputs import Feed

@@ -29,7 +29,8 @@ from collections.abc import Sequence as Many
 import torch
 from torch import Tensor
 
-from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.inputs import AttentionSpan, Feed, build_inputs
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool

@@ -9,8 +9,9 @@ from typing import Any, Final
 from bench.engine.engine.cases import Case
 from bench.engine.engine.device import device_elapsed_s, elapsed_s
 from bench.engine.engine.models import Model
-from draftgate.backends.core.drafts import Draft, Proposer
+from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan

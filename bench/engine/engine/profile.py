@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from bench.engine.engine.models import Model
-from draftgate.backends.core.drafts import Proposer
+from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.warmup import DEPTH_BUCKETS
 from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.policies.step_cost import StepCost

@@ -11,7 +11,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Final
 
-from draftgate.backends.core.drafts import Draft, DraftRequest
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
 
 NAME: Final = "replay"
@@ -45,7 +46,7 @@ class ReplayProposer:
 
     Which tokens are wrong is drawn once for each place of each continuation, independently, so each
     slot that is put to the test is accepted with the chance that was asked for. Satisfies
-    `backends.core.drafts.Proposer`.
+    `backends.core.proposer.Proposer`.
 
     Attributes:
         tested: what became of the drafts since it was last set.

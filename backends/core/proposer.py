@@ -1,0 +1,102 @@
+"""The contract of proposers, and the offers that drafting makes of what they propose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.sequence import Sequence
+from draftgate.policies.drafting_cost import NO_DRAFTING_COST, DraftingCost
+from draftgate.policies.types import DraftCandidate
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A sequence that may get a draft of up to `max_tokens` tokens."""
+
+    sequence: Sequence
+    max_tokens: int
+
+
+class Proposer(Protocol):
+    """Proposes continuations. Keeps its own state per sequence; belongs to one worker."""
+
+    def depth_s(self, sequences: int) -> float:
+        """Return the predicted seconds of drafting one token deeper for that many sequences.
+
+        0 for a lookup proposer: it proposes before the policy decides how many slots to verify. The
+        others are asked for the decided number, since each depth costs them a forward pass.
+        """
+        ...
+
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return the predicted seconds of processing the tokens that the proposer has not seen.
+
+        0 for a proposer without state, and for a lookup proposer.
+        """
+        ...
+
+    def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
+        """Return one draft per request, in order; an empty draft where it has no proposal.
+
+        A sequence may appear at any time, also after a pause; the proposer first catches up with
+        it. If drafting has a cost, the sequence's block table has space for the drafts after its
+        pending tokens.
+        """
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the state of a finished sequence. Idempotent."""
+        ...
+
+
+class DraftTerms(NamedTuple):
+    """The conditions under which the drafts of one step are weighed.
+
+    Attributes:
+        least_survival: weight x survival that the best slot must exceed for drafting to be worth
+            its time. None if every proposer is to be asked (`SpeculationPolicy`).
+        price: expected tokens that a slot must add, in weighted tokens.
+        step_s: predicted seconds of the step without drafts.
+        tokens_per_s: value of one second of the step, in weighted tokens.
+        most_weight: the largest weight of a sequence in the step.
+        drafting: host time of drafting.
+    """
+
+    least_survival: float | None = None
+    price: float = 0.0
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    most_weight: float = 1.0
+    drafting: DraftingCost = NO_DRAFTING_COST
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOffer:
+    """A draft that a sequence could verify in the next step.
+
+    Attributes:
+        source: the proposer's name, or `GRAMMAR`.
+        draft: the tokens, best first; None if they are still to be computed.
+        candidate: the offer as the policy sees it.
+    """
+
+    sequence: Sequence
+    source: str
+    draft: Draft | None
+    candidate: DraftCandidate
+
+    @property
+    def expected(self) -> float:
+        """Expected number of accepted tokens, weighted; 0 without a draft."""
+        return self.candidate.weight * sum(self.candidate.survivals) if self.draft else 0.0
+
+    def first(self, tokens: int) -> DraftOffer:
+        """Return the offer shortened to the best tokens of its draft."""
+        if self.draft is None or tokens >= len(self.draft):
+            return self
+        survivals = self.candidate.survivals[:tokens]
+        candidate = DraftCandidate(survivals, self.candidate.depth_s, self.candidate.weight)
+        return DraftOffer(self.sequence, self.source, self.draft.first(tokens), candidate)

@@ -1,0 +1,251 @@
+"""Which proposers are asked for drafts: those expected to bring more than asking costs.
+
+If no slot can pay, asking would be wasted. Sequences with hopeless drafts are asked rarely, so that
+a change is noticed; if all are hopeless, one sequence represents the batch. A step in which no
+proposer is asked costs no more than a step without proposers.
+
+A proposer that is too expensive would never be seen to have become worth its price. `Exploration`
+therefore saves a bounded share of the step time and spends it on single drafts by such proposers.
+These tokens are not verified, only compared with the token that follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Mapping
+from collections.abc import Sequence as Many
+from typing import Final
+
+from draftgate.backends.core.draft_scores import DraftScores
+from draftgate.backends.core.proposer import DraftRequest, DraftTerms, Proposer
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.types import Pace
+from draftgate.policies.drafting_cost import DraftingCost
+from draftgate.policies.lookup_gain import LookupGains
+
+HOPELESS_STEPS: Final = 16
+"""Steps between two requests for a sequence whose next draft is not worth a slot. When its text
+starts to repeat, this is noticed within 16 tokens, for a sixteenth of the lookups. All such
+sequences are asked in the same step, because the first lookup of a step costs the most."""
+
+LOOKUP_SHARE: Final = 0.01
+"""Share of the step time for lookups that do not pay. A change is then noticed within 3 to 4 tokens
+for a single sequence (Zen 5, shipped model, 2026-11-22)."""
+
+RESTING_STEPS: Final = 8
+MOST_RESTING_STEPS: Final = 64
+"""A proposer with a cost that was offered and not used is offered again after 8 steps, then after
+twice as many each time, up to 64. Its expected value changes over tens of drafts, and deciding
+against it takes 0.1 to 0.5 ms of host time per step (batches of 8 and 256, one core, Zen 4,
+2026-11-21)."""
+
+PROBE_STEPS: Final = 64
+"""Steps between two probes of a single sequence while no draft can be worth a slot. A lookup takes
+10 to 20 microseconds, less than 1% of a step of 100 sequences (one core, Zen 4, 2026-11-21)."""
+
+EXPLORED_SHARE: Final = 0.005
+"""Share of the step time for exploring unused proposers: half of the one percent by which `auto`
+may be slower than `off`. With steps of 10 ms and depths of 1 ms, one step in 20 explores."""
+
+MOST_SAVED_STEPS: Final = 5.0
+"""Limit of the saved time, in steps. Catching up with a long sequence may take several steps."""
+
+
+class ProposerGate:
+    """Decides in each step which proposers are asked, and for which sequences.
+
+    Attributes:
+        looks_up: whether a lookup is the proposer's only cost, by proposer.
+    """
+
+    def __init__(self, proposers: Mapping[str, Proposer], scores: DraftScores) -> None:
+        self.looks_up = {name: each.depth_s(1) <= 0.0 for name, each in proposers.items()}
+        self._scores = scores
+        self._step = 0
+        self._probed: Sequence | None = None
+        # For each proposer that was not used: how many steps it rests, and until which step.
+        self._resting: dict[str, tuple[int, int]] = {}
+        self._quiet_terms: DraftTerms | None = None  # under these terms no proposer is asked
+        self._quiet_until = 0
+        self._gains = {name: LookupGains() for name, looks_up in self.looks_up.items() if looks_up}
+
+    def begin_step(
+        self, sequences: Many[Sequence], terms: DraftTerms, *, may_skip: bool
+    ) -> Many[Sequence]:
+        """Begin a step; return the sequences to draft for, always including those with a grammar.
+
+        Args:
+            may_skip: whether the step may do without drafts; False if exploration needs to know
+                the candidates.
+        """
+        self._step += 1
+        self._probed = None
+        if may_skip and terms is self._quiet_terms and self._step < self._quiet_until:
+            return ()
+        self._quiet_terms = None
+        if self._is_hopeful(terms):
+            return sequences
+        self._probed = self._representative(sequences)
+        return [s for s in sequences if s.grammar is not None or s is self._probed]
+
+    def is_worth_asking(self, sequence: Sequence, name: str, terms: DraftTerms) -> bool:
+        """Return whether the sequence's next draft may be worth a slot, or a check is due."""
+        if not terms.least_survival or sequence is self._probed:
+            return True
+        if not self._step % HOPELESS_STEPS:
+            return True
+        first = self._scores.foreseen(sequence, name).survivals[0]
+        return sequence.weight * first > terms.least_survival
+
+    def skip_coming_steps(self, sequences: int, terms: DraftTerms) -> None:
+        """Skip drafting until the terms change or the next check is due: no draft was worth it.
+
+        Skipped steps teach nothing, so the expectations stay as they are.
+        """
+        if terms.least_survival is not None:
+            steps = self._check_interval(sequences, terms)
+            rested = [until + 1 for _, until in self._resting.values() if until >= self._step]
+            self._quiet_terms = terms
+            self._quiet_until = min([self._step + steps - self._step % steps, *rested])
+
+    def worth_looking_up(
+        self, name: str, requests: list[DraftRequest], terms: DraftTerms
+    ) -> list[DraftRequest]:
+        """Return the requests for which a lookup pays; none if together they do not pay.
+
+        The expected gain of a lookup over the price, hits and misses together, must exceed its time
+        at the step's rate. What remains, summed over all lookups, must exceed their common cost.
+        When a check is due, all requests are returned.
+        """
+        cost = terms.drafting
+        if terms.least_survival is None or not (cost.look_up_s or cost.sequence_s):
+            return requests
+        if not self._step % self._check_interval(len(requests), terms):
+            return requests
+        each, once = cost.sequence_s * terms.tokens_per_s, cost.look_up_s * terms.tokens_per_s
+        paying, total, gains = [], 0.0, self._gains[name]
+        for request in requests:
+            sequence = request.sequence
+            expected = gains.expected(self._scores.last_outcome(sequence, name))
+            gain = sequence.weight * expected - each
+            if gain > 0.0:
+                paying.append(request)
+                total += gain
+        return paying if total > once else []
+
+    def observe_lookup(
+        self, name: str, sequence: Sequence, survivals: Many[float], terms: DraftTerms
+    ) -> None:
+        """Learn from the survivals that a lookup found; empty if it found nothing."""
+        price = terms.price / sequence.weight
+        gain = sum([survival - price for survival in survivals if survival > price])
+        self._gains[name].observe(self._scores.last_outcome(sequence, name), gain)
+
+    def may_pay(
+        self, name: str, requests: list[DraftRequest], depth_s: float, terms: DraftTerms
+    ) -> bool:
+        """Return whether computing a first token for all requests can be worth its time.
+
+        If the first token is not worth it, no later one is: each brings less than the one before.
+        A proposer that was not used rests, since the next steps will hardly use it either.
+        """
+        if terms.least_survival is None:
+            return True
+        if self._step <= self._resting.get(name, (0, 0))[1]:
+            return False
+        worth = 0.0
+        for request in requests:
+            sequence = request.sequence
+            worth += sequence.weight * self._scores.foreseen(sequence, name).survivals[0]
+        least_s = depth_s + terms.drafting.calling_s(name, len(requests))
+        return worth >= least_s * terms.tokens_per_s
+
+    def rest(self, name: str) -> None:
+        """Let a computing proposer rest: it was offered and not used."""
+        rested, _ = self._resting.get(name, (RESTING_STEPS // 2, 0))
+        steps = min(2 * rested, MOST_RESTING_STEPS)
+        self._resting[name] = steps, self._step + steps
+
+    def end_rest(self, name: str) -> None:
+        """Offer a proposer in every step again: it was used."""
+        self._resting.pop(name, None)
+
+    def _is_hopeful(self, terms: DraftTerms) -> bool:
+        """Return whether a slot could pay with the best evidence there is."""
+        for name, looks_up in self.looks_up.items():
+            best = self._scores.best_found(name) if looks_up else self._scores.best_foreseen(name)
+            if terms.least_survival is None or terms.most_weight * best > terms.least_survival:
+                return True
+        return False
+
+    def _representative(self, sequences: Many[Sequence]) -> Sequence | None:
+        """Return the oldest sequence if this step probes for the whole batch, else None."""
+        if not self.looks_up or self._step % PROBE_STEPS:
+            return None
+        self._scores.refresh()  # probes are rare, and the only evidence: use it at once
+        eligible = (sequence for sequence in sequences if sequence.pace is Pace.FULL)
+        return min(eligible, key=lambda sequence: sequence.key, default=None)
+
+    def _check_interval(self, sequences: int, terms: DraftTerms) -> int:
+        """Return in how many steps `LOOKUP_SHARE` saves the time to look up all sequences.
+
+        A power of two up to `PROBE_STEPS`; `HOPELESS_STEPS` if lookups take no time.
+        """
+        cost_s = terms.drafting.look_up_s + sequences * terms.drafting.sequence_s
+        saved_s, steps = LOOKUP_SHARE * terms.step_s, 1 if cost_s else HOPELESS_STEPS
+        while steps < PROBE_STEPS and steps * saved_s < cost_s:
+            steps *= 2
+        return steps
+
+
+class Exploration:
+    """Decides when an unused proposer drafts, and for which sequence. Deterministic."""
+
+    def __init__(self) -> None:
+        self._saved_s = 0.0
+        self._most_s = 0.0
+        self._needed_s = 0.0  # time of the cheapest draft, as of the last check
+        self._candidates: dict[str, DraftRequest] = {}  # the oldest sequence, by proposer
+
+    def begin_step(self, step_s: float) -> None:
+        """Begin a step of a predicted length and save its share."""
+        self._candidates.clear()
+        self._most_s = MOST_SAVED_STEPS * step_s
+        self._saved_s = min(self._saved_s + EXPLORED_SHARE * step_s, self._most_s)
+
+    def add_candidate(self, proposer: str, request: DraftRequest) -> None:
+        """Add a sequence that the proposer could draft for."""
+        oldest = self._candidates.get(proposer)
+        if oldest is None or request.sequence.key < oldest.sequence.key:
+            self._candidates[proposer] = DraftRequest(request.sequence, 1)
+
+    def charge_overrun(self, overrun_s: float) -> None:
+        """Charge the time by which an exploring step exceeded its forecast."""
+        self._saved_s -= max(overrun_s, 0.0)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the saved time covers the cheapest draft of the last check."""
+        return 0.0 < self._needed_s <= self._saved_s
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether a sequence could be drafted for, and the saved time may cover it."""
+        return bool(self._candidates) and self._saved_s >= min(self._needed_s, self._most_s)
+
+    def spend_on_unused(
+        self, used: Container[str], proposers: Mapping[str, Proposer], cost: DraftingCost
+    ) -> Iterator[tuple[str, DraftRequest]]:
+        """Yield the affordable drafts by proposers not used in this step, and pay for them."""
+        needed_s = math.inf
+        for name, request in self._candidates.items():
+            if name in used:
+                continue
+            proposer = proposers[name]
+            cost_s = proposer.depth_s(1) + proposer.catch_up_s(request.sequence)
+            cost_s += cost.calling_s(name, 1)
+            needed_s = min(needed_s, cost_s)
+            if cost_s <= self._saved_s:
+                self._saved_s -= cost_s
+                yield name, request
+        self._needed_s = needed_s if needed_s < math.inf else 0.0
