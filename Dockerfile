@@ -1,10 +1,10 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target core -t draftgate:core .                     without torch: gateways, simulator, load
+#   docker build --target core -t draftgate:core .                     without torch: proxy, simulator, load
 #   docker build -t draftgate:engine .                                 with the engine, for CPUs
-#   docker build -t draftgate:engine-cuda --build-arg TORCH_INDEX= .   and for NVIDIA GPUs (CUDA wheels)
+#   docker build -t draftgate:engine-cuda --build-arg TORCH_INDEX= .   with the engine, for NVIDIA GPUs
 #
-# Where packages come from a mirror, `--secret id=pip,src=pip.conf` says so; no layer keeps the file.
+# If packages come from a mirror, pass `--secret id=pip,src=pip.conf`. No layer keeps the file.
 
 FROM python:3.12.11-slim-bookworm AS python
 
@@ -16,8 +16,8 @@ RUN python -m venv /opt/draftgate
 ENV PATH=/opt/draftgate/bin:$PATH
 WORKDIR /src
 
-# The dependencies first: this layer stays as long as they do. Its README is empty, so that a word
-# changed there installs nothing anew.
+# Dependencies come first, so that this layer is rebuilt only when they change. The README is empty
+# here, so that editing it does not install them again.
 COPY pyproject.toml constraints.txt LICENSE ./
 COPY draftgate/__init__.py draftgate/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
@@ -46,22 +46,21 @@ RUN pip install --no-index --no-deps --force-reinstall /wheel/*.whl \
 
 FROM build AS build-engine
 
-# Which of PyTorch's wheels: a folder of its index (cpu, cu126, ...), or empty for the CUDA default.
+# The build of PyTorch: a folder of its index (cpu, cu126, ...), or empty for the CUDA default.
 ARG TORCH_INDEX=cpu
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    pip install -c constraints.txt --no-build-isolation \
-       ${TORCH_INDEX:+--extra-index-url https://download.pytorch.org/whl/${TORCH_INDEX}} '.[engine]'
+    if [ "$TORCH_INDEX" = cpu ]; then extras=engine,hub; else extras=cuda,hub; fi \
+    && pip install -c constraints.txt --no-build-isolation \
+       ${TORCH_INDEX:+--extra-index-url https://download.pytorch.org/whl/${TORCH_INDEX}} ".[$extras]"
 COPY --from=wheel /wheel /wheel
-# Without a GPU nothing asks for triton, which is a third of all.
 RUN pip install --no-index --no-deps --force-reinstall /wheel/*.whl \
-    && if [ "$TORCH_INDEX" = cpu ]; then pip uninstall --yes triton; fi \
     && pip uninstall --yes pip
 
 
-# What both images have: one user, one port, one way to start, stop and ask.
+# What both images share: the user, the port, the health check and the command.
 FROM python AS runtime
 
-# The cache is there so that a volume on it belongs to the user.
+# A volume mounted on the cache takes its owner from this folder.
 RUN groupadd --gid 10001 draftgate \
     && useradd --create-home --uid 10001 --gid 10001 draftgate \
     && install --directory --owner=10001 --group=10001 /home/draftgate/.cache
@@ -73,7 +72,7 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 
-# SIGTERM drains: give running streams time with `docker stop --time`.
+# SIGTERM drains. `docker stop --time` sets how long running streams may take.
 ENTRYPOINT ["draftgate"]
 
 
@@ -85,15 +84,15 @@ CMD ["serve", "--backend", "sim", "--host", "0.0.0.0", "--port", "8000"]
 
 FROM runtime AS engine
 
-# On a CPU the worker compiles its operators for the very machine, at its first start; on a GPU
-# Triton compiles a small launcher in C for each kernel.
+# On a CPU the worker compiles its operators for this machine at its first start. On a GPU Triton
+# compiles a small launcher in C for each kernel.
 USER root
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
 
-# All that is compiled or downloaded lies in one place, for the root may be read-only.
+# Compiled and downloaded files share one folder, because the root file system may be read-only.
 ENV TRITON_CACHE_DIR=/home/draftgate/.cache/triton
 COPY --from=build-engine /opt/draftgate /opt/draftgate
 CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]

@@ -44,6 +44,14 @@ the engine costs 18.9 ms of CPU instead of 18.5 (medians of 4 or 5 runs; busy Ze
 LOOK_S: Final = 0.5
 """Between two looks at whether a worker is left: requests find out by themselves."""
 
+_EXTRAS: Final = {
+    "torch": "engine",
+    "safetensors": "engine",
+    "triton": "cuda",
+    "huggingface_hub": "hub",
+}
+"""The extra that installs a package which only some features need."""
+
 CLOSE_S: Final = 2.0
 """How long connections may take to send what is in their buffers once the workers have stopped."""
 
@@ -134,12 +142,17 @@ async def start_workers(node: Node) -> None:
     try:
         await node.start()
     except ImportError as error:
-        name = node.config.backend
-        reason = f"the backend {name!r} needs {error.name or error}, which is not installed"
-        hint = f": pip install 'draftgate[{name}]'" if name == "engine" else ""
-        raise _failed(node, reason + hint) from error
+        raise _failed(node, _missing_package(node.config.backend, error)) from error
     except (BackendError, ValueError, OSError) as error:
         raise _failed(node, str(error)) from error
+
+
+def _missing_package(backend: str, error: ImportError) -> str:
+    """Say which package a backend needs, and which extra of ours installs it."""
+    package = (error.name or str(error)).partition(".")[0]
+    reason = f"the backend {backend!r} needs {package}, which is not installed"
+    extra = _EXTRAS.get(package)
+    return f"{reason}: pip install 'draftgate[{extra}]'" if extra else reason
 
 
 def _failed(node: Node, reason: str) -> StartError:

@@ -28,6 +28,25 @@ app.add_typer(ray_app, name="ray")
 BAD_USAGE = 2
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"draftgate {draftgate.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
 @app.command()
 @with_settings()
 def serve(settings: dict[str, Any]) -> None:
@@ -106,7 +125,7 @@ def bench(
     # The benchmarks stand beside the package in a checkout; an installed package has none.
     checkout = Path(draftgate.__file__).resolve().parent.parent
     if not (checkout / "bench").is_dir():
-        typer.echo("draftgate: benchmarks run from a source checkout; this is a package", err=True)
+        typer.echo("draftgate: benchmarks need a source checkout, not a package", err=True)
         raise typer.Exit(BAD_USAGE)
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
@@ -115,15 +134,24 @@ def bench(
 
 @app.command()
 def explain(
-    decisions: Annotated[Path, typer.Argument(help="A file that --decisions-file wrote")],
-    policy: Annotated[str | None, typer.Option(help="Decide anew under this policy")] = None,
-    request: Annotated[str | None, typer.Option(help="Only the decision of this response")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON lines")] = False,
+    source: Annotated[
+        str, typer.Argument(help="The address of a server, or a file that --decisions-file wrote.")
+    ],
+    policy: Annotated[
+        str | None, typer.Option(help="Show what this policy would have decided.")
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option(help="Show only the decisions about this response.")
+    ] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", show_default=False, help="The server's API key.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Show recorded decisions about speculation, and what another policy makes of them."""
+    """Show recorded speculation decisions, and what another policy would have decided."""
     from draftgate.gateway.cli.explain import run_explain
 
-    run_explain(decisions, policy, request, as_json=as_json)
+    run_explain(source, policy, request, api_key, as_json=as_json)
 
 
 @app.command("collect-env")
@@ -153,14 +181,6 @@ def show_config(
 
     shown = as_json_text if as_json else as_lines
     typer.echo(shown(config_from(settings)))
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    from draftgate import __version__
-
-    typer.echo(__version__)
 
 
 def main() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from http import HTTPStatus
 from pathlib import Path
+from typing import Final
 
+import httpx
 import msgspec
 import typer
 
-from draftgate.gateway.dispatch.decisions import Decision, read_decisions
+from draftgate.gateway.dispatch.decisions import KEPT, Decision, DecisionList, read_decisions
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.routing import Route
@@ -18,22 +21,59 @@ from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 FAILED = 1
 
 
-def run_explain(path: Path, policy: str | None, request_id: str | None, *, as_json: bool) -> None:
-    """Print the decisions of a file; exits with 1 and one line on an error."""
+TIMEOUT_S: Final = 30.0
+"""How long a server may take to answer."""
+
+
+def run_explain(
+    source: str, policy: str | None, request_id: str | None, api_key: str, *, as_json: bool
+) -> None:
+    """Print the decisions of a file or a server; exits with 1 and one line on an error."""
     try:
         other = None if policy is None else speculation_policy(policy)
-        chosen = [d for d in read_decisions(path) if request_id in {None, d.request_id}]
+        chosen = [d for d in _decisions(source, api_key) if request_id in {None, d.request_id}]
     except (OSError, ValueError) as error:
         typer.echo(f"draftgate: {error}", err=True)
         sys.exit(FAILED)
     if not chosen:
-        typer.echo("draftgate: there is no such decision", err=True)
+        typer.echo(f"draftgate: no such decision in {source}", err=True)
         sys.exit(FAILED)
     for decision in chosen:
         replayed = None if other is None else decision.under(other)
         typer.echo(_as_json(decision, replayed) if as_json else _as_text(decision, replayed))
     if other is not None and not as_json:
         typer.echo(_difference(chosen, other))
+
+
+def _decisions(source: str, api_key: str) -> Iterable[Decision]:
+    """Return recorded decisions, the oldest first.
+
+    Args:
+        source: the path of a file, or the address of a server.
+
+    Raises:
+        OSError: the file cannot be read, or the server does not answer.
+        ValueError: what was read does not hold decisions.
+    """
+    if not source.startswith(("http://", "https://")):
+        return read_decisions(Path(source))
+    key = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.get(
+            f"{source.rstrip('/')}/decisions",
+            params={"limit": KEPT},
+            headers=key,
+            timeout=TIMEOUT_S,
+        )
+    except httpx.HTTPError as error:
+        raise OSError(f"cannot reach {source}: {error}") from None
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
+        raise OSError(f"{source} requires an API key: pass --api-key or set OPENAI_API_KEY")
+    try:
+        return reversed(msgspec.json.decode(answer.content, type=DecisionList).decisions)
+    except msgspec.MsgspecError:
+        status = answer.status_code
+        raise ValueError(f"{source} has no /decisions: it answered with status {status}") from None
 
 
 def _as_json(decision: Decision, replayed: SpeculationPlan | None) -> str:

@@ -57,6 +57,12 @@ class Decision(msgspec.Struct, frozen=True):
         return policy.decide(self.request, self.load)
 
 
+class DecisionList(msgspec.Struct):
+    """The answer of `/decisions`, the newest first."""
+
+    decisions: list[Decision]
+
+
 class Decisions:
     """The decisions of a node. Use on the event loop's thread, but for `write`."""
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -24,7 +25,23 @@ JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures 
 Processes = Annotated[
     int, typer.Option(min=1, help="How many processes send, if one does not keep up.")
 ]
-HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one page with plots here.")]
+
+
+def check_plotly(page: Path | None) -> Path | None:
+    """Return the path of a page with plots.
+
+    Raises:
+        BadParameter: a page is wanted, but plotly is not installed.
+    """
+    if page is not None and find_spec("plotly") is None:
+        raise typer.BadParameter("plotly is not installed: pip install 'draftgate[load]'")
+    return page
+
+
+HtmlOut = Annotated[
+    Path | None,
+    typer.Option("--html", callback=check_plotly, help="Write one page with plots here."),
+]
 
 
 def _known_dialect(name: str | None) -> str | None:

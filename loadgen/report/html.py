@@ -9,8 +9,6 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from draftgate.loadgen.measuring.hops import HOP_FORMULAS, Hop
 from draftgate.loadgen.measuring.metrics import METRICS, PERCENTILES, distribution, values_of
 from draftgate.loadgen.measuring.slo import attainment, attainment_by_class, goodput_rps
@@ -32,6 +30,8 @@ from draftgate.loadgen.types import LoadRun
 
 def html_page(title: str, body: Iterable[str]) -> str:
     """Return a page of such parts; it holds plotly and all else that its figures need."""
+    from plotly.offline import get_plotlyjs
+
     return Template(_part("page.html")).substitute(
         title=escape(title),
         style=_part("page.css"),

@@ -234,4 +234,26 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     assert "TTFT within 1000 ms, TPOT within 20 ms, priority 3" in known
     assert "repetition 0.40, 30 of 40 draft tokens agreed (tenant)" in known
     missing = draftgate("explain", str(path), "--request", "9")
-    assert (missing.returncode, missing.stderr) == (1, "draftgate: there is no such decision\n")
+    assert (missing.returncode, missing.stderr) == (
+        1,
+        f"draftgate: no such decision in {path}\n",
+    )
+
+
+async def test_explain_reads_the_decisions_of_a_server() -> None:
+    """Given an address, the command shows what the server decided, the oldest first."""
+    async with running(speculation="auto", api_keys=("k",)) as where:
+        async with client(where) as http:
+            http.headers["authorization"] = "Bearer k"
+            for tokens in (3, 4):
+                body = {"model": where.node.served.name, "prompt": "x", "max_tokens": tokens}
+                assert (await http.post("/v1/completions", json=body)).status_code == 200
+        ask = ("explain", where.url)
+        shown = await asyncio.to_thread(draftgate, *ask, "--api-key", "k")
+        assert shown.stdout.index("up to 3 new") < shown.stdout.index("up to 4 new")
+        refused = await asyncio.to_thread(draftgate, *ask)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "requires an API key" in refused.stderr
+    gone = await asyncio.to_thread(draftgate, *ask)
+    assert gone.stderr.startswith(f"draftgate: cannot reach {where.url}: ")
+    assert gone.stderr.count("\n") == 1

@@ -12,6 +12,12 @@ import typer
 BAD_USAGE: Final = 2
 
 
+def _check_plotly(page: Path | None) -> Path | None:
+    from draftgate.loadgen.cli.flags import check_plotly
+
+    return check_plotly(page)
+
+
 def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     workload: Annotated[
         str | None,
@@ -63,7 +69,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         str, typer.Option(help="What the device does: roofline (with noise), or just the profile")
     ] = "roofline",
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here")] = None,
-    html_out: Annotated[Path | None, typer.Option("--html", help="Write a page here")] = None,
+    html_out: Annotated[
+        Path | None, typer.Option("--html", callback=_check_plotly, help="Write a page here")
+    ] = None,
 ) -> None:
     """Run a load through dispatcher and schedulers in virtual time, under one or more policies."""
     from draftgate.backends.base import WorkerConfig

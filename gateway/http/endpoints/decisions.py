@@ -7,18 +7,12 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from draftgate.gateway.dispatch.decisions import KEPT, Decision
+from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.context import NODE
 
 SHOWN: Final = 50
 """Decisions that are shown unless `limit` asks for another number."""
-
-
-class DecisionList(msgspec.Struct):
-    """The answer of `/decisions`, the newest first."""
-
-    decisions: list[Decision]
 
 
 async def list_decisions(request: web.Request) -> web.Response:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from draftgate.gateway.dispatch.decisions import KEPT
-from draftgate.gateway.http.endpoints.decisions import SHOWN, DecisionList
+from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
+from draftgate.gateway.http.endpoints.decisions import SHOWN
 from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S
 from draftgate.gateway.http.endpoints.page import file_names
 from draftgate.gateway.http.replies.response_shapes import ResponseEvent, ResponseReply
