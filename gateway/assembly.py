@@ -43,7 +43,7 @@ class WaitingRules:
     ordering: str = "fair"
     admission: str = "deadline"
     bounds: Bounds = DEFAULT_BOUNDS
-    routing: str = "price"
+    routing: str = "least_cost"
     most_resumes: int = MOST_RESUMES
     shared: bool = False
 

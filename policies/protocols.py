@@ -162,7 +162,7 @@ class RoutingPolicy(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which it is chosen, e.g. `price`."""
+        """The name under which it is chosen, e.g. `least_cost`."""
         ...
 
     @property

@@ -23,7 +23,7 @@ from draftgate.policies.protocols import (
     SpeculationPolicy,
 )
 from draftgate.policies.routing import (
-    Price,
+    LeastCost,
     least_loaded,
     power_of_two,
     prefix_affinity,
@@ -92,10 +92,10 @@ def _fixed_budget(argument: str) -> BatchingPolicy:
     return FixedBudget(_whole_number("fixed:TOKENS", argument, "fixed:512"))
 
 
-def _price(argument: str) -> RoutingPolicy:
+def _least_cost(argument: str) -> RoutingPolicy:
     if argument not in {"", "undrafted"}:
-        raise ValueError(f"price takes no argument but `undrafted`, not {argument!r}")
-    return Price("price:undrafted", drafts=False) if argument else Price()
+        raise ValueError(f"least_cost takes no argument but `undrafted`, not {argument!r}")
+    return LeastCost("least_cost:undrafted", drafts=False) if argument else LeastCost()
 
 
 def _without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
@@ -193,14 +193,14 @@ _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
     "routing",
     "draftgate.policies.routing",
     {
-        "price": _price,
+        "least_cost": _least_cost,
         "least_loaded": _without_argument(least_loaded),
         "prefix_affinity": _without_argument(prefix_affinity),
         "power_of_two": _without_argument(power_of_two),
         "round_robin": _without_argument(round_robin),
         "weighted": weighted,
     },
-    {"price": "price[:undrafted]", "weighted": "weighted:SCORER=WEIGHT,..."},
+    {"least_cost": "least_cost[:undrafted]", "weighted": "weighted:SCORER=WEIGHT,..."},
 )
 
 
@@ -250,7 +250,7 @@ def admission_policy(spec: str) -> AdmissionPolicy:
 
 
 def routing_policy(spec: str) -> RoutingPolicy:
-    """Build the routing policy of that name, e.g. `price` or `weighted:prefix=2,load=1`.
+    """Build the routing policy of that name, e.g. `least_cost` or `weighted:prefix=2,load=1`.
 
     It has placed nothing yet; each gateway needs one of its own. Others come in by the entry points
     of `draftgate.policies.routing`.
@@ -258,4 +258,7 @@ def routing_policy(spec: str) -> RoutingPolicy:
     Raises:
         ValueError: no such policy, or the argument does not fit it. The message lists the names.
     """
-    return _ROUTING.build(spec)
+    name, colon, argument = spec.partition(":")
+    if name == "price":  # its name in 0.1.0
+        name = "least_cost"
+    return _ROUTING.build(f"{name}{colon}{argument}")

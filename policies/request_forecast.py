@@ -1,4 +1,4 @@
-"""What drafts of a request may bring, foreseen before it runs: for the gateway's decision.
+"""What drafts of a request may bring, predicted before it runs: for the gateway's decision.
 
 The chance of a drafted token is taken from earlier drafts, the nearest ones first: those of the
 request's tenant, shrunk to those of all tenants of the model, these to the worker's running rate.

@@ -221,12 +221,12 @@ class RequestRecord:
     """What a request's own drafts of one source have shown.
 
     Attributes:
-        found, foreseen: its shifts of the two tables.
-        last_outcome: row of its next draft in `foreseen`.
+        found, predicted: its shifts of the two tables.
+        last_outcome: row of its next draft in `predicted`.
     """
 
     found: RequestShift = field(default_factory=RequestShift)
-    foreseen: RequestShift = field(default_factory=RequestShift)
+    predicted: RequestShift = field(default_factory=RequestShift)
     last_outcome: int = 0
 
 
@@ -235,35 +235,35 @@ class Survivals:
 
     Attributes:
         found: by the evidence of drafts that are there.
-        foreseen: of drafts that are still to be made, by how the request's last one ended.
+        predicted: of drafts that are still to be made, by how the request's last one ended.
     """
 
     def __init__(self) -> None:
         """Know nothing."""
         self.found = SurvivalTable(EVIDENCE_ROWS)
-        self.foreseen = SurvivalTable(OUTCOME_ROWS)
+        self.predicted = SurvivalTable(OUTCOME_ROWS)
 
     def of_found(self, record: RequestRecord, evidence: int) -> Row:
         """Return what is expected of a draft with that evidence."""
         return self.found.row(evidence_row(evidence), record.found.level)
 
-    def of_foreseen(self, record: RequestRecord) -> Row:
+    def of_predicted(self, record: RequestRecord) -> Row:
         """Return what is expected of the request's next draft, before it is made."""
-        return self.foreseen.row(record.last_outcome, record.foreseen.level)
+        return self.predicted.row(record.last_outcome, record.predicted.level)
 
     def learn(self, record: RequestRecord, evidence: int, agreed: int, *, rejected: bool) -> None:
         """Learn from a draft: `agreed` leading tokens were right, the next wrong if `rejected`."""
         record.found.learn(self.of_found(record, evidence), agreed, rejected=rejected)
         self.found.observe(evidence_row(evidence), agreed, rejected=rejected)
-        self.learn_foreseen(record, agreed, rejected=rejected)
+        self.learn_predicted(record, agreed, rejected=rejected)
 
-    def learn_foreseen(self, record: RequestRecord, agreed: int, *, rejected: bool) -> None:
+    def learn_predicted(self, record: RequestRecord, agreed: int, *, rejected: bool) -> None:
         """Learn from a draft whose evidence is not to be known, or that was not even found.
 
         The latter counts as rejected: who waits for drafts waits in vain for those, too.
         """
-        record.foreseen.learn(self.of_foreseen(record), agreed, rejected=rejected)
-        self.foreseen.observe(record.last_outcome, agreed, rejected=rejected)
+        record.predicted.learn(self.of_predicted(record), agreed, rejected=rejected)
+        self.predicted.observe(record.last_outcome, agreed, rejected=rejected)
         record.last_outcome = outcome_row(agreed, rejected=rejected)
 
 

@@ -280,8 +280,8 @@ def _check_route(policy: RoutingPolicy, request: RouteView, candidates: Candidat
     for offer in route.offers:
         assert math.isfinite(offer.score), "a score must be a number"
         assert 0.0 <= offer.score_per_token < math.inf, "a lease must not make a worker better"
-    for foreseen in (route.ttft_s, route.tpot_s):
-        assert foreseen is None or 0.0 <= foreseen < math.inf, "no time is negative"
+    for predicted in (route.ttft_s, route.tpot_s):
+        assert predicted is None or 0.0 <= predicted < math.inf, "no time is negative"
     assert 0 <= route.cached_tokens <= request.request.prompt_tokens, "more than there is"
     return route
 

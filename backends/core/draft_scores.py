@@ -29,9 +29,9 @@ class DraftScores:
         """Return the survival of a first token where there is the best evidence for it."""
         return self._source(source).found.best_survival
 
-    def best_foreseen(self, source: str) -> float:
+    def best_predicted(self, source: str) -> float:
         """Return the survival of a first token behind the best of last drafts."""
-        return self._source(source).foreseen.best_survival
+        return self._source(source).predicted.best_survival
 
     def found(
         self, sequence: Sequence, source: str, draft: Draft
@@ -51,9 +51,9 @@ class DraftScores:
         order = sorted(range(len(draft)), key=lambda place: -survivals[place])
         return draft.select(order), tuple(survivals[place] for place in order)
 
-    def foreseen(self, sequence: Sequence, source: str) -> Row:
+    def predicted(self, sequence: Sequence, source: str) -> Row:
         """Return what is expected of a draft before it is there."""
-        return self._source(source).of_foreseen(_record(sequence, source))
+        return self._source(source).of_predicted(_record(sequence, source))
 
     def last_outcome(self, sequence: Sequence, source: str) -> int:
         """Return how a sequence's last draft of a source ended (`survival.outcome_row`)."""
@@ -70,23 +70,23 @@ class DraftScores:
         if draft.distributions is None:
             survivals.learn(record, draft.evidence, agreed, rejected=rejected)
         else:
-            survivals.learn_foreseen(record, agreed, rejected=rejected)
+            survivals.learn_predicted(record, agreed, rejected=rejected)
 
     def learn_nothing_found(self, sequence: Sequence, source: str) -> None:
         """Learn that a source had nothing to propose."""
-        self._source(source).learn_foreseen(_record(sequence, source), 0, rejected=True)
+        self._source(source).learn_predicted(_record(sequence, source), 0, rejected=True)
 
     def refresh(self) -> None:
         """Let all that was learned count now."""
         for survivals in self._sources.values():
             survivals.found.refresh()
-            survivals.foreseen.refresh()
+            survivals.predicted.refresh()
 
     def _row(self, sequence: Sequence, source: str, draft: Draft) -> Row:
         record, survivals = _record(sequence, source), self._source(source)
         if draft.distributions is None:
             return survivals.of_found(record, draft.evidence)
-        return survivals.of_foreseen(record)
+        return survivals.of_predicted(record)
 
     def _source(self, source: str) -> Survivals:
         found = self._sources.get(source)

@@ -217,7 +217,7 @@ class Drafting:
     ) -> DraftOffer:
         """Return the offer of a chain that is still to be computed."""
         sequence = request.sequence
-        survivals = self._scores.foreseen(sequence, source).of_length(request.max_tokens)
+        survivals = self._scores.predicted(sequence, source).of_length(request.max_tokens)
         start_s = self._proposers[source].catch_up_s(sequence) / _steps_left(sequence)
         candidate = DraftCandidate(survivals, depth_s, sequence.weight, start_s, call_s)
         return DraftOffer(sequence, source, None, candidate)

@@ -94,7 +94,7 @@ class ProposerGate:
             return True
         if not self._step % HOPELESS_STEPS:
             return True
-        first = self._scores.foreseen(sequence, name).survivals[0]
+        first = self._scores.predicted(sequence, name).survivals[0]
         return sequence.weight * first > terms.least_survival
 
     def skip_coming_steps(self, sequences: int, terms: DraftTerms) -> None:
@@ -156,7 +156,7 @@ class ProposerGate:
         worth = 0.0
         for request in requests:
             sequence = request.sequence
-            worth += sequence.weight * self._scores.foreseen(sequence, name).survivals[0]
+            worth += sequence.weight * self._scores.predicted(sequence, name).survivals[0]
         least_s = depth_s + terms.drafting.calling_s(name, len(requests))
         return worth >= least_s * terms.tokens_per_s
 
@@ -173,7 +173,7 @@ class ProposerGate:
     def _is_hopeful(self, terms: DraftTerms) -> bool:
         """Return whether a slot could pay with the best evidence there is."""
         for name, looks_up in self.looks_up.items():
-            best = self._scores.best_found(name) if looks_up else self._scores.best_foreseen(name)
+            best = self._scores.best_found(name) if looks_up else self._scores.best_predicted(name)
             if terms.least_survival is None or terms.most_weight * best > terms.least_survival:
                 return True
         return False

@@ -33,9 +33,9 @@ class OracleDrafting(Drafting):
 
     def offers(self, sequences: Sequence[Tokens], terms: DraftTerms) -> list[DraftOffer]:
         """Return what can be verified and will be accepted."""
-        return list(self._foreseen(super().offers(sequences, terms)))
+        return list(self._predicted(super().offers(sequences, terms)))
 
-    def _foreseen(self, offers: Iterable[DraftOffer]) -> Iterator[DraftOffer]:
+    def _predicted(self, offers: Iterable[DraftOffer]) -> Iterator[DraftOffer]:
         for offer in offers:
             most = offer.candidate.max_draft_tokens
             agreed = self._simulated[offer.source].agreed(offer.sequence, most)
@@ -63,7 +63,7 @@ class OracleScheduler(Scheduler):
 class Oracle:
     """Gives slots to drafts that will be accepted, as many as maximise the rate (`allocate`).
 
-    The costs are what the worker believes: it foresees tokens, not times.
+    The costs are what the worker believes: it predicts tokens, not times.
     """
 
     name = NAME
@@ -71,10 +71,10 @@ class Oracle:
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
         """Plan the longest draft: steps decide."""
         plan = Fixed(MAX_DRAFT_TOKENS).decide(request, load)
-        return replace(plan, policy=self.name, reason=f"foreseen: {plan.reason}")
+        return replace(plan, policy=self.name, reason=f"predicted: {plan.reason}")
 
     def least_survival(self, step: StepView, cost: StepCost) -> float | None:
-        """Ask everybody: what is foreseen costs nothing."""
+        """Ask everybody: what is predicted costs nothing."""
         del step, cost
         return None
 

@@ -71,8 +71,8 @@ class Forecasts:
         rows = {
             "found, table": survivals.found.row(evidence_row(draft.evidence)),
             "found": survivals.of_found(request.record, draft.evidence),
-            "foreseen, table": survivals.foreseen.row(request.record.last_outcome),
-            "foreseen": survivals.of_foreseen(request.record),
+            "foreseen, table": survivals.predicted.row(request.record.last_outcome),
+            "foreseen": survivals.of_predicted(request.record),
         }
         return {
             "one rate": lambda position: overall ** (position + 1),

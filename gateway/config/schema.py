@@ -258,12 +258,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     routing: Annotated[
         str,
         _meta(
-            "Which worker a request goes to: price, least_loaded, prefix_affinity, power_of_two, "
-            "round_robin, weighted:prefix=2,load=1, ...",
+            "Which worker a request goes to: least_cost, least_loaded, prefix_affinity, "
+            "power_of_two, round_robin, weighted:prefix=2,load=1, ...",
             kind="routing",
             gateway=True,
         ),
-    ] = "price"
+    ] = "least_cost"
     max_queued: Annotated[int, _meta("Most prompts that wait for a worker", gateway=True, ge=0)] = (
         1024
     )

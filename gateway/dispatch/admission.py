@@ -54,7 +54,7 @@ class Entry:
     """A request that was admitted.
 
     Attributes:
-        foreseen: what admission expects of it.
+        predicted: what admission expects of it.
         since_s: when it was admitted.
         prompt_tokens: of its prompts that went to a worker.
         answered: whether it has had its first delta, which has no tokens if it is embedded.
@@ -64,7 +64,7 @@ class Entry:
     """
 
     ask: Ask
-    foreseen: Admitted
+    predicted: Admitted
     since_s: float
     prompt_tokens: int = 0
     answered: bool = False
@@ -92,7 +92,7 @@ class Bounds:
 DEFAULT_BOUNDS: Final = Bounds()
 
 MOST_RETRY_S: Final = 3600.0
-"""Nobody is told to stay away for longer: clients take more for an outage, and what is foreseen so
+"""Nobody is told to stay away for longer: clients take more for an outage, and what is predicted so
 far ahead rests on what others may or may not come to ask for. Who is too early is told again."""
 
 
@@ -145,14 +145,14 @@ class AdmissionController:
     def waiting(self, entry: Entry, index: int) -> Waiting:
         """Return one of a request's prompts as it takes its place in the queue, now."""
         ask = entry.ask
-        ticket = self._ticket(ask, entry.foreseen.work_s / len(ask.needs), entry.since_s)
+        ticket = self._ticket(ask, entry.predicted.work_s / len(ask.needs), entry.since_s)
         return Waiting(f"{ask.request_id}-{index}", ticket, ask.needs[index])
 
     def answered(self, entry: Entry) -> None:
         """Learn from the first delta of a request; no-op at the first ones of further prompts."""
         if not entry.answered:
             entry.answered = True
-            self._policy.learn(entry.foreseen, self._now_s() - entry.since_s)
+            self._policy.learn(entry.predicted, self._now_s() - entry.since_s)
 
     def settle(self, entry: Entry) -> None:
         """Settle what a request used, and release the rest; learn from it if it came to its end."""

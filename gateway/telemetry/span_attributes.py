@@ -57,9 +57,9 @@ def plan_attributes(plan: SpeculationPlan) -> Attributes:
 def admission_attributes(entry: Entry) -> Attributes:
     """Return what was predicted for a request that was admitted."""
     return {
-        "draftgate.predicted_wait_s": entry.foreseen.wait_s,
-        "draftgate.predicted_ttft_s": entry.foreseen.ttft_s,
-        "draftgate.admission.reason": entry.foreseen.reason,
+        "draftgate.predicted_wait_s": entry.predicted.wait_s,
+        "draftgate.predicted_ttft_s": entry.predicted.ttft_s,
+        "draftgate.admission.reason": entry.predicted.reason,
     }
 
 

@@ -15,11 +15,11 @@ class Bounded:
     name = "bounded"
 
     def decide(self, view: AdmissionView, now_s: float) -> Admitted | Refused:
-        foreseen = forecast(view)
-        refused = queue_full(view, foreseen)
+        predicted = forecast(view)
+        refused = queue_full(view, predicted)
         if refused is not None:
-            return replace(refused, retry_after_s=max(refused.retry_after_s, foreseen.wait_s))
-        return admitted(view, foreseen)
+            return replace(refused, retry_after_s=max(refused.retry_after_s, predicted.wait_s))
+        return admitted(view, predicted)
 
     def learn(self, admission: Admitted, ttft_s: float) -> None:
         pass

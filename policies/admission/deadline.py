@@ -44,16 +44,16 @@ class _Line:
     """Future time of the pool, as one request meets it.
 
     Attributes:
-        foreseen: its wait behind those who were let in.
+        predicted: its wait behind those who were let in.
         booked_s, again_s: how much longer it is behind those, too, who are expected, and behind
             those of them who came in time once and were sent away.
         backlog_s: what all take who wait.
-        sure_s, likely_s: the longest foreseen waits with which its deadline is surely and likely
+        sure_s, likely_s: the longest predicted waits with which its deadline is surely and likely
             met.
         drain: how fast it drains.
     """
 
-    foreseen: Forecast
+    predicted: Forecast
     booked_s: float
     again_s: float
     backlog_s: float
@@ -68,7 +68,7 @@ class _Line:
 
     def admits(self, *, on_time: bool) -> bool:
         """Return whether a request may wait; who comes on time is before all who are expected."""
-        wait_s = self.foreseen.wait_s
+        wait_s = self.predicted.wait_s
         if on_time:
             return wait_s <= self.likely_s
         has_capacity = wait_s + self.booked_s <= self.sure_s
@@ -77,12 +77,12 @@ class _Line:
     def retry_s(self, *, again: bool) -> float:
         """Return in how many seconds it could be let in, in its turn."""
         others_s = self.again_s if again else self.booked_s
-        ahead_s = max(self.foreseen.wait_s, self.foreseen.place_s)
+        ahead_s = max(self.predicted.wait_s, self.predicted.place_s)
         return ahead_s + others_s - TARGET_SHARE * self.sure_s
 
 
 class Deadline:
-    """Decides by the foreseen wait; see `forecast` and `appointments` for the formulas."""
+    """Decides by the predicted wait; see `forecast` and `appointments` for the formulas."""
 
     def __init__(self) -> None:
         """Expect nobody, and believe forecasts."""
@@ -99,18 +99,18 @@ class Deadline:
         booking = self._appointments.find(view.fingerprint, now_s, view.retries)
         on_time = booking is not None and booking.is_due(now_s)
         drain = self._classes.drain(view.service.priority, now_s, self._appointments.classes)
-        foreseen = forecast(view, drain, self._error.factor)
-        line = self._line(view, foreseen, drain)
-        refused = queue_full(view, foreseen) or too_slow(view, foreseen)
+        predicted = forecast(view, drain, self._error.factor)
+        line = self._line(view, predicted, drain)
+        refused = queue_full(view, predicted) or too_slow(view, predicted)
         refused = refused or shed(view, line.low_water_s)
         if refused is None and not line.admits(on_time=on_time):
-            refused = not_in_time(view, foreseen, 0.0 if on_time else line.booked_s)
+            refused = not_in_time(view, predicted, 0.0 if on_time else line.booked_s)
         if booking is None:
-            self._bring(view, foreseen, now_s, refused)
+            self._bring(view, predicted, now_s, refused)
         if refused is None:
             if booking is not None:
                 self._appointments.strike(booking)
-            return admitted(view, foreseen)
+            return admitted(view, predicted)
         if booking is not None and not on_time:
             return replace(refused, retry_after_s=booking.due_s - now_s)
         return self._put_off(view, line, refused, booking, now_s)
@@ -121,19 +121,19 @@ class Deadline:
         self._error.learn(admitted.wait_s, waited_s, has_target=has_target)
 
     def _bring(
-        self, view: AdmissionView, foreseen: Forecast, now_s: float, refused: Refused | None
+        self, view: AdmissionView, predicted: Forecast, now_s: float, refused: Refused | None
     ) -> None:
         """Count a newcomer into what its class brings, as far as it is served."""
         share = 1.0
         if refused is not None:
             share = 0.0 if view.sheddable else self._appointments.kept_share
-        self._classes.bring(view.service.priority, foreseen.work_s * share, now_s)
+        self._classes.bring(view.service.priority, predicted.work_s * share, now_s)
 
-    def _line(self, view: AdmissionView, foreseen: Forecast, drain: Drain) -> _Line:
+    def _line(self, view: AdmissionView, predicted: Forecast, drain: Drain) -> _Line:
         priority, error = view.service.priority, self._error.factor
-        allowed_s = _allowed_s(view, foreseen)
-        sure_s, likely_s = (foreseen.within_s(allowed_s, z) for z in (Z_SURE, Z_LIKELY))
-        pace = _pace(foreseen, likely_s - LOW_WATER_SHARE * sure_s)
+        allowed_s = _allowed_s(view, predicted)
+        sure_s, likely_s = (predicted.within_s(allowed_s, z) for z in (Z_SURE, Z_LIKELY))
+        pace = _pace(predicted, likely_s - LOW_WATER_SHARE * sure_s)
 
         def longer_s(expected_s: tuple[float, float]) -> float:
             if not any(expected_s):
@@ -143,9 +143,9 @@ class Deadline:
             behind_s = drained_s(view, drain, error, before_s, (better_s, own_s))
             return (behind_s - drained_s(view, drain, error, before_s)) / drain.worse
 
-        booked = self._appointments.ahead_s(priority, view.tenant, view.share, foreseen.work_s)
+        booked = self._appointments.ahead_s(priority, view.tenant, view.share, predicted.work_s)
         return _Line(
-            foreseen,
+            predicted,
             longer_s(booked),
             longer_s(self._appointments.again_s(priority)),
             view.queue.work_s * error,
@@ -168,7 +168,7 @@ class Deadline:
         if booking is not None:
             self._appointments.strike(booking)
         if not view.sheddable:
-            work_s, priority = line.foreseen.work_s, view.service.priority
+            work_s, priority = line.predicted.work_s, view.service.priority
             due_s = now_s + retry_s
             new = Booking(
                 view.fingerprint, priority, view.tenant, work_s, due_s, now_s, again=again
@@ -177,7 +177,7 @@ class Deadline:
         return replace(refused, retry_after_s=retry_s)
 
 
-def _pace(foreseen: Forecast, room_s: float) -> float:
+def _pace(predicted: Forecast, room_s: float) -> float:
     """Return the share of the pool's time that is given away by appointment.
 
     Where a share p is, and newcomers fill up to the low water, what is above that is a reflected
@@ -187,17 +187,17 @@ def _pace(foreseen: Forecast, room_s: float) -> float:
     Args:
         room_s: the x above the low water at which who comes on time is sent away.
     """
-    spread = OVERFLOW_LOG * foreseen.grain_s / (2.0 * max(room_s, 1e-9))
+    spread = OVERFLOW_LOG * predicted.grain_s / (2.0 * max(room_s, 1e-9))
     return max(LEAST_PACE, 1.0 / (1.0 + spread))
 
 
-def _allowed_s(view: AdmissionView, foreseen: Forecast) -> float:
+def _allowed_s(view: AdmissionView, predicted: Forecast) -> float:
     """Return the wait that a request's deadline allows.
 
     One without a target, or with one that its prompt alone takes longer than, is served as soon as
     may be.
     """
     target_s = view.service.ttft_s
-    if target_s is None or target_s <= foreseen.prompt_s:
+    if target_s is None or target_s <= predicted.prompt_s:
         return view.max_wait_s
-    return min(target_s - foreseen.prompt_s, view.max_wait_s)
+    return min(target_s - predicted.prompt_s, view.max_wait_s)

@@ -47,7 +47,7 @@ _MOST_ERROR: Final = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is foreseen of a request.
+    """What is predicted of a request.
 
     Attributes:
         wait_s: until it starts, or until the prompts before its own are computed.
@@ -69,7 +69,7 @@ class Forecast:
         return self.wait_s + self.prompt_s
 
     def within_s(self, allowed_s: float, z: float) -> float:
-        """Return the longest foreseen wait that is within what is allowed, with the chance z has.
+        """Return the longest predicted wait that is within what is allowed, with the chance z has.
 
         The W for which `W + z sqrt(W x grain) = allowed`.
         """
@@ -78,20 +78,20 @@ class Forecast:
         return root * root
 
 
-def admitted(view: AdmissionView, foreseen: Forecast) -> Admitted:
-    """Let a request in of which this is foreseen."""
+def admitted(view: AdmissionView, predicted: Forecast) -> Admitted:
+    """Let a request in of which this is predicted."""
     reason = "there is room"
-    if foreseen.wait_s > 0:
-        reason = f"{view.queue.length} wait; a wait of {foreseen.wait_s:.2f} s is foreseen"
-    return Admitted(foreseen.wait_s, foreseen.ttft_s, foreseen.work_s, view.service, reason)
+    if predicted.wait_s > 0:
+        reason = f"{view.queue.length} wait; a wait of {predicted.wait_s:.2f} s is predicted"
+    return Admitted(predicted.wait_s, predicted.ttft_s, predicted.work_s, view.service, reason)
 
 
 class WaitError:
-    """How much longer waits are than foreseen: a running factor.
+    """How much longer waits are than predicted: a running factor.
 
-    It moves by (waited - foreseen) / (foreseen + mean foreseen). Weights depend on nothing but what
-    was foreseen, so the factor rests where waits are right in the mean; a mean of logarithms would
-    rest at 0.56 of that, for waits are exponential where they are short.
+    It moves by (waited - predicted) / (predicted + mean predicted). The weights depend only on
+    predictions, so the factor settles where waits are right in the mean. A mean of logarithms would
+    settle at 0.56 of that, because short waits are exponential.
 
     Requests without a target are let past by those with one, which says nothing about the pool:
     they teach only where no others do.
@@ -109,18 +109,18 @@ class WaitError:
         """By what a forecast has to be multiplied."""
         return math.exp(self._log)
 
-    def learn(self, foreseen_s: float, waited_s: float, *, has_target: bool) -> None:
-        """Learn how long somebody waited for whom a wait was foreseen, this factor included.
+    def learn(self, predicted_s: float, waited_s: float, *, has_target: bool) -> None:
+        """Learn how long somebody waited for whom a wait was predicted, this factor included.
 
         Nothing is learned of those who were to start at once: they say nothing about the queue.
         """
         self._since_target = 0 if has_target else self._since_target + 1
-        if foreseen_s <= 0.0 or 0 < self._since_target < _FIRST_LESSONS:
+        if predicted_s <= 0.0 or 0 < self._since_target < _FIRST_LESSONS:
             return
         self._lessons = min(self._lessons + 1, _LASTING_LESSONS)
         step = 1.0 / (self._lessons + _FIRST_LESSONS)
-        self._mean_s += step * (foreseen_s - self._mean_s) if self._mean_s else foreseen_s
-        off = (max(waited_s, 0.0) - foreseen_s) / (foreseen_s + self._mean_s)
+        self._mean_s += step * (predicted_s - self._mean_s) if self._mean_s else predicted_s
+        off = (max(waited_s, 0.0) - predicted_s) / (predicted_s + self._mean_s)
         moved = self._log + step * min(off, _MOST_SURPRISE)
         self._log = min(max(moved, -math.log(_MOST_ERROR)), math.log(_MOST_ERROR))
 
@@ -149,10 +149,10 @@ def pool_of(loads: Iterable[WorkerLoad], sequence_tokens: float = 0.0) -> PoolVi
 
 
 def forecast(view: AdmissionView, drain: Drain = WHOLE, error: float = 1.0) -> Forecast:
-    """Return what is foreseen of a request; its wait is 0 where nobody knows seats or speed.
+    """Return what is predicted of a request; its wait is 0 where nobody knows seats or speed.
 
     Args:
-        error: by which waits were longer than foreseen (`WaitError.factor`).
+        error: by which waits were longer than predicted (`WaitError.factor`).
     """
     pool, queue = view.pool, view.queue
     prompt_s = view.prompt_tokens * pool.speed.prompt_token_s

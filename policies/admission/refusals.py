@@ -17,17 +17,17 @@ IEEE/ACM Transactions on Networking, 1998). Alone it may fill eight ninths of th
 flood it each gets 8 / (1 + 8 n), and there is a place left for the next one."""
 
 TPOT_MARGIN: Final = 1.1
-"""Tokens may be foreseen so much slower than wanted: forecasts of steps are off by some percent,
+"""Tokens may be predicted so much slower than wanted: forecasts of steps are off by some percent,
 and the worker's weights bring them forward for who is late. (Chosen.)"""
 
 UNKNOWN_RETRY_S: Final = 1.0
 """When to come back where nobody knows what requests take."""
 
 
-def queue_full(view: AdmissionView, foreseen: Forecast) -> Refused | None:
+def queue_full(view: AdmissionView, predicted: Forecast) -> Refused | None:
     """Refuse who would find no place, or none for its tenant."""
     queue = view.queue
-    least_s = foreseen.grain_s or UNKNOWN_RETRY_S
+    least_s = predicted.grain_s or UNKNOWN_RETRY_S
     if queue.length >= queue.capacity:
         reason = f"the queue is full: {queue.length} requests wait"
         return Refused(least_s, RefusalKind.QUEUE_FULL, reason)
@@ -40,7 +40,7 @@ def queue_full(view: AdmissionView, foreseen: Forecast) -> Refused | None:
     return None
 
 
-def too_slow(view: AdmissionView, foreseen: Forecast) -> Refused | None:
+def too_slow(view: AdmissionView, predicted: Forecast) -> Refused | None:
     """Refuse who wants its tokens faster than they come now, unless they never come so fast."""
     target_s, speed = view.service.tpot_s, view.pool.speed
     if target_s is None:
@@ -51,7 +51,7 @@ def too_slow(view: AdmissionView, foreseen: Forecast) -> Refused | None:
     if tpot_s <= target_s * TPOT_MARGIN or not running or idle_s > target_s:
         return None
     too_many = (tpot_s - target_s) / speed.sequence_s if speed.sequence_s > 0 else running
-    least_s = max(too_many * view.pool.workers, 1.0) * foreseen.grain_s
+    least_s = max(too_many * view.pool.workers, 1.0) * predicted.grain_s
     reason = (
         f"tokens would come every {tpot_s * 1e3:.0f} ms, {target_s * 1e3:.0f} ms are asked for; "
         f"{view.pool.running} sequences run"
@@ -67,14 +67,14 @@ def shed(view: AdmissionView, low_water_s: float) -> Refused | None:
     return Refused(view.queue.work_s or UNKNOWN_RETRY_S, RefusalKind.SHED, reason)
 
 
-def not_in_time(view: AdmissionView, foreseen: Forecast, booked_s: float) -> Refused:
+def not_in_time(view: AdmissionView, predicted: Forecast, booked_s: float) -> Refused:
     """Refuse who would have to wait too long."""
     waiting = f"{view.queue.length} requests wait"
     if booked_s > 0:
         waiting += f", and {booked_s:.2f} s are promised to others"
     target_s = view.service.ttft_s
     if target_s is None:
-        reason = f"it would wait {foreseen.wait_s:.2f} s of {view.max_wait_s:.2f} s at most"
+        reason = f"it would wait {predicted.wait_s:.2f} s of {view.max_wait_s:.2f} s at most"
     else:
-        reason = f"its first token would take {foreseen.ttft_s:.2f} s of {target_s:.2f} s at most"
-    return Refused(foreseen.grain_s, RefusalKind.DEADLINE, f"{reason}; {waiting}")
+        reason = f"its first token would take {predicted.ttft_s:.2f} s of {target_s:.2f} s at most"
+    return Refused(predicted.grain_s, RefusalKind.DEADLINE, f"{reason}; {waiting}")

@@ -123,7 +123,7 @@ class Refused:
     Attributes:
         retry_after_s: seconds after which it will be let in, as far as can be told.
         kind: what stood against it.
-        reason: in words that a client can use: what was foreseen, what was asked for.
+        reason: in words that a client can use: what was predicted, what was asked for.
     """
 
     retry_after_s: float

@@ -1,6 +1,6 @@
 """Routing policies: which worker a request goes to."""
 
-from draftgate.policies.routing.price import Price
+from draftgate.policies.routing.least_cost import LeastCost
 from draftgate.policies.routing.scored import (
     Scored,
     least_loaded,
@@ -22,7 +22,7 @@ __all__ = [
     "Candidate",
     "Candidates",
     "Draw",
-    "Price",
+    "LeastCost",
     "Route",
     "RouteView",
     "Scored",

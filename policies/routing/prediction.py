@@ -43,7 +43,7 @@ from draftgate.policies.types import ANY_PROPOSER, SpeculationMode, WorkerLoad, 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is foreseen of a request on a worker, leases behind its load left out.
+    """What is predicted of a request on a worker, leases behind its load left out.
 
     Attributes:
         score: the cost in seconds, and what each token leased there adds to it.
@@ -57,7 +57,7 @@ class Prediction:
     draft_tokens: int
 
 
-def predicted(
+def predict(
     request: RouteView,
     workers: Sequence[Candidate],
     cached_tokens: Sequence[int],
@@ -65,7 +65,7 @@ def predicted(
     gateways: int = 1,
     drafts: bool = True,
 ) -> list[Prediction] | None:
-    """Return what is foreseen on each worker; None where no one's speed is known.
+    """Return what is predicted on each worker; None where no one's speed is known.
 
     Args:
         cached_tokens: of the prompt, by worker.
@@ -113,7 +113,7 @@ def _on(
     slots: int,
     tokens: float,
 ) -> Prediction:
-    """Return what is foreseen on a worker where each step brings so many tokens."""
+    """Return what is predicted on a worker where each step brings so many tokens."""
     limit, mine, there = worker.load.max_sequences, request.sequences, worker.sequences
     batch = min(there + mine, limit or there + mine)
     step_s = speed.step_s + (batch - 1) * speed.step_sequence_s

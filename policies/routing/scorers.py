@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from draftgate.policies.routing.choosing import Score
-from draftgate.policies.routing.prediction import predicted
+from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.prefix_index import PrefixIndex
 from draftgate.policies.routing.types import Candidate, RouteView
 
@@ -70,11 +70,11 @@ def staleness(
 def latency(
     request: RouteView, workers: Sequence[Candidate], index: PrefixIndex
 ) -> Sequence[Score]:
-    """The seconds that `price` foresees, as a share of the most anywhere; `load` if unknown.
+    """The seconds that `least_cost` predicts, as a share of the most anywhere; `load` if unknown.
 
     Whose load is old may be below nothing (`prediction`): the least is 0 then.
     """
-    found = predicted(request, workers, [cached_tokens(request, one, index) for one in workers])
+    found = predict(request, workers, [cached_tokens(request, one, index) for one in workers])
     if found is None:
         return load(request, workers, index)
     scores = [one.score for one in found]

@@ -130,7 +130,7 @@ class Route:
         offers: the worker that was chosen, then those that might be taken instead, best first: a
             state store that knows all leases takes the one of least score with these.
         reason: the decision in words.
-        ttft_s, tpot_s: foreseen on the chosen worker; None where nothing was foreseen.
+        ttft_s, tpot_s: predicted on the chosen worker; None where nothing was predicted.
         cached_tokens: of the prompt, as far as known to be in the chosen worker's cache.
         draft_tokens: slots of each step that would pay there; None where the price was not asked.
     """

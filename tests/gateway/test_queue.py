@@ -222,7 +222,7 @@ def test_no_worker_gets_more_than_it_has_room_for_and_nothing_is_left_over(
 
 
 class Never:
-    """An admission policy that foresees absurd waits."""
+    """An admission policy that predicts absurd waits."""
 
     name = "never"
 
@@ -231,7 +231,7 @@ class Never:
 
 
 def test_nobody_is_sent_away_for_longer_than_an_hour() -> None:
-    """However long a wait is foreseen, Retry-After is a time after which clients do come back."""
+    """However long a wait is predicted, Retry-After is a time after which clients do come back."""
 
     async def scenario() -> None:
         queue, workers = queue_of(1)

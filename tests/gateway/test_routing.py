@@ -94,7 +94,12 @@ async def test_a_candidate_is_what_the_worker_says_and_what_was_sent(pair) -> No
 
 @pytest.mark.parametrize(
     ("routing", "workers", "hashed"),
-    [("price", 2, 10), ("prefix_affinity", 2, 10), ("least_loaded", 2, 0), ("price", 1, 0)],
+    [
+        ("least_cost", 2, 10),
+        ("prefix_affinity", 2, 10),
+        ("least_loaded", 2, 0),
+        ("least_cost", 1, 0),
+    ],
 )
 async def test_prompts_are_hashed_where_they_decide(pair, routing, workers, hashed) -> None:
     """For policies that read them, in nodes of several workers: the same hashes as the worker's."""
@@ -129,14 +134,14 @@ async def test_decisions_and_spans_say_where_and_why(pair, tmp_path) -> None:
         ids = sorted(worker.worker_id for worker in where.node.fleet.workers)
         await where.node.heartbeat.write_decisions()
     tracing.shutdown()
-    assert listed["route"]["policy"] == "price"
+    assert listed["route"]["policy"] == "least_cost"
     assert listed["route"]["offers"][0]["worker_id"] == listed["worker_id"]
     assert [offer["age_s"] for offer in listed["route"]["offers"]] == [0.0, 0.0]
     (read,) = read_decisions(path)
     assert read.route.reason == listed["route"]["reason"]
     (span,) = [span for span in exporter.get_finished_spans() if span.name == "route"]
     told = dict(span.attributes)
-    assert told["draftgate.routing.policy"] == "price"
+    assert told["draftgate.routing.policy"] == "least_cost"
     assert sorted(told["draftgate.routing.candidates"]) == ids
     assert told["draftgate.routing.candidates"][0] == told["draftgate.worker_id"]
     assert told["draftgate.routing.load_ages_s"] == (0.0, 0.0)
@@ -144,7 +149,7 @@ async def test_decisions_and_spans_say_where_and_why(pair, tmp_path) -> None:
     assert told["draftgate.routing.reason"] == read.route.reason
     assert told["draftgate.predicted_ttft_s"] == read.route.ttft_s > 0
     shown = draftgate("explain", str(path)).stdout
-    assert f"routed by price, {read.route.reason}" in shown
+    assert f"routed by least_cost, {read.route.reason}" in shown
 
 
 async def test_a_lone_worker_has_no_route(scripted: ScriptedBackend) -> None:

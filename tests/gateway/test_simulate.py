@@ -121,7 +121,7 @@ def test_seeds_give_intervals_of_percentiles_and_rates(text_file) -> None:
 def test_the_oracle_wastes_nothing_and_is_ahead(text_file) -> None:
     """All its drafts are accepted, and at low load no policy takes less time per request."""
     policies = ("oracle", "off", "fixed:4", "auto")
-    # What is believed is right here: an oracle foresees tokens, not times.
+    # What is believed is right here: an oracle predicts tokens, not times.
     one = setup(text_file, policies=policies, rate_rps=4.0, belief_error=0.0)
     told = as_json(one, run_experiment(one))["policies"]
     decided = told["oracle"]["details"]["decisions"]

@@ -51,7 +51,7 @@ def poisson(count: int, rate: float, seed: int) -> list[float]:
     return instants
 
 
-ROUTINGS = ("price", "least_loaded", "power_of_two", "round_robin")
+ROUTINGS = ("least_cost", "least_loaded", "power_of_two", "round_robin")
 
 
 def run(arrivals: list[float], workers: int, routing: str, world: World) -> list[Record]:
@@ -101,7 +101,7 @@ def test_one_worker_is_an_mm1_queue() -> None:
     """
     rho, count = 0.6, 8000
     arrivals = poisson(count, rho / SERVICE_S, seed=3)
-    found = waits(run(arrivals, 1, "price", ExponentialWorld()), exponential_s)
+    found = waits(run(arrivals, 1, "least_cost", ExponentialWorld()), exponential_s)
     wait = 0.0
     for number, (before, now) in enumerate(pairwise(arrivals)):
         wait = max(0.0, wait + exponential_s(number) - (now - before))
@@ -127,7 +127,7 @@ def test_the_mean_wait_for_several_workers_is_erlangs() -> None:
     """With exponential service the mean wait is that of M/M/c, within 4 standard errors."""
     workers, count, rho = 4, 8000, 0.7
     arrivals = poisson(count, rho * workers / SERVICE_S, seed=11)
-    found = mean(waits(run(arrivals, workers, "price", ExponentialWorld()), exponential_s))
+    found = mean(waits(run(arrivals, workers, "least_cost", ExponentialWorld()), exponential_s))
     central = erlang_c(workers, rho * workers) * SERVICE_S / (workers * (1 - rho))
     assert found == pytest.approx(central, rel=4 * sqrt(4 / (1 - rho) ** 2 / count))
 
@@ -155,7 +155,7 @@ def test_littles_law_holds_for_a_cluster(routing: str) -> None:
 def test_work_is_conserved() -> None:
     """A cluster is busy for the sum of the service times, however requests are placed."""
     arrivals = poisson(400, 2.0 / SERVICE_S, seed=9)
-    records = run(arrivals, 3, "price", ExponentialWorld())
+    records = run(arrivals, 3, "least_cost", ExponentialWorld())
     served: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         own_s = exponential_s(record.planned.index)

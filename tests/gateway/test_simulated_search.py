@@ -19,7 +19,7 @@ def test_a_simulated_worker_has_the_capacity_that_theory_says() -> None:
 
     def answers(probe: Probe):
         at_s = poisson(probe.longest, probe.rate_rps, probe.seed)
-        records = simulated(at_s, 1, "price", ServiceWorld())
+        records = simulated(at_s, 1, "least_cost", ServiceWorld())
         return at_s, [record.end_s - record.scheduled_s <= LIMIT_S for record in records]
 
     found = search(Aim(30.0, LIMIT_S), answers).found()

@@ -51,10 +51,10 @@ def test_conformance(spec: str) -> None:
 
 def test_the_forecast_is_its_formula() -> None:
     """Wait, TTFT and work are what the docstring says, from seats, speed and what is ahead."""
-    foreseen = forecast(replace(view(1.0), prompt_tokens=1000))
-    assert foreseen.work_s == pytest.approx((0.1 + 3.2) / 32)
-    assert foreseen.wait_s == pytest.approx(1.0 + 0.1)
-    assert foreseen.ttft_s == pytest.approx(foreseen.wait_s + 0.1)
+    predicted = forecast(replace(view(1.0), prompt_tokens=1000))
+    assert predicted.work_s == pytest.approx((0.1 + 3.2) / 32)
+    assert predicted.wait_s == pytest.approx(1.0 + 0.1)
+    assert predicted.ttft_s == pytest.approx(predicted.wait_s + 0.1)
     free = replace(BUSY, running=31)
     assert forecast(view(pool=free)).wait_s == 0.0
     prompts = replace(BUSY, prompt_tokens=50_000)
@@ -65,11 +65,11 @@ def test_the_forecast_is_its_formula() -> None:
 
 def test_a_sure_wait_leaves_room_for_chance() -> None:
     """W + z sqrt(W x grain) is what is allowed; without chance it is all of it."""
-    foreseen = forecast(view(1.0))
-    sure_s = foreseen.within_s(2.0, 1.645)
-    assert sure_s + 1.645 * (sure_s * foreseen.grain_s) ** 0.5 == pytest.approx(2.0)
-    assert foreseen.within_s(2.0, 0.0) == pytest.approx(2.0)
-    assert foreseen.within_s(-1.0, 1.645) == 0.0
+    predicted = forecast(view(1.0))
+    sure_s = predicted.within_s(2.0, 1.645)
+    assert sure_s + 1.645 * (sure_s * predicted.grain_s) ** 0.5 == pytest.approx(2.0)
+    assert predicted.within_s(2.0, 0.0) == pytest.approx(2.0)
+    assert predicted.within_s(-1.0, 1.645) == 0.0
 
 
 def test_several_workers_are_one_pool() -> None:
@@ -282,11 +282,11 @@ def test_where_nobody_knows_anything_there_is_a_queue() -> None:
 
 
 def test_systematic_errors_heal() -> None:
-    """Where waits are three times as long as foreseen, forecasts soon are, too."""
+    """Where waits are three times as long as predicted, forecasts soon are, too."""
     error = WaitError()
     for _ in range(1000):
-        foreseen_s = 0.5 * error.factor
-        error.learn(foreseen_s, 1.5, has_target=True)
+        predicted_s = 0.5 * error.factor
+        error.learn(predicted_s, 1.5, has_target=True)
     assert error.factor == pytest.approx(3.0, rel=0.1)
     healed = error.factor
     for _ in range(15):
@@ -294,7 +294,7 @@ def test_systematic_errors_heal() -> None:
     assert error.factor == healed, "who is let past says nothing"
 
 
-def test_outputs_are_foreseen_by_tenant() -> None:
+def test_outputs_are_predicted_by_tenant() -> None:
     """The share of `max_tokens` that is used is a tenant's own, shrunk to that of all; bounded."""
     history = OutputHistory(most_tenants=5)
     assert history.expected_tokens("a", 100) == 100.0

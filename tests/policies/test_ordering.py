@@ -279,7 +279,7 @@ def test_those_who_press_are_ahead_of_better_classes() -> None:
 
 
 def test_exact_forecasts_of_the_baselines() -> None:
-    """Of `fcfs` and `edf`, what is foreseen to be ahead is what is taken before."""
+    """Of `fcfs` and `edf`, what is predicted to be ahead is what is taken before."""
     for spec in ("fcfs", "edf"):
         queue, rng = ordering_policy(spec), random.Random(5)
         for key in range(100):

@@ -15,7 +15,7 @@ from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
 from draftgate.policies.routing import Candidate, Candidates, Route, RouteView
 from draftgate.policies.routing.choosing import filled, settled
-from draftgate.policies.routing.prediction import predicted
+from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.prefix_index import STRIDE, PrefixIndex
 from draftgate.policies.routing.scorers import OVERLOAD, SCORERS
 from draftgate.policies.testing import check_routing
@@ -32,13 +32,19 @@ SPECS = (
     "least_loaded",
     "power_of_two",
     "prefix_affinity",
-    "price",
-    "price:undrafted",
+    "least_cost",
+    "least_cost:undrafted",
     "weighted:prefix=2,load=1",
     "weighted:latency,staleness=0.5,price=0.1",
 )
 SPEED = WorkerSpeed(0.02, 1e-4, 1e-4, 0.01, 1e-4, 2e-5)
 ASKED = RouteView(RequestView(1000, 200, 0.8), 1200, 200.0)
+
+
+def test_price_is_still_accepted_as_a_name_of_least_cost() -> None:
+    """`--routing price`, as in 0.1.0, builds the renamed policy, with its argument."""
+    assert routing_policy("price").name == "least_cost"
+    assert routing_policy("price:undrafted").name == "least_cost:undrafted"
 
 
 def load(**fields: object) -> WorkerLoad:
@@ -105,7 +111,10 @@ def test_conformance(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("nearest", r"known: .*power_of_two, prefix_affinity, price\[:undrafted\], round_robin"),
+        (
+            "nearest",
+            r"known: least_cost\[:undrafted\], .*, power_of_two, prefix_affinity, round_robin",
+        ),
         ("round_robin:2", "takes no argument"),
         ("price:cheap", "no argument but `undrafted`"),
         ("weighted", "unknown scorer ''"),
@@ -264,8 +273,8 @@ def test_the_index_forgets_workers_that_are_gone() -> None:
 
 
 def cheapest(*workers: Candidate, request: RouteView = ASKED) -> int:
-    """The place that `price` takes when it has seen nothing."""
-    return placed(routing_policy("price"), Candidates(workers), request)
+    """The place that `least_cost` takes when it has seen nothing."""
+    return placed(routing_policy("least_cost"), Candidates(workers), request)
 
 
 def test_price_weighs_backlog_batch_speed_and_cache() -> None:
@@ -275,7 +284,7 @@ def test_price_weighs_backlog_batch_speed_and_cache() -> None:
     slow = replace(SPEED, step_s=0.02, step_token_s=4e-5)
     assert cheapest(worker(0, speed=slow), worker(1)) == 1
     assert cheapest(worker(0, running=64, waiting=4), worker(1, running=60)) == 1
-    policy = routing_policy("price")
+    policy = routing_policy("least_cost")
     policy.placed(prompt("a", 256), worker(1))
     assert placed(policy, carrying(0, 0, 0), prompt("a", 256)) == 1
 
@@ -283,14 +292,14 @@ def test_price_weighs_backlog_batch_speed_and_cache() -> None:
 def test_a_faster_worker_gets_more_but_not_everything() -> None:
     """Requests that stay are shared between two speeds: what all lose counts, so the fast one is
     not filled until it is as slow as the other."""
-    policy, slow = routing_policy("price"), replace(SPEED, step_s=0.02, step_sequence_s=2e-4)
+    policy, slow = routing_policy("least_cost"), replace(SPEED, step_s=0.02, step_sequence_s=2e-4)
     counts = [0, 0]
     for _ in range(300):
         workers = (worker(0, running=counts[0]), worker(1, running=counts[1], speed=slow))
         counts[placed(policy, Candidates(workers))] += 1
     tpots_s = [
         told.tpot_s
-        for told in predicted(
+        for told in predict(
             ASKED,
             (worker(0, running=counts[0]), worker(1, running=counts[1], speed=slow)),
             (0, 0),
@@ -302,7 +311,7 @@ def test_a_faster_worker_gets_more_but_not_everything() -> None:
 
 def test_idle_workers_that_are_nearly_alike_take_turns() -> None:
     """Speeds are measured: a worker that seems 2 % faster must not get everything."""
-    policy = routing_policy("price")
+    policy = routing_policy("least_cost")
     speeds = [replace(SPEED, step_s=0.01 * times) for times in (1.02, 1.0, 1.01)]
     workers = tuple(worker(number, speed=speed) for number, speed in enumerate(speeds))
     taken = Counter(placed(policy, Candidates(workers)) for _ in range(30))
@@ -312,7 +321,7 @@ def test_idle_workers_that_are_nearly_alike_take_turns() -> None:
 def test_where_no_speed_is_known_tokens_decide() -> None:
     """Upstreams, which are seen from outside, are chosen as by `least_loaded`, and it says so."""
     policy, unknown = (
-        routing_policy("price"),
+        routing_policy("least_cost"),
         {"speed": WorkerSpeed(0.02, 1e-4), "max_sequences": 0},
     )
     route = asked(policy, carrying(9, 4, 7, **unknown))
@@ -337,11 +346,11 @@ def test_placement_and_drafts_are_one_decision() -> None:
     plain = replace(ASKED, request=replace(good, mode=SpeculationMode.OFF))
     cheap = worker(0, 10, running=16, price=0.05)
     dear = worker(1, 10, running=16, price=0.9)
-    route = asked(routing_policy("price"), Candidates((dear, cheap)), drafting)
+    route = asked(routing_policy("least_cost"), Candidates((dear, cheap)), drafting)
     assert route.worker_id == "w-0"
     assert route.draft_tokens >= 4
     assert route.offers[0].level < 0.5 * route.offers[1].level
-    for spec, request in (("price", plain), ("price:undrafted", drafting)):
+    for spec, request in (("least_cost", plain), ("least_cost:undrafted", drafting)):
         offers = asked(routing_policy(spec), Candidates((dear, cheap)), request).offers
         assert offers[0].level == pytest.approx(offers[1].level)
 
@@ -362,7 +371,7 @@ def test_more_to_do_is_never_better_and_more_in_the_cache_never_worse(
     behind = worker(0, running=running, prompt_tokens=ahead + 100, price=price)
     old = replace(at, age_s=age_s)
     (one,), (more,), (longer,), (aged,), (known,) = (
-        predicted(ASKED, (candidate,), (tokens,))
+        predict(ASKED, (candidate,), (tokens,))
         for candidate, tokens in ((at, 0), (busier, 0), (behind, 0), (old, 0), (at, cached))
     )
     assert one.score.value <= more.score.value
@@ -395,7 +404,7 @@ def test_water_finds_its_level(there, tokens) -> None:
     assert all(level >= max(surfaces) - 1e-6 for level in dry)
 
 
-@pytest.mark.parametrize("spec", ["price", "weighted:load=1"])
+@pytest.mark.parametrize("spec", ["least_cost", "weighted:load=1"])
 def test_rivals_that_see_the_same_old_loads_do_not_herd(spec: str) -> None:
     """1,600 decisions by the same report even out what it says, within chance; without rivals all
     take the least."""
@@ -435,7 +444,7 @@ def at_ages(*ages_s: float, leased_tokens: int = 0, **fields: object) -> tuple[C
 
 def scores(workers: tuple[Candidate, ...], gateways: int = 1) -> list[float]:
     """What a request costs on each, leases left out."""
-    found = predicted(ASKED, workers, [0] * len(workers), gateways=gateways)
+    found = predict(ASKED, workers, [0] * len(workers), gateways=gateways)
     assert found is not None
     return [one.score.value for one in found]
 
@@ -469,7 +478,7 @@ def test_what_rivals_are_taken_to_have_leased_keeps_workers_busy_too() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 60_000), st.floats(0, 5), st.integers(0, 60_000))))
 def test_time_takes_off_no_more_than_has_passed(there) -> None:
-    """A score falls by the age of the report at most, and the time that is foreseen is never less
+    """A score falls by the age of the report at most, and the time that is predicted is never less
     than the request's own."""
     workers = tuple(
         replace(worker(n, prompt_tokens=ahead), age_s=age_s, leased_tokens=leased)
@@ -477,7 +486,7 @@ def test_time_takes_off_no_more_than_has_passed(there) -> None:
     )
     now = tuple(replace(one, age_s=0.0) for one in workers)
     for one, aged, score, fresh in zip(
-        workers, predicted(ASKED, workers, [0] * len(workers)), scores(workers), scores(now),
+        workers, predict(ASKED, workers, [0] * len(workers)), scores(workers), scores(now),
         strict=True,
     ):  # fmt: skip
         assert 0.0 <= fresh - score <= one.age_s + 1e-9
@@ -486,7 +495,7 @@ def test_time_takes_off_no_more_than_has_passed(there) -> None:
 
 def test_a_reservation_takes_the_least_with_the_leases_it_knows() -> None:
     """Offers that were best by an old report give way to others as leases pile up behind it."""
-    route = asked(routing_policy("price"), carrying(0, 0, 0, 0))
+    route = asked(routing_policy("least_cost"), carrying(0, 0, 0, 0))
     leased = dict.fromkeys((offer.worker_id for offer in route.offers), 0)
     for _ in range(40):
         chosen = settled(route.offers, leased)

@@ -66,7 +66,7 @@ def test_survivals_are_chances_that_fall(observed, length) -> None:
     survivals, record = Survivals(), RequestRecord()
     for evidence, agreed, rejected in observed:
         survivals.learn(record, evidence, agreed, rejected=rejected)
-    for row in (survivals.of_found(record, 5), survivals.of_foreseen(record)):
+    for row in (survivals.of_found(record, 5), survivals.of_predicted(record)):
         chain = row.of_length(length)
         assert len(chain) == length
         assert all(0.0 < survival < 1.0 for survival in chain)
@@ -129,10 +129,10 @@ def test_a_request_is_told_from_the_others_by_its_own_drafts() -> None:
 def test_nothing_found_makes_waiting_hopeless() -> None:
     """A request for which nothing is ever found has a lower survival to wait for."""
     survivals, record = Survivals(), RequestRecord()
-    before = survivals.of_foreseen(record).survivals[0]
+    before = survivals.of_predicted(record).survivals[0]
     for _ in range(50):
-        survivals.learn_foreseen(record, 0, rejected=True)
-    assert survivals.of_foreseen(record).survivals[0] < 0.2 < before
+        survivals.learn_predicted(record, 0, rejected=True)
+    assert survivals.of_predicted(record).survivals[0] < 0.2 < before
 
 
 def test_forecasts_are_calibrated_where_the_law_is_known() -> None:

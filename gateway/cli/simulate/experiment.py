@@ -45,7 +45,7 @@ class Setup:
     config: WorkerConfig
     policies: tuple[str, ...]
     workers: int = 1
-    routing: str = "price"
+    routing: str = "least_cost"
     repeat: int = 1
     belief_error: float = 0.3
     truth: str = "roofline"

@@ -43,8 +43,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     repeat: Annotated[int, typer.Option(min=1, help="Seeds to run, from that one on")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Devices, a worker each")] = 1,
     routing: Annotated[
-        str, typer.Option(help="What chooses workers: price, least_loaded, prefix_affinity, ...")
-    ] = "price",
+        str,
+        typer.Option(help="What chooses workers: least_cost, least_loaded, prefix_affinity, ..."),
+    ] = "least_cost",
     speculation: Annotated[
         list[str] | None,
         typer.Option(help="Policies, with commas or repeated; oracle is one, too (default: auto)"),

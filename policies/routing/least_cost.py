@@ -1,4 +1,4 @@
-"""`price`: each request goes where it costs least, to itself and to all who are there."""
+"""`least_cost`: each request goes where it costs least, to itself and to all who are there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 from draftgate.policies.routing.choosing import Offers, ranked, spread
 from draftgate.policies.routing.placements import Placements
-from draftgate.policies.routing.prediction import Prediction, predicted
+from draftgate.policies.routing.prediction import Prediction, predict
 from draftgate.policies.routing.scored import MOST_OFFERS, Scored
 from draftgate.policies.routing.scorers import cached_tokens
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
@@ -19,10 +19,10 @@ prompt is its equal: speeds are measured, and idle workers that are alike never 
 same."""
 
 _There: TypeAlias = Mapping[str, tuple[Candidate, Prediction]]
-"""The candidates by id, with what is foreseen there."""
+"""The candidates by id, with what is predicted there."""
 
 
-class Price:
+class LeastCost:
     """The least cost in seconds wins (`prediction`).
 
     Where a request runs and how far drafts pay there is one decision, for the worker's price is in
@@ -31,11 +31,11 @@ class Price:
 
     reads_prompts = True
 
-    def __init__(self, name: str = "price", *, drafts: bool = True) -> None:
+    def __init__(self, name: str = "least_cost", *, drafts: bool = True) -> None:
         """Remember nothing yet.
 
         Args:
-            drafts: whether what drafting brings at a worker's price counts (`price:undrafted`).
+            drafts: whether the gain of drafting at a worker's price counts; not for `:undrafted`.
         """
         self.name = name
         self._drafts = drafts
@@ -47,7 +47,7 @@ class Price:
         workers, memory = candidates.workers, self._placements
         cached = [cached_tokens(request, worker, memory.index) for worker in workers]
         gateways = candidates.rivals + 1
-        found = predicted(request, workers, cached, gateways=gateways, drafts=self._drafts)
+        found = predict(request, workers, cached, gateways=gateways, drafts=self._drafts)
         if found is None:
             route = self._blind.route(request, candidates, draw)
             return replace(route, reason=f"no speed is known yet; {route.reason}")
@@ -57,15 +57,15 @@ class Price:
             offers, how = spread(request, candidates, offers, draw), "drawn"
         else:
             offers, how = _in_turn(offers, there, memory.last), "best"
-        _, foreseen = there[offers[0].worker_id]
+        _, predicted = there[offers[0].worker_id]
         return Route(
             self.name,
             tuple(offers[:MOST_OFFERS]),
-            _reason(request, foreseen, f"{how} of {len(workers)}"),
-            foreseen.ttft_s,
-            foreseen.tpot_s,
-            foreseen.cached_tokens,
-            foreseen.draft_tokens if self._drafts else None,
+            _reason(request, predicted, f"{how} of {len(workers)}"),
+            predicted.ttft_s,
+            predicted.tpot_s,
+            predicted.cached_tokens,
+            predicted.draft_tokens if self._drafts else None,
         )
 
     def placed(self, request: RouteView, worker: Candidate) -> None:
@@ -76,13 +76,13 @@ class Price:
 def _in_turn(offers: Offers, there: _There, last: str) -> Offers:
     """Return the offers with the next in turn of the best one's equals first."""
     most = offers[0].level + WITHIN * abs(offers[0].level)
-    best, foreseen = there[offers[0].worker_id]
+    best, predicted = there[offers[0].worker_id]
     equals = [offers[0]]
     for offer in offers[1:]:
         one, told = there[offer.worker_id]
         if offer.level > most:
             break
-        if told.cached_tokens >= foreseen.cached_tokens and _no_busier(one, best):
+        if told.cached_tokens >= predicted.cached_tokens and _no_busier(one, best):
             equals.append(offer)
     chosen = min(equals, key=lambda offer: (offer.worker_id <= last, offer.worker_id))
     return [chosen, *(offer for offer in offers if offer is not chosen)]
@@ -97,9 +97,9 @@ def _no_busier(one: Candidate, other: Candidate) -> bool:
     )
 
 
-def _reason(request: RouteView, foreseen: Prediction, how: str) -> str:
-    """Return in words what is foreseen where it goes."""
-    words = f"{how}: TTFT {foreseen.ttft_s:.3f} s, TPOT {foreseen.tpot_s * 1e3:.1f} ms"
-    if foreseen.cached_tokens:
-        words += f", {foreseen.cached_tokens} of {request.request.prompt_tokens} tokens cached"
+def _reason(request: RouteView, predicted: Prediction, how: str) -> str:
+    """Return in words what is predicted where it goes."""
+    words = f"{how}: TTFT {predicted.ttft_s:.3f} s, TPOT {predicted.tpot_s * 1e3:.1f} ms"
+    if predicted.cached_tokens:
+        words += f", {predicted.cached_tokens} of {request.request.prompt_tokens} tokens cached"
     return words
