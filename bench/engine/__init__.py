@@ -1,1 +1,7 @@
-"""Measurements of the engine. Each writes one JSON: command, commit, device, date, raw figures."""
+"""`draftgate bench engine`: everything about the engine's speed, in one run (`command.py`)."""
+
+from __future__ import annotations
+
+from bench.engine.command import main
+
+__all__ = ["main"]

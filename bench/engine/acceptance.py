@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bench.engine.proposers import KV_BYTES, TEMPERATURES, tasks
-from bench.engine.record import provenance
 from bench.engine.speculation import loop_start
+from bench.harness.provenance import provenance
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.pipeline import run_until_idle

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.engine.prompts import held_out_prompts
-from bench.engine.record import provenance
+from bench.harness.prompts import held_out_prompts
+from bench.harness.provenance import provenance
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.engine.record import provenance
+from bench.harness.provenance import provenance
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.engine.inputs import build_inputs, feed_of

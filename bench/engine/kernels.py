@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from bench.engine.record import provenance, require_quiet
+from bench.harness.provenance import provenance, require_quiet
 
 if TYPE_CHECKING:
     # Needs Triton, which is not everywhere.

@@ -28,10 +28,10 @@ from typing import Any, Final
 
 import torch
 
-from bench.engine.engine.cases import Case
-from bench.engine.engine.models import StoredModel
-from bench.engine.engine.ours import Ours
-from bench.engine.record import provenance, require_quiet
+from bench.engine.cases import Case
+from bench.engine.models import StoredModel
+from bench.engine.ours import Ours
+from bench.harness.provenance import provenance, require_quiet
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 
 STREAMS: Final = (1, 8)

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from bench.engine.record import provenance
+from bench.harness.provenance import provenance
 from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.linear import Linear

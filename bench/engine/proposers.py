@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bench.engine.prompts import held_out_prompts
-from bench.engine.record import provenance
+from bench.harness.prompts import held_out_prompts
+from bench.harness.provenance import provenance
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.steps import SequenceWork

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, cast
 
-from bench.engine.engine.profile import without_pairs
-from bench.engine.prompts import held_out_prompts
-from bench.engine.record import provenance
+from bench.engine.profile import without_pairs
+from bench.harness.prompts import held_out_prompts
+from bench.harness.provenance import provenance
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.config import read_model_config

@@ -24,8 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.engine.prompts import held_out_prompts
-from bench.engine.record import provenance
+from bench.harness.prompts import held_out_prompts
+from bench.harness.provenance import provenance
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.load import LoadedEngine, load_engine

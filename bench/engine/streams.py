@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from bench.engine.record import provenance
+from bench.harness.provenance import provenance
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.token_ids import compact

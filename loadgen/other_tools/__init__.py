@@ -2,7 +2,7 @@
 
 A file each, pure: from a run's records to an `Account`. Definitions were read in the sources of the
 versions named, and held to what these tools print about a server of known truth
-(`bench/studies/judges`, docs/guide/load-testing.md). They are the tools' own, right or wrong.
+(`bench/tool_comparison`, docs/guide/load-testing.md). They are the tools' own, right or wrong.
 """
 
 from __future__ import annotations

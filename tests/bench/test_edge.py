@@ -14,15 +14,15 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bench.studies.edge import wire
-from bench.studies.edge.client import Load, send
-from bench.studies.edge.figures import goals, summary
-from bench.studies.edge.mock import application
-from bench.studies.edge.processes import cpu_s
-from bench.studies.edge.rounds import WORKER, Row, questions
-from bench.studies.edge.targets import INSTANT, Kind
-from bench.studies.edge.watch import Hold, parted, watched
-from bench.studies.edge.worker import Alone, Work
+from bench.edge import wire
+from bench.edge.client import Load, send
+from bench.edge.figures import goals, summary
+from bench.edge.mock import application
+from bench.edge.rounds import WORKER, Row, questions
+from bench.edge.targets import INSTANT, Kind
+from bench.edge.watch import Hold, parted, watched
+from bench.edge.worker import Alone, Work
+from bench.harness.processes import cpu_s
 from tests.gateway.harness import client, events, running
 
 SOON_S = 0.02

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.studies.hindsight import Stay, starts_s
+from bench.simulation.hindsight import Stay, starts_s
 
 TIMES = st.floats(0, 9)
 

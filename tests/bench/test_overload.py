@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.studies.overload_clients import Client, Overload
-from bench.studies.overload_figures import figures, goodput_rps, most_running
+from bench.simulation.overload_clients import Client, Overload
+from bench.simulation.overload_figures import figures, goodput_rps, most_running
 from draftgate.backends.base import WorkerConfig
 from draftgate.policies.types import ServiceLevel
 

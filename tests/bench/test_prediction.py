@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.studies.prediction import compared
+from bench.simulation.prediction import compared
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec, TextChunk
 
@@ -40,7 +40,7 @@ def test_the_benchmark_runs_on_this_machine(tmp_path) -> None:
     """Engine and simulator serve the same few requests, and each figure is compared."""
     out = tmp_path / "out.json"
     flags = ["--requests", "6", "--rate", "4", "--max-tokens", "16", "--json", str(out)]
-    command = [sys.executable, "-m", "bench.studies.prediction", *flags]
+    command = [sys.executable, "-m", "bench.simulation.prediction", *flags]
     subprocess.run(command, cwd=ROOT, check=True)
     told = json.loads(out.read_text())
     assert told["requests"] == 6

@@ -6,8 +6,8 @@ from argparse import Namespace
 
 import pytest
 
-from bench.studies.rag import body, measure, paired, together
-from bench.studies.served import Server
+from bench.gateway.rag import body, measure, paired, together
+from bench.harness.servers import Server
 from draftgate.loadgen.types import Slo
 from tests.loadgen.mock import Mock, serving_in_a_thread
 from tests.loadgen.truth import a_run, failed, record

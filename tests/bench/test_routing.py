@@ -9,9 +9,9 @@ from statistics import fmean
 import pytest
 from typer.testing import CliRunner
 
-from bench.studies.herd_model import Ages, Backlog, Bursts, imbalances
-from bench.studies.recorded import Recorded
-from bench.studies.routing import CLUSTERS, POLICIES, Study
+from bench.simulation.herd_model import Ages, Backlog, Bursts, imbalances
+from bench.simulation.recorded import Recorded
+from bench.simulation.routing import CLUSTERS, POLICIES, Study
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.profile import load_profile, slowed
 from draftgate.gateway.cli import app

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.studies.store import LANES, Subject, commands, count, measure
+from bench.gateway.store import LANES, Subject, commands, count, measure
 from draftgate.gateway.state.redis.client import open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from tests.gateway.redis_server import RedisServer

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from typer.testing import CliRunner
 
-from bench.studies import classes, gaps, policies, tracing
-from bench.studies.capacity import LATEST_S, Point, Setting, capacity, slo_seconds
-from bench.studies.lengths import Drawn
-from bench.studies.search import (
+from bench.gateway import tracing
+from bench.simulation import gaps, policies
+from bench.simulation.capacity import LATEST_S, Point, Setting, capacity, slo_seconds
+from bench.simulation.lengths import Drawn
+from bench.simulation.search import (
     HIGHEST,
     LOWEST,
     STEP,
@@ -149,35 +150,6 @@ def test_long_prompts_stall_decodes_under_prefill_first_only(tmp_path) -> None:
     firsts_s = {row["batching"]: sum(row["prompt_ttft_s"]) for row in told["results"]}
     assert firsts_s["slack"] < firsts_s["fixed:512"]
     assert "Gaps between tokens" in html.read_text()
-
-
-def test_both_policies_see_the_same_classes() -> None:
-    """Who is promised what is the seed's; promises change nothing but the promise."""
-    studied = classes.Classes(H100, 1.0, 20.0, {"tight": 0.01, "loose": 0.02})
-    plain, weighed = (studied.records(name, 1) for name in (classes.PLAIN, classes.WEIGHED))
-    assert [record.planned for record in plain] == [record.planned for record in weighed]
-    found = classes.figures(plain)
-    assert found["tight"]["requests"] + found["loose"]["requests"] == len(plain)
-    assert min(found["tight"]["requests"], found["loose"]["requests"]) > 0
-    for record in plain:
-        question = record.planned.request
-        assert question.slo.tpot_s == {"tight": 0.01, "loose": 0.02}[question.class_name]
-
-
-def test_gains_are_paired_by_seed() -> None:
-    """A seed that is easy for both adds nothing to a difference, nor to its interval."""
-    runs = [
-        {"seed": seed, "speculation": name, "tight": {"attainment": base + gain}, "loose": loose}
-        for seed, base in enumerate((0.1, 0.5, 0.9))
-        for name, gain, loose in (
-            (classes.PLAIN, 0.0, {"attainment": 1.0}),
-            (classes.WEIGHED, 0.05, {"attainment": 0.99}),
-        )
-    ]
-    gained = classes.compared(runs)
-    assert gained["tight"]["mean"] == pytest.approx(0.05)
-    assert gained["tight"]["interval"] == [pytest.approx(0.05), pytest.approx(0.05)]
-    assert gained["loose"]["mean"] == pytest.approx(-0.01)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the public traces are not here")

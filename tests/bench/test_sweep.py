@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.studies import sweep as study
-from bench.studies.sweep import TEXT, load_of, measure
+from bench.gateway import sweep as study
+from bench.gateway.sweep import TEXT, load_of, measure
 from draftgate.loadgen.report.sweep import as_sweep
 from draftgate.loadgen.sweep.cells import Contender
 from tests.loadgen.mock import Mock, serving

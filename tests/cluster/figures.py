@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine.record import provenance
+from bench.harness.provenance import provenance
 from draftgate.loadgen.measuring.metrics import tpot_s, ttft_s
 from draftgate.loadgen.types import Record
 

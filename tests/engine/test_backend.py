@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import pytest
 
-from bench.engine.prompts import held_out_prompts
+from bench.harness.prompts import held_out_prompts
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.loop import EngineLoop

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine.prompts import held_out_prompts
+from bench.harness.prompts import held_out_prompts
 from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.kv_blocks import KvBlocks

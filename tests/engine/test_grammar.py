@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from bench.engine.schemas import random_schemas
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.grammar import MOST_COMPILED, LlGrammars
@@ -20,6 +19,7 @@ from draftgate.backends.schema_bounds import MOST_PATTERN_CHARACTERS
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarSpec
+from tests.engine.published_schemas import random_schemas
 from tests.engine.structured import (
     completed,
     next_mask,

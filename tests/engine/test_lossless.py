@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from bench.engine.prompts import held_out_prompts
+from bench.harness.prompts import held_out_prompts
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation import Off

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from bench.engine.prompts import held_out_prompts
+from bench.harness.prompts import held_out_prompts
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.engine.prompts import held_out_prompts
+from bench.harness.prompts import held_out_prompts
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.proposer import DraftRequest, Proposer

@@ -9,8 +9,7 @@ from functools import cache
 
 import pytest
 
-from bench.engine.prompts import held_out_prompts
-from bench.engine.schemas import Schema, random_schemas
+from bench.harness.prompts import held_out_prompts
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.types import FinishReason, GenerationRequest, ResumedChoice
@@ -19,6 +18,7 @@ from draftgate.policies.speculation import Off
 from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request
 from tests.engine.proposing import every_proposer, mixed
+from tests.engine.published_schemas import Schema, random_schemas
 from tests.engine.structured import (
     Held,
     Run,

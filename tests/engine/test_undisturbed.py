@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.engine.prompts import held_out_prompts
+from bench.harness.prompts import held_out_prompts
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.policies.protocols import SpeculationPolicy

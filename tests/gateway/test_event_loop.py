@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.studies.edge.hold import CONTEXT, KV_BYTES, STEP_TOKENS, long_model
-from bench.studies.edge.targets import paced_profile
+from bench.edge.hold import CONTEXT, KV_BYTES, STEP_TOKENS, long_model
+from bench.edge.targets import paced_profile
 from draftgate.backends import grammar
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (

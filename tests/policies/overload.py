@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from bench.studies.hindsight import Stay, starts_s
+from bench.simulation.hindsight import Stay, starts_s
 from draftgate.policies.admission import AdmissionView, Admitted, PoolView, QueueView
 from draftgate.policies.ordering import Ticket
 from draftgate.policies.registry import admission_policy, ordering_policy

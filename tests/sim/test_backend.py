@@ -33,7 +33,7 @@ from draftgate.backends.types import Capabilities, Pace
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 ROOT = Path(__file__).parents[2]
-INSTANT = ROOT / "bench/studies/edge/instant.json"
+INSTANT = ROOT / "bench/harness/instant.json"
 SMALL_POOL = 16 * load_profile("cpu-demo").kv_token_bytes * 12  # twelve blocks
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.engine.record import provenance
+from bench.harness.provenance import provenance
 from tests.soak.traffic import KEYS, KEYS_FILE, MAX_BODY_BYTES, Crowd, Seen
 
 SOAK_S = float(os.environ.get("SOAK_S", "1200"))

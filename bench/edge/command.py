@@ -1,0 +1,172 @@
+"""What the edge costs: CPU, added latency and time to first token, beside floors and rivals.
+
+    draftgate bench edge --json OUT [--rivals DIR]
+
+Every target is a server of its own before the same client. `draftgate sim` makes its tokens in its
+process, on a simulated device whose steps take no time (5 ms where streams are paced): scheduler,
+detokeniser and all, but no model; `worker alone` is what these take without an edge. `bare handler`
+is an aiohttp handler that parses JSON and has the same chunks ready. The proxies, ours, a bare
+aiohttp one and the rivals, stand before the same mock.
+
+On two cores, targets have the first, client and mock the second. A row in which those two took
+more than 85% of it is marked `saturated`: its latencies and rates are the client's, its CPU still
+the target's. Rounds are interleaved in shuffled order. A busy machine is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from bench.edge.figures import Goal, goals, summary
+from bench.edge.hold import PARTS as HOLD_PARTS
+from bench.edge.hold import longest_holds
+from bench.edge.rounds import WORKER, Row, opened, questions, rounds
+from bench.edge.targets import in_process, proxies, rivals
+from bench.harness.processes import two_cores
+from bench.harness.studies import provenance
+from draftgate.gateway.cli.environment import collect_environment
+
+IDLE_LOAD: Final = 0.5
+"""A minute's load beyond this is somebody else's work."""
+
+PARTS: Final = ("targets", "hold")
+_SHOWN: Final = (
+    ("cpu_request_us", "CPU/request, us"),
+    ("cpu_stream_us", "CPU/stream, us"),
+    ("cpu_chunk_us", "CPU/chunk, us"),
+    ("cpu_paced_chunk_us", "paced, us"),
+    ("added_p50_ms_1", "added p50, ms"),
+    ("added_p99_ms_1", "p99"),
+    ("added_p50_ms_16", "p50 of 16"),
+    ("added_p99_ms_16", "p99 of 16"),
+    ("ttft_p50_ms_1", "TTFT p50, ms"),
+    ("ttft_p50_ms_16", "of 16"),
+    ("requests_per_s_16", "requests/s"),
+    ("streams_per_s_16", "streams/s"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table and the goals, write what was asked for."""
+    args = _parser().parse_args(arguments)
+    if os.getloadavg()[0] > IDLE_LOAD and not args.busy:
+        sys.stderr.write(f"draftgate: the machine is busy (load {os.getloadavg()[0]:.2f})\n")
+        sys.exit(1)
+    results: dict[str, Any] = {
+        "format": "edge/1",
+        **provenance("edge", arguments),
+        "device": collect_environment()["cpu"],
+        "load_before": os.getloadavg()[0],
+    }
+    if "targets" in args.parts:
+        results |= _targets(args)
+    if "hold" in args.parts:
+        results["hold"] = longest_holds(args.rounds)
+        for row in results["hold"]:
+            parts = (f"{part.removesuffix('_ms')} {max(row[part]):.1f}" for part in HOLD_PARTS)
+            print(f"{row['beside']:32} longest in ms: {', '.join(parts)}")
+    if args.json is not None:
+        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="draftgate bench edge",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="write rows and figures here")
+    parser.add_argument("--rivals", type=Path, help="environments: see edge/rivals.py")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each question")
+    parser.add_argument("--chunks", type=int, default=200, help="of a long stream")
+    parser.add_argument("--only", default="", help="targets, by commas; default: all there are")
+    parser.add_argument("--parts", default=",".join(PARTS), type=lambda text: text.split(","))
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--busy", action="store_true", help="measure although others work here")
+    return parser
+
+
+def _targets(args: argparse.Namespace) -> dict[str, Any]:
+    console = Console(stderr=True)
+    only = {name for name in args.only.split(",") if name}
+    with tempfile.TemporaryDirectory() as scratch, console.status("starting") as status:
+        folder = Path(scratch)
+        with opened(folder, two_cores()) as bench:
+            wanted = [*in_process(folder), *proxies(bench.upstream)]
+            if args.rivals is not None:
+                wanted += rivals(args.rivals, bench.upstream, folder)
+            for target in wanted:
+                if not only or target.name in only:
+                    status.update(f"starting {target.name}")
+                    bench.add(target)
+            asked = questions(args.chunks)
+            rows = list(
+                rounds(
+                    bench,
+                    asked,
+                    number=args.rounds,
+                    for_s=args.seconds,
+                    seed=args.seed,
+                    tell=status.update,
+                )
+            )
+            missing = bench.missing
+    found = summary(_in_order(rows, [*(target.name for target in wanted), WORKER]))
+    reached = goals(found)
+    _show(found, reached, missing)
+    return {
+        "cores": two_cores(),
+        "missing": missing,
+        "figures": found,
+        "goals": [goal._asdict() for goal in reached],
+        "rows": rows,
+    }
+
+
+def _in_order(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    return sorted(rows, key=lambda row: (names.index(row.target), row.round))
+
+
+def _show(
+    found: dict[str, dict[str, Any]], reached: Sequence[Goal], missing: dict[str, str]
+) -> None:
+    table = Table(title="The edge: medians over rounds (least to most)")
+    table.add_column("target")
+    for _, title in _SHOWN:
+        table.add_column(title, justify="right")
+    for target, figures in found.items():
+        table.add_row(target, *(_cell(figures[name]) for name, _ in _SHOWN))
+    console = Console(width=200)
+    console.print(table)
+    for target, figures in found.items():
+        if figures["saturated"] or figures["failed"]:
+            told = ", ".join(figures["saturated"]) or "nowhere"
+            console.print(f"{target}: saturated in {told}; {figures['failed']} failed")
+    for name, reason in missing.items():
+        console.print(f"{name} is missing: {reason}")
+    for goal in reached:
+        met = {None: "not measured", True: "met", False: "MISSED"}[goal.met]
+        console.print(f"{met:12} {goal.text}: {goal.reached}")
+
+
+def _cell(figure: dict[str, float]) -> str:
+    return f"{_short(figure['median'])} ({_short(figure['least'])}-{_short(figure['most'])})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()

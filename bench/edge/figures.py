@@ -1,0 +1,171 @@
+"""From rows to figures: medians over rounds, with their spread, and the goals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+from bench.edge.rounds import WORKER, Row
+from bench.edge.targets import Kind
+
+_WHOLE_1, _WHOLE_16 = "whole, 1 client", "whole, 16 clients"
+_SHORT_1, _SHORT_16 = "short stream, 1 client", "short stream, 16 clients"
+_LONG_1, _LONG_16 = "long stream, 1 client", "long stream, 16 clients"
+_PACED_16: Final = "paced stream, 16 clients"
+
+REQUEST_GOAL_US: Final = 300.0
+CHUNK_GOAL_US: Final = 15.0
+LITELLM_GOAL: Final = 20.0
+RUST_GOAL: Final = 3.0
+RUST: Final = ("vllm-router", "sglang-router")
+
+
+class Figure(NamedTuple):
+    """A median over rounds with the least and the most of them."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Figure:
+        """Summarise; NaN of nothing."""
+        kept = [value for value in values if math.isfinite(value)]
+        if not kept:
+            return cls(math.nan, math.nan, math.nan)
+        return cls(median(kept), min(kept), max(kept))
+
+
+class Round:
+    """The rows of one target in one round, by question."""
+
+    def __init__(self, rows: Iterable[Row], before: Round | None = None) -> None:
+        """Take the rows; `before` is the same round of what latency is added to."""
+        self._rows = {row.question: row for row in rows}
+        self._before = before
+
+    def cpu_us(self, question: str) -> float:
+        """Return CPU microseconds per request; NaN where the server's CPU is not known."""
+        row = self._rows.get(question)
+        if row is None or not row.requests or not row.server_cpu_s:
+            return math.nan
+        return row.server_cpu_s / row.requests * 1e6
+
+    def chunk_us(self, long: str) -> float:
+        """Return CPU microseconds per further chunk: the slope from short to long streams."""
+        row, short = self._rows.get(long), self._rows.get(_SHORT_16)
+        if row is None or short is None or not row.requests or not short.requests:
+            return math.nan
+        more = row.chunks / row.requests - short.chunks / short.requests
+        return (self.cpu_us(long) - self.cpu_us(_SHORT_16)) / more if more else math.nan
+
+    def of(self, question: str, value: Callable[[Row], float]) -> float:
+        """Return a value of a row."""
+        row = self._rows.get(question)
+        return math.nan if row is None else value(row)
+
+    def added_ms(self, question: str, value: Callable[[Row], float]) -> float:
+        """Return how much more than without it, in milliseconds."""
+        if self._before is None:
+            return math.nan
+        return (self.of(question, value) - self._before.of(question, value)) * 1e3
+
+
+def _rate(row: Row) -> float:
+    return row.requests / row.wall_s
+
+
+COLUMNS: Final[tuple[tuple[str, Callable[[Round], float]], ...]] = (
+    ("cpu_request_us", lambda r: r.cpu_us(_WHOLE_16)),
+    ("cpu_stream_us", lambda r: r.cpu_us(_SHORT_16)),
+    ("cpu_chunk_us", lambda r: r.chunk_us(_LONG_16)),
+    ("cpu_paced_chunk_us", lambda r: r.chunk_us(_PACED_16)),
+    ("added_p50_ms_1", lambda r: r.added_ms(_WHOLE_1, lambda row: row.latency_p50_s)),
+    ("added_p99_ms_1", lambda r: r.added_ms(_WHOLE_1, lambda row: row.latency_p99_s)),
+    ("added_p50_ms_16", lambda r: r.added_ms(_WHOLE_16, lambda row: row.latency_p50_s)),
+    ("added_p99_ms_16", lambda r: r.added_ms(_WHOLE_16, lambda row: row.latency_p99_s)),
+    ("ttft_p50_ms_1", lambda r: r.of(_LONG_1, lambda row: row.ttft_p50_s) * 1e3),
+    ("short_ttft_p50_ms_1", lambda r: r.of(_SHORT_1, lambda row: row.ttft_p50_s) * 1e3),
+    ("ttft_p50_ms_16", lambda r: r.of(_PACED_16, lambda row: row.ttft_p50_s) * 1e3),
+    ("requests_per_s_16", lambda r: r.of(_WHOLE_16, _rate)),
+    ("streams_per_s_16", lambda r: r.of(_LONG_16, _rate)),
+)
+"""Name and value of each figure. `ttft_p50_ms_16` is that of paced streams: with all chunks at once
+the first waits for the chunks of others, and a server that sends nothing else looks best."""
+
+
+def summary(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return the figures of each target, in the order of the rows.
+
+    Latency is added to that of the server which has the answers ready: on the client's core for
+    proxies, whose upstream runs there, on a core of its own for those that are no proxies.
+    """
+    kinds = {row.target: row.kind for row in rows}
+    numbers = sorted({row.round for row in rows})
+
+    def of(target: str, number: int, before: str | None) -> Round:
+        base = None if before is None else of(before, number, None)
+        mine = (row for row in rows if (row.target, row.round) == (target, number))
+        return Round(mine, base)
+
+    found: dict[str, dict[str, Any]] = {}
+    for target, kind in kinds.items():
+        before = {Kind.PROXY: "mock", Kind.IN_PROCESS: "bare handler"}.get(kind)
+        turns = [of(target, number, before) for number in numbers]
+        found[target] = {
+            "kind": kind.value,
+            **{name: Figure.of(map(value, turns))._asdict() for name, value in COLUMNS},
+            "failed": sum(row.failed for row in rows if row.target == target),
+            "saturated": sorted({r.question for r in rows if r.target == target and r.saturated}),
+        }
+    return found
+
+
+class Goal(NamedTuple):
+    """A goal: what was reached of it; `met` is None where its parts were not measured."""
+
+    text: str
+    reached: str
+    met: bool | None
+
+
+def goals(found: dict[str, dict[str, Any]]) -> list[Goal]:
+    """Return the goals of the edge, met or missed."""
+
+    def value(target: str, name: str) -> float:
+        return float(found[target][name]["median"]) if target in found else math.nan
+
+    ours, proxy = "draftgate sim", "draftgate proxy"
+    result = [
+        _below("CPU per request in process, us", value(ours, "cpu_request_us"), REQUEST_GOAL_US),
+        _below("CPU per chunk in process, us", value(ours, "cpu_chunk_us"), CHUNK_GOAL_US),
+    ]
+    for name, limit in (("cpu_request_us", REQUEST_GOAL_US), ("cpu_chunk_us", CHUNK_GOAL_US)):
+        edge = value(ours, name) - value(WORKER, name)
+        result.append(_below(f"{name} without the simulated worker's", edge, limit))
+    for name, text in (("cpu_request_us", "request"), ("cpu_chunk_us", "chunk")):
+        for mine in (ours, proxy):
+            times = value("litellm", name) / value(mine, name)
+            result.append(_above(f"litellm's CPU per {text} over {mine}'s", times, LITELLM_GOAL))
+        for router in RUST:
+            times = value(proxy, name) / value(router, name)
+            result.append(_below(f"{proxy}'s CPU per {text} over {router}'s", times, RUST_GOAL))
+    firsts = [
+        value(name, "ttft_p50_ms_1") for name in found if found[name]["kind"] == Kind.PROXY.value
+    ]
+    first = min(firsts, default=math.nan)
+    text = "TTFT p50 in process over the quickest proxy's"
+    result.append(_below(text, value(ours, "ttft_p50_ms_1") / first, 1.0))
+    return result
+
+
+def _below(text: str, reached: float, limit: float) -> Goal:
+    met = None if math.isnan(reached) else reached < limit
+    return Goal(f"{text} < {limit:g}", f"{reached:.2f}", met)
+
+
+def _above(text: str, reached: float, limit: float) -> Goal:
+    met = None if math.isnan(reached) else reached >= limit
+    return Goal(f"{text} >= {limit:g}", f"{reached:.2f}", met)

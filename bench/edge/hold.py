@@ -1,0 +1,118 @@
+"""How long the event loop is held while requests of a megabyte come beside live streams.
+
+    python -m bench.edge.hold ROUNDS
+
+serves a simulated worker in this process, watches its event loop, lets `crowd` send each kind of
+request a few times beside 16 streams, and prints as JSON the longest hold of each, and the longest
+of each part of one: what the loop computed, and what it waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from typing import Any, Final
+
+import uvloop
+
+from bench.edge.crowd import KINDS
+from bench.edge.targets import paced_profile
+from bench.edge.watch import Hold, watched
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.gateway.app import build_node, listening, settle_interpreter, start_workers
+from draftgate.gateway.config import ServeConfig
+from draftgate.gateway.telemetry.logs import configure
+
+CONTEXT: Final = 1 << 20
+"""Tokens: a megabyte of text fits and is not refused."""
+
+STEP_TOKENS: Final = 8192
+"""What a fast device takes at once: a megabyte is prefilled in some 40 steps."""
+
+KV_BYTES: Final = 64 << 30
+"""Of the simulated device, which has no memory: that many tokens of several requests."""
+
+PARTS: Final = tuple(f"{name.removesuffix('_s')}_ms" for name in Hold._fields)
+"""What is told of a hold: all of it, and its parts."""
+
+
+def longest_holds(rounds: int) -> list[dict[str, Any]]:
+    """Measure in a process of its own; return what each kind held the loop for, by round."""
+    command = [sys.executable, "-m", "bench.edge.hold", str(rounds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)  # noqa: S603 - our own module
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+async def measure(rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """Return a row for each kind, holds and their parts (`Hold`) in milliseconds by round."""
+    rows = {kind: {"beside": kind, "statuses": []} | {part: [] for part in PARTS} for kind in KINDS}
+    config = ServeConfig(
+        model=str(long_model(folder)),
+        port=0,
+        backend="sim",
+        profile=str(paced_profile(folder)),
+        speculation="off",
+        max_model_len=CONTEXT,
+        max_step_tokens=STEP_TOKENS,
+        kv_bytes=KV_BYTES,
+        served_model_name="mock",
+    )
+    node = build_node(config)
+    async with listening(node) as where:
+        await start_workers(node)
+        settle_interpreter()
+        for _ in range(rounds):
+            for kind, row in rows.items():
+                longest, statuses = await _longest_beside(where.url, kind)
+                row["statuses"].append(statuses)  # type: ignore[attr-defined]
+                for part, seconds in zip(PARTS, longest, strict=True):
+                    row[part].append(round(seconds * 1e3, 2))  # type: ignore[attr-defined]
+        await node.fleet.stop()
+    return list(rows.values())
+
+
+async def _longest_beside(url: str, kind: str) -> tuple[Hold, Any]:
+    """Let a crowd send a kind of request; return the longest holds meanwhile, and the statuses."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "bench.edge.crowd",
+        url,
+        kind,
+        stdout=subprocess.PIPE,
+    )
+    # Making the process was the study's doing; it takes a while to begin.
+    async with watched() as watch:
+        out, _ = await process.communicate()
+    return watch.longest, json.loads(out)
+
+
+def long_model(folder: Path) -> Path:
+    """Return the shipped tokenizer with a context that a megabyte fits."""
+    model = folder / "model"
+    copytree(SHIPPED_MODEL, model, ignore=ignore_patterns("*.safetensors", "draft"))
+    shape = model / "config.json"
+    told = json.loads(shape.read_text(encoding="utf-8"))
+    shape.write_text(json.dumps(told | {"max_position_embeddings": CONTEXT}), encoding="utf-8")
+    return model
+
+
+def main() -> None:
+    """Measure; print the rows."""
+    configure("error")
+    # It tells of every stream that the crowd leaves.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = uvloop.run(measure(int(sys.argv[1]), Path(scratch)))
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

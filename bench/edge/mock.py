@@ -1,0 +1,110 @@
+"""A server that has every answer ready, and the two floors of a gateway in Python.
+
+    python -m bench.edge.mock [--upstream URL] --port PORT
+
+Without an upstream it answers by itself: the upstream of all proxies, and the floor of a server in
+whose process the tokens are made. With one it passes bytes on unread: the floor of a proxy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Final
+
+import aiohttp
+import uvloop
+from aiohttp import web
+
+from bench.edge import wire
+
+_STREAM: Final = {"Content-Type": "text/event-stream; charset=utf-8"}
+_UPSTREAM: Final = web.AppKey("upstream", aiohttp.ClientSession)
+
+
+async def answer(request: web.Request) -> web.StreamResponse:
+    """Answer a chat completion: one write per chunk, at once or at the pace asked for."""
+    asked = wire.decode(await request.read())
+    request_id, created_s = secrets.token_hex(12), int(time.time())
+    if not asked.stream:
+        body = wire.whole(request_id, created_s, asked.tokens)
+        return web.Response(body=body, content_type="application/json")
+    response = web.StreamResponse(headers=_STREAM)
+    await response.prepare(request)
+    head = wire.chunk_head(request_id, created_s)
+    last, pace_s = asked.tokens - 1, asked.pace_s
+    loop = asyncio.get_running_loop()
+    due_s = loop.time()
+    for place in range(asked.tokens):
+        text = wire.NEXT if place else wire.FIRST
+        await response.write(head + text + (wire.ENDS if place == last else wire.GOES_ON))
+        # At once still is one by one: a worker's steps give tokens so, and each is sent by itself.
+        due_s += pace_s
+        await asyncio.sleep(max(0.0, due_s - loop.time()) if pace_s else 0.0)
+    await response.write(wire.DONE)
+    await response.write_eof()
+    return response
+
+
+async def pass_on(request: web.Request) -> web.StreamResponse:
+    """Send a request to the upstream and its answer back, both unread."""
+    body = await request.read()
+    headers = {"Content-Type": "application/json"}
+    async with request.app[_UPSTREAM].post(request.path, data=body, headers=headers) as upstream:
+        response = web.StreamResponse(status=upstream.status)
+        response.content_type = upstream.content_type
+        await response.prepare(request)
+        async for data in upstream.content.iter_any():
+            await response.write(data)
+        await response.write_eof()
+        return response
+
+
+async def list_models(_request: web.Request) -> web.Response:
+    """Name the one model there is."""
+    return web.json_response({"object": "list", "data": [{"id": wire.MODEL, "object": "model"}]})
+
+
+async def well(_request: web.Request) -> web.Response:
+    """Answer any other question as a server that is well: rivals ask each their own."""
+    return web.json_response({"status": "ok", "model_path": wire.MODEL, "model_id": wire.MODEL})
+
+
+def application(upstream: str | None) -> web.Application:
+    """Return the server, or the proxy if there is an upstream."""
+    app = web.Application()
+
+    async def session(app: web.Application) -> AsyncIterator[None]:
+        async with aiohttp.ClientSession(upstream) as opened:
+            app[_UPSTREAM] = opened
+            yield
+
+    if upstream is not None:
+        app.cleanup_ctx.append(session)
+    app.add_routes(
+        [
+            web.post(wire.PATH, answer if upstream is None else pass_on),
+            web.get("/v1/models", list_models),
+            web.get("/{anything:.*}", well),
+        ]
+    )
+    return app
+
+
+def main() -> None:
+    """Serve on the loopback interface until a signal."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--upstream", help="pass everything on to this server")
+    args = parser.parse_args()
+    uvloop.install()
+    web.run_app(
+        application(args.upstream), host="127.0.0.1", port=args.port, access_log=None, print=None
+    )
+
+
+if __name__ == "__main__":
+    main()

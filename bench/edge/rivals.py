@@ -1,0 +1,40 @@
+"""Environments of the rivals, one each, so that what they need stays away from ours.
+
+    python -m bench.edge.rivals DIR
+
+makes `DIR/NAME` with `NAME` installed (pip, wheels; Python 3.11 suits all of them). Then
+`draftgate bench edge --rivals DIR` measures those it finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import venv
+from pathlib import Path
+from typing import Final
+
+PACKAGES: Final = {
+    "litellm": "litellm[proxy]==1.106.2",
+    "vllm-router": "vllm-router==0.1.17",
+    "sglang-router": "sglang-router==0.3.2",
+}
+"""Versions as of 2026-11-21."""
+
+
+def main() -> None:
+    """Make what is not there yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
+    for name, package in PACKAGES.items():
+        environment = directory / name
+        if (environment / "bin" / name).exists():
+            continue
+        venv.create(environment, with_pip=True)
+        command = [str(environment / "bin" / "pip"), "install", "--quiet", package]
+        subprocess.run(command, check=True)  # noqa: S603 - our own list
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Everybody takes turns: each round asks every target each question, in an order of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import msgspec
+
+from bench.edge import wire
+from bench.edge.client import Load, Measured
+from bench.edge.targets import PACE_MS, Kind, Target
+from bench.edge.worker import Done, Work
+from bench.harness.processes import (
+    Cores,
+    Helper,
+    free_port,
+    start,
+    stop,
+    wait_until_up,
+)
+
+WORKER: Final = "worker alone"
+
+SATURATED: Final = 0.85
+"""Share of their core beyond which client and mock are what is measured, not the target."""
+
+LAST_WORDS: Final = 4
+"""Lines that a server which does not come up is quoted with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A way to ask.
+
+    Attributes:
+        paced: whether chunks come `PACE_MS` apart instead of at once.
+    """
+
+    name: str
+    connections: int
+    stream: bool
+    tokens: int
+    paced: bool = False
+
+
+def questions(chunks: int) -> tuple[Question, ...]:
+    """Return what every target is asked; long streams have that many chunks."""
+    return (
+        Question("whole, 1 client", 1, stream=False, tokens=1),
+        Question("whole, 16 clients", 16, stream=False, tokens=1),
+        Question("short stream, 1 client", 1, stream=True, tokens=1),
+        Question("short stream, 16 clients", 16, stream=True, tokens=1),
+        Question("long stream, 1 client", 1, stream=True, tokens=chunks),
+        Question("long stream, 16 clients", 16, stream=True, tokens=chunks),
+        Question("paced stream, 16 clients", 16, stream=True, tokens=chunks, paced=True),
+    )
+
+
+class Row(msgspec.Struct):
+    """One question to one target in one round. Times in seconds.
+
+    Attributes:
+        requests, chunks, failed: that ended in time, of them the events, and those that broke.
+        saturated: client and mock took more than `SATURATED` of their core.
+    """
+
+    target: str
+    kind: Kind
+    question: str
+    round: int
+    requests: int
+    chunks: int
+    failed: int
+    wall_s: float
+    latency_p50_s: float
+    latency_p99_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    server_cpu_s: float
+    client_cpu_s: float
+    mock_cpu_s: float
+    saturated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A target that runs: where, and as which processes; the second pair is the paced one."""
+
+    target: Target
+    port: int
+    pid: int
+    paced_port: int
+    paced_pid: int
+
+
+class Bench:
+    """The mock, the client, and the targets that could be started."""
+
+    def __init__(self, stack: ExitStack, folder: Path, cores: Cores) -> None:
+        """Start mock and client on the second core; targets come to the first."""
+        self._stack, self._folder = stack, folder
+        self._server_core, self._client_core = cores
+        self.servers: list[Server] = []
+        self.missing: dict[str, str] = {}
+        command = [sys.executable, "-m", "bench.edge.mock"]
+        at = self._started("mock", command, "--port", self._client_core, {})
+        self._mock_port, self._mock_pid = at
+        self._client = Helper("client", self._client_core)
+        self._worker = Helper("worker", self._server_core)
+        stack.callback(stop, self._client.process)
+        stack.callback(stop, self._worker.process)
+
+    @property
+    def upstream(self) -> str:
+        """Where the mock is."""
+        return f"http://127.0.0.1:{self._mock_port}"
+
+    def add(self, target: Target) -> None:
+        """Start a target; one that does not come up is noted as missing."""
+        if target.command is None:
+            port, pid = self._mock_port, 0
+            self.servers.append(Server(target, port, pid, port, pid))
+            return
+        variables, core, flag = target.variables, self._server_core, target.port_flag
+        try:
+            at = self._started(target.name, target.command, flag, core, variables)
+            paced = at
+            if target.paced_command is not None:
+                name = f"{target.name} paced"
+                paced = self._started(name, target.paced_command, flag, core, variables)
+        except (OSError, RuntimeError) as error:
+            said = self._log(target.name).read_text(errors="replace").split("\n")
+            self.missing[target.name] = f"{error}: {' / '.join(said[-LAST_WORDS:])}"
+            return
+        self.servers.append(Server(target, *at, *paced))
+
+    def _started(
+        self,
+        name: str,
+        command: Sequence[str],
+        port_flag: str,
+        core: int | None,
+        variables: Mapping[str, str],
+    ) -> tuple[int, int]:
+        port = free_port()
+        command = [*command, port_flag, str(port)]
+        process = start(command, core, self._log(name), variables)
+        self._stack.callback(stop, process)
+        url = f"http://127.0.0.1:{port}{wire.PATH}"
+        wait_until_up(process, url, wire.body(1, stream=False))
+        return port, process.pid
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name.replace(' ', '-')}.log"
+
+    def ask(self, server: Server, question: Question, for_s: float, number: int) -> Row:
+        """Ask one question of one target."""
+        port, pid = (
+            (server.paced_port, server.paced_pid) if question.paced else (server.port, server.pid)
+        )
+        load = Load(
+            "127.0.0.1",
+            port,
+            question.tokens,
+            question.stream,
+            question.connections,
+            warm_s=for_s / 5,
+            for_s=for_s,
+            pace_ms=PACE_MS if question.paced else 0.0,
+            server=pid,
+            upstream=self._mock_pid,
+        )
+        return _row(server.target, question, number, self._client.ask(load, Measured))
+
+    def ask_worker(self, question: Question, for_s: float, number: int) -> Row:
+        """Let the simulated worker do by itself what the question asks for."""
+        work = Work(question.tokens, question.connections, for_s)
+        done = self._worker.ask(work, Done)
+        nothing = float("nan")
+        return Row(
+            WORKER,
+            Kind.NO_EDGE,
+            question.name,
+            number,
+            done.requests,
+            done.deltas,
+            0,
+            done.cpu_s,
+            *(nothing,) * 4,
+            done.cpu_s,
+            0.0,
+            0.0,
+            saturated=False,
+        )
+
+
+def _row(target: Target, question: Question, number: int, measured: Measured) -> Row:
+    latency_s, ttft_s = sorted(measured.latency_s), sorted(measured.ttft_s)
+    busy_s = measured.client_cpu_s + measured.upstream_cpu_s
+    return Row(
+        target.name,
+        target.kind,
+        question.name,
+        number,
+        len(latency_s),
+        measured.chunks,
+        measured.failed,
+        measured.wall_s,
+        quantile(latency_s, 0.5),
+        quantile(latency_s, 0.99),
+        quantile(ttft_s, 0.5),
+        quantile(ttft_s, 0.99),
+        measured.server_cpu_s,
+        measured.client_cpu_s,
+        measured.upstream_cpu_s,
+        busy_s > SATURATED * measured.wall_s,
+    )
+
+
+def quantile(ascending: Sequence[float], share: float) -> float:
+    """Return the value below which that share lies (nearest rank); NaN of nothing."""
+    if not ascending:
+        return float("nan")
+    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
+
+
+@contextmanager
+def opened(folder: Path, cores: Cores) -> Iterator[Bench]:
+    """Start mock and client; end them and every target."""
+    with ExitStack() as stack:
+        yield Bench(stack, folder, cores)
+
+
+def rounds(
+    bench: Bench,
+    asked: Sequence[Question],
+    *,
+    number: int,
+    for_s: float,
+    seed: int,
+    tell: Callable[[str], None],
+) -> Iterator[Row]:
+    """Yield the rows of that many rounds; in each, everybody is asked everything once."""
+    order = Random(seed)
+    turns = [(server, question) for server in bench.servers for question in asked]
+    for place in range(number):
+        order.shuffle(turns)
+        for done, (server, question) in enumerate(turns):
+            tell(f"round {place + 1}/{number}, {done + 1}/{len(turns)}: {server.target.name}")
+            yield bench.ask(server, question, for_s, place)
+        for question in asked:
+            if question.connections > 1 and not question.paced:
+                yield bench.ask_worker(question, for_s, place)

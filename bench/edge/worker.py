@@ -1,0 +1,84 @@
+"""What the simulated worker itself costs, without an edge: what `draftgate sim` has beside it.
+
+    python -m bench.edge.worker
+
+reads a `Work` as a line of JSON, does it, and answers with a line (`Done`).
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from typing import Final
+
+import msgspec
+
+from bench.edge.targets import INSTANT
+from bench.harness.processes import answer_lines
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.clock import LoopClock
+from draftgate.backends.sim.parts import serving_parts
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
+
+OFF: Final = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "measured alone")
+
+
+class Work(msgspec.Struct):
+    """Requests of so many tokens, so many at a time, for at least so long."""
+
+    tokens: int
+    sequences: int
+    for_s: float
+
+
+class Done(msgspec.Struct):
+    """What ended, and the CPU seconds it took."""
+
+    requests: int
+    deltas: int
+    cpu_s: float
+
+
+class Alone:
+    """A worker that is driven as fast as it can step."""
+
+    def __init__(self) -> None:
+        """Build the worker of `draftgate sim`."""
+        parts = serving_parts(WorkerConfig(profile=str(INSTANT), speculation="off"), LoopClock())
+        self._worker, self._executor = parts.worker, parts.executor
+        self._prompt = compact(parts.tokenizer.encode("Say something."))
+        self._numbers = count()
+
+    def do(self, work: Work) -> Done:
+        """Keep the batch full until the time is over, then let it run empty."""
+        done = Done(0, 0, 0.0)
+        began_s = time.process_time()
+        for _ in range(work.sequences):
+            self._submit(work.tokens)
+        while (plan := self._worker.plan(time.monotonic())) is not None:
+            result = self._executor.execute(plan)
+            for _, delta in self._worker.complete(plan, result, time.monotonic()):
+                done.deltas += 1
+                if delta.finish_reason is not None:
+                    done.requests += 1
+                    if time.process_time() - began_s < work.for_s:
+                        self._submit(work.tokens)
+        done.cpu_s = time.process_time() - began_s
+        return done
+
+    def _submit(self, tokens: int) -> None:
+        number = next(self._numbers)
+        sampling = SamplingParams(tokens, number)
+        request = GenerationRequest(str(number), self._prompt, sampling, OFF)
+        self._worker.submit(request, time.monotonic())
+
+
+def main() -> None:
+    """Do each piece of work that a line of standard input asks for."""
+    answer_lines(Work, Alone().do)
+
+
+if __name__ == "__main__":
+    main()

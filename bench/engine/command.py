@@ -1,0 +1,211 @@
+"""The engine's speed in one run: against the device's own, against `transformers`, and with drafts.
+
+    draftgate bench engine --json OUT [--profile OUT]
+
+Four parts (`--parts`), for each model and dtype:
+
+- `steps`: decode, verify and prefill steps over batch, context and draft slots, as shares of the
+  bandwidth and matrix rate measured in the same run, with `--exact`, and against `transformers`;
+- `replay`: decode speed with drafts of which a set share is right, over none;
+- `idle`: how much of a run of decode steps a GPU stands idle (nothing on a CPU);
+- `generation`: whole generations against those of `transformers`, outputs compared.
+
+Weights may be random: what a step costs does not depend on them. A busy machine is refused: what
+others use of memory's bandwidth is missing from the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench.engine.cases import GRIDS, Grid
+from bench.engine.device import Rates, measure_rates, release
+from bench.engine.exact import add_exact, measure_exact
+from bench.engine.generation import generation_worker, measure_generation
+from bench.engine.goals import judged
+from bench.engine.idle import measure_idle
+from bench.engine.models import MODELS, Model, make_model
+from bench.engine.ours import Ours, most_kv_tokens
+from bench.engine.profile import draft_costs, profile_of
+from bench.engine.random_model import MOST_PROMPT
+from bench.engine.serving import BATCHES
+from bench.engine.speedup import Replayed, measure_speedups
+from bench.engine.steps import measure_steps
+from bench.harness.provenance import provenance, require_quiet
+from draftgate.backends.engine.numerics import DEVICES, DTYPES, choose_device, fix_sums
+
+PARTS: Final = ("steps", "replay", "idle", "generation")
+DTYPES_MEASURED: Final = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
+
+
+@dataclass
+class Run:
+    """A run and its results.
+
+    Attributes:
+        rows: by part.
+        rates: what the device can do, by dtype.
+        profile: a `profile/1` of the first model and dtype.
+    """
+
+    facts: dict[str, Any]
+    device: torch.device
+    grid: Grid
+    asked: argparse.Namespace
+    rows: dict[str, list[dict[str, Any]]] = field(
+        default_factory=lambda: {part: [] for part in PARTS}
+    )
+    rates: dict[str, Rates] = field(default_factory=dict)
+    profile: dict[str, Any] | None = None
+
+    def measure(self, name: str, dtype: str) -> None:
+        """Measure one model in one dtype."""
+        with tempfile.TemporaryDirectory() as folder:
+            model = make_model(name, Path(folder), DTYPES[dtype], self.device)
+            rates, ours = self._rates(dtype), self._load(model)
+            for part in self.asked.parts:
+                rows = self._measure_part(part, ours, rates)
+                self.rows[part] += [{"model": name, "dtype": dtype, **row} for row in rows]
+            if self.asked.profile is not None and self.profile is None:
+                self.profile = profile_of(self.facts, model, ours.cost, self._drafts(model))
+
+    def _measure_part(self, part: str, ours: Ours, rates: Rates) -> list[dict[str, Any]]:
+        asked = self.asked
+        if part == "steps":
+            cases = list(self.grid.cases())
+            return measure_steps(ours, cases, rates, asked.rounds, alone=asked.exact)
+        if part == "replay":
+            replayed = Replayed(asked.acceptance, asked.lengths, asked.new_tokens, asked.runs)
+            return measure_speedups(ours, replayed, rates)
+        if part == "generation":
+            return measure_generation(ours, asked.new_tokens, asked.runs)
+        return measure_idle(ours, asked.new_tokens) if self.device.type == "cuda" else []
+
+    def _load(self, model: Model) -> Ours:
+        """Return the engine with room for the largest step and for the largest batch of texts."""
+        text_tokens = MOST_PROMPT + self.asked.new_tokens + max(self.asked.lengths)
+        return Ours.load(
+            model,
+            max(most_kv_tokens(list(self.grid.cases())), max(BATCHES) * text_tokens),
+            max(self.grid.longest, text_tokens),
+            exact=self.asked.exact,
+        )
+
+    def result(self) -> dict[str, Any]:
+        """Return the whole measurement."""
+        return {
+            **self.facts,
+            "rates": {
+                dtype: {
+                    "gb_per_s": round(1e-9 * rates.bytes_per_s, 1),
+                    "tflop_per_s": round(1e-12 * rates.flops_per_s, 3),
+                }
+                for dtype, rates in self.rates.items()
+            },
+            "goals": judged(self.device.type, self.rows),
+            **self.rows,
+        }
+
+    def compare_exact(self, name: str, dtype: str) -> None:
+        """Measure what exact bits cost on a GPU; the memory of what was measured is free again."""
+        asked = self.asked
+        if self.device.type == "cuda" and "steps" in asked.parts and not asked.exact:
+            exact = measure_exact(asked, self.grid, name, dtype, self.device.type)
+            plain = [r for r in self.rows["steps"] if (r["model"], r["dtype"]) == (name, dtype)]
+            add_exact(plain, exact)
+
+    def write(self) -> None:
+        """Write what was measured so far."""
+        _write(self.asked.json, self.result())
+        if self.profile is not None:
+            _write(self.asked.profile, self.profile)
+
+    def _rates(self, dtype: str) -> Rates:
+        if dtype not in self.rates:
+            self.rates[dtype] = measure_rates(self.device, DTYPES[dtype])
+        return self.rates[dtype]
+
+    def _drafts(self, model: Model) -> dict[str, Any]:
+        if model.directory is None:
+            return {}
+        return draft_costs(generation_worker(model, self.asked.new_tokens).proposers)
+
+
+def measure(asked: argparse.Namespace) -> Run:
+    """Measure everything that was asked for, and write it.
+
+    Raises:
+        SystemExit: the machine is busy, or there is no such model.
+        ValueError: there is no such device.
+    """
+    device = choose_device(asked.device)
+    if asked.exact and device.type == "cuda":
+        fix_sums()
+    facts = provenance(device)
+    require_quiet(facts, allow_busy=asked.allow_busy)
+    default = GRIDS[device.type]
+    grid = Grid(
+        asked.batches or default.batches,
+        asked.contexts or default.contexts,
+        asked.drafts or default.drafts,
+        asked.prefill or default.prefill_tokens,
+    )
+    run = Run(facts, device, grid, asked)
+    for name in asked.models or MODELS[device.type]:
+        for dtype in asked.dtypes or DTYPES_MEASURED[device.type]:
+            run.measure(name, dtype)
+            release(device)
+            run.write()  # what is there is kept, should what follows fail
+            run.compare_exact(name, dtype)
+            run.write()
+    return run
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="draftgate bench engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--json", type=Path, required=True, help="where the result goes")
+    add("--profile", type=Path, help="also write a profile/1 of the first model and dtype")
+    add("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add("--device", choices=DEVICES, default="auto")
+    add("--threads", type=int, help="default: as many as there are cores")
+    add("--models", nargs="+", help="shipped, random-82m, random-1b, random-8b, or directories")
+    add("--dtypes", nargs="+", choices=DTYPES)
+    add("--batches", nargs="+", type=int, help="of steps")
+    add("--contexts", nargs="+", type=int, help="tokens before the step")
+    add("--drafts", nargs="+", type=int, help="draft slots of a step")
+    add("--prefill", type=int, help="tokens of the prefill")
+    add("--rounds", type=int, default=15, help="of steps (default: 15)")
+    add("--acceptance", type=float, default=0.8, help="of replayed drafts (default: 0.8)")
+    add("--lengths", nargs="+", type=int, default=[1, 2, 3, 4, 6, 8], help="of replayed drafts")
+    add("--new-tokens", type=int, default=64, help="of replays and generations (default: 64)")
+    add("--runs", type=int, default=3, help="of replays and generations (default: 3)")
+    add("--exact", action="store_true", help="with the promise of exact bits; steps without peers")
+    add("--allow-busy", action="store_true", help="measure beside others all the same")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write the JSON."""
+    asked = _parser().parse_args(arguments)
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    run = measure(asked)
+    for goal in run.result()["goals"]:
+        print(goal)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,0 @@
-"""`draftgate bench engine`: everything about the engine's speed, in one run (`command.py`)."""
-
-from __future__ import annotations
-
-from bench.engine.engine.command import main
-
-__all__ = ["main"]

@@ -1,5 +1,0 @@
-"""`python -m bench.engine.engine`."""
-
-from bench.engine.engine import main
-
-main()

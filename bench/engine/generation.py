@@ -1,0 +1,231 @@
+"""Whole generations, end to end: every way of ours against every way of `transformers`.
+
+Greedy, the same prompts and the same number of tokens for everybody, prefill included; each round
+runs all in alternating order, medians count. Outputs are compared token for token with ours without
+drafts. A peer that does not work on this device says why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+from bench.engine.models import Model, StoredModel
+from bench.engine.ours import STEP_TOKENS, Ours
+from bench.engine.random_model import MOST_PROMPT
+from bench.engine.serving import BATCHES, Prompt, Serving, greedy_requests, in_batches
+from bench.engine.transformers import TransformersGenerate, continuous_batching
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.engine.load import LoadedEngine, load_engine
+from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_MODEL
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import RequestView, SpeculationMode
+
+OURS: Final = (
+    SpeculationMode.OFF,
+    SpeculationMode.NGRAM,
+    SpeculationMode.DRAFT_MODEL,
+    SpeculationMode.AUTO,
+)
+DRAFT_ROOM: Final = 2
+"""Times the memory of all prompts and outputs: pages of a draft model lie in it, too."""
+
+Generate = Callable[[Many[Prompt]], list[list[int]]]
+
+
+@dataclass
+class Participant:
+    """Somebody who generates, and what came of it.
+
+    Attributes:
+        is_peer: somebody else, who may not work on this device; we have to.
+        failed: why not.
+    """
+
+    generate: Generate
+    is_peer: bool = False
+    taken_s: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    failed: str | None = None
+
+    def run(self, prompts: Many[Prompt]) -> float:
+        """Generate and return the seconds; why a peer does not work is kept.
+
+        Raises:
+            Exception: ours did not.
+        """
+        if self.failed is not None:
+            return 0.0
+        started_s = time.perf_counter()
+        try:
+            self.outputs = self.generate(prompts)
+        except Exception as error:
+            if not self.is_peer:
+                raise
+            self.failed = reason(error)
+        return time.perf_counter() - started_s
+
+
+def measure_generation(ours: Ours, new_tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each participant and batch."""
+    rows: list[dict[str, Any]] = []
+    prompts = ours.model.prompts(max(BATCHES))
+    with ExitStack() as running:
+        serving = running.enter_context(Serving(_worker(ours, new_tokens)))
+        for batch in BATCHES:
+            with ExitStack() as alone:
+                who = _ours(serving, new_tokens) | _peers(alone, ours.model, batch, new_tokens)
+                groups = in_batches(prompts, batch)
+                _run_all(who, groups, rounds)
+            for row in _rows(who, batch, new_tokens * sum(map(len, groups))):
+                rows.append(row)
+                print({"model": ours.model.name, **row}, flush=True)
+    return rows
+
+
+def generation_worker(model: Model, new_tokens: int) -> LoadedEngine:
+    """Load a checkpoint as a server does, with all its proposers."""
+    longest = MOST_PROMPT + new_tokens
+    kv_bytes = model.config.kv_bytes_per_token(model.dtype.itemsize)
+    return load_engine(
+        WorkerConfig(
+            model=None if model.directory == SHIPPED_MODEL else str(model.directory),
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=model.device.type,
+            kv_bytes=DRAFT_ROOM * max(BATCHES) * longest * kv_bytes,
+            max_num_seqs=max(BATCHES),
+            max_step_tokens=STEP_TOKENS,
+        )
+    )
+
+
+def _worker(ours: Ours, new_tokens: int) -> LoadedEngine:
+    if ours.model.directory is None:
+        return ours.worker(speculation_policy("auto"), {})
+    return generation_worker(ours.model, new_tokens)
+
+
+def _ours(serving: Serving, new_tokens: int) -> dict[str, Participant]:
+    """Return our ways to generate: with each proposer the worker has, and as `auto` decides."""
+    modes = [SpeculationMode.OFF]
+    if serving.engine.proposers:
+        modes = [mode for mode in OURS if _offered(mode, serving.engine)]
+    return {
+        mode.value: Participant(partial(_generate, serving, mode, new_tokens)) for mode in modes
+    }
+
+
+def _offered(mode: SpeculationMode, engine: LoadedEngine) -> bool:
+    return mode in {SpeculationMode.OFF, SpeculationMode.AUTO} or mode.value in engine.proposers
+
+
+def _generate(
+    serving: Serving, mode: SpeculationMode, new_tokens: int, prompts: Many[Prompt]
+) -> list[list[int]]:
+    view = RequestView(len(prompts[0]), new_tokens, 0.0, mode)
+    plan = speculation_policy("auto").decide(view, serving.engine.worker.load())
+    made = serving.run(greedy_requests(prompts, new_tokens, plan))
+    return [made.outputs[str(index)] for index in range(len(prompts))]
+
+
+def _peers(running: ExitStack, model: Model, batch: int, new_tokens: int) -> dict[str, Participant]:
+    """Return what `transformers` has for a batch; of what cannot start, why."""
+    try:
+        if batch == 1:
+            return _one_by_one(model, new_tokens)
+        name, longest = "transformers, continuous batching", MOST_PROMPT + new_tokens
+        manager = running.enter_context(continuous_batching(model, batch, longest, new_tokens))
+        return {name: Participant(manager.generate, is_peer=True)}
+    except Exception as error:  # noqa: BLE001 - anything: it is somebody else's code
+        name = "transformers" if batch == 1 else "transformers, continuous batching"
+        return {name: Participant(_nothing, is_peer=True, failed=reason(error))}
+
+
+def _one_by_one(model: Model, new_tokens: int) -> dict[str, Participant]:
+    assistant = None
+    if model.directory == SHIPPED_MODEL:
+        assistant = StoredModel("draft", SHIPPED_DRAFT, model.dtype, model.device)
+    theirs = TransformersGenerate(model, new_tokens, assistant)
+    found = {"transformers": theirs.plain}
+    if model.directory is not None:
+        found["transformers, prompt lookup"] = theirs.prompt_lookup
+    if assistant is not None:
+        found["transformers, assisted"] = theirs.assisted
+    return {name: Participant(generate, is_peer=True) for name, generate in found.items()}
+
+
+def _run_all(who: dict[str, Participant], groups: list[list[Prompt]], rounds: int) -> None:
+    """Run everybody on every group of prompts, group by group."""
+    outputs: dict[str, list[list[int]]] = {}
+    for turn in range(rounds + 1):
+        seconds = dict.fromkeys(who, 0.0)
+        outputs = {name: [] for name in who}
+        for group in groups:
+            order = list(who.items())
+            for name, participant in order if turn % 2 else reversed(order):
+                seconds[name] += participant.run(group)
+                outputs[name] += participant.outputs
+        if turn:  # the first round warms up
+            for name, participant in who.items():
+                participant.taken_s.append(seconds[name])
+    for name, participant in who.items():
+        participant.outputs = outputs[name]
+
+
+def _rows(who: dict[str, Participant], batch: int, tokens: int) -> list[dict[str, Any]]:
+    plain = who[SpeculationMode.OFF.value]
+    rows: list[dict[str, Any]] = []
+    for name, participant in who.items():
+        row: dict[str, Any] = {"who": name, "batch": batch}
+        if participant.failed is not None:
+            rows.append(row | {"failed": participant.failed})
+            continue
+        row["tokens_per_s"] = round(tokens / median(participant.taken_s), 1)
+        row |= agreement(participant.outputs, plain.outputs)
+        if not participant.is_peer:
+            row["speedup_over"] = {
+                peer: round(_ratio(theirs, participant), 3)
+                for peer, theirs in who.items()
+                if theirs.is_peer and theirs.failed is None
+            }
+        rows.append(row)
+    return rows
+
+
+def _ratio(theirs: Participant, ours: Participant) -> float:
+    """Return how many times as long they took, the median of the rounds."""
+    pairs = zip(theirs.taken_s, ours.taken_s, strict=True)
+    return median(their_s / our_s for their_s, our_s in pairs)
+
+
+def agreement(outputs: Many[Many[int]], expected: Many[Many[int]]) -> dict[str, float]:
+    """Return the share of equal outputs, and of tokens before the first that differs."""
+    equal = [list(made) == list(due) for made, due in zip(outputs, expected, strict=True)]
+    before = sum(map(_common, outputs, expected))
+    tokens = sum(map(len, expected))
+    return {
+        "equal_outputs": round(sum(equal) / len(equal), 3),
+        "equal_tokens": round(before / tokens, 3),
+    }
+
+
+def _common(made: Many[int], due: Many[int]) -> int:
+    """Return how many tokens two outputs have in common at their beginnings."""
+    differing = (i for i, (a, b) in enumerate(zip(made, due, strict=False)) if a != b)
+    return next(differing, min(len(made), len(due)))
+
+
+def reason(error: Exception) -> str:
+    """Return an error in a line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _nothing(prompts: Many[Prompt]) -> list[list[int]]:
+    raise NotImplementedError

@@ -1,0 +1,146 @@
+"""The models that are measured: checkpoints, and shapes with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+
+from bench.engine.loading import random_checkpoint
+from bench.engine.random_model import (
+    LEAST_PROMPT,
+    LLAMA_SHAPES,
+    MOST_PROMPT,
+    RandomModel,
+    arbitrary_prompts,
+)
+from bench.harness.prompts import held_out_prompts
+from draftgate.backends.engine.config import ModelConfig, read_model_config
+from draftgate.backends.engine.weights import Weights, load_weights
+from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.tokenizer import Tokenizer
+
+SHAPE_82M: Final[dict[str, Any]] = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+SHIPPED: Final = "shipped"
+FILED_SHAPE: Final = "random-82m"
+MODELS: Final = {"cpu": (SHIPPED, FILED_SHAPE), "cuda": ("random-8b", "random-1b", SHIPPED)}
+"""What is measured by default, by type of device; the first one gives the profile."""
+
+
+class Model(Protocol):
+    """A model in one dtype on one device."""
+
+    @property
+    def name(self) -> str:
+        """What results call it."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer; the shipped one where it has none."""
+        ...
+
+    @property
+    def directory(self) -> Path | None:
+        """The checkpoint that a worker can load; None if it lacks weights or a tokenizer."""
+        ...
+
+    def weights(self, *, exact: bool) -> Weights:
+        """Return the weights, for products with or without the promise of exact bits."""
+        ...
+
+    def transformers(self) -> Any:
+        """Return the model of `transformers` with the same weights, new in each call.
+
+        Raises:
+            ImportError: `transformers` is not installed.
+        """
+        ...
+
+    def prompts(self, count: int) -> list[tuple[int, ...]]:
+        """Return prompts of `LEAST_PROMPT` to `MOST_PROMPT` tokens, always the same ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A checkpoint."""
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return read_model_config(self.path)
+
+    @property
+    def directory(self) -> Path | None:
+        return self.path if (self.path / "tokenizer.json").is_file() else None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.directory or SHIPPED_MODEL)
+
+    def weights(self, *, exact: bool) -> Weights:
+        return load_weights(self.path, self.config, self.dtype, device=self.device, exact=exact)
+
+    def transformers(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype)
+        return model.to(self.device).eval()
+
+    def prompts(self, count: int) -> list[tuple[int, ...]]:
+        if self.directory is None:
+            return arbitrary_prompts(self.config, count)
+        return held_out_prompts(self.tokenizer, count, least=LEAST_PROMPT, most=MOST_PROMPT)
+
+
+def make_model(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Model:
+    """Return a model by name, or by the directory of a checkpoint.
+
+    Args:
+        folder: an empty one, for what random models need on disk.
+
+    Raises:
+        SystemExit: there is no such model.
+    """
+    if name in LLAMA_SHAPES:
+        return RandomModel(name, folder, LLAMA_SHAPES[name], dtype, device)
+    if name == FILED_SHAPE:
+        return StoredModel(name, random_checkpoint(folder, **SHAPE_82M), dtype, device)
+    path = SHIPPED_MODEL if name == SHIPPED else Path(name)
+    if not path.is_dir():
+        known = ", ".join((SHIPPED, FILED_SHAPE, *LLAMA_SHAPES))
+        raise SystemExit(f"no model {name!r}: it is no directory, and the known ones are {known}")
+    return StoredModel(name, path, dtype, device)

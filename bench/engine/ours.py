@@ -1,0 +1,147 @@
+"""The engine around a model that is measured: its steps, and workers that run whole requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from bench.engine.cases import Case
+from bench.engine.device import device_elapsed_s, elapsed_s
+from bench.engine.models import Model
+from draftgate.backends.core.drafts import Draft
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.proposer import Proposer
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.core.worker import WorkerCore
+from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
+from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
+from draftgate.backends.engine.load import LoadedEngine, runner_for
+from draftgate.backends.engine.model import Decoder
+from draftgate.backends.engine.runner import ModelRunner
+from draftgate.backends.engine.served import ServedModel
+from draftgate.backends.engine.warmup import (
+    TIMED_CONTEXT,
+    TIMED_SLOTS,
+    TOKEN_BUCKETS,
+    measure_step_cost,
+)
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.speculation import Off
+from draftgate.policies.step_cost import StepCost
+from draftgate.policies.types import RequestView, WorkerLoad
+
+LEAST_LENGTH: Final = TIMED_CONTEXT + TIMED_SLOTS + 1
+"""Tokens of a sequence that measuring step costs takes."""
+
+MAX_SEQS: Final = 64
+STEP_TOKENS: Final = 2048
+"""Of workers here: a batch of prompts is prefilled in few steps, so that all decode together."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The engine with one model."""
+
+    model: Model
+    pool: KvPool
+    runner: ModelRunner
+    max_model_len: int
+
+    @classmethod
+    def load(cls, model: Model, most_tokens: int, longest: int, *, exact: bool = False) -> Ours:
+        """Load a model.
+
+        Args:
+            most_tokens: KV tokens of the pool.
+            longest: tokens of the longest sequence.
+            exact: promise exact bits.
+        """
+        longest = max(longest, LEAST_LENGTH)
+        most_tokens = max(most_tokens, longest)
+        # A block more for each sequence that ends within one.
+        blocks = -(-most_tokens // BLOCK_TOKENS) + MAX_SEQS
+        pool = KvPool(model.config, blocks, model.dtype, model.device)
+        for layer in pool.layers:
+            layer.uniform_(-1.0, 1.0)  # else it is one page of zeros, which fits any cache
+        decoder = Decoder(model.config, model.weights(exact=exact), longest)
+        return cls(model, pool, _runner(decoder, pool, longest), longest)
+
+    def exact(self) -> Ours:
+        """Return the engine that promises exact bits, over the same pool."""
+        decoder = Decoder(self.model.config, self.model.weights(exact=True), self.max_model_len)
+        runner = _runner(decoder, self.pool, self.max_model_len)
+        return Ours(self.model, self.pool, runner, self.max_model_len)
+
+    @cached_property
+    def cost(self) -> StepCost:
+        """What a worker measures at its start."""
+        buckets = ROW_BUCKETS if self.model.device.type == "cuda" else TOKEN_BUCKETS
+        most_sequences = min(MAX_SEQS, self.pool.num_blocks)
+        return measure_step_cost(self.runner, self.max_model_len, most_sequences, buckets)
+
+    def step_s(self, case: Case) -> float:
+        """Run a step: a forward pass and the choice of greedy tokens, read back."""
+        plan = step_plan(case, self.model.config.vocab_size)
+        return elapsed_s(self.model.device, lambda: self.runner.execute(plan))
+
+    def device_s(self, case: Case) -> float:
+        """Run a step on a GPU and return the device's own time."""
+        plan = step_plan(case, self.model.config.vocab_size)
+        launcher, launched = self.runner.launcher, list[Any]()
+        assert launcher is not None
+        taken_s = device_elapsed_s(
+            self.model.device, lambda: launched.append(launcher.launch(plan))
+        )
+        launcher.fetch(launched[0])
+        return taken_s
+
+    def worker(self, policy: SpeculationPolicy, proposers: dict[str, Proposer]) -> LoadedEngine:
+        """Return a worker of its own over the pool; only one may run at a time."""
+        scheduler = Scheduler(
+            SchedulerConfig(MAX_SEQS, STEP_TOKENS),
+            KvBlocks(self.pool.num_blocks, BLOCK_TOKENS),
+            policy,
+            proposers,
+            self.cost,
+        )
+        worker = WorkerCore(scheduler, self.model.tokenizer, self.max_model_len)
+        card = ModelCard(self.model.name, self.model.name, self.max_model_len, None, 0)
+        served = ServedModel(card, worker.admission)
+        return LoadedEngine(worker, self.runner, served, proposers)
+
+
+def _runner(decoder: Decoder, pool: KvPool, longest: int) -> ModelRunner:
+    """Return what runs steps of a decoder over a pool, those of the largest batch too."""
+    return runner_for(decoder, pool, max_num_seqs=MAX_SEQS, max_model_len=longest)
+
+
+def step_plan(case: Case, vocab_size: int) -> StepPlan:
+    """Return the step of a case, each sequence in blocks of its own."""
+    return StepPlan(tuple(_work(case, index, vocab_size) for index in range(case.batch)))
+
+
+def _work(case: Case, index: int, vocab_size: int) -> SequenceWork:
+    plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+    request = GenerationRequest(str(index), compact((1,)), sampling, plan)
+    sequence = Sequence.of(index, request, ResumedChoice(0, ()))
+    blocks = -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS)
+    sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))
+    tokens = tuple(token % vocab_size for token in range(1, case.tokens + 1))
+    start = case.context_tokens
+    if case.name == "prefill":
+        return SequenceWork(sequence, start, tokens, samples=True)
+    return SequenceWork(sequence, start, tokens[:1], samples=True, draft=Draft(tokens[1:]))
+
+
+def most_kv_tokens(cases: list[Case]) -> int:
+    """Return the KV tokens of the largest step, in whole blocks."""
+    return max(
+        case.batch * -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS) * BLOCK_TOKENS
+        for case in cases
+    )

@@ -1,0 +1,166 @@
+"""What drafts bring when a set share of them is right: decode speed of `replay` over `off`.
+
+The continuations are those of one run without drafts. Every length and `auto` then run the same
+prompts in the same rounds, and only steps in which the whole batch decodes count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from bench.engine.cases import weight_bytes
+from bench.engine.device import Rates
+from bench.engine.ours import Ours
+from bench.engine.replay import NAME, ReplayProposer, Tested
+from bench.engine.serving import (
+    BATCHES,
+    PLAIN,
+    Generation,
+    Prompt,
+    Serving,
+    greedy_requests,
+    in_batches,
+)
+from draftgate.backends.types import SpeculationOutcome
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation import MAX_DRAFT_TOKENS
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
+
+
+class Replayed(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        acceptance: chance that a draft token is right.
+        lengths: fixed lengths of drafts.
+        new_tokens: of each prompt.
+        rounds: of all policies; medians count.
+    """
+
+    acceptance: float
+    lengths: tuple[int, ...]
+    new_tokens: int
+    rounds: int
+
+
+@dataclass
+class _Runs:
+    """The rounds of one policy at one batch.
+
+    Attributes:
+        rates: tokens per second of each round; 0 where the prompts never all decoded at once.
+    """
+
+    rates: list[float] = field(default_factory=list)
+    outcome: SpeculationOutcome = field(default_factory=SpeculationOutcome)
+    tested: Tested = field(default_factory=Tested)
+    tokens: int = 0
+    equal: int = 0
+    outputs: int = 0
+
+
+def measure_speedups(ours: Ours, asked: Replayed, rates: Rates) -> list[dict[str, Any]]:
+    """Return a row for each policy and batch of a model."""
+    prompts = ours.model.prompts(max(BATCHES))
+    with Serving(ours.worker(speculation_policy("off"), {})) as plain:
+        made = plain.run(greedy_requests(prompts, asked.new_tokens, PLAIN))
+    known = {prompt: made.outputs[str(index)] for index, prompt in enumerate(prompts)}
+    rows = []
+    for batch in BATCHES:
+        runs = _run_all(ours, asked, in_batches(prompts, batch), known)
+        rows += [_row(ours, asked, rates, batch, name, runs) for name in runs]
+        for row in rows[-len(runs) :]:
+            print({"model": ours.model.name, **row}, flush=True)
+    return rows
+
+
+def _policies(asked: Replayed) -> dict[str, int]:
+    """Return the longest draft of each policy."""
+    fixed = {f"fixed:{length}": length for length in asked.lengths}
+    return {"off": 0, **fixed, "auto": MAX_DRAFT_TOKENS}
+
+
+def _run_all(
+    ours: Ours, asked: Replayed, groups: Many[Many[Prompt]], known: dict[Prompt, list[int]]
+) -> dict[str, _Runs]:
+    policies = _policies(asked)
+    runs = {name: _Runs() for name in policies}
+    vocab_size = ours.model.config.vocab_size
+    with ExitStack() as running:
+        servings = {}
+        for name in policies:
+            proposer = ReplayProposer.of(known.items(), asked.acceptance, vocab_size)
+            runs[name].tested = proposer.tested
+            engine = ours.worker(speculation_policy(name), {NAME: proposer})
+            servings[name] = running.enter_context(Serving(engine))
+        for turn in range(asked.rounds):
+            order = list(policies.items())
+            for name, longest in order if turn % 2 else reversed(order):
+                made = [_run(servings[name], group, longest, asked) for group in groups]
+                _count(runs[name], made, groups, known)
+    return runs
+
+
+def _run(serving: Serving, group: Many[Prompt], longest: int, asked: Replayed) -> Generation:
+    plan = PLAIN
+    if longest:
+        plan = SpeculationPlan("bench", SpeculationMode.AUTO, NAME, longest, "a benchmark")
+    return serving.run(greedy_requests(group, asked.new_tokens, plan))
+
+
+def _count(
+    runs: _Runs,
+    made: Many[Generation],
+    groups: Many[Many[Prompt]],
+    known: dict[Prompt, list[int]],
+) -> None:
+    """Add a round."""
+    windows = [each.decode_window for each in made]
+    tokens, seconds = (sum(parts) for parts in zip(*windows, strict=True))
+    runs.rates.append(tokens / seconds if seconds else 0.0)
+    for each, group in zip(made, groups, strict=True):
+        runs.outcome += each.outcome
+        for index, prompt in enumerate(group):
+            output = each.outputs[str(index)]
+            runs.tokens += len(output)
+            runs.outputs += 1
+            runs.equal += output == known[prompt]
+
+
+def _row(
+    ours: Ours, asked: Replayed, rates: Rates, batch: int, name: str, runs: dict[str, _Runs]
+) -> dict[str, Any]:
+    own, off = runs[name], runs["off"]
+    row: dict[str, Any] = {
+        "proposer": None if name == "off" else f"replay, acceptance {asked.acceptance}",
+        "policy": name,
+        "batch": batch,
+        "decode_tokens_per_s": round(median(own.rates), 1),
+        "equal_outputs": round(own.equal / own.outputs, 3),
+    }
+    rounds = zip(own.rates, off.rates, strict=True)
+    ratios = [mine / plain for mine, plain in rounds if mine and plain]
+    if name == "off":
+        if batch == 1:
+            row["share_of_bandwidth"] = round(_bandwidth_share(ours, median(own.rates), rates), 3)
+        return row
+    tested = own.tested
+    drafted = own.outcome.num_drafted_tokens
+    steps = own.tokens - own.outcome.num_accepted_tokens
+    return row | {
+        "speedup": round(median(ratios), 3) if ratios else None,
+        "acceptance": round(tested.acceptance or 0.0, 3),
+        "tested_tokens": tested.agreed + tested.rejected,
+        "accepted_of_drafted": round(own.outcome.num_accepted_tokens / max(drafted, 1), 3),
+        "tokens_per_step": round(own.tokens / steps, 3),
+    }
+
+
+def _bandwidth_share(ours: Ours, tokens_per_s: float, rates: Rates) -> float:
+    """Return the share of the bandwidth that reading the weights takes; the cache is extra."""
+    num_bytes = weight_bytes(ours.model.config, ours.model.dtype.itemsize)
+    return num_bytes * tokens_per_s / rates.bytes_per_s

@@ -1,0 +1,132 @@
+"""Steps of the engine against what the device allows and against `transformers`.
+
+Each round runs every step once with everybody, in alternating order; medians count. A step is one
+forward pass and the choice of the greedy token. Texts do not matter to a step's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from bench.engine.cases import Case, flops, read_bytes
+from bench.engine.device import Rates, release
+from bench.engine.models import Model
+from bench.engine.ours import Ours
+from bench.engine.transformers import TransformersSteps
+
+WARM_ROUNDS: Final = 2
+
+
+@dataclass
+class Contender:
+    """Somebody who runs steps, and what they took.
+
+    Attributes:
+        step_s: runs one and returns its seconds.
+        failed: why a case cannot be run, for want of memory.
+    """
+
+    step_s: Callable[[Case], float]
+    taken: dict[Case, list[float]] = field(default_factory=dict)
+    failed: dict[Case, str] = field(default_factory=dict)
+
+    def run(self, case: Case) -> None:
+        """Run a step, unless it failed before."""
+        if case in self.failed:
+            return
+        try:
+            self.taken.setdefault(case, []).append(self.step_s(case))
+        except torch.OutOfMemoryError:
+            self.failed[case] = "out of memory"
+            release(torch.device("cuda"))
+
+    def times(self, case: Case) -> list[float]:
+        """Return the seconds of each round behind the warm ones; none if it failed."""
+        return [] if case in self.failed else self.taken[case][WARM_ROUNDS:]
+
+
+def measure_steps(
+    ours: Ours, cases: list[Case], rates: Rates, rounds: int, *, alone: bool = False
+) -> list[dict[str, Any]]:
+    """Return a row for each case of a model.
+
+    Args:
+        alone: without peers, and without the promise of exact bits beside (`exact.py`).
+    """
+    contenders = _contenders(ours, alone=alone)
+    for turn in range(rounds + WARM_ROUNDS):
+        for case in cases:
+            order = list(contenders.values())
+            for contender in order if turn % 2 else reversed(order):
+                contender.run(case)
+    rows = [_row(ours.model, case, rates, contenders) for case in cases]
+    for row in rows:
+        print({"model": ours.model.name, **row}, flush=True)
+    return rows
+
+
+def _contenders(ours: Ours, *, alone: bool) -> dict[str, Contender]:
+    found = {"ours": Contender(ours.step_s)}
+    if ours.model.device.type == "cuda":
+        found["device"] = Contender(ours.device_s)
+    elif ours.model.dtype is not torch.float32 and not alone:
+        found["exact"] = Contender(ours.exact().step_s)
+    if not alone:
+        try:
+            found["transformers"] = Contender(TransformersSteps(ours.model).step_s)
+        except ImportError:
+            print("transformers is not installed: no comparison", flush=True)
+    return found
+
+
+def _row(
+    model: Model, case: Case, rates: Rates, contenders: dict[str, Contender]
+) -> dict[str, Any]:
+    if case in contenders["ours"].failed:
+        return {**case._asdict(), "failed": contenders["ours"].failed[case]}
+    ours = contenders["ours"].times(case)
+    row: dict[str, Any] = {
+        **case._asdict(),
+        "ms": round(1e3 * median(ours), 3),
+        "best_ms": round(1e3 * min(ours), 3),
+        "tokens_per_s": round(case.batch * case.tokens / median(ours), 1),
+    }
+    device_s = median(ours)
+    if "device" in contenders:
+        device_s = median(contenders["device"].times(case))
+        row["device_ms"] = round(1e3 * device_s, 3)
+    row |= _shares(model, case, rates, device_s)
+    if "exact" in contenders and case not in contenders["exact"].failed:
+        row["exact_over_plain"] = _ratio(contenders["exact"].times(case), ours)["median"]
+    if "transformers" in contenders:
+        theirs = contenders["transformers"]
+        if case in theirs.failed:
+            row["transformers_failed"] = theirs.failed[case]
+        else:
+            row["transformers_ms"] = round(1e3 * median(theirs.times(case)), 3)
+            ratio = _ratio(theirs.times(case), ours)
+            row |= {"speedup": ratio["median"], "speedup_quartiles": ratio["quartiles"]}
+    return row
+
+
+def _shares(model: Model, case: Case, rates: Rates, step_s: float) -> dict[str, float]:
+    """Return what the step is of the device's best: of its bandwidth, matrix rate and roofline."""
+    moving_s = read_bytes(model.config, case, model.dtype.itemsize) / rates.bytes_per_s
+    computing_s = flops(model.config, case) / rates.flops_per_s
+    return {
+        "share_of_bandwidth": round(moving_s / step_s, 3),
+        "share_of_matrix_rate": round(computing_s / step_s, 3),
+        "over_roofline": round(step_s / max(moving_s, computing_s), 3),
+    }
+
+
+def _ratio(theirs: list[float], ours: list[float]) -> dict[str, Any]:
+    """Return the median of the ratios of each round, and the quartiles."""
+    ratios = sorted(their / our for our, their in zip(ours, theirs, strict=True))
+    quartiles = [round(ratios[len(ratios) * quarter // 4], 3) for quarter in (1, 3)]
+    return {"median": round(median(ratios), 3), "quartiles": quartiles}

@@ -1,0 +1,1 @@
+"""Benchmarks of the gateway: what readers, overload, tracing and the store cost."""

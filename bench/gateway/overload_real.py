@@ -1,0 +1,289 @@
+"""Overload in real time, over HTTP, before a real server with the simulator.
+
+    draftgate bench overload --real --json OUT
+
+Requests come for a minute, at a few rates to find where goodput peaks, then at three times that
+rate. Each is a stream over plain HTTP. Who is refused comes back when it was told to, by
+`retry-after-ms` as OpenAI's clients do, or by the whole seconds of `Retry-After`
+(`--whole-seconds`), until it is let in. The figures are those of `overload.py`; beside them stand
+how long refusals took from request to answer, as the client saw it, and what the server's memory
+and queue grew to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import uvloop
+
+from bench.harness.processes import on_core, two_cores
+from bench.harness.servers import (
+    Server,
+    Watched,
+    allow_many_files,
+    live_samples,
+    quantiles,
+    served,
+    watched,
+)
+from bench.harness.studies import provenance, study_parser, write_results
+from bench.simulation.overload import TIMES
+from bench.simulation.overload_clients import OVERLOAD_S, PATIENCE, Client, Overload
+from bench.simulation.overload_figures import figures
+from draftgate.backends.base import WorkerConfig
+from draftgate.gateway.cli.environment import collect_environment
+from draftgate.loadgen.planning.plan import Load, make_plan
+from draftgate.loadgen.sending.sse import SseParser
+from draftgate.policies.types import ServiceLevel
+
+REFUSAL_GOAL_S: Final = 0.050
+REAL_FACTORS: Final = "0.7,0.85,1.0,1.2"
+FILES: Final = 8192
+TOO_MANY: Final = 429
+
+
+@dataclass(slots=True)
+class Attempts:
+    """What was seen of all attempts at one rate, beside what became of the clients.
+
+    Attributes:
+        refusal_s: seconds from each request that was refused to its answer.
+        queued, running: of each second's sample of the node.
+        broken: answers that were neither a whole stream nor a refusal, by what they were.
+    """
+
+    refusal_s: list[float] = field(default_factory=list)
+    queued: list[int] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    broken: dict[str, int] = field(default_factory=dict)
+
+    def note_broken(self, what: str) -> None:
+        """Count an answer that should not be."""
+        self.broken[what] = self.broken.get(what, 0) + 1
+
+
+class Crowd:
+    """The clients of one rate before a server. Times are seconds since the first could come."""
+
+    def __init__(self, overload: Overload, server: Server, args: Namespace) -> None:
+        """Begin with nothing sent."""
+        self._overload = overload
+        self._url = server.url
+        self._whole_seconds: bool = args.whole_seconds
+        self._began_s = 0.0
+        self.attempts = Attempts()
+
+    async def run(self, rate_rps: float) -> list[Client]:
+        """Return the clients of a minute at a rate, when all have ended.
+
+        Each rate has prompts of its own: the server keeps those of the rates before in its cache.
+        """
+        overload = self._overload
+        seed = round(1e3 * rate_rps) + overload.seed
+        load = Load(workload=overload.workload, rate_rps=rate_rps, duration_s=OVERLOAD_S, seed=seed)
+        plan = make_plan(load, max_model_len=overload.config.max_model_len)
+        clients = [Client(planned, planned.at_s or 0.0) for planned in plan.requests]
+        timeout = aiohttp.ClientTimeout(total=None)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            self._url, connector=connector, timeout=timeout
+        ) as session:
+            self._began_s = time.perf_counter()
+            await asyncio.gather(*(self._live(session, client) for client in clients))
+        return clients
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+    async def _live(self, session: aiohttp.ClientSession, client: Client) -> None:
+        """Come, and come back when told to, until let in."""
+        await asyncio.sleep(max(0.0, client.arrived_s - self._now_s()))
+        index = client.planned.index
+        service = self._overload.service(index)
+        asked = client.planned.request.body("")
+        del asked["model"]
+        body = json.dumps({**asked, "priority": service.priority, "ignore_eos": True}).encode()
+        path = "/v1/completions" if "prompt" in asked else "/v1/chat/completions"
+        headers = _targets(service)
+        while len(client.told) < PATIENCE:
+            headers["x-stainless-retry-count"] = str(len(client.told))
+            at_s = self._now_s()
+            async with session.post(path, data=body, headers=headers) as response:
+                if response.status != TOO_MANY:
+                    await self._read(client, at_s, response)
+                    return
+                self.attempts.refusal_s.append(self._now_s() - at_s)
+                await response.read()
+            retry_s = self._retry_s(response)
+            if client.told:
+                client.came.append((at_s, False))
+            client.told.append((at_s, retry_s))
+            await asyncio.sleep(retry_s)
+
+    async def _read(self, client: Client, at_s: float, response: aiohttp.ClientResponse) -> None:
+        """Read a stream that was let in, or note what else it is."""
+        if response.status != 200:
+            self.attempts.note_broken(f"status {response.status}")
+            return
+        if client.told:
+            client.came.append((at_s, True))
+        client.admitted_s = at_s
+        parser, usage, done, first_s = SseParser(), None, False, None
+        async for data in response.content.iter_any():
+            for event in parser.feed(data):
+                if event.data == b"[DONE]":
+                    done = True
+                    continue
+                first_s = self._now_s() if first_s is None else first_s
+                told = json.loads(event.data)
+                usage = told.get("usage") or usage
+                if "error" in told:  # after its status line: its wait was in vain
+                    self.attempts.note_broken(str(told["error"]["code"]))
+                    return
+        if not done or usage is None or first_s is None:
+            self.attempts.note_broken("cut")
+            return
+        # When it took its seat nobody tells over HTTP: a step or two before the first token.
+        client.scheduled_s = client.first_s = first_s
+        client.end_s, client.tokens = self._now_s(), usage["completion_tokens"]
+
+    def _retry_s(self, response: aiohttp.ClientResponse) -> float:
+        """Return the seconds a refusal tells; without any, one."""
+        milliseconds = response.headers.get("retry-after-ms")
+        if milliseconds is None or self._whole_seconds:
+            return float(response.headers.get("Retry-After", 1))
+        return float(milliseconds) / 1e3
+
+
+def _targets(service: ServiceLevel) -> dict[str, str]:
+    """Return the headers of a service level."""
+    headers = {"Content-Type": "application/json"}
+    for name, target_s in (("ttft", service.ttft_s), ("tpot", service.tpot_s)):
+        if target_s is not None:
+            headers[f"x-slo-{name}-ms"] = f"{target_s * 1e3:g}"
+    return headers
+
+
+@asynccontextmanager
+async def _sampled(server: Server, attempts: Attempts) -> AsyncIterator[None]:
+    """Note queue and batch of each second."""
+
+    async def note() -> None:
+        began_s = time.time()
+        async with aclosing(live_samples(server)) as samples:
+            async for sample in samples:
+                if sample["at_s"] >= began_s:
+                    attempts.queued.append(sample["queued"] + sample["waiting"])
+                    attempts.running.append(sample["running"])
+
+    task = asyncio.create_task(note())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _row(
+    overload: Overload, server: Server, args: Namespace, rate_rps: float
+) -> dict[str, Any]:
+    """Return the figures of one rate."""
+    crowd = Crowd(overload, server, args)
+    before_bytes = server.rss_bytes
+    async with watched(server) as seen, _sampled(server, crowd.attempts):
+        clients = await crowd.run(rate_rps)
+    row = {
+        **figures(overload, rate_rps, clients),
+        **_server(seen, crowd.attempts),
+        "rss_bytes_before": before_bytes,
+        "rss_bytes_after": server.rss_bytes,
+    }
+    print(row, flush=True)
+    return row
+
+
+def _server(seen: Watched, attempts: Attempts) -> dict[str, Any]:
+    """Return what the server took, and how soon it refused."""
+    return {
+        "refusals": len(attempts.refusal_s),
+        "refusal_s": quantiles(attempts.refusal_s) if attempts.refusal_s else None,
+        "queued": {"max": max(attempts.queued, default=0)},
+        "running": {"max": max(attempts.running, default=0)},
+        "broken": attempts.broken,
+        "server": seen.figures(),
+    }
+
+
+async def measure(overload: Overload, server: Server, args: Namespace) -> dict[str, Any]:
+    """Return the figures of all rates, and of three times the one where goodput peaks."""
+    factors = [float(factor) for factor in args.factors.split(",")]
+    rows = [await _row(overload, server, args, factor * args.rate) for factor in factors]
+    peak = max(rows, key=lambda row: row["goodput_rps"])
+    over = await _row(overload, server, args, TIMES * peak["rate_rps"])
+    refusal_s = over["refusal_s"]
+    return {
+        "rates": rows,
+        "peak": {key: peak[key] for key in ("rate_rps", "goodput_rps")},
+        "overload": {**over, "goodput_of_peak": over["goodput_rps"] / peak["goodput_rps"]},
+        "refused_in_time": refusal_s is not None and refusal_s["p99"] <= REFUSAL_GOAL_S,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print; for `draftgate bench overload --real`."""
+    parser = study_parser("overload", __doc__)
+    parser.add_argument("--real", action="store_true", help="in real time, over HTTP")
+    parser.add_argument("--rate", type=float, default=24.0, help="nominal requests a second")
+    parser.add_argument("--factors", default=REAL_FACTORS, help="of it, to find the peak")
+    parser.add_argument("--workload", default="chat")
+    parser.add_argument("--seats", type=int, default=32)
+    parser.add_argument("--ttft-ms", type=float, default=2000.0)
+    parser.add_argument("--tpot-ms", type=float, default=None)
+    parser.add_argument("--priorities", default="-1,0,1", help="of the classes")
+    parser.add_argument("--admission", default="deadline")
+    parser.add_argument("--whole-seconds", action="store_true", help="obey Retry-After alone")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    allow_many_files(FILES)
+    tpot_s = None if args.tpot_ms is None else args.tpot_ms / 1e3
+    services = tuple(
+        ServiceLevel(args.ttft_ms / 1e3, tpot_s, int(priority))
+        for priority in args.priorities.split(",")
+    )
+    config = WorkerConfig(profile=args.profile, max_num_seqs=args.seats, max_model_len=16_384)
+    overload = Overload(config, services, args.workload, args.seed, 1, args.admission)
+    flags = [
+        *("--profile", args.profile, "--max-num-seqs", str(args.seats)),
+        *("--max-model-len", str(config.max_model_len), "--admission", args.admission),
+    ]
+    theirs, ours = two_cores()
+    results: dict[str, Any] = {
+        "format": "overload-real/1",
+        **provenance("overload", arguments),
+        "device": collect_environment()["cpu"],
+        "load_before": os.getloadavg()[0],
+    }
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        served(flags, Path(scratch), theirs) as server,
+        on_core(ours),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        results |= runner.run(measure(overload, server, args))
+    write_results(args, results, "Overload over HTTP", ())
+
+
+if __name__ == "__main__":
+    main()

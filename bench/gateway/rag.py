@@ -1,0 +1,201 @@
+"""Questions over documents on the shipped model, without speculation and with `auto`.
+
+    draftgate bench rag --json OUT
+
+Two servers with the shipped model, one for each policy, embed the same passages; only one is asked
+at a time. In each round both get the same questions at the same instants, in turn, and who is first
+changes from round to round, so that what else the machine does meets both. A question is a plan,
+embeddings and an answer under one deadline (docs/guide/load-testing.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Final
+
+import uvloop
+from rich.console import Console
+
+from bench.harness.processes import on_core, two_cores
+from bench.harness.servers import Server, served
+from bench.harness.studies import provenance, study_parser, write_results
+from draftgate.gateway.cli.environment import collect_environment
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.measuring.hops import hops, hops_as_dict
+from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
+from draftgate.loadgen.measuring.slo import Z_95, attainment
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.planning.plan import Load
+from draftgate.loadgen.report.html import html_table
+from draftgate.loadgen.sending.run import Target, run_load
+from draftgate.loadgen.types import LoadRun, Record, Slo
+
+POLICIES: Final = ("off", "auto")
+KV_BYTES: Final = 512 << 20
+"""Of each server: 87,000 tokens of the shipped model, forty questions; by default each would take
+half of what is free."""
+
+COMPARED: Final = ("ttft_s", "tpot_s", "latency_s")
+
+
+def measure(servers: Mapping[str, Server], args: Namespace) -> dict[str, Any]:
+    """Return the summaries of all rounds, and what they come to together."""
+    rounds = list[dict[str, Any]]()
+    runs: dict[str, list[LoadRun]] = {policy: [] for policy in POLICIES}
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        for place in range(args.rounds):
+            load = _load(args, args.seed + place)
+            for policy in POLICIES if place % 2 == 0 else reversed(POLICIES):
+                target = Target(servers[policy].url)
+                before = os.getloadavg()[0]
+                run, _ = runner.run(run_load(load, target, Console(quiet=True)))
+                runs[policy].append(run)
+                told = {"policy": policy, "round": place, "load_before": before}
+                rounds.append({**told, "summary": summarize(run)})
+                print(told, _line(rounds[-1]["summary"]), flush=True)
+    off, auto = (runs[policy] for policy in POLICIES)
+    return {
+        "policies": {policy: together(runs[policy]) for policy in POLICIES},
+        "auto_to_off": {figure: paired(off, auto, figure) for figure in COMPARED},
+        "rounds": rounds,
+    }
+
+
+def together(runs: Sequence[LoadRun]) -> dict[str, Any]:
+    """Return the figures of all rounds of a policy."""
+    records = [record for run in runs for record in run.records]
+    counted = attainment(records)
+    found = {figure: distribution(values_of(METRICS[figure], records)) for figure in COMPARED}
+    return {
+        "requests": counted.requests,
+        "intact": counted.intact,
+        "attainment": counted.share,
+        "attainment_interval": list(counted.interval),
+        **{name: None if one is None else one.as_dict() for name, one in found.items()},
+        "hops": hops_as_dict(hops(records)),
+    }
+
+
+def paired(off: Sequence[LoadRun], auto: Sequence[LoadRun], figure: str) -> dict[str, Any] | None:
+    """Return the mean difference of a figure over the questions that both answered intact.
+
+    Auto less off, with its 95 % interval by the normal law (questions taken as independent), and
+    over the mean of off. None if fewer than two pairs have it.
+    """
+    pairs = [
+        (before, after)
+        for one, other in zip(off, auto, strict=True)
+        for before, after in _pairs(one, other, figure)
+    ]
+    if len(pairs) < 2:
+        return None
+    differences = [after - before for before, after in pairs]
+    mean, base = fmean(differences), fmean(before for before, _ in pairs)
+    half = Z_95 * stdev(differences) / sqrt(len(differences))
+    return {
+        "questions": len(pairs),
+        "mean": mean,
+        "interval": [mean - half, mean + half],
+        "relative": mean / base,
+    }
+
+
+def _pairs(off: LoadRun, auto: LoadRun, figure: str) -> Iterator[tuple[float, float]]:
+    """Yield the values of a round's questions under both policies."""
+    before, after = (_by_question(run.records, figure) for run in (off, auto))
+    for index in sorted(before.keys() & after.keys()):
+        yield before[index], after[index]
+
+
+def _by_question(records: Sequence[Record], figure: str) -> dict[int, float]:
+    return {
+        record.planned.index: value
+        for record in records
+        if record.verdict == Verdict.OK
+        for value in METRICS[figure].of(record)
+    }
+
+
+def _load(args: Namespace, seed: int) -> Load:
+    return Load(
+        workload="rag",
+        rate_rps=args.rate,
+        requests=args.requests,
+        slo=Slo(latency_s=args.deadline_ms / 1e3),
+        seed=seed,
+    )
+
+
+def _line(summary: Mapping[str, Any]) -> str:
+    latency_s, met = summary["latency_s"], summary["attainment"]
+    shown = "none whole" if latency_s is None else f"latency p50 {latency_s['p50']:.2f} s"
+    errors = summary["errors"]
+    return f"in time {met:.1%}, {shown}, errors {errors}, valid {summary['valid']}"
+
+
+def body(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of the page."""
+    yield "<h1>Questions over documents</h1>"
+    yield f"<p>{results['command']}, {results['commit']}, {results['date']}</p>"
+    rows = [
+        [policy, name, *(f"{figures[p] * 1e3:,.0f} ms" for p in ("p50", "p90", "p99")), share]
+        for policy, told in results["policies"].items()
+        for name, figures, share in _figure_rows(told)
+    ]
+    head = ["policy", "of", "p50", "p90", "p99", "of the deadline, p50"]
+    yield html_table(head, rows, words=(1,))
+
+
+def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, float], str]]:
+    """Yield latencies of the question and of its hops, where any were whole."""
+    if told["latency_s"] is not None:
+        yield f"question, {told['attainment']:.1%} in time", told["latency_s"], ""
+    for name, hop in told["hops"].items():
+        if hop["latency_s"] is not None:
+            yield name, hop["latency_s"], f"{hop['share']['p50']:.1%}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Start both servers, ask, print a line for each round, write what was asked for."""
+    parser = study_parser("rag", __doc__)
+    parser.add_argument("--rate", type=float, default=0.2, help="questions a second")
+    parser.add_argument("--requests", type=int, default=40, help="questions of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--deadline-ms", type=float, default=10_000.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    theirs, ours = two_cores()
+    results = {
+        "format": "rag/1",
+        **provenance("rag", arguments),
+        "device": collect_environment()["cpu"],
+        "threads": 1,
+        "load_before": os.getloadavg()[0],
+    }
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as opened:
+        servers = {
+            policy: opened.enter_context(
+                served(
+                    (*("--threads", "1", "--kv-bytes", str(KV_BYTES)), "--speculation", policy),
+                    Path(scratch),
+                    theirs,
+                    backend="engine",
+                )
+            )
+            for policy in POLICIES
+        }
+        with on_core(ours):
+            results |= measure(servers, args)
+    write_results(args, results, "Questions over documents", body(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Slow readers beside fast ones: what the fast ones notice, and what the slow ones cost.
+
+    draftgate bench readers --json OUT
+
+One real server process with the simulator (a step takes `--step-ms`, whoever is in it: what is
+measured is the host's work, not a device's) and a client process with plain sockets. In each round
+the fast ones read alone, then slow ones come, evenly over `--spread-s`; then all read for
+`--seconds`; then the slow ones read up to their ends, in the order in which they came. Slow ones
+read `--bytes-s` a second through a small window; each fourth reads nothing for 12 s, then 12 s'
+worth at once.
+
+Every stream, fast or slow, has to have the text that the same request gets in one piece, one
+finish reason, one `[DONE]`, and nothing behind it. A slow one was paused and resumed many times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import uvloop
+
+from bench.gateway.readers_clients import (
+    PROMPTS,
+    Crowd,
+    FastStream,
+    digest_of,
+    read_fast,
+    slow_prompt,
+)
+from bench.harness.processes import on_core, two_cores
+from bench.harness.servers import (
+    Server,
+    allow_many_files,
+    kernel_tcp_bytes,
+    live_samples,
+    quantiles,
+    served,
+    shaped_profile,
+    watched,
+)
+from bench.harness.studies import provenance, study_parser, write_results
+from draftgate.gateway.cli.environment import collect_environment
+
+PROMPT: Final = "def read_lines(path):\n"
+PHASES: Final = ("alone", "coming", "beside", "reading_up")
+GOAL: Final = 1.10
+"""Of the fast ones' median TPOT beside slow ones, against alone (issue 8)."""
+
+KV_BYTES: Final = 64 << 30
+"""Of the simulated device, which has no memory."""
+
+FILES: Final = 8192
+NOW_S: Final = 1.5
+"""A sample is no older; the node takes one each second."""
+
+
+async def _phase(name: str, server: Server, streams: list[FastStream], work: Any) -> dict[str, Any]:
+    """Do some work and return what the server took meanwhile, and what fast streams saw.
+
+    Streams count that began and ended within the phase.
+    """
+    began_s = time.perf_counter()
+    load_before = await _sample(server)
+    async with watched(server) as seen:
+        await work
+    ended_s = time.perf_counter()
+    whole = [one for one in streams if began_s <= one.began_s and one.ended_s <= ended_s]
+    return {
+        "phase": name,
+        "seconds": ended_s - began_s,
+        "streams": len(whole),
+        "tpot_s": quantiles([one.tpot_s for one in whole]) if whole else None,
+        "ttft_s": quantiles([one.ttft_s for one in whole]) if whole else None,
+        "worker_before": load_before,
+        "worker_after": await _sample(server),
+        **seen.figures(),
+    }
+
+
+async def _sample(server: Server) -> dict[str, Any]:
+    """Return what the node's sample of this second tells of its worker."""
+    async with aclosing(live_samples(server)) as samples:
+        async for sample in samples:
+            if sample["at_s"] > time.time() - NOW_S:
+                break
+    return {key: sample[key] for key in ("running", "waiting", "queued", "kv_usage")}
+
+
+@asynccontextmanager
+async def _fast(server: Server, args: Namespace, digest: str) -> AsyncIterator[list[FastStream]]:
+    """Keep the fast readers going."""
+    found: list[FastStream] = []
+    tasks = [
+        asyncio.create_task(read_fast(server.port, PROMPT, args.fast_tokens, digest, found))
+        for _ in range(args.fast)
+    ]
+    try:
+        yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _round(
+    server: Server, args: Namespace, digests: tuple[str, Sequence[str]]
+) -> dict[str, Any]:
+    fast_digest, slow_digests = digests
+    crowd = Crowd(server.port, args.slow, args.bytes_s, args.slow_tokens, args.spread_s)
+    rss_bytes = server.rss_bytes
+    async with _fast(server, args, fast_digest) as streams:
+        await asyncio.sleep(args.fast_tokens * args.step_ms / 1e3)
+        work = (
+            asyncio.sleep(args.seconds),
+            crowd.come(),
+            asyncio.sleep(args.seconds),
+            crowd.read_up(),
+        )
+        phases = []
+        for name, one in zip(PHASES, work, strict=True):
+            phases.append(await _phase(name, server, streams, one))
+            _show(phases[-1])
+    faults = [one.fault for one in streams if one.fault is not None]
+    return {
+        "rss_bytes_before": rss_bytes,
+        "rss_bytes_after": server.rss_bytes,
+        "fast_streams": len(streams),
+        "fast_faults": sorted(set(faults)),
+        "slow_streams": len(crowd.readers),
+        "slow_faults": crowd.faults(slow_digests),
+        "slow_chunks": sum(one.told.chunks for one in crowd.readers),
+        "slow_bytes": sum(one.read_bytes for one in crowd.readers),
+        "phases": phases,
+    }
+
+
+async def measure(server: Server, args: Namespace) -> dict[str, Any]:
+    """Return the rounds, and their summary."""
+    digests = (
+        await digest_of(server.port, PROMPT, args.fast_tokens),
+        await asyncio.gather(
+            *(digest_of(server.port, slow_prompt(n), args.slow_tokens) for n in range(PROMPTS))
+        ),
+    )
+    rows = []
+    for number in range(args.rounds):
+        row = {"round": number, **await _round(server, args, digests)}
+        rows.append(row)
+        _show_round(row)
+    return {"summary": summary(rows), "rounds": rows}
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fast ones' TPOT against alone, by phase (medians over rounds), and the memory.
+
+    That is the most of any round: a process keeps what the first one took for those after it.
+    """
+    phases = [{phase["phase"]: phase for phase in row["phases"]} for row in rows]
+
+    def against_alone(name: str, quantile: str) -> float | None:
+        both = [
+            (one[name]["tpot_s"], one["alone"]["tpot_s"])
+            for one in phases
+            if one[name]["tpot_s"] and one["alone"]["tpot_s"]
+        ]
+        return median(a[quantile] / b[quantile] for a, b in both) if both else None
+
+    ratios = {
+        name: {quantile: against_alone(name, quantile) for quantile in ("p50", "p99")}
+        for name in PHASES[1:]
+    }
+    beside = ratios["beside"]["p50"]
+    return {
+        "tpot_against_alone": ratios,
+        "goal": GOAL,
+        "met": beside is not None and beside <= GOAL,
+        "nothing_lost": not any(row["fast_faults"] or row["slow_faults"] for row in rows),
+        "rss_bytes_per_slow_reader": max(
+            (one["beside"]["rss_bytes"]["max"] - one["alone"]["rss_bytes"]["p50"])
+            / row["slow_streams"]
+            for one, row in zip(phases, rows, strict=True)
+        ),
+        "kernel_bytes_per_slow_reader": max(
+            (one["beside"]["kernel_tcp_bytes"]["max"] - one["alone"]["kernel_tcp_bytes"]["p50"])
+            / row["slow_streams"]
+            for one, row in zip(phases, rows, strict=True)
+        ),
+    }
+
+
+def _show(phase: dict[str, Any]) -> None:
+    tpot = phase["tpot_s"] or {"p50": math.nan, "p99": math.nan}
+    print(
+        f"{phase['phase']:>10}: TPOT p50 {tpot['p50'] * 1e3:.2f} p99 {tpot['p99'] * 1e3:.2f} ms"
+        f" of {phase['streams']} streams; RSS {phase['rss_bytes']['max'] / 1e6:.0f} MB;"
+        f" TCP {phase['kernel_tcp_bytes']['max'] / 1e6:.0f} MB; CPU {phase['cpu_share']:.2f};"
+        f" /health p99 {phase['health_s']['p99'] * 1e3:.1f} ms; {phase['worker_after']}",
+        flush=True,
+    )
+
+
+def _show_round(row: dict[str, Any]) -> None:
+    print(
+        f"faults: fast {row['fast_faults']} of {row['fast_streams']},"
+        f" slow {row['slow_faults']} of {row['slow_streams']};"
+        f" RSS afterwards {row['rss_bytes_after'] / 1e6:.0f} MB",
+        flush=True,
+    )
+
+
+def _flags(args: Namespace, folder: Path) -> list[str]:
+    sequences = args.slow + args.fast
+    profile = shaped_profile(folder, step_s=[args.step_ms / 1e3] * 2)
+    return [
+        *("--profile", str(profile), "--speculation", "off", "--kv-bytes", str(KV_BYTES)),
+        *("--max-num-seqs", str(args.seats or sequences), "--max-queued", str(sequences)),
+        *("--max-step-tokens", str(4 * sequences), "--queue-timeout-s", "600"),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print; for `draftgate bench readers`."""
+    parser = study_parser("readers", __doc__)
+    parser.add_argument("--slow", type=int, default=2000, help="slow readers")
+    parser.add_argument("--fast", type=int, default=50, help="fast readers")
+    parser.add_argument("--bytes-s", type=int, default=300, help="that a slow one reads a second")
+    parser.add_argument("--step-ms", type=float, default=30.0, help="of the simulated device")
+    parser.add_argument("--seats", type=int, default=0, help="of it; 0 has one for everybody")
+    parser.add_argument("--fast-tokens", type=int, default=150, help="of a fast one's stream")
+    parser.add_argument("--slow-tokens", type=int, default=800, help="of a slow one's stream")
+    parser.add_argument("--spread-s", type=float, default=60.0, help="in which slow ones come")
+    parser.add_argument("--seconds", type=float, default=30.0, help="alone, and with all")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args(arguments)
+    allow_many_files(FILES)
+    theirs, ours = two_cores()
+    results: dict[str, Any] = {
+        "format": "readers/1",
+        **provenance("readers", arguments),
+        "device": collect_environment()["cpu"],
+        "load_before": os.getloadavg()[0],
+        "kernel_tcp_bytes_before": kernel_tcp_bytes(),
+    }
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        served(_flags(args, Path(scratch)), Path(scratch), theirs) as server,
+        on_core(ours),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        results |= runner.run(measure(server, args))
+    print(results["summary"])
+    write_results(args, results, "Slow readers", ())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Clients of streams: fast ones in closed loops, and slow ones that trickle, or stop and go on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from bench.edge.client import Connection
+from draftgate.loadgen.sending.sse import SseParser
+
+SMALL_WINDOW_BYTES: Final = 4096
+"""SO_RCVBUF of slow readers: what they have not read waits on the server's side."""
+
+STOP_EVERY: Final = 4
+"""Each fourth slow reader takes nothing for `STOP_S`, then at once what others took meanwhile."""
+
+STOP_S: Final = 12.0
+TICK_S: Final = 1.0
+PROMPTS: Final = 100
+"""Different ones of the slow readers, so that few sequences share their blocks."""
+
+PATIENCE_S: Final = 300.0
+_MUCH: Final = 65536
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: object = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass(slots=True)
+class Told:
+    """What a stream has told so far; how the bytes came in pieces does not matter."""
+
+    parser: SseParser = field(default_factory=SseParser)
+    text: hashlib._Hash = field(default_factory=hashlib.sha256)
+    finished: int = 0
+    done: int = 0
+    errors: int = 0
+    chunks: int = 0
+    behind: int = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes of an answer."""
+        for event in self.parser.feed(data):
+            self.behind += self.done
+            if event.data == b"[DONE]":
+                self.done += 1
+                continue
+            told = _decode(event.data)
+            self.chunks += 1
+            self.errors += told.error is not None
+            for choice in told.choices:
+                self.text.update(choice.text.encode())
+                self.finished += choice.finish_reason is not None
+
+    def fault(self, digest: str) -> str | None:
+        """Return what is wrong with the whole of it; None if it is as it should be."""
+        if self.errors:
+            return "error"
+        if (self.finished, self.done, self.behind) != (1, 1, 0):
+            return f"{self.finished} finished, {self.done} done, {self.behind} behind"
+        return None if self.text.hexdigest() == digest else "another text"
+
+
+def request(prompt: str, tokens: int, *, stream: bool, version: str = "1.1") -> bytes:
+    """Return the bytes of a completion request."""
+    asked = {"prompt": prompt, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
+    body = json.dumps({**asked, "seed": 1}).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def slow_prompt(number: int) -> str:
+    """Return the prompt of a slow reader."""
+    return f"def part_{number % PROMPTS}(path):\n"
+
+
+async def digest_of(port: int, prompt: str, tokens: int) -> str:
+    """Return the SHA-256 of the text that a request gets, told in one piece."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request(prompt, tokens, stream=False, version="1.0"))
+    _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    text = json.loads(body)["choices"][0]["text"]
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FastStream:
+    """A stream that was read as it came. Seconds of `time.perf_counter`."""
+
+    began_s: float
+    ended_s: float
+    ttft_s: float
+    tpot_s: float
+    fault: str | None
+
+
+async def read_fast(
+    port: int, prompt: str, tokens: int, digest: str, found: list[FastStream]
+) -> None:
+    """Ask for one stream after another, until cancelled."""
+    loop = asyncio.get_running_loop()
+    asked = request(prompt, tokens, stream=True)
+    _, connection = await loop.create_connection(
+        lambda: Connection(asked, stream=True, patience_s=PATIENCE_S), "127.0.0.1", port
+    )
+    while True:
+        began_s = time.perf_counter()
+        latency_s, ttft_s = await connection.ask()
+        told = Told()
+        told.feed(bytes(connection.received))
+        tpot_s = (latency_s - ttft_s) / (tokens - 1)
+        found.append(FastStream(began_s, began_s + latency_s, ttft_s, tpot_s, told.fault(digest)))
+
+
+@dataclass(slots=True)
+class SlowReader:
+    """One slow reader.
+
+    Attributes:
+        bytes_s: what it reads a second.
+        told: what it was told.
+        read_bytes: what it has read.
+        ended: whether the server has closed the connection.
+    """
+
+    number: int
+    bytes_s: int
+    told: Told = field(default_factory=Told)
+    read_bytes: int = 0
+    ended: bool = False
+
+    async def live(self, port: int, asked: bytes, hurry: asyncio.Event, spread_s: float) -> None:
+        """Ask, read slowly until there is hurry, some time after that read up to the end.
+
+        Args:
+            spread_s: over which slow readers come and, in the same order, hurry.
+        """
+        loop = asyncio.get_running_loop()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_WINDOW_BYTES)
+            connection.setblocking(False)
+            await loop.sock_connect(connection, ("127.0.0.1", port))
+            await loop.sock_sendall(connection, asked)
+            while not hurry.is_set() and not self.ended:
+                stops = self.number % STOP_EVERY == 0
+                wait_s = STOP_S if stops else TICK_S
+                await _first_of(hurry, wait_s)
+                self._take(connection, int(self.bytes_s * wait_s))
+            await asyncio.sleep(spread_s)
+            while not self.ended:
+                self._feed(await loop.sock_recv(connection, _MUCH))
+
+    def _take(self, connection: socket.socket, most_bytes: int) -> None:
+        try:
+            self._feed(connection.recv(most_bytes))
+        except BlockingIOError:
+            return
+
+    def _feed(self, data: bytes) -> None:
+        self.ended = not data
+        self.read_bytes += len(data)
+        self.told.feed(data)
+
+
+async def _first_of(event: asyncio.Event, seconds: float) -> None:
+    """Wait for an event, for so long at most."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+@dataclass(slots=True)
+class Crowd:
+    """All slow readers, from the first that comes to the last that ends."""
+
+    port: int
+    number: int
+    bytes_s: int
+    tokens: int
+    spread_s: float
+    readers: list[SlowReader] = field(default_factory=list)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: deque[asyncio.Task[None]] = field(default_factory=deque)
+
+    async def come(self) -> None:
+        """Let them come one by one, evenly."""
+        began_s = time.perf_counter()
+        for number in range(self.number):
+            due_s = began_s + number / self.number * self.spread_s
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            reader = SlowReader(number, self.bytes_s)
+            self.readers.append(reader)
+            spread_s = number / self.number * self.spread_s
+            prompt = slow_prompt(number)
+            asked = request(prompt, self.tokens, stream=True, version="1.0")
+            life = reader.live(self.port, asked, self.hurry, spread_s)
+            self.tasks.append(asyncio.create_task(life))
+
+    async def read_up(self) -> None:
+        """Let them read to the end.
+
+        Raises:
+            OSError: a connection broke.
+        """
+        self.hurry.set()
+        await asyncio.gather(*self.tasks)
+
+    def faults(self, digests: Sequence[str]) -> dict[str, int]:
+        """Return how many streams are wrong, by what is wrong.
+
+        Args:
+            digests: of the texts that the prompts get.
+        """
+        found: dict[str, int] = {}
+        for reader in self.readers:
+            fault = reader.told.fault(digests[reader.number % PROMPTS])
+            if fault is not None:
+                found[fault] = found.get(fault, 0) + 1
+        return found

@@ -1,0 +1,221 @@
+"""What the state store costs a request: how long a reservation takes, and how many there can be.
+
+    draftgate bench store --redis redis://127.0.0.1:6379 --json OUT
+
+Lanes, each with one request at a time, reserve from eight workers through what a gateway has in
+front of Redis, and release; in memory and in Redis in turn, within each round. Told are the times
+that requests wait (a release is not waited for), requests per second of this process, commands per
+request by the server's own count (`INFO commandstats`), and the server's time for a script, which
+bounds what all gateways together can have. A pool of its own is used, and removed at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Final
+
+import uvloop
+
+from bench.harness.studies import provenance, study_parser, write_results
+from draftgate.gateway.cli.environment import collect_environment
+from draftgate.gateway.state.guarded import GuardedStore
+from draftgate.gateway.state.memory import MemoryStore
+from draftgate.gateway.state.redis.client import Connected, open_client
+from draftgate.gateway.state.redis.store import RedisStore
+from draftgate.gateway.state.store import LeaseCandidate, Store, WorkerReport, new_epoch
+from draftgate.loadgen.report.html import html_table
+from draftgate.policies.types import WorkerLoad
+
+LANES: Final = (1, 4, 16)
+WORKERS: Final = 8
+"""As many as a reservation chooses among (`gateway.dispatch.leases.MOST_OFFERS`)."""
+
+TOKENS: Final = 300
+LEASE_S: Final = 30.0
+REPORT_S: Final = 1.0
+
+
+@dataclass
+class Waits:
+    """What requests met.
+
+    Attributes:
+        seconds: for which each waited for its reservation.
+        degraded: reservations that were made without the store.
+        took_s: all of it.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    degraded: int = 0
+    took_s: float = 0.0
+
+    def told(self) -> dict[str, float]:
+        """Return the figures of a part of a round."""
+        ranked = sorted(self.seconds)
+        return {
+            "p50_us": ranked[len(ranked) // 2] * 1e6,
+            "p99_us": ranked[int(len(ranked) * 0.99)] * 1e6,
+            "requests_per_s": len(ranked) / self.took_s,
+            "degraded": self.degraded / len(ranked),
+        }
+
+
+class Subject:
+    """A store with workers in it, which go on reporting."""
+
+    def __init__(self, store: Store) -> None:
+        """Take a store."""
+        self.store = store
+        self._epoch = new_epoch(time.time(), "bench")
+        self._seq = 0
+        self.offers = [
+            LeaseCandidate(f"w{n}", self._epoch, float(n % 3), 0.01) for n in range(WORKERS)
+        ]
+
+    async def report(self) -> None:
+        """Tell of every worker once."""
+        self._seq += 1
+        load = WorkerLoad(0, 0, 8, 8, 0.0, 0.5, ())
+        for offer in self.offers:
+            report = WorkerReport(offer.worker_id, self._epoch, self._seq, load, 10**9)
+            await self.store.publish(report)
+
+    async def request(self, name: str, waits: Waits) -> None:
+        """Reserve for a request, and release."""
+        begun_s = time.perf_counter()
+        found = await self.store.reserve(name, TOKENS, self.offers, LEASE_S)
+        waits.seconds.append(time.perf_counter() - begun_s)
+        waits.degraded += found.degraded
+        await self.store.release((name,))
+
+    @asynccontextmanager
+    async def reporting(self) -> AsyncIterator[None]:
+        """Report every second while the context lasts."""
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(REPORT_S)
+                await self.report()
+
+        await self.report()
+        beating = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await asyncio.wait({beating})
+
+
+async def ask(subject: Subject, lanes: int, requests: int) -> Waits:
+    """Send so many requests over lanes; return what they met."""
+    waits, names = Waits(), iter(range(requests))
+
+    async def lane() -> None:
+        for name in names:
+            await subject.request(f"r{name}", waits)
+
+    async with subject.reporting():
+        begun_s = time.perf_counter()
+        await asyncio.gather(*(lane() for _ in range(lanes)))
+        waits.took_s = time.perf_counter() - begun_s
+    return waits
+
+
+async def commands(connected: Connected) -> tuple[int, float]:
+    """Return how many scripts the server has run, and for how many microseconds."""
+    told = await connected.client.info("commandstats")
+    found = told.get("cmdstat_evalsha", {"calls": 0, "usec": 0})
+    return int(found["calls"]), float(found["usec"])
+
+
+async def count(subject: Subject, connected: Connected, requests: int) -> dict[str, float]:
+    """Return commands per reservation and per release, and the server's time for a reservation.
+
+    Workers' reports include each lease by the next one, as they do where these are seldom.
+    """
+    await subject.report()
+    begun, begun_us = await commands(connected)
+    for number in range(requests):
+        found = await subject.store.reserve(f"c{number}", TOKENS, subject.offers, LEASE_S)
+        if found.lease is not None:
+            told = found.lease.number
+            subject.offers = [replace(offer, watermark=told) for offer in subject.offers]
+    reserved, reserved_us = await commands(connected)
+    await subject.store.release([f"c{number}" for number in range(requests)])
+    await subject.store.close()
+    released, _ = await commands(connected)
+    server_us = (reserved_us - begun_us) / (reserved - begun)
+    return {
+        "commands_per_reservation": (reserved - begun) / requests,
+        "commands_per_release": (released - reserved) / requests,
+        "server_us_per_reservation": server_us,
+        "reservations_per_s_of_the_server": 1e6 / server_us,
+    }
+
+
+async def measure(address: str, rounds: int, requests: int) -> dict[str, Any]:
+    """Return a row for each number of lanes, and the counts."""
+    pool, connected = f"bench-{os.getpid()}", open_client(address)
+
+    def guarded() -> GuardedStore:
+        return GuardedStore(RedisStore.at(address, pool, "bench"))
+
+    subjects = {"memory": Subject(MemoryStore(time.monotonic)), "redis": Subject(guarded())}
+    for subject in subjects.values():
+        await ask(subject, 1, requests // 10)  # scripts are loaded, connections made
+    rows = []
+    for lanes in LANES:
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
+        for _ in range(rounds):
+            for name, subject in subjects.items():
+                found[name].append((await ask(subject, lanes, requests)).told())
+        rows.append(row(lanes, found))
+        print(*(f"{name}={value}" for name, value in rows[-1].items()), flush=True)
+    await subjects["redis"].store.close()
+    counted = await count(Subject(guarded()), connected, requests)
+    keys = [key async for key in connected.client.scan_iter(f"draftgate:{{{pool}}}:*")]
+    await connected.client.unlink(*keys)
+    for close in connected.closing:
+        await close()
+    return {"rows": rows, "commands": {name: round(value, 3) for name, value in counted.items()}}
+
+
+def row(lanes: int, found: dict[str, list[dict[str, float]]]) -> dict[str, float]:
+    """Return the medians over rounds, and what Redis adds to memory, round by round."""
+    told: dict[str, float] = {"lanes": lanes}
+    pairs = list(zip(found["memory"], found["redis"], strict=True))
+    for name in ("p50_us", "p99_us"):
+        added = [redis[name] - memory[name] for memory, redis in pairs]
+        told[f"added_{name}"] = round(median(added), 1)
+        told[f"added_{name}_worst"] = round(max(added), 1)
+    redis = [one for _, one in pairs]
+    told["requests_per_s"] = round(median(one["requests_per_s"] for one in redis))
+    told["degraded_share"] = round(max(one["degraded"] for one in redis), 4)
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the files."""
+    parser = study_parser("store", __doc__, device=False)
+    parser.add_argument("--redis", required=True, help="address of a server, as for --join")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=2000, help="of each part of a round")
+    args = parser.parse_args(arguments)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(measure(args.redis, args.rounds, args.requests))
+    results = {
+        **provenance("store", arguments),
+        "device": collect_environment()["cpu"],
+        "load_average": os.getloadavg()[0],
+        **found,
+    }
+    print(*(f"{name}={value}" for name, value in found["commands"].items()))
+    columns = list(found["rows"][0])
+    table = html_table(columns, [[str(one[name]) for name in columns] for one in found["rows"]])
+    write_results(args, results, "What the state store costs a request", [table])

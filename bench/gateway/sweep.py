@@ -1,0 +1,168 @@
+"""Goodput of speculation policies on the shipped model, over real servers, in real time.
+
+    draftgate bench sweep --json OUT --html OUT --events FOLDER
+
+A server for each policy, one torch thread each, all of them on one core and the generator on
+another; only one is under load at a time, and an idle one costs nothing. First a closed loop finds
+out how much each can do, which warms it up, too; then all are asked at shares of what `off` can
+(`--shares`), in shuffled rounds: the load generator's sweep (`draftgate load sweep`). The questions
+are held-out code, which the shipped model was not trained on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+from rich.console import Console
+
+from bench.harness.processes import on_core, two_cores
+from bench.harness.servers import served
+from bench.harness.studies import provenance, study_parser
+from draftgate.gateway.cli.environment import collect_environment
+from draftgate.loadgen.cli.ending import write_json
+from draftgate.loadgen.measuring.metrics import intact
+from draftgate.loadgen.planning.plan import Load
+from draftgate.loadgen.report.sweep import finish
+from draftgate.loadgen.sending.run import Target, run_load
+from draftgate.loadgen.sweep.cells import Contender, in_order, numbers
+from draftgate.loadgen.sweep.run import Done, Sweep, run_sweep
+from draftgate.loadgen.types import Slo
+from training.corpus import held_out_files
+
+POLICIES: Final = "off,fixed:4,smartspec,auto"
+SHARES: Final = "0.4,0.6,0.8,1.0,1.25"
+"""Shares of what `off` completes in a closed loop: from light load to overload. The policies differ
+between three quarters and all of it (AMD EPYC Zen 4, 2 cores, 2026-11-21; see "Goodput" in
+bench/results/measurements.md)."""
+
+TTFT_MS, TPOT_MS = 1000.0, 25.0
+ANSWER_TOKENS, TEMPERATURE = 128, 0.8
+"""Those of the first curve, so that the two can be read side by side."""
+
+CLIENTS: Final = 8
+"""Of the closed loop that finds the rates: a batch at which `off` still meets its TPOT there."""
+
+ROUND_S: Final = 520.0
+"""26 s for each of 20 cells. Two rounds, with what drains behind each cell, four starts and four
+closed loops as long as a cell, stay below 25 minutes."""
+
+TEXT: Final = Path("held_out.txt")
+FLAGS: Final = (
+    *("--device", "cpu", "--threads", "1"),
+    *("--max-model-len", "2048", "--kv-bytes", "256MiB"),
+)
+
+
+@contextmanager
+def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[Contender]]:
+    """Run a server for each policy.
+
+    Raises:
+        RuntimeError: one does not start.
+    """
+    core = two_cores().servers
+    with ExitStack() as stack:
+        found = []
+        for policy in policies:
+            folder = scratch / policy.replace(":", "-")
+            folder.mkdir()
+            flags = [*FLAGS, "--speculation", policy]
+            server = stack.enter_context(served(flags, folder, core, backend="engine"))
+            found.append(Contender(policy, server.url))
+        yield found
+
+
+def load_of(args: Namespace, cells: int) -> Load:
+    """Return the load of a cell, of which a round has so many, but for its rate."""
+    return Load(
+        workload="code",
+        text_file=TEXT,
+        max_tokens=ANSWER_TOKENS,
+        temperature=TEMPERATURE,
+        slo=Slo.of_ms(TTFT_MS, TPOT_MS),
+        duration_s=args.round_s / cells,
+        seed=args.seed,
+    )
+
+
+async def capacity_rps(url: str, load: Load, console: Console) -> float:
+    """Return what a server completes per second while a closed loop keeps it busy.
+
+    Raises:
+        ValueError: it completes nothing, or was not given the time to.
+    """
+    closed = replace(load, concurrency=CLIENTS, slo=Slo())
+    run, _ = await run_load(closed, Target(url), console)
+    if run.interrupted or not intact(run.records):
+        raise ValueError(f"{url} completed nothing, or was interrupted")
+    return len(intact(run.records)) / run.duration_s
+
+
+async def measure(
+    contenders: Sequence[Contender], args: Namespace, console: Console
+) -> tuple[Sweep, Done, dict[str, float]]:
+    """Ask each for what it can do, find the rates if they are not given, and sweep them.
+
+    The capacities are by policy, in requests per second.
+    """
+    count = len(args.rates or args.shares)
+    load = load_of(args, count * len(contenders))
+    capacities = {c.name: await capacity_rps(c.url, load, console) for c in contenders}
+    console.print(f"requests/s that a closed loop completes: {capacities}")
+    most_rps = capacities[contenders[0].name]
+    rates = args.rates or [float(f"{share * most_rps:.2g}") for share in args.shares]
+    cells = tuple(in_order(contenders, rates, args.rounds, args.seed))
+    events = None if args.events is None else args.events.absolute()
+    sweep = Sweep(cells, replace(load, rate_rps=rates[0]), Target(""), folder=events)
+    return sweep, await run_sweep(sweep, console), capacities
+
+
+def _parser() -> ArgumentParser:
+    parser = study_parser("sweep", __doc__)
+    parser.add_argument("--policies", default=POLICIES, help="the first one sets the rates")
+    parser.add_argument("--rates", type=numbers, help="requests a second, instead of shares")
+    parser.add_argument("--shares", type=numbers, default=numbers(SHARES), help="of the capacity")
+    parser.add_argument("--rounds", type=int, default=2, help="each in an order of its own")
+    parser.add_argument("--round-s", type=float, default=ROUND_S, help="of sending, in its cells")
+    parser.add_argument("--events", type=Path, help="folder for the raw data of each cell")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print; for `draftgate bench sweep`."""
+    args = _parser().parse_args(arguments)
+    told: dict[str, Any] = {
+        **provenance("sweep", arguments),
+        "device": collect_environment()["cpu"],
+        "load_before": os.getloadavg()[0],
+    }
+    for name in ("json", "html", "events"):
+        path = getattr(args, name)
+        setattr(args, name, None if path is None else path.absolute())
+    policies = args.policies.split(",")
+    with tempfile.TemporaryDirectory() as scratch, contending(policies, Path(scratch)) as found:
+        text = "\n".join(p.read_text(encoding="utf-8", errors="ignore") for p in held_out_files())
+        (Path(scratch) / TEXT).write_text(text, encoding="utf-8")
+        with (
+            chdir(scratch),  # so that runs name their text without a folder
+            on_core(two_cores().ours),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            sweep, done, capacities = runner.run(measure(found, args, Console(stderr=True)))
+    result = finish(sweep, done, args.html)
+    if args.json is not None:
+        write_json(args.json, result | told | {"closed_loop_rps": capacities})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What benchmarks share: arguments, provenance, processes, servers, prompts."""

@@ -1,0 +1,157 @@
+"""Processes, the cores they run on, and the CPU time they took (Linux: /proc)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PROC: Final = Path("/proc")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+START_S: Final = 120.0
+"""Litellm takes 20 s to import what it needs, longer beside others."""
+
+STOP_S: Final = 5.0
+POLL_S: Final = 0.05
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process, its threads and its descendants, ended ones too.
+
+    In ticks of 10 ms: measure long enough.
+    """
+    return sum(map(_ticks, _tree(pid))) / _TICKS_PER_S
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    with suppress(OSError):  # it has ended
+        for task in (_PROC / str(pid) / "task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from _tree(int(child))
+
+
+def _ticks(pid: int) -> int:
+    try:
+        line = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return 0
+    # The name in parentheses may hold anything; utime, stime, cutime and cstime are fields 14-17.
+    return sum(map(int, line.rpartition(")")[2].split()[11:15]))
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cores(NamedTuple):
+    """Where the servers of a study run and where who asks them does; None on a machine of one."""
+
+    servers: int | None
+    ours: int | None
+
+
+def two_cores() -> Cores:
+    """Return the first and the last core that this process may run on."""
+    usable = sorted(os.sched_getaffinity(0))
+    return Cores(usable[0], usable[-1]) if len(usable) > 1 else Cores(None, None)
+
+
+@contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Run this process, and start others, on one core; None leaves it where it is."""
+    before = os.sched_getaffinity(0)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def start(
+    command: Sequence[str], core: int | None, log: Path, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a server on a core; what it says goes to a file."""
+    with on_core(core), log.open("wb") as out:
+        return subprocess.Popen(  # noqa: S603 - commands of this study
+            command, stdout=out, stderr=out, env={**os.environ, **variables}
+        )
+
+
+class Helper:
+    """A module of this study as a process that answers a line with a line."""
+
+    def __init__(self, module: str, core: int | None) -> None:
+        """Start it on a core."""
+        with on_core(core):
+            self.process = subprocess.Popen(  # noqa: S603 - our own module
+                [sys.executable, "-m", f"bench.edge.{module}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+
+    def ask(self, question: msgspec.Struct, answer: type[T]) -> T:
+        """Send a question and wait for its answer.
+
+        Raises:
+            msgspec.DecodeError: it ended instead.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(msgspec.json.encode(question) + b"\n")
+        self.process.stdin.flush()
+        return msgspec.json.decode(self.process.stdout.readline(), type=answer)
+
+
+def answer_lines(asked: type[Q], answer: Callable[[Q], msgspec.Struct]) -> None:
+    """Be a helper: answer every line of standard input."""
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(msgspec.json.encode(answer(msgspec.json.decode(line, type=asked))))
+        sys.stdout.buffer.write(b"\n")
+        sys.stdout.buffer.flush()
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str, body: bytes) -> None:
+    """Return once a server answers a request.
+
+    Raises:
+        RuntimeError: it ended, or did not answer in `START_S`.
+    """
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        with (
+            suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(request, timeout=5) as got,  # noqa: S310 - our own server
+        ):
+            if got.status == 200:
+                return
+        time.sleep(POLL_S)
+    raise RuntimeError("it ended" if process.poll() is not None else f"silent for {START_S:g} s")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server that was started here."""
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

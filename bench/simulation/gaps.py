@@ -1,0 +1,135 @@
+"""The gaps between tokens of a decode when long prompts arrive, by batching policy.
+
+    draftgate bench gaps --json OUT --html OUT
+
+32 sequences decode behind 4,096 tokens each; four prompts of 8,192 tokens come a second apart. What
+is shown is one of the decodes: each of its tokens, and how long after the one before it came. All
+requests promise the strict SLO of `draftgate bench capacity` as their time per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from bench.harness.studies import provenance, study_parser, write_results
+from bench.simulation.capacity import SLO_CONTEXT, SLO_SEQUENCES, slo_seconds
+from bench.simulation.lengths import Drawn
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.simulated import World
+from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
+from draftgate.loadgen.measuring.metrics import chunk_gaps_s, ttft_s
+from draftgate.loadgen.planning.traces import TraceRow
+from draftgate.loadgen.report.charts import COLOURS, FAILED, Chart
+from draftgate.loadgen.report.html import html_chart, html_table
+from draftgate.loadgen.types import PlannedRequest, Record, Slo
+
+BATCHINGS: Final = ("slack", "fixed:512", "prefill_first")
+
+LONG_TOKENS: Final = 8192
+LONG_AT_S: Final = (8.0, 9.0, 10.0, 11.0)
+"""The decodes are all under way by then: their prompts take 3 to 5 s (h100-8b)."""
+
+FROM_S, TO_S = 7.5, 12.5
+
+DECODED, ANSWERED = 700, 16
+"""Tokens of the answers: the decode that is watched has them until 12 s or more."""
+
+
+def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
+    """Simulate the decodes and the long prompts behind them."""
+    short = TraceRow(0.0, SLO_CONTEXT, DECODED)
+    longs = [TraceRow(at_s, LONG_TOKENS, ANSWERED) for at_s in LONG_AT_S]
+    drawn = Drawn((short,) * SLO_SEQUENCES + tuple(longs), seed=0)
+    planned = [
+        PlannedRequest(one.index, row.at_s, one.request)
+        for one, row in zip(drawn.planned(1.0, Slo(tpot_s=slo_s)), drawn.rows, strict=True)
+    ]
+    return simulate(Cluster(config, 1, World()), planned, to_job=drawn.job)
+
+
+def watched(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """Return instant and gap of each token of the last decode around the long prompts."""
+    record = records[SLO_SEQUENCES - 1]
+    ends_s = [chunk.at_s for chunk in record.chunks][1:]
+    told = zip(ends_s, chunk_gaps_s(record), strict=True)
+    return [(round(at_s, 4), round(gap_s, 5)) for at_s, gap_s in told if FROM_S <= at_s <= TO_S]
+
+
+def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
+    """Return the gaps over time, a line for each policy."""
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "marker": {"color": COLOURS[place], "size": 5},
+            "line": {"color": COLOURS[place], "width": 1},
+            "x": [at_s for at_s, _ in points],
+            "y": [gap_s * 1e3 for _, gap_s in points],
+        }
+        for place, (name, points) in enumerate(series.items())
+    ]
+    limit = {"color": FAILED, "width": 1, "dash": "dash"}
+    across = {"xref": "paper", "x0": 0, "x1": 1, "y0": slo_s * 1e3, "y1": slo_s * 1e3}
+    layout = {
+        "xaxis": {"title": {"text": "s since the start"}},
+        "yaxis": {"title": {"text": "gap before the token, ms"}, "rangemode": "tozero"},
+        "shapes": [{"type": "line", "line": limit, **across}],
+    }
+    at = ", ".join(f"{at_s:g}" for at_s in LONG_AT_S)
+    caption = f"Dashed: the promise, {slo_s * 1e3:.1f} ms. Prompts at {at} s."
+    return Chart("Gaps between tokens of a decode", caption, data, layout, wide=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate the policies, print a line for each, write what was asked for."""
+    parser = study_parser("gaps", __doc__)
+    parser.add_argument("--batching", default=",".join(BATCHINGS))
+    args = parser.parse_args(arguments)
+    slo_s = slo_seconds(load_profile(args.profile))["strict"]
+    series, rows = dict[str, list[tuple[float, float]]](), list[dict[str, Any]]()
+    for batching in args.batching.split(","):
+        config = WorkerConfig(
+            profile=args.profile,
+            speculation="off",
+            batching=batching,
+            max_model_len=32_768,
+            max_num_seqs=256,
+            max_step_tokens=LONG_TOKENS,
+        )
+        records = records_of(config, slo_s)
+        series[batching] = watched(records)
+        firsts_s = [ttft_s(record) for record in records[SLO_SEQUENCES:]]
+        longest_s = max(gap_s for _, gap_s in series[batching])
+        rows.append({"batching": batching, "longest_gap_s": longest_s, "prompt_ttft_s": firsts_s})
+        print(*_shown(rows[-1]))
+    results = {
+        "format": "gaps/1",
+        **provenance("gaps", arguments),
+        "profile": load_profile(args.profile).source,
+        "slo_s": slo_s,
+        "results": rows,
+        "gaps": series,
+    }
+    write_results(
+        args, results, "Gaps between tokens, simulated", _body(rows, chart(series, slo_s))
+    )
+
+
+def _shown(row: dict[str, Any]) -> list[str]:
+    firsts_s = [first_s for first_s in row["prompt_ttft_s"] if first_s is not None]
+    mean_ms = sum(firsts_s) / len(firsts_s) * 1e3
+    return [row["batching"], f"{row['longest_gap_s'] * 1e3:.0f}", f"{mean_ms:.0f}"]
+
+
+def _body(rows: list[dict[str, Any]], drawn: Chart) -> Iterator[str]:
+    yield "<h1>Long prompts among decodes</h1>"
+    yield f'<div class="charts">{html_chart(drawn)}</div>'
+    head = ["batching", "longest gap, ms", "mean TTFT of the long prompts, ms"]
+    yield html_table(head, list(map(_shown, rows)), __doc__ or "")
+
+
+if __name__ == "__main__":
+    main()

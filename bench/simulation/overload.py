@@ -1,0 +1,85 @@
+"""Overload: what is refused, when it is told to come back, and whether that was true.
+
+    draftgate bench overload --json OUT
+
+In virtual time, the gateway's own queue and admission before simulated workers. Requests come for a
+minute at rates up to three times the one at which goodput peaks; whoever is refused comes back when
+it was told to, until it is let in. Goodput counts requests whose first token came in time after the
+attempt that was let in, and whose tokens did. The earliest instant at which a refused client could
+have come is found in hindsight, by what requests really took (`earliest_s`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from bench.harness.studies import provenance, study_parser, write_results
+from bench.simulation.overload_clients import Overload
+from bench.simulation.overload_figures import figures
+from draftgate.backends.base import WorkerConfig
+from draftgate.policies.types import ServiceLevel
+
+FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)
+"""Offered rates, as multiples of the nominal one."""
+
+TIMES: Final = 3.0
+"""What is called overload: so many times the rate at which goodput peaks."""
+
+
+def measure(overload: Overload, nominal_rps: float) -> dict[str, Any]:
+    """Return the figures of all rates, and of three times the one where goodput peaks."""
+    rows = [
+        figures(overload, rate, overload.run(rate))
+        for rate in (factor * nominal_rps for factor in FACTORS)
+    ]
+    peak = max(rows, key=lambda row: row["goodput_rps"])
+    rate = TIMES * peak["rate_rps"]
+    over = figures(overload, rate, overload.run(rate))
+    return {
+        "rates": rows,
+        "peak": {key: peak[key] for key in ("rate_rps", "goodput_rps")},
+        "overload": {**over, "goodput_of_peak": over["goodput_rps"] / peak["goodput_rps"]},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print; for `draftgate bench overload`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--real" in given:
+        from bench.gateway import overload_real
+
+        overload_real.main(given)
+        return
+    parser = study_parser("overload", __doc__)
+    parser.add_argument("--rate", type=float, default=16.0, help="nominal requests a second")
+    parser.add_argument("--workload", default="chat")
+    parser.add_argument("--seats", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--ttft-ms", type=float, default=2000.0)
+    parser.add_argument("--tpot-ms", type=float, default=None)
+    parser.add_argument("--priorities", default="0", help="of the classes: --priorities=-1,0,1")
+    parser.add_argument("--admission", default="deadline")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    tpot_s = None if args.tpot_ms is None else args.tpot_ms / 1e3
+    overload = Overload(
+        WorkerConfig(profile=args.profile, max_num_seqs=args.seats, max_model_len=16_384),
+        tuple(
+            ServiceLevel(args.ttft_ms / 1e3, tpot_s, int(priority))
+            for priority in args.priorities.split(",")
+        ),
+        args.workload,
+        args.seed,
+        args.workers,
+        args.admission,
+    )
+    found = {**provenance("overload", arguments), **measure(overload, args.rate)}
+    for row in (*found["rates"], found["overload"]):
+        print(row)
+    write_results(args, found, "Overload", ())
+
+
+if __name__ == "__main__":
+    main()

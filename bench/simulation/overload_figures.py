@@ -1,0 +1,133 @@
+"""What is told of an overload: goodput, promises, classes, and what was feasible in hindsight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any, Final
+
+from bench.simulation.hindsight import Stay, starts_s
+from bench.simulation.overload_clients import Client, Overload
+
+WARM_SHARE: Final = 1 / 6
+"""Goodput is counted from this share of the overload to its end."""
+
+
+def goodput_rps(overload: Overload, clients: Sequence[Client]) -> float:
+    """Return the requests a second that were answered in time, while the overload lasted."""
+    warm_s = WARM_SHARE * overload.seconds
+    good = [
+        client
+        for client in clients
+        if client.met(overload.service(client.planned.index))
+        and warm_s <= (client.first_s or 0.0) < overload.seconds
+    ]
+    return len(good) / (overload.seconds - warm_s)
+
+
+def most_running(clients: Sequence[Client]) -> int:
+    """Return how many requests ran at once at most."""
+    changes = sorted(
+        change
+        for client in clients
+        if client.scheduled_s is not None and client.end_s is not None
+        for change in ((client.scheduled_s, 1), (client.end_s, -1))
+    )
+    most = running = 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return most
+
+
+def earliest_s(overload: Overload, clients: Sequence[Client]) -> list[tuple[Client, float]]:
+    """Return each client that was refused at first, and what it could have been told at least.
+
+    In hindsight: one line, by what requests really took, before as many seats as were ever taken
+    at once (`starts_s`). In it are all who were let in at once, and all who were booked and let in
+    when they came. A client could have come so early that, behind those before it, it starts just
+    within its target.
+    """
+    ones = [client for client in clients if client.told or client.admitted_s is not None]
+    stays = [_stay(overload, client) for client in ones]
+    starts = starts_s(stays, max(most_running(clients), 1))
+    return [
+        (client, max(start_s - stay.at_s - _allowed_s(overload, client), 0.0))
+        for client, stay, start_s in zip(ones, stays, starts, strict=True)
+        if client.told
+    ]
+
+
+def _stay(overload: Overload, client: Client) -> Stay:
+    """Return a client's place in hindsight, with a service if it was let in in its turn."""
+    in_turn = not client.told or (bool(client.came) and client.came[0][1])
+    service_s = 0.0
+    if in_turn and client.scheduled_s is not None and client.end_s is not None:
+        service_s = client.end_s - client.scheduled_s
+    at_s = client.told[0][0] if client.told else client.admitted_s or 0.0
+    return Stay(at_s, overload.service(client.planned.index).priority, service_s)
+
+
+def _allowed_s(overload: Overload, client: Client) -> float:
+    return overload.service(client.planned.index).ttft_s or 0.0
+
+
+def _retries(told: Sequence[tuple[Client, float]]) -> dict[str, Any]:
+    """Return the medians of what clients were told, and of what was feasible."""
+    if not told:
+        return {"retry_after_s": None, "earliest_feasible_s": None, "retry_over_earliest": None}
+    retry_s, feasible_s = median(c.told[0][1] for c, _ in told), median(f for _, f in told)
+    return {
+        "retry_after_s": {"p50": retry_s},
+        "earliest_feasible_s": {"p50": feasible_s},
+        "retry_over_earliest": retry_s / feasible_s if feasible_s else None,
+    }
+
+
+def figures(overload: Overload, rate_rps: float, clients: Sequence[Client]) -> dict[str, Any]:
+    """Return what is told of one rate."""
+    returns = [let_in for client in clients for _, let_in in client.came]
+    first = [client.came[0][1] for client in clients if client.came]
+    told = earliest_s(overload, clients)
+    return {
+        "rate_rps": rate_rps,
+        "requests": len(clients),
+        "goodput_rps": goodput_rps(overload, clients),
+        "refused_at_first": sum(bool(client.told) for client in clients),
+        "let_in_on_return": fmean(returns) if returns else None,
+        "let_in_on_first_return": fmean(first) if first else None,
+        **_retries(told),
+        "classes": [
+            _class(overload, clients, told, place) for place in range(len(overload.services))
+        ],
+    }
+
+
+def _class(
+    overload: Overload,
+    clients: Sequence[Client],
+    told: Sequence[tuple[Client, float]],
+    place: int,
+) -> dict[str, Any]:
+    """Return what became of one class of requests."""
+    service = overload.services[place]
+    own = [c for c in clients if c.planned.index % len(overload.services) == place]
+    returns = [let_in for client in own for _, let_in in client.came]
+    ended = [c for c in own if c.end_s is not None]
+    waits_s = sorted((c.first_s or 0.0) - c.arrived_s for c in ended)
+    in_time = [c for c in own if c.first_s is not None and c.first_s < overload.seconds]
+    return {
+        "priority": service.priority,
+        "ttft_target_s": service.ttft_s,
+        "tpot_target_s": service.tpot_s,
+        "requests": len(own),
+        "answered": len(ended),
+        "answered_during_overload": len(in_time),
+        "let_in_on_return": fmean(returns) if returns else None,
+        **_retries([one for one in told if one[0].planned.index % len(overload.services) == place]),
+        "attainment_of_answered": fmean(c.met(service) for c in ended) if ended else None,
+        "arrival_to_first_token_s": {
+            "p50": median(waits_s) if waits_s else None,
+            "max": waits_s[-1] if waits_s else None,
+        },
+    }

@@ -1,0 +1,185 @@
+"""What speculation policies give, from an idle worker to a saturated one, by workload.
+
+    draftgate bench policies --json OUT --html OUT
+
+One worker; rates are shares of what it does a second without speculation when everything is there
+at once. All policies meet the same requests, texts and noise, seed by seed, and begin with costs
+that are 30 % off, so differences are paired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.harness.studies import provenance, study_parser, write_results
+from bench.simulation.policies_report import body
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.recording import load_recording
+from draftgate.gateway.cli.simulate.experiment import Outcome, Setup, run_experiment
+from draftgate.gateway.cli.simulate.results import compared, estimates
+from draftgate.loadgen.planning.plan import Load
+from draftgate.loadgen.types import Slo
+
+PROMISED: Final = {
+    "code": Slo(0.5, 0.03),
+    "chat": Slo(2.0, 0.1),
+    "long_document": Slo(10.0, 0.1),
+    "mixed": Slo(0.5, 0.03),
+}
+"""What requests are promised: MLPerf Inference's limits for Llama 3.1 8B, interactive for code and
+server for chat, five times as long for the first token behind documents; `mixed` has classes."""
+
+REQUESTS: Final = {"code": 400, "chat": 1200, "long_document": 200, "mixed": 500}
+"""Of each run: so many that the batch is full for most of a saturated one."""
+
+SHARES: Final = (0.02, 0.3, 0.6, 0.85, 1.0, 1.2)
+"""Of the highest rate without speculation: idle, busy, and beyond what can be served."""
+
+BURST_RPS: Final = 1e5
+"""A rate at which everything is there at once."""
+
+BATCH_TIERS: Final = Path(__file__).parent / "batch_tiers.json"
+"""SGLang's default lengths by batch size (adaptive `num_steps`: 7 from 1 on, 3 from 8, 1 from 32, 0
+from 64), for `threshold_by_batch`."""
+
+FIXED: Final = ("fixed:1", "fixed:2", "fixed:4", "fixed:8")
+OTHERS: Final = ("smartspec", f"threshold_by_batch:{BATCH_TIERS}", "adaptive_verification")
+POLICIES: Final = ("off", *FIXED, *OTHERS, "auto", "oracle")
+
+JUDGED: Final = "latency_s.mean"
+"""What policies are compared by."""
+
+WITHIN: Final = 0.02
+"""A mean that much above another's is not told from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is the same for all cells.
+
+    Attributes:
+        share: of `REQUESTS`, how many each run has.
+    """
+
+    config: WorkerConfig
+    share: float
+    seeds: int
+
+    def cell(self, workload: str, rate_rps: float) -> dict[str, Any]:
+        """Simulate all policies under one load; return what each gave, and how `auto` compares."""
+        setup = self._setup(workload, rate_rps, POLICIES, self.seeds, PROMISED[workload])
+        outcomes = run_experiment(setup).outcomes
+        by_name = {_named(outcome.policy): outcome for outcome in outcomes}
+        return {
+            "workload": workload,
+            "rate_rps": rate_rps,
+            "policies": {name: _figures(outcome) for name, outcome in by_name.items()},
+            "auto": findings(by_name),
+        }
+
+    def highest_rps(self, workload: str) -> float:
+        """Return the requests per second without speculation when all are there at once."""
+        results = run_experiment(self._setup(workload, BURST_RPS, ("off",), 1, Slo()))
+        run = results.outcomes[0].run
+        assert run is not None
+        return len(run.records) / run.duration_s
+
+    def _setup(
+        self, workload: str, rate_rps: float, policies: Sequence[str], seeds: int, slo: Slo
+    ) -> Setup:
+        requests = max(int(self.share * REQUESTS[workload]), 1)
+        load = Load(workload=workload, rate_rps=rate_rps, requests=requests, slo=slo)
+        return Setup(load, self.config, tuple(policies), repeat=seeds)
+
+
+def findings(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """Return how `auto` compares with each of the others, and what of the oracle's gain it has.
+
+    `to_envelope` is its difference to the best fixed length, `relative` to that one's mean;
+    `at_envelope` whether that is at most `WITHIN`, or 0 is in its interval.
+    """
+    means = {name: estimates(outcome)[JUDGED].mean for name, outcome in outcomes.items()}
+    best = min(FIXED, key=means.__getitem__)
+    auto = outcomes["auto"]
+    differences = {
+        name: compared(auto, outcomes[name])[JUDGED] for name in outcomes if name != "auto"
+    }
+    gain = means["off"] - means["oracle"]
+    return {
+        "best_fixed": best,
+        "to_envelope": differences[best],
+        "at_envelope": _no_worse(differences[best], WITHIN),
+        "at_off": _no_worse(differences["off"], WITHIN / 2),
+        "differences": differences,
+        "share_of_oracle": (means["off"] - means["auto"]) / gain if gain > 0 else None,
+    }
+
+
+def _no_worse(difference: dict[str, Any], within: float) -> bool:
+    interval = difference["interval"]
+    return difference["relative"] <= within or (interval is not None and interval[0] <= 0.0)
+
+
+def _figures(outcome: Outcome) -> dict[str, Any]:
+    return {figure: value.as_dict() for figure, value in estimates(outcome).items()}
+
+
+def _named(policy: str) -> str:
+    """Return a policy's name without the folder of its file."""
+    name, _, argument = policy.partition(":")
+    return f"{name}:{Path(argument).name}" if "/" in argument else policy
+
+
+def cells(study: Study, workloads: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Simulate all loads, and print a line for each."""
+    for workload in workloads:
+        highest_rps = study.highest_rps(workload)
+        for share in SHARES:
+            cell = {"share": share, **study.cell(workload, share * highest_rps)}
+            print(workload, share, _line(cell["auto"]), flush=True)
+            yield cell
+
+
+def _line(auto: dict[str, Any]) -> str:
+    to = {name: f"{value['relative']:+.1%}" for name, value in auto["differences"].items()}
+    return f"best {auto['best_fixed']}, auto against {to}, of oracle {auto['share_of_oracle']}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate all workloads at all rates, print a line for each, write what was asked for."""
+    parser = study_parser("policies", __doc__)
+    parser.add_argument("--workloads", default=",".join(REQUESTS))
+    parser.add_argument("--requests", type=float, default=1.0, help="as a share of the usual ones")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--proposer", default="ngram")
+    args = parser.parse_args(arguments)
+    config = WorkerConfig(
+        profile=args.profile,
+        proposer=args.proposer,
+        max_model_len=32_768,
+        max_num_seqs=256,
+        max_step_tokens=2048,
+    )
+    study = Study(config, args.requests, args.seeds)
+    results = {
+        "format": "policies/1",
+        **provenance("policies", arguments),
+        "profile": load_profile(args.profile).source,
+        "acceptance": load_recording().source,
+        "settings": {
+            "requests": {name: int(args.requests * many) for name, many in REQUESTS.items()},
+            "seeds": args.seeds,
+            "proposer": args.proposer,
+            "promised": {name: [slo.ttft_s, slo.tpot_s] for name, slo in PROMISED.items()},
+        },
+        "cells": list(cells(study, args.workloads.split(","))),
+    }
+    write_results(args, results, "Speculation policies, simulated", body(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Routing: what policies give on recorded traffic, over numbers of workers, alike and mixed.
+
+    draftgate bench routing --trace FILE --json OUT --html OUT
+
+Windows of a trace, in its order, with its prefixes and its own bursts, at shares of the rate that
+the workers can sustain: what each gives with everything there at once, added up. Mixed ones are in
+turn an H200, two H100s, and one at half its speed. Policies meet the same requests, texts and
+noise; means of batches of requests are paired. Caches are empty where a window begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+from bench.harness.studies import provenance, study_parser, write_results
+from bench.simulation.recorded import Recorded
+from bench.simulation.routing_report import body, line
+from draftgate.backends.base import WorkerConfig
+from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.simulated import World
+from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
+from draftgate.gateway.cli.simulate.intervals import batch_means, differences, estimate
+from draftgate.loadgen.measuring.metrics import (
+    METRICS,
+    latency_s,
+    percentile,
+    tpot_s,
+    ttft_s,
+    values_of,
+)
+from draftgate.loadgen.measuring.slo import meets_slo
+from draftgate.loadgen.planning.traces import read_trace
+from draftgate.loadgen.sending.health import without_full_gc
+from draftgate.loadgen.types import Record, Slo
+
+POLICIES: Final = (
+    "round_robin",
+    "least_loaded",
+    "power_of_two",
+    "prefix_affinity",
+    "price",
+)
+OURS: Final = "price"
+
+
+class Kind(NamedTuple):
+    """Of a worker: its profile, and by what its times are multiplied."""
+
+    profile: str
+    slowness: float = 1.0
+
+
+CLUSTERS: Final = {
+    "equal": (Kind("h100-8b"),),
+    "mixed": (Kind("h200-8b"), Kind("h100-8b"), Kind("h100-8b"), Kind("h100-8b", 2.0)),
+}
+"""Workers in turn."""
+
+MAX_MODEL_LEN: Final = 131_072
+"""Longer requests of a trace are left out."""
+
+AT_ONCE: Final = 400
+AT_ONCE_RPS: Final = 1e5
+"""How many requests come at once where it is measured what a worker sustains: more than it has
+seats, so that it is full until most are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What is the same for all clusters.
+
+    Attributes:
+        recorded: as many requests as the windows of the largest cluster need.
+        each: requests of a window for each worker of a cluster.
+        windows: of the trace, one behind the other.
+    """
+
+    recorded: Recorded
+    each: int
+    config: WorkerConfig
+    slo: Slo
+    seed: int
+    windows: int = 1
+
+    @cache  # noqa: B019 - a study lives as long as the process
+    def sustained_rps(self, kind: Kind) -> float:
+        """Return the requests per second of one worker when everything is there at once."""
+        window = self.recorded.cut(0, AT_ONCE)
+        records = self._run("least_loaded", 1, (kind,), window, AT_ONCE_RPS)
+        return len(records) / max(record.end_s for record in records)
+
+    def cell(self, workers: int, mix: str, share: float) -> dict[str, Any]:
+        """Simulate all policies on a cluster; return what each gave, and how ours compares."""
+        kinds, count = CLUSTERS[mix], workers * self.each
+        sustained = [self.sustained_rps(kinds[n % len(kinds)]) for n in range(workers)]
+        rate_rps = share * sum(sustained)
+        windows = [self.recorded.cut(n * count, count) for n in range(self.windows)]
+        found = {
+            policy: [self._run(policy, workers, kinds, window, rate_rps) for window in windows]
+            for policy in POLICIES
+        }
+        return {
+            "workers": workers,
+            "cluster": mix,
+            "share": share,
+            "rate_rps": rate_rps,
+            "requests": count,
+            "policies": {policy: _told(runs) for policy, runs in found.items()},
+            "to_ours": {
+                policy: _difference(found[OURS], runs)
+                for policy, runs in found.items()
+                if policy != OURS
+            },
+        }
+
+    def _run(
+        self, routing: str, workers: int, kinds: Sequence[Kind], window: Recorded, rate_rps: float
+    ) -> list[Record]:
+        planned = window.planned(rate_rps, self.slo, self.seed)
+        rules = replace(EVERYBODY_WAITS, routing=routing)
+        world = World(self.seed, slowness=tuple(kind.slowness for kind in kinds))
+        profiles = tuple(kind.profile for kind in kinds)
+        cluster = Cluster(self.config, workers, world, rules, profiles)
+        records = simulate(cluster, planned, to_job=window.job)
+        gc.collect()  # a cluster that has stopped goes in circles: 90 kB for each of its requests
+        return records
+
+
+def _told(runs: Sequence[Sequence[Record]]) -> dict[str, Any]:
+    """Return the means of a policy's figures over the windows, and those of each."""
+    windows = [figures(records) for records in runs]
+    means = {name: fmean(told[name] for told in windows) for name in windows[0]}
+    return {**means, "windows": windows}
+
+
+def figures(records: Sequence[Record]) -> dict[str, float]:
+    """Return what a policy gave: times, goodput, how much was cached, how unequal workers were."""
+    ttfts_s, tpots_s = (sorted(values_of(METRICS[key], records)) for key in ("ttft_s", "tpot_s"))
+    schedule_s = max(record.scheduled_s for record in records)
+    usages = [record.usage or {} for record in records]
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    tokens: dict[str, int] = {}
+    for record, usage in zip(records, usages, strict=True):
+        worker = str((record.metrics or {})["worker_id"])
+        used = usage["prompt_tokens"] + usage["completion_tokens"]
+        tokens[worker] = tokens.get(worker, 0) + used
+    return {
+        "ttft_p50_s": percentile(ttfts_s, 0.5),
+        "ttft_p99_s": percentile(ttfts_s, 0.99),
+        "tpot_p50_s": percentile(tpots_s, 0.5),
+        "tpot_p99_s": percentile(tpots_s, 0.99),
+        "latency_mean_s": sum(map(latency_s, records)) / len(records),
+        "attainment": sum(map(meets_slo, records)) / len(records),
+        "goodput_rps": sum(map(meets_slo, records)) / schedule_s,
+        "cached": cached / sum(usage["prompt_tokens"] for usage in usages),
+        "imbalance": max(tokens.values()) * len(tokens) / sum(tokens.values()),
+    }
+
+
+def _difference(
+    ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
+) -> dict[str, Any]:
+    """Return our mean figures less theirs, batch by batch of the same requests."""
+    found = {}
+    for name, value in COMPARED.items():
+        pairs = [
+            [mean for records in runs for mean in batch_means([value(one) for one in records])]
+            for runs in (ours, theirs)
+        ]
+        difference = estimate(differences(*pairs))
+        if difference is not None:
+            found[name] = difference.as_dict()
+    return found
+
+
+COMPARED: Final[dict[str, Callable[[Record], float | None]]] = {
+    "latency_s": latency_s,
+    "ttft_s": ttft_s,
+    "tpot_s": tpot_s,
+    "attainment": lambda record: float(meets_slo(record)),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate all clusters, print a line for each policy, write what was asked for."""
+    args = _parser().parse_args(arguments)
+    config = WorkerConfig(
+        proposer="ngram",
+        speculation=args.speculation,
+        max_num_seqs=256,
+        max_model_len=MAX_MODEL_LEN,
+        max_step_tokens=2048,
+    )
+    counts = [int(text) for text in args.workers.split(",")]
+    shares = [float(text) for text in args.shares.split(",")]
+    rows = read_trace(args.trace)
+    needed = max(max(counts) * args.requests * args.windows, AT_ONCE)
+    recorded = Recorded.of(rows, min(needed, len(rows)), MAX_MODEL_LEN)
+    slo = Slo.of_ms(args.slo_ttft_ms, args.slo_tpot_ms)
+    study = Study(recorded, args.requests, config, slo, args.seed, args.windows)
+    mixes = args.clusters.split(",")
+    with without_full_gc():
+        cells = list(_cells(study, mixes, counts, shares))
+    kinds = dict.fromkeys(kind for mix in mixes for kind in CLUSTERS[mix])
+    results = {
+        "format": "routing/2",
+        **provenance("routing", arguments),
+        "profiles": {name: load_profile(name).source for name in {one.profile for one in kinds}},
+        "settings": {
+            "trace": args.trace.name,
+            "requests": args.requests,
+            "windows": args.windows,
+            "sustained_rps": {
+                f"{kind.profile} x {kind.slowness:g}": study.sustained_rps(kind) for kind in kinds
+            },
+            "speculation": args.speculation,
+            "slo_s": [slo.ttft_s, slo.tpot_s],
+            "seed": args.seed,
+        },
+        "cells": cells,
+    }
+    title = f"Routing, {args.trace.stem}, simulated"
+    write_results(args, results, title, body(title, results))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = study_parser("routing", __doc__, device=False)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--workers", default="8,16,32,64")
+    parser.add_argument("--clusters", default=",".join(CLUSTERS))
+    parser.add_argument("--requests", type=int, default=100, help="of a window, for each worker")
+    parser.add_argument("--windows", type=int, default=1, help="of the trace")
+    parser.add_argument("--shares", default="0.9", help="of the rate that is sustained")
+    parser.add_argument("--speculation", default="auto")
+    parser.add_argument("--slo-ttft-ms", type=float, default=2000.0)
+    parser.add_argument("--slo-tpot-ms", type=float, default=50.0)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def _cells(
+    study: Study, mixes: Sequence[str], counts: Sequence[int], shares: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    """Simulate every cluster at every share, and print what each policy gave."""
+    for mix, workers, share in product(mixes, counts, shares):
+        cell = study.cell(workers, mix, share)
+        for policy in cell["policies"]:
+            print(*line(cell, policy), flush=True)
+        yield cell
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Two clients that are honest, about two servers that are: `aiperf` and ours, in turn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from bench.harness.processes import (
+    Cores,
+    free_port,
+    on_core,
+    start,
+    stop,
+    two_cores,
+    wait_until_up,
+)
+from bench.tool_comparison.asking import MOCK_COMMAND, ONE_CHAT, ask
+from bench.tool_comparison.cases import CASES, RATE
+from bench.tool_comparison.rivals import python_of
+from bench.tool_comparison.tools import (
+    OURS,
+    Figures,
+    Tool,
+    aiperf_command,
+    read_aiperf,
+    read_ours,
+    tools,
+)
+from draftgate.backends.shipped import SHIPPED_MODEL_ID
+
+GOAL: Final = 0.02
+"""By how much the two may differ (issue 9)."""
+
+PAIRS: Final = {
+    "ttft": ("ttft_p50_ms", "ttft_p50_ms"),
+    "tpot": ("itl_p50_ms", "tpot_p50_ms"),
+    "latency": ("latency_p50_ms", "latency_p50_ms"),
+    "requests": ("requests_rps", "requests_rps"),
+    "tokens": ("tokens_per_s", "tokens_per_s"),
+}
+"""What is compared, medians and rates: aiperf's name and ours. Its ITL is our TPOT."""
+
+PROMPT: Final = "import asyncio\n\nclass Server:\n    def __init__(self, host, port):\n"
+TOKENS: Final = 64
+REQUESTS: Final = 60
+REAL_RATE: Final = 4.0
+"""Requests per second: the shipped model has time for each of them."""
+
+_SERVE: Final = (sys.executable, "-m", "draftgate", "serve")
+
+
+def agreement(environments: Path, rounds: int) -> list[dict[str, Any]]:
+    """Return the rounds on each server, and by how much ours differs from aiperf's, medians."""
+    if not python_of(environments, "aiperf").exists():
+        return []
+    cores = two_cores()
+    return [
+        _compared("mock", _mock_tools(environments), rounds, cores),
+        _compared("draftgate serve", _real_tools(environments), rounds, cores),
+    ]
+
+
+def _mock_tools(environments: Path) -> list[Tool]:
+    return [tool for tool in tools(environments) if tool.name in {OURS, "aiperf"}]
+
+
+def _real_tools(environments: Path) -> list[Tool]:
+    """Return the two with one question: at temperature 0, so that its answer is the same."""
+
+    def ours(_: object, url: str, folder: Path) -> Sequence[str]:
+        return [
+            *(sys.executable, "-m", "loadgen", url, "--completions", "--prompt", PROMPT),
+            *("--max-tokens", str(TOKENS), "--temperature", "0", "--rate", f"{REAL_RATE:g}"),
+            *("--arrival", "constant", "--requests", str(REQUESTS)),
+            *("--json", str(folder / "ours.json")),
+        ]
+
+    def aiperf(_: object, url: str, folder: Path) -> Sequence[str]:
+        questions = folder / "questions.jsonl"
+        questions.write_text(json.dumps({"text": PROMPT}) + "\n", encoding="utf-8")
+        return [
+            *aiperf_command(environments, SHIPPED_MODEL_ID, url, folder),
+            *("--endpoint-type", "completions", "--input-file", str(questions)),
+            *("--custom-dataset-type", "single_turn", "--request-rate", f"{REAL_RATE:g}"),
+            *("--arrival-pattern", "constant", "--request-count", str(REQUESTS)),
+            *("--extra-inputs", f"max_tokens:{TOKENS}", "--extra-inputs", "temperature:0"),
+        ]
+
+    return [Tool(OURS, ours, read_ours), Tool("aiperf", aiperf, read_aiperf)]
+
+
+def _compared(server: str, pair: Sequence[Tool], rounds: int, cores: Cores) -> dict[str, Any]:
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch, _server(server, Path(scratch), cores) as url:
+        _asked(pair[0], url, cores.ours)  # who comes first meets a server that is still cold
+        for number in range(rounds):
+            order = pair if number % 2 else pair[::-1]
+            said = {tool.name: _asked(tool, url, cores.ours) for tool in order}
+            rows.append(said)
+            print(server, json.dumps(differ(said["aiperf"], said[OURS])), flush=True)
+    found = [differ(said["aiperf"], said[OURS]) for said in rows]
+    differs = {name: median(one[name] for one in found) for name in PAIRS}
+    return {
+        "server": server,
+        "rate_rps": RATE if server == "mock" else REAL_RATE,
+        "differs": differs,
+        "goal": GOAL,
+        "met": all(abs(value) <= GOAL for value in differs.values()),
+        "rounds": rows,
+    }
+
+
+def _asked(tool: Tool, url: str, core: int | None) -> Figures:
+    with tempfile.TemporaryDirectory() as results, on_core(core):
+        folder = Path(results)
+        case = replace(CASES["plain"], requests=REQUESTS)
+        ask(tool, tool.command(case, url, folder), folder)
+        return tool.read(folder)
+
+
+def differ(theirs: Figures, ours: Figures) -> dict[str, float]:
+    """Return by how much of theirs ours differs."""
+    found = {}
+    for name, (their_key, our_key) in PAIRS.items():
+        their, our = theirs[their_key], ours[our_key]
+        if not their or our is None:
+            raise RuntimeError(f"no {name} in {theirs} or {ours}")
+        found[name] = our / their - 1.0
+    return found
+
+
+@contextmanager
+def _server(name: str, folder: Path, cores: Cores) -> Iterator[str]:
+    """Serve on the core of servers."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command: Sequence[str] = (*MOCK_COMMAND, "plain")
+    path, body = "/v1/chat/completions", ONE_CHAT
+    if name != "mock":
+        quiet = ("--speculation", "off", "--log-level", "error")
+        command = (*_SERVE, "--device", "cpu", "--threads", "1", *quiet)
+        path, body = "/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    process: subprocess.Popen[bytes] = start(
+        (*command, "--port", str(port)), cores.servers, folder / "server.log", {}
+    )
+    try:
+        wait_until_up(process, url + path, body)
+        yield url
+    finally:
+        stop(process)

@@ -1,0 +1,45 @@
+"""How a tool is run to its end, and how the mock is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from bench.tool_comparison.tools import OURS, Tool
+
+MOCK_COMMAND: Final = (sys.executable, "-m", "bench.tool_comparison.mock")
+"""Without the name of its case and its port."""
+
+ONE_CHAT: Final = json.dumps(
+    {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+).encode()
+"""A request by which one sees whether a server is up."""
+
+PATIENCE_S: Final = 240.0
+"""guidellm takes a minute to start on two cores."""
+
+_HUB_OFFLINE: Final = "HF_HUB_OFFLINE"
+"""aiperf refuses a tokenizer in a folder if this is set, the others want the hub if it is not."""
+
+
+def ask(tool: Tool, command: Sequence[str], folder: Path) -> None:
+    """Run a tool to its end; what it prints goes to `said.log` of the folder.
+
+    Raises:
+        subprocess.SubprocessError: it failed or took too long. Ours may say that streams were not
+            intact, or that it was late: that is in its figures.
+    """
+    fine = {0, 1, 3} if tool.name == OURS else {0}
+    kept = {name: value for name, value in os.environ.items() if name != _HUB_OFFLINE}
+    variables = {**kept, "OMP_NUM_THREADS": "1", **tool.variables}
+    with (folder / "said.log").open("wb") as log:
+        done = subprocess.run(  # noqa: S603 - commands of this study
+            command, stdout=log, stderr=log, env=variables, timeout=PATIENCE_S, check=False
+        )
+    if done.returncode not in fine:
+        raise subprocess.CalledProcessError(done.returncode, command[:2])

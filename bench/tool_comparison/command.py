@@ -1,0 +1,119 @@
+"""One mock of known truth, and what each load generator says of it.
+
+    draftgate bench tool-comparison --rivals DIR --json OUT
+
+Each case of `cases.py` is served anew to each tool, at the same rate; the mock tells what it did.
+Beside the tools' figures stand ours, and what `draftgate load --as TOOL` makes of our own run:
+what a dialect says is held to what the tool itself says. Then `aiperf`, with the server's token
+counts, and ours measure honest servers in turn (the mock, and a real one with the shipped model, on
+a core of its own), and have to agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench.harness.processes import free_port, start, stop, wait_until_up
+from bench.harness.studies import provenance, study_parser, write_results
+from bench.tool_comparison.agreement import agreement
+from bench.tool_comparison.asking import MOCK_COMMAND, ONE_CHAT, ask
+from bench.tool_comparison.cases import CASES
+from bench.tool_comparison.dialects import differences, said_as
+from bench.tool_comparison.mock import Answered
+from bench.tool_comparison.rivals import PACKAGES
+from bench.tool_comparison.table import table
+from bench.tool_comparison.tools import OURS, Tool, tools
+from bench.tool_comparison.truth import truth
+from draftgate.gateway.cli.environment import collect_environment
+
+PARTS: Final = ("cases", "agreement")
+
+
+def measure_case(name: str, tool: Tool, folder: Path) -> dict[str, Any]:
+    """Return what a tool says of a case, and the truth.
+
+    Raises:
+        subprocess.SubprocessError: the tool failed; its words are in `said.log` of the folder.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    process = start((*MOCK_COMMAND, name, "--port", str(port)), None, folder / "mock.log", {})
+    try:
+        wait_until_up(process, f"{url}/v1/chat/completions", ONE_CHAT)
+        began_s = time.monotonic()
+        ask(tool, tool.command(CASES[name], url, folder), folder)
+        with urllib.request.urlopen(f"{url}/truth") as got:  # noqa: S310 - our own server
+            answers = [Answered(**one) for one in json.load(got)]
+    finally:
+        stop(process)
+    # The first was ours, to see whether it is up.
+    return {
+        "case": name,
+        "tool": tool.name,
+        "seconds": time.monotonic() - began_s,
+        "load_after": os.getloadavg()[0],
+        "said": tool.read(folder),
+        "truth": truth(answers[1:], CASES[name].requests),
+    }
+
+
+def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return what each tool says of a case, ours first; a tool that fails is told of."""
+    rows = []
+    dialects: dict[str, Any] = {}
+    for tool in asked:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            try:
+                row = measure_case(name, tool, folder)
+            except (subprocess.SubprocessError, OSError, KeyError) as error:
+                words = (folder / "said.log").read_text(errors="replace")[-2000:]
+                print(f"{name}: {tool.name} failed: {error!r}\n{words}", flush=True)
+                rows.append({"case": name, "tool": tool.name, "failed": repr(error)})
+                continue
+            if tool.name == OURS:
+                dialects = said_as(folder / "events.jsonl")
+        if tool.name in dialects:
+            row["as"] = dialects[tool.name]
+            row["as_differs"] = differences(row["said"], row["as"])
+        rows.append(row)
+        print(name, tool.name, json.dumps(row["said"]), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `draftgate bench tool-comparison`: measure, print the table, write the results."""
+    parser = study_parser("tool-comparison", __doc__)
+    parser.add_argument("--rivals", type=Path, help="environments of the other tools")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=5, help="of the agreement")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    args = parser.parse_args(arguments)
+    results: dict[str, Any] = {
+        "format": "judges/1",
+        **provenance("tool-comparison", arguments),
+        "device": collect_environment()["cpu"],
+        "load_before": os.getloadavg()[0],
+        "tools": PACKAGES,
+    }
+    if "cases" in args.parts:
+        results["cases"] = []
+        for name in args.cases:
+            results["cases"] += measure_all(name, tools(args.rivals))
+            write_results(args, results, "Judges", ())
+        print(table(results["cases"]))
+    if "agreement" in args.parts and args.rivals is not None:
+        results["agreement"] = agreement(args.rivals, args.rounds)
+    write_results(args, results, "Judges", ())
+
+
+if __name__ == "__main__":
+    main()

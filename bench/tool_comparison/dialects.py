@@ -1,0 +1,78 @@
+"""What `--as` says of our own run, under the names by which the tools' own figures go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from bench.tool_comparison.tools import Figures
+from draftgate.loadgen.events import read_events
+from draftgate.loadgen.other_tools import DIALECTS
+
+NAMES: Final = {
+    "vllm": {
+        "ok": "Successful requests",
+        "failed": "Failed requests",
+        "ttft": "TTFT",
+        "tpot": "TPOT",
+        "itl": "ITL",
+        "latency": "E2EL",
+        "requests_rps": "Request throughput (req/s)",
+        "tokens_per_s": "Output token throughput (tok/s)",
+        "goodput_rps": "Request goodput (req/s)",
+    },
+    "guidellm": {
+        "ok": "Requests successful",
+        "failed": "Requests errored",
+        "ttft": "TTFT",
+        "tpot": "TPOT",
+        "itl": "ITL",
+        "latency": "Request latency",
+        "scheduled": "Scheduled latency",
+        "requests_rps": "Requests per second",
+        "tokens_per_s": "Output tokens per second",
+        "goodput_rps": "Request goodput",
+    },
+    "aiperf": {
+        "ok": "Request Count",
+        "failed": "Error Request Count",
+        "ttft": "Time to First Token",
+        "itl": "Inter Token Latency",
+        "gap": "Inter Chunk Latency",
+        "latency": "Request Latency",
+        "scheduled": "Effective Latency",
+        "requests_rps": "Request Throughput (/s)",
+        "tokens_per_s": "Output Token Throughput (/s)",
+        "goodput_rps": "Goodput (/s)",
+    },
+}
+"""Of each dialect: our name for a figure, and the tool's."""
+
+
+def said_as(events: Path) -> dict[str, Figures]:
+    """Return each dialect's figures of a run's events."""
+    run, _ = read_events(events)
+    found: dict[str, Figures] = {}
+    for dialect, account in DIALECTS.items():
+        said = account(run)
+        counts = {one.name: one.value for one in said.counts}
+        spreads = {one.name: one.values for one in said.spreads}
+        figures: Figures = {}
+        for key, name in NAMES[dialect].items():
+            if name in counts:
+                figures[key] = counts[name]
+            elif (values := spreads[name]) is not None:
+                figures[f"{key}_mean_ms"] = values[said.columns[0]]
+                figures[f"{key}_p50_ms"] = values.get("p50", values.get("median"))
+                figures[f"{key}_p99_ms"] = values["p99"]
+        found[dialect] = figures
+    return found
+
+
+def differences(theirs: Figures, ours: Figures) -> Figures:
+    """Return by how much of the tool's own figure `--as` differs from it, where both have one."""
+    return {
+        key: None if not value else (ours[key] or 0.0) / value - 1.0
+        for key, value in theirs.items()
+        if ours.get(key) is not None and value is not None
+    }

@@ -1,0 +1,56 @@
+"""What the mock did, in the words in which tools say what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from bench.tool_comparison.cases import RATE, TPOT_LIMIT_MS, TTFT_LIMIT_MS
+from bench.tool_comparison.mock import Answered
+from bench.tool_comparison.tools import Figures
+from draftgate.loadgen.measuring.metrics import percentile
+
+
+def truth(answers: Sequence[Answered], requests: int) -> Figures:
+    """Return the truth of a tool's run, of its last so many requests: some send one to try.
+
+    `scheduled` counts from when a user would have come: the first arrival and constant gaps
+    behind it, whenever the tool sent. All sent requests count in it, and in goodput, whose limits
+    are those of an answer that is complete.
+    """
+    told = sorted(answers, key=lambda answer: answer.arrived_s)[-requests:]
+    intact = [answer for answer in told if answer.intact]
+    began_s = told[0].arrived_s
+    dues_s = [began_s + place / RATE for place, _ in zip(count(), told, strict=False)]
+    waited_s = [answer.end_s - due for answer, due in zip(told, dues_s, strict=True)]
+    ttfts_s = [answer.first_s - due for answer, due in zip(told, dues_s, strict=True)]
+    met = sum(
+        answer.intact and ttft_s <= TTFT_LIMIT_MS / 1e3 and _tpot_s(answer) <= TPOT_LIMIT_MS / 1e3
+        for answer, ttft_s in zip(told, ttfts_s, strict=True)
+    )
+    seconds = max(answer.end_s for answer in told) - began_s
+    return {
+        "ok": len(intact),
+        "failed": len(told) - len(intact),
+        **_spread("ttft", [answer.first_s - answer.arrived_s for answer in told]),
+        **_spread("tpot", [_tpot_s(answer) for answer in told]),
+        **_spread("latency", [answer.end_s - answer.arrived_s for answer in told]),
+        **_spread("scheduled", waited_s),
+        "requests_rps": len(intact) / seconds,
+        "tokens_per_s": sum(answer.tokens for answer in intact) / seconds,
+        "goodput_rps": met / seconds,
+    }
+
+
+def _tpot_s(answer: Answered) -> float:
+    """Return the mean time per token after the first, of what was sent."""
+    return (answer.last_s - answer.first_s) / max(1, answer.tokens - 1)
+
+
+def _spread(name: str, seconds: Sequence[float]) -> Figures:
+    ascending = sorted(seconds)
+    return {
+        f"{name}_mean_ms": sum(ascending) / len(ascending) * 1e3,
+        f"{name}_p50_ms": percentile(ascending, 0.5) * 1e3,
+        f"{name}_p99_ms": percentile(ascending, 0.99) * 1e3,
+    }

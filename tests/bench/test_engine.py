@@ -1,0 +1,307 @@
+"""`draftgate bench engine`: equal work, honest shares, and no figures beside others' work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.engine import command, models
+from bench.engine.cases import Case, Grid, flops, weight_bytes
+from bench.engine.device import Rates
+from bench.engine.exact import add_exact, measure_exact
+from bench.engine.goals import GOALS, judged
+from bench.engine.idle import idle_share
+from bench.engine.loading import random_checkpoint
+from bench.engine.models import StoredModel, make_model
+from bench.engine.ours import Ours, most_kv_tokens, step_plan
+from bench.engine.profile import profile_of, without_pairs
+from bench.engine.random_model import LLAMA_SHAPES, RandomModel
+from bench.engine.steps import Contender, measure_steps
+from bench.harness import provenance as record
+from draftgate.backends.engine.checkpoint import Checkpoint
+from draftgate.backends.engine.config import read_model_config
+from draftgate.backends.engine.weights import layer_shapes
+from draftgate.backends.sim.profile import load_profile
+from draftgate.policies.step_cost import StepCost
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+CPU = torch.device("cpu")
+GRID = Grid(batches=(1, 3), contexts=(20,), drafts=(0, 4), prefill_tokens=30)
+RATES = Rates(bytes_per_s=1e9, flops_per_s=1e10)
+FACTS = {
+    "command": "a test",
+    "commit": "none",
+    "date": "2026-11-21",
+    "torch": torch.__version__,
+    "threads": 1,
+    "device": "a processor",
+    "disturbed": False,
+}
+
+
+def stored(tmp_path: Path, dtype: torch.dtype = torch.float32) -> StoredModel:
+    return StoredModel("small", random_checkpoint(tmp_path, **SMALL), dtype, CPU)
+
+
+def engine_of(model) -> Ours:
+    cases = list(GRID.cases())
+    return Ours.load(model, most_kv_tokens(cases), GRID.longest)
+
+
+def test_every_case_is_measured_against_transformers(tmp_path: Path) -> None:
+    """Each step has a row with our time, that of `transformers` and the shares of the device."""
+    pytest.importorskip("transformers")
+    cases = list(GRID.cases())
+    rows = measure_steps(engine_of(stored(tmp_path)), cases, RATES, rounds=2)
+    assert [(row["name"], row["batch"]) for row in rows] == [(c.name, c.batch) for c in cases]
+    for row in rows:
+        assert min(row["ms"], row["transformers_ms"], row["share_of_bandwidth"]) > 0
+        assert row["tokens_per_s"] == pytest.approx(
+            1e3 * row["batch"] * row["tokens"] / row["ms"], rel=0.01
+        )
+        assert row["over_roofline"] == pytest.approx(
+            1 / max(row["share_of_bandwidth"], row["share_of_matrix_rate"]), rel=0.05
+        )
+
+
+def test_exact_steps_are_timed_where_they_differ(tmp_path: Path) -> None:
+    """In bfloat16 each row says what the promise of exact bits costs; float32 is exact anyway."""
+    for dtype, timed in ((torch.bfloat16, True), (torch.float32, False)):
+        folder = tmp_path / str(dtype)
+        folder.mkdir()
+        engine = engine_of(stored(folder, dtype))
+        rows = measure_steps(engine, [Case("decode", 1, 1, 20)], RATES, 2)
+        assert ("exact_over_plain" in rows[0]) is timed
+
+
+@pytest.mark.long
+def test_exact_steps_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+    """Its rows are those of the same cases, without peers, and end up as ratios beside ours."""
+    model = stored(tmp_path)
+    asked = argparse.Namespace(rounds=1, threads=1)
+    exact = measure_exact(asked, GRID, str(model.path), "bfloat16", "cpu")
+    cases = [Case(*(row[name] for name in Case._fields)) for row in exact]
+    assert cases == list(GRID.cases())
+    assert not any("transformers_ms" in row or "exact_over_plain" in row for row in exact)
+    plain = [{**row, "ms": row["ms"] / 2} for row in exact]
+    add_exact(plain, exact)
+    assert all(row["exact_over_plain"] == pytest.approx(2.0, abs=0.01) for row in plain)
+
+
+def test_exact_steps_are_compared_by_the_time_of_the_gpu() -> None:
+    """Where there is a device's own time it counts, and a step that failed has no ratio."""
+    case = Case("decode", 8, 1, 512)._asdict()
+    plain = [{**case, "ms": 3.0, "device_ms": 2.0}, {**case, "batch": 64, "failed": "no memory"}]
+    add_exact(plain, [{**case, "ms": 9.0, "device_ms": 2.1}, {**case, "batch": 64, "ms": 1.0}])
+    assert plain[0]["exact_over_plain"] == 1.05
+    assert "exact_over_plain" not in plain[1]
+
+
+def test_a_step_that_does_not_fit_says_so() -> None:
+    """What runs out of memory is no row of zeros: it names the reason and is not tried again."""
+    tried = []
+
+    def too_large(case: Case) -> float:
+        tried.append(case)
+        raise torch.OutOfMemoryError
+
+    contender, case = Contender(too_large), Case("decode", 64, 1, 8192)
+    contender.run(case)
+    contender.run(case)
+    assert tried == [case]
+    assert (contender.failed[case], contender.times(case)) == ("out of memory", [])
+
+
+def test_equal_work_gives_equal_tokens(tmp_path: Path) -> None:
+    """Behind the same prompt both choose the same token, so it is the same model that is timed."""
+    transformers = pytest.importorskip("transformers")
+    model = stored(tmp_path)
+    ours, case = engine_of(model), Case("prefill", 1, 30, 0)
+    logits = ours.runner.logits(step_plan(case, SMALL["vocab_size"]))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
+    with torch.inference_mode():
+        ids = torch.arange(1, case.tokens + 1)[None] % SMALL["vocab_size"]
+        expected = theirs(input_ids=ids).logits[0, -1]
+    torch.testing.assert_close(logits[-1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_are_the_same_on_both_sides(tmp_path: Path, tied: bool) -> None:
+    """Weights made without a file give `transformers` the logits they give us."""
+    pytest.importorskip("transformers")
+    shape = SMALL | {"tie_word_embeddings": tied}
+    model = RandomModel("small", tmp_path, shape, torch.float32, CPU)
+    case = Case("prefill", 1, 30, 0)
+    logits = engine_of(model).runner.logits(step_plan(case, SMALL["vocab_size"]))
+    with torch.inference_mode():
+        ids = torch.arange(1, case.tokens + 1)[None]
+        expected = model.transformers()(input_ids=ids).logits[0, -1]
+    torch.testing.assert_close(logits[-1], expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_leave_no_doubt_about_the_token(tmp_path: Path, tied: bool) -> None:
+    """The likeliest logit stands so far above the next that rounding cannot change the token."""
+    shape = SMALL | {"tie_word_embeddings": tied}
+    model = RandomModel("small", tmp_path, shape, torch.bfloat16, CPU)
+    plan = step_plan(Case("verify", 1, 30, 0), SMALL["vocab_size"])
+    logits = engine_of(model).runner.logits(plan)
+    best, second = logits.topk(2).values.unbind(1)
+    assert ((best - second) / best > 0.1).all()
+    fed = torch.tensor(plan.work[0].fed_ids)
+    assert torch.equal(logits.argmax(1), fed if tied else (fed + 1) % SMALL["vocab_size"])
+
+
+def test_random_weights_have_the_names_and_shapes_of_a_checkpoint(tmp_path: Path) -> None:
+    """The state is complete by the list that checkpoints are checked against."""
+    model = RandomModel("small", tmp_path, SMALL, torch.float32, CPU)
+    state = {name: tuple(weight.shape) for name, weight in model.state().items()}
+    assert layer_shapes(model.config).items() <= state.items()
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("random-1b", 1.236e9), ("random-8b", 8.030e9)])
+def test_llama_shapes_have_their_published_sizes(
+    tmp_path: Path, name: str, parameters: float
+) -> None:
+    """Llama-3.2-1B has 1.24 billion weights and Llama-3.1-8B 8.03."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_SHAPES[name]), encoding="utf-8")
+    config = read_model_config(tmp_path)
+    own_embedding = 0 if config.tied_embeddings else config.vocab_size * config.hidden_size
+    assert weight_bytes(config, 1) + own_embedding == pytest.approx(parameters, rel=1e-3)
+
+
+def test_a_step_reads_all_weights_of_a_tied_model(tmp_path: Path) -> None:
+    """Weights that a step reads are those of the file, but for the norms."""
+    model = stored(tmp_path)
+    norms = (2 * SMALL["num_hidden_layers"] + 1) * SMALL["hidden_size"]
+    expected = Checkpoint(model.path).num_parameters - norms
+    assert weight_bytes(model.config, 4) == 4 * expected
+
+
+def test_flops_are_those_of_the_products(tmp_path: Path) -> None:
+    """Torch's own counter of the model of `transformers` gives the same, attention included."""
+    pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, case = stored(tmp_path), Case("verify", 2, 7, 0)
+    ids = torch.ones(case.batch, case.tokens, dtype=torch.int64)
+    theirs = model.transformers()
+    theirs.set_attn_implementation("eager")
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        theirs(input_ids=ids)
+    # They multiply the half of the square that is masked, too.
+    square = case._replace(context_tokens=0).batch * case.tokens**2
+    columns = model.config.num_layers * model.config.num_heads * model.config.head_dim
+    masked = 4 * (square - case.pairs) * columns
+    rotation = counter.get_total_flops() - flops(model.config, case) - masked
+    assert 0 <= rotation < 0.001 * counter.get_total_flops()
+
+
+def test_the_grid_has_every_combination_once() -> None:
+    """Batches, contexts and draft slots are multiplied out, and one prefill comes last."""
+    cases = list(GRID.cases())
+    assert len(cases) == len(set(cases)) == 2 * 1 * 2 + 1
+    assert cases[-1] == Case("prefill", 1, 30, 0)
+    assert GRID.longest == 30
+
+
+def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where others use the machine nothing is measured, unless that is asked for."""
+    busy = {"disturbed": True, "busy_share_before": 0.4}
+    monkeypatch.setattr(command, "provenance", lambda device: busy)
+    with pytest.raises(SystemExit, match="others use 40% of this machine"):
+        command.main(["--json", str(tmp_path / "out.json")])
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    """The message lists the models there are."""
+    with pytest.raises(SystemExit, match="shipped, random-82m, random-1b, random-8b"):
+        make_model("random-9b", tmp_path, torch.float32, CPU)
+
+
+def test_one_command_writes_result_and_profile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run leaves a result with goals beside figures, and a profile that the simulator loads."""
+    monkeypatch.setattr(models, "SHAPE_82M", SMALL)
+    monkeypatch.setattr(record, "busy_share", lambda: 0.5)
+    out, profile = tmp_path / "out.json", tmp_path / "small.json"
+    options = "--models random-82m --dtypes float32 --batches 1 --contexts 16 --drafts 0"
+    options += " --prefill 16 --rounds 1 --parts steps --new-tokens 8 --lengths 2 --allow-busy"
+    command.main([*options.split(), "--json", str(out), "--profile", str(profile)])
+    result = json.loads(out.read_text(encoding="utf-8"))
+    assert {"command", "commit", "device", "date", "rates"} <= result.keys()
+    assert [row["name"] for row in result["steps"]] == ["decode", "prefill"]
+    assert [goal["figure"] for goal in result["goals"]] == [goal.figure for goal in GOALS["cpu"]]
+    assert load_profile(str(profile)).cost.seconds(4) > 0
+
+
+def test_a_profile_charges_attention_within_a_prefill_once(tmp_path: Path) -> None:
+    """What the simulator predicts for the very steps that were timed is what was measured."""
+    pair_s = 1e-7
+    cost = StepCost((4, 64, 256), (1e-3, 2e-3, 9e-3), 2e-7, 1e-5, pair_s)
+    content = profile_of(FACTS, stored(tmp_path), cost, {})
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    profile = load_profile(str(path))
+    assert profile.cost.pair_s == pair_s
+    for tokens, measured_s in zip(cost.token_buckets, cost.step_s, strict=True):
+        pairs = tokens * (tokens + 1) // 2
+        predicted_s = profile.cost.seconds(tokens) + profile.cost.pair_s * pairs
+        assert predicted_s == pytest.approx(measured_s, abs=1e-7)
+
+
+def test_a_table_without_pairs_does_not_fall() -> None:
+    """Noise in what a pair costs leaves a staircase, which the simulator insists on."""
+    table = without_pairs(StepCost((4, 64, 256), (1e-3, 1.001e-3, 1.002e-3), pair_s=1e-6))
+    assert table == sorted(table)
+    assert min(table) >= 0
+
+
+def test_idle_is_what_no_kernel_covers() -> None:
+    """Overlapping kernels count once; short gaps are idle, long ones are the host's as well."""
+    spans = [(0.0, 40e-6), (10e-6, 30e-6), (45e-6, 60e-6), (80e-6, 100e-6)]
+    found = idle_share(spans)
+    assert found.idle == pytest.approx(0.25)
+    assert found.waiting == pytest.approx(0.20)
+    with pytest.raises(ValueError, match="no kernels"):
+        idle_share([])
+
+
+def test_goals_are_judged_by_their_bounds() -> None:
+    """A figure on the wrong side of its bound is missed; one that nobody measured is neither."""
+    place = {"model": "random-8b", "dtype": "bfloat16", "batch": 64, "context_tokens": 2048}
+    step = {"name": "decode", **place, "over_roofline": 1.3, "exact_over_plain": 1.05}
+    replays = [
+        {"model": "random-8b", "batch": 1, "policy": "off", "share_of_bandwidth": 0.9},
+        {"model": "random-8b", "batch": 1, "policy": "fixed:3", "speedup": 2.2},
+        {"model": "random-8b", "batch": 1, "policy": "fixed:4", "speedup": 2.6},
+    ]
+    rows = judged("cuda", {"steps": [step], "replay": replays, "idle": [], "generation": []})
+    verdicts = {row["figure"].split(",")[0]: row.get("met") for row in rows}
+    assert verdicts == {
+        "share of copy bandwidth": True,
+        "step over roofline": False,
+        "GPU idle": None,
+        "replay speed-up": True,
+        "share of matrix rate": None,
+        "--exact over plain": True,
+        "over transformers": None,
+    }

@@ -1,0 +1,220 @@
+"""`bench engine`: replayed drafts are right as often as they should be, and change nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.engine import speedup
+from bench.engine.device import Rates
+from bench.engine.generation import Participant, agreement, measure_generation
+from bench.engine.models import make_model
+from bench.engine.ours import Ours
+from bench.engine.random_model import RandomModel
+from bench.engine.replay import ReplayProposer, corrupted
+from bench.engine.serving import (
+    PLAIN,
+    Generation,
+    Serving,
+    greedy_requests,
+    in_batches,
+)
+from bench.engine.speedup import Replayed, measure_speedups
+from draftgate.backends.core.proposer import DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.engine.testing import check_draft
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
+from draftgate.policies.registry import speculation_policy
+from draftgate.policies.types import SpeculationMode, SpeculationPlan
+
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+RATES = Rates(bytes_per_s=1e9, flops_per_s=1e10)
+VOCAB = 512
+PROMPT = (5, 6, 7)
+NEW_TOKENS = 40
+
+
+def sequence_behind(output: list[int], prompt: tuple[int, ...] = PROMPT) -> Sequence:
+    sampling = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
+    request = GenerationRequest("0", compact(prompt), sampling, PLAIN)
+    return Sequence.of(0, request, ResumedChoice(0, tuple(output)))
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Ours:
+    folder: Path = tmp_path_factory.mktemp("model")
+    model = make_model("shipped", folder, torch.float32, torch.device("cpu"))
+    return Ours.load(model, 32 * 400, 400)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.8, 1.0])
+def test_acceptance_is_as_dialled(acceptance: float) -> None:
+    """Of 20,000 tokens walked in drafts of 5, the share that is right lies within five sigmas."""
+    rng = random.Random(1)
+    truth = [rng.randrange(VOCAB) for _ in range(20_000)]
+    proposer = ReplayProposer.of([(PROMPT, truth)], acceptance, VOCAB)
+    sequence = sequence_behind([])
+    while sequence.output_tokens < len(truth):
+        (draft,) = proposer.propose([DraftRequest(sequence, 5)])
+        check_draft(draft, 5, VOCAB)
+        due = truth[sequence.output_tokens :]
+        accepted = len(draft.accepted_places(due))
+        sequence.token_ids.extend(due[: accepted + 1])
+    proposer.forget(sequence)
+    tested = proposer.tested.agreed + proposer.tested.rejected
+    assert tested > 10_000
+    bound = 5 * math.sqrt(tested * acceptance * (1 - acceptance))
+    assert abs(proposer.tested.agreed - tested * acceptance) <= bound
+
+
+def test_the_same_seed_corrupts_the_same_tokens() -> None:
+    """Runs can be repeated: wrong tokens are a function of the seed, and are really wrong."""
+    truth = list(range(300))
+    first, again, other = (corrupted(truth, 0.8, VOCAB, random.Random(seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(0 <= token < VOCAB for token in first)
+    wrong = corrupted(truth, 0.0, VOCAB, random.Random(1))
+    assert not any(a == b for a, b in zip(wrong, truth, strict=True))
+
+
+def test_an_unknown_prompt_gets_no_draft() -> None:
+    """What was never replayed, and what lies behind the end of a replay, is not drafted."""
+    proposer = ReplayProposer.of([(PROMPT, [1, 2, 3])], 1.0, VOCAB)
+    requests = [
+        DraftRequest(sequence_behind([], (9, 9)), 4),
+        DraftRequest(sequence_behind([1, 2, 3]), 4),
+        DraftRequest(sequence_behind([1]), 4),
+    ]
+    assert [draft.token_ids for draft in proposer.propose(requests)] == [(), (), (2, 3)]
+
+
+def test_replays_do_not_change_a_token(shipped: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under every length and `auto` the outputs are those of the run without drafts."""
+    monkeypatch.setattr(speedup, "BATCHES", (1, 4))
+    asked = Replayed(acceptance=0.8, lengths=(1, 5), new_tokens=NEW_TOKENS, rounds=1)
+    rows = measure_speedups(shipped, asked, RATES)
+    assert [(row["batch"], row["policy"]) for row in rows] == [
+        (batch, policy) for batch in (1, 4) for policy in ("off", "fixed:1", "fixed:5", "auto")
+    ]
+    for row in rows:
+        assert row["equal_outputs"] == 1.0
+        if row["policy"] == "off":
+            assert row["proposer"] is None
+            continue
+        assert row["proposer"] == "replay, acceptance 0.8"
+        sigma = math.sqrt(0.8 * 0.2 / row["tested_tokens"])
+        assert abs(row["acceptance"] - 0.8) <= 5 * sigma + 0.001
+        if row["policy"] != "auto":  # which goes by times measured here
+            assert row["tokens_per_step"] > 1.3
+
+
+def test_every_batch_is_prefilled_anew(shipped: Ours) -> None:
+    """A prompt that ran before is computed again, or rounds would not be equal work."""
+    prompt = shipped.model.prompts(1)
+    cached = []
+    with Serving(shipped.worker(speculation_policy("off"), {})) as serving:
+        stepped = serving.stepped
+        serving.stepped = lambda batch, load: (
+            cached.extend(d.cached_tokens for _, d in batch),
+            stepped(batch, load),
+        )
+        first, again = (serving.run(greedy_requests(prompt, 4, PLAIN)) for _ in range(2))
+    assert first.outputs == again.outputs
+    assert not any(cached)
+
+
+def test_what_breaks_a_worker_reaches_who_waits(shipped: Ours) -> None:
+    """A failing step ends the benchmark with its own error instead of hanging it."""
+
+    class Broken(ReplayProposer):
+        def propose(self, requests):
+            raise LookupError("lost")
+
+    plan = SpeculationPlan("bench", SpeculationMode.AUTO, "replay", 2, "a test")
+    worker = shipped.worker(speculation_policy("fixed:2"), {"replay": Broken({})})
+    with Serving(worker) as serving, pytest.raises(LookupError, match="lost"):
+        serving.run(greedy_requests(shipped.model.prompts(1), 8, plan))
+
+
+def test_the_decode_window_is_when_all_decode() -> None:
+    """It opens with the last first token and closes with the first last one."""
+    arrivals = [(1.0, "a", 1), (2.0, "a", 2), (2.0, "b", 1), (3.0, "a", 2), (3.0, "b", 3)]
+    made = Generation(0.5, {}, [*arrivals, (4.0, "b", 5)])
+    assert made.decode_window == (5, 1.0)
+    assert made.wall_s == 3.5
+    assert Generation(0.0, {}, [(1.0, "a", 1), (2.0, "b", 1)]).decode_window == (0, 0.0)
+
+
+def test_prompts_alone_or_together() -> None:
+    """Batch 1 is several prompts one by one; any other is the first so many at once."""
+    prompts = [(n,) for n in range(10)]
+    assert in_batches(prompts, 1) == [[(0,)], [(1,)], [(2,)], [(3,)]]
+    assert in_batches(prompts, 8) == [prompts[:8]]
+
+
+def test_agreement_counts_tokens_before_the_first_difference() -> None:
+    """One early difference does not hide that the rest agreed, nor the other way round."""
+    assert agreement([[1, 2, 3, 4], [1, 2]], [[1, 9, 3, 4], [1, 2]]) == {
+        "equal_outputs": 0.5,
+        "equal_tokens": 0.5,
+    }
+
+
+def test_a_peer_that_does_not_work_says_why() -> None:
+    """The error of somebody else's code is kept as a reason, and it is not called again."""
+    calls = []
+
+    def broken(prompts):
+        calls.append(prompts)
+        raise TypeError("no such device\nand a long story")
+
+    peer = Participant(broken, is_peer=True)
+    peer.run([PROMPT])
+    peer.run([PROMPT])
+    assert peer.failed == "TypeError: no such device"
+    assert len(calls) == 1
+    with pytest.raises(TypeError, match="no such device"):
+        Participant(broken).run([PROMPT])
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_every_way_to_generate_gives_the_same_tokens(shipped: Ours) -> None:
+    """Ours with every proposer and all of `transformers` that runs here, token for token."""
+    pytest.importorskip("transformers")
+    rows = measure_generation(shipped, 16, 1)
+    ours = ["off", "ngram", "draft_model", "auto"]
+    one_by_one = ["transformers", "transformers, prompt lookup", "transformers, assisted"]
+    together = ["transformers, continuous batching"]
+    assert [row["who"] for row in rows] == [*ours, *one_by_one, *(ours + together) * 2]
+    for row in rows:
+        assert row["equal_outputs"] == 1.0
+        assert row["tokens_per_s"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_random_weights_generate_the_same_on_both_sides(tmp_path: Path) -> None:
+    """Of a shape without a file, whole generations are compared on the same weights, too."""
+    pytest.importorskip("transformers")
+    model = RandomModel("small", tmp_path, SMALL, torch.float32, torch.device("cpu"))
+    rows = measure_generation(Ours.load(model, 32 * 400, 400), 16, 1)
+    together = ["off", "transformers, continuous batching"]
+    assert [row["who"] for row in rows] == ["off", "transformers", *together * 2]
+    assert all(row["equal_outputs"] == 1.0 for row in rows)
