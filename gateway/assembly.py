@@ -10,13 +10,13 @@ from functools import partial
 from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
+from draftgate.gateway.dispatch.forwarding import Forwarder
 from draftgate.gateway.dispatch.leases import Leases
 from draftgate.gateway.dispatch.placement import Placer
 from draftgate.gateway.dispatch.queue import CentralQueue
 from draftgate.gateway.dispatch.routing import Router
+from draftgate.gateway.dispatch.upstream_pools import UpstreamPools
 from draftgate.gateway.fleet import Fleet
-from draftgate.gateway.forwarding.forwarder import Forwarder
-from draftgate.gateway.forwarding.pools import Pools
 from draftgate.gateway.lifecycle import Lifecycle
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry.metrics import Metrics
@@ -101,5 +101,5 @@ def build_forwarder(
         policy: decides which of them a request goes to, where some speculate.
         budget: of all requests that are sent once more.
     """
-    pools = Pools(fleet, policy, decisions, metrics)
+    pools = UpstreamPools(fleet, policy, decisions, metrics)
     return Forwarder(fleet, dispatcher.queue, dispatcher.admission, pools, budget, metrics)

@@ -7,11 +7,12 @@ import binascii
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from aiohttp import web
 
 from draftgate.gateway.accounts import EVERYBODY, Account
+from draftgate.gateway.dispatch.admission import Ask
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import Unauthorized
 from draftgate.gateway.http.context import NODE
@@ -22,6 +23,8 @@ ACCOUNT: Final = web.RequestKey("account", Account)
 
 _OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 """What an orchestrator asks, who has no key; they tell nothing of any request."""
+
+Asked = TypeVar("Asked", Job, Ask)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -56,11 +59,11 @@ def fingerprint(tenant: str, body: bytes) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
-def in_name_of_account(job: Job, account: Account, body: bytes, retries: int | None) -> Job:
+def in_name_of_account(asked: Asked, account: Account, body: bytes, retries: int | None) -> Asked:
     """Return what a body asks for in its account's name, and within its bounds. Any thread."""
     return replace(
-        job,
-        service=account.capped(job.service),
+        asked,
+        service=account.capped(asked.service),
         tenant=account.name,
         share=account.share,
         fingerprint=fingerprint(account.name, body),

@@ -1,4 +1,4 @@
-"""Requests that an upstream answers: bytes in as they came, bytes out as they come."""
+"""Requests that an upstream answers: bytes in and bytes out, with exactly one ending."""
 
 from __future__ import annotations
 
@@ -6,98 +6,126 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from draftgate.backends.base import UpstreamCall
+from draftgate.backends.errors import BackendFailed, UpstreamFailed
 from draftgate.gateway.accounts import EVERYBODY, Account
-from draftgate.gateway.errors import NotOffered
-from draftgate.gateway.forwarding.answer import Forwarded
-from draftgate.gateway.forwarding.forwarder import ForwardJob, forward_ask
-from draftgate.gateway.http.accounts import ACCOUNT, fingerprint
-from draftgate.gateway.http.context import NODE, REQUEST_ID, REQUEST_ID_HEADER, new_id, read_body
+from draftgate.gateway.dispatch.admission import Ask
+from draftgate.gateway.dispatch.forwarding import ForwardJob
+from draftgate.gateway.dispatch.upstream_answer import UpstreamAnswer
+from draftgate.gateway.errors import NotOffered, UpstreamBroken, as_gateway_error
+from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
+from draftgate.gateway.http.context import (
+    NODE,
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    SLOW_READERS,
+    new_id,
+    read_body,
+)
 from draftgate.gateway.http.heartbeats import Heartbeats
-from draftgate.gateway.http.relay import Relay
+from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
 from draftgate.gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
+from draftgate.gateway.http.stream import UNBUFFERED, EventStream, one_ending
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
-from draftgate.gateway.telemetry.watch import RequestWatch
-from draftgate.policies.types import ServiceLevel
+from draftgate.gateway.telemetry.watch import Ending, RequestWatch
+from draftgate.policies.capacity import CapacityNeed
+from draftgate.policies.types import RequestView, ServiceLevel
 
 INLINE_BYTES: Final = 256 << 10
-"""Of larger bodies the fields are read in a thread: 1 MB takes 7 ms, 13 with a name to map (Zen 4,
-two busy cores, 2026-11-21), and the event loop may be held for 5."""
+"""Larger bodies are read in a thread: 1 MB takes 7 ms, 13 with a model name to replace (Zen 4, two
+busy cores, 2026-11-21), and the event loop may be held for 5."""
+
+WHOLE_BYTES: Final = 1 << 20
+"""A whole answer up to this size is sent once it is complete, so that the client gets an error and
+not a part if it breaks off. A completion of 32,000 tokens has 150 kB."""
 
 _TRACE: Final = ("traceparent", "tracestate")
 _PASSED_ON: Final = ("Content-Type", "Accept", TTFT_HEADER, TPOT_HEADER, *_TRACE)
-"""Headers the upstream gets. Not `Authorization`: the client's key is for this node, and the
+"""Headers that the upstream gets. Not `Authorization`: the client's key is for this node, and the
 upstream's is this node's own (`--upstream-api-key-env`)."""
 
 
-async def forward(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
-    """Answer a generating request from an upstream.
+class _ErrorInPlaceOfStream(UpstreamBroken):
+    """The upstream answered an error after comments were sent; its JSON goes on as it came."""
+
+    def __init__(self, json: bytes) -> None:
+        super().__init__("the upstream answered an error")
+        self._json = json
+
+    def body(self) -> bytes:
+        """Return the upstream's JSON."""
+        return self._json
+
+
+async def forward(
+    request: web.Request, node: Node, watch: RequestWatch, *, generates: bool = True
+) -> web.StreamResponse:
+    """Answer a request from an upstream.
+
+    Args:
+        generates: False for embeddings, which have a prompt and no output.
 
     Raises:
-        GatewayError: nothing was sent to the client, and no upstream answers.
+        GatewayError: no upstream answers, and the client has not been sent anything.
         ConnectionResetError: the client is gone.
     """
-    return await _forward(request, node, watch, generates=True)
-
-
-async def forward_embeddings(
-    request: web.Request, node: Node, watch: RequestWatch
-) -> web.StreamResponse:
-    """As `forward`, of a request that has a prompt and no output."""
-    return await _forward(request, node, watch, generates=False)
-
-
-async def pass_on(request: web.Request) -> web.StreamResponse:
-    """Answer from an upstream what takes none of its seats: `/v1/models`.
-
-    Raises:
-        GatewayError: as `forward`.
-    """
-    return await _pass_on(request, missing=())
-
-
-async def pass_on_if_there(request: web.Request) -> web.StreamResponse:
-    """As `pass_on`, of what not every engine has: `/tokenize`.
-
-    Raises:
-        NotOffered: this one has it not.
-    """
-    return await _pass_on(request, missing=(404, 405))
-
-
-async def _forward(
-    request: web.Request, node: Node, watch: RequestWatch, *, generates: bool
-) -> web.StreamResponse:
-    wishes, body = await _read(request, node, request[ACCOUNT])
+    account = request[ACCOUNT]
+    wishes, body = await _read(request, node, account)
     if not generates:
         wishes = replace(wishes, stream=False, n=1, max_tokens=0)
-    watch.forwarding(
-        wishes.model or "",
-        request[ACCOUNT].name,
-        wishes.n if generates else 0,
-        stream=wishes.stream,
-    )
+    choices = wishes.n if generates else 0
+    watch.forwarding(wishes.model or "", account.name, choices, stream=wishes.stream)
     with watch.span.child("forward") as span:
         job = _job(request, body, wishes, span)
-        relay, running = Relay(request, watch), node.forwarder.run(job, watch.span)
-        return await relay.ended(_relayed(relay, running, watch, stream=wishes.stream))
+        running = node.forwarder.run(job, watch.span)
+        events = EventStream(request, request.app[SLOW_READERS])
+        whole = None
+        async with one_ending(events, watch, lambda error: event(error.body())):
+            whole = await _send(request, running, events, watch, waits=wishes.stream)
+        return events.response if whole is None else whole
 
 
-async def _relayed(
-    relay: Relay,
-    running: AbstractAsyncContextManager[Forwarded],
+async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.StreamResponse:
+    """Answer a request that generates nothing, such as `/v1/models`, from an upstream.
+
+    Args:
+        missing: statuses which say that this engine does not have the endpoint.
+
+    Raises:
+        NotOffered: the engine does not have the endpoint.
+        GatewayError: as `forward`.
+    """
+    node = request.app[NODE]
+    with node.dispatcher.counted():
+        _, body = await _read(request, node, EVERYBODY)
+        call = _call(request, body, NO_SPAN, service_of(request.headers))._replace(sequences=0)
+        async with node.forwarder.run_uncounted(call) as answer:
+            if answer.status in missing:
+                raise NotOffered(f"the upstream has no {request.path}")
+            return await _send_whole(request, answer)
+
+
+async def _send(
+    request: web.Request,
+    running: AbstractAsyncContextManager[UpstreamAnswer],
+    events: EventStream,
     watch: RequestWatch,
     *,
-    stream: bool,
-) -> web.StreamResponse:
-    """Send the answer that a forwarder's context has; who waits for events is told now and then."""
+    waits: bool,
+) -> web.StreamResponse | None:
+    """Send the answer; a client that waits for events gets comments until there is one.
+
+    Returns:
+        The response of a whole answer; None if the answer was sent as events.
+    """
     async with AsyncExitStack() as stack:
-        beats = Heartbeats(relay.comment) if stream else None
+        beats = Heartbeats(events.write) if waits else None
         try:
             answer = await stack.enter_async_context(running)
             if beats is not None:
@@ -106,36 +134,96 @@ async def _relayed(
             if beats is not None:
                 beats.stop()
         watch.forwarded(answer.worker_id, answer.plan)
-        return await relay.send(answer)
+        if answer.is_error:
+            watch.fail(Ending.REJECTED, answer.status, None)
+        # From here, so that the request is in flight up to the last byte.
+        try:
+            if answer.exchange.streaming:
+                await _send_events(events, answer, watch)
+                return None
+            if events.begun:
+                raise await _in_place_of_stream(answer)
+            return await _send_whole(request, answer, watch)
+        finally:
+            watch.settled(answer.usage())
 
 
-async def _pass_on(request: web.Request, missing: tuple[int, ...]) -> web.StreamResponse:
-    with request.app[NODE].dispatcher.counted():
-        relay = Relay(request)
-        return await relay.ended(_straight(request, relay, missing))
+async def _send_events(events: EventStream, answer: UpstreamAnswer, watch: RequestWatch) -> None:
+    if not events.begun:
+        events.response.headers.update({**answer.headers, **UNBUFFERED})
+    async for block in answer.blocks:
+        if not block.startswith(b":"):  # a comment: the upstream itself waits
+            watch.progressed(answer.exchange.outputs)
+        await events.write(block)
+    if answer.exchange.error_sent:
+        reason = UpstreamFailed("the upstream sent an error event")
+        watch.fail(Ending.FAILED, as_gateway_error(reason).status, reason)
 
 
-async def _straight(
-    request: web.Request, relay: Relay, missing: tuple[int, ...]
+async def _send_whole(
+    request: web.Request, answer: UpstreamAnswer, watch: RequestWatch | None = None
 ) -> web.StreamResponse:
-    node = request.app[NODE]
-    _, body = await _read(request, node, EVERYBODY)
-    call = _call(request, body, NO_SPAN, service_of(request.headers))._replace(sequences=0)
-    async with node.forwarder.straight(call) as answer:
-        if answer.status in missing:
-            raise NotOffered(f"the upstream has no {request.path}")
-        return await relay.send(answer)
+    body = bytearray()
+    async for block in answer.blocks:
+        body += block
+        if len(body) > WHOLE_BYTES:
+            return await _send_large(request, answer, body, watch)
+    if watch is not None:
+        watch.progressed(answer.exchange.outputs)
+    response = web.Response(status=answer.status, headers=answer.headers, body=bytes(body))
+    await response.prepare(request)
+    await response.write_eof()
+    return response
+
+
+async def _send_large(
+    request: web.Request, answer: UpstreamAnswer, begun: bytearray, watch: RequestWatch | None
+) -> web.StreamResponse:
+    """Send an answer as it arrives; if it breaks off the connection is cut."""
+    response = web.StreamResponse(status=answer.status, headers=answer.headers)
+    await response.prepare(request)
+    if watch is not None:
+        watch.progressed(answer.exchange.outputs)
+    try:
+        await response.write(begun)
+        async for block in answer.blocks:
+            await response.write(block)
+    except BackendFailed as error:
+        if watch is not None:
+            watch.fail(Ending.FAILED, as_gateway_error(error).status, error)
+        response.force_close()
+        if request.transport is not None:
+            request.transport.abort()  # the client misses the last chunk
+        return response
+    await response.write_eof()
+    return response
+
+
+async def _in_place_of_stream(answer: UpstreamAnswer) -> UpstreamBroken:
+    """Return the error for an answer that is not a stream, after comments have been sent."""
+    body = bytearray()
+    async for block in answer.blocks:
+        body += block
+        if len(body) > WHOLE_BYTES:
+            break
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    if isinstance(found, dict) and found.get("error"):
+        return _ErrorInPlaceOfStream(msgspec.json.encode(found))
+    return UpstreamBroken(f"the upstream answered {answer.status} and not a stream of events")
 
 
 async def _read(request: web.Request, node: Node, account: Account) -> tuple[Wishes, bytes]:
-    """Return what a request asks for, and its body as the upstream is to have it."""
+    """Return what a request asks for, and its body for the upstream."""
     body = await read_body(request)
     if len(body) <= INLINE_BYTES:
-        return _understood(body, node, account)
-    return await offload(_understood, body, node, account)
+        return _read_fields(body, node, account)
+    return await offload(_read_fields, body, node, account)
 
 
-def _understood(body: bytes, node: Node, account: Account) -> tuple[Wishes, bytes]:
+def _read_fields(body: bytes, node: Node, account: Account) -> tuple[Wishes, bytes]:
     card = node.fleet.card
     wishes = wishes_of(body, card.max_model_len)
     if not body:
@@ -147,19 +235,19 @@ def _understood(body: bytes, node: Node, account: Account) -> tuple[Wishes, byte
 def _job(request: web.Request, body: bytes, wishes: Wishes, span: Span) -> ForwardJob:
     """Return a request as the forwarder takes it, within its account's bounds."""
     account = request[ACCOUNT]
-    service = replace(service_of(request.headers), priority=wishes.priority)
-    ask = forward_ask(new_id(), wishes.prompt_tokens, wishes.max_tokens, wishes.n, service, account)
-    ask = replace(
-        ask,
-        fingerprint=fingerprint(account.name, body),
-        retries=retries_of(request.headers),
+    service = account.capped(replace(service_of(request.headers), priority=wishes.priority))
+    prompt, output = wishes.prompt_tokens, wishes.max_tokens
+    need = CapacityNeed(wishes.n, prompt, (prompt + output) * wishes.n, service.tpot_s)
+    ask = in_name_of_account(
+        Ask(new_id(), (need,), output, service), account, body, retries_of(request.headers)
     )
-    call = _call(request, body, span, ask.service)._replace(sequences=wishes.n)
-    return ForwardJob(ask, call, wishes.temperature, wishes.mode, wishes.max_draft_tokens)
+    call = _call(request, body, span, service)._replace(sequences=wishes.n)
+    wanted = wishes.temperature, wishes.mode, wishes.max_draft_tokens
+    return ForwardJob(ask, call, RequestView(prompt, output, *wanted, service))
 
 
 def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) -> UpstreamCall:
-    """Return a request as the upstream gets it, with the service that its account gets."""
+    """Return a request as the upstream gets it, with the service level of its account."""
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     asked = service_of(request.headers)
     if service.ttft_s is not None and service.ttft_s != asked.ttft_s:

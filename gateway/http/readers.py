@@ -103,7 +103,7 @@ class Reader:
     """
 
     def __init__(self, request: web.Request, slow: SlowReaders) -> None:
-        """Keep the buffers of its connection small."""
+        """Begin before anything is written to it."""
         self.paced: Paced | None = None
         self._transport: Any = request.transport
         self._slow = slow
@@ -113,7 +113,6 @@ class Reader:
         self._made_bytes = 0.0
         self._looked_s: float | None = None
         self._moved_s = 0.0  # when it last took something
-        self._keep_small()
 
     async def drained(self, writer: AbstractStreamWriter) -> None:
         """Wait until the client has made room for more, and look at it meanwhile.
@@ -165,7 +164,8 @@ class Reader:
         self._looked_s, self._read_bytes, self._made_bytes = now_s, read, made
         return view
 
-    def _keep_small(self) -> None:
+    def limit_buffers(self) -> None:
+        """Keep the buffers of its connection small, so that little is sent ahead of it."""
         if self._transport is None:
             return
         self._transport.set_write_buffer_limits(high=BUFFER_BYTES)

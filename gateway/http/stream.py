@@ -8,8 +8,8 @@ instead.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from aiohttp import web
@@ -17,12 +17,12 @@ from aiohttp.abc import AbstractStreamWriter
 
 from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.run import Run
-from draftgate.gateway.errors import as_gateway_error
+from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
 from draftgate.gateway.http.heartbeats import Heartbeats
 from draftgate.gateway.http.readers import Reader, SlowReaders
 from draftgate.gateway.offload import offload
-from draftgate.gateway.telemetry.watch import Ending
+from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 
 INLINE_LOGPROBS: Final = 32
 """A delta of more tokens with log probabilities, merged for a reader that fell behind, is spelled
@@ -70,6 +70,7 @@ class EventStream:
         """Send the status line and the headers, once: a comment may come beside the first event."""
         async with self._beginning:
             if self._writer is None:
+                self.reader.limit_buffers()
                 self._writer = await self.response.prepare(self._request)
                 self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
             assert self._writer is not None  # only websockets have none
@@ -92,23 +93,41 @@ async def stream_answer(
         ConnectionResetError: the client is gone; the request was cancelled.
         Exception: whatever went wrong before the first event; later, it is sent as an event.
     """
-    try:
+    async with one_ending(events, answer.watch, answer.rendering.failure):
         async with running as run:
             answer.run = events.reader.paced = run
             await _send_deltas(events, answer, run.deltas)
         await events.write(answer.ending())
+
+
+@asynccontextmanager
+async def one_ending(
+    events: EventStream, watch: RequestWatch, failure: Callable[[GatewayError], bytes]
+) -> AsyncIterator[None]:
+    """End a stream that the block has begun, with an error event if it raises.
+
+    Args:
+        failure: renders the error event.
+
+    Raises:
+        ConnectionResetError: the client is gone.
+        Exception: any error of the block before the first event.
+    """
+    try:
+        yield
     except ConnectionResetError:
         raise
     except Exception as error:
         if not events.begun:
             raise
         shown = as_gateway_error(error)
-        answer.watch.fail(Ending.FAILED, shown.status, error)
+        watch.fail(Ending.FAILED, shown.status, error)
         events.response.force_close()
-        await events.write(answer.rendering.failure(shown))
+        await events.write(failure(shown))
     finally:
         events.reader.left()
-    await events.end()
+    if events.begun:
+        await events.end()
 
 
 async def _send_deltas(

@@ -87,7 +87,7 @@ class RequestWatch:
         self._output_events = 0  # of an upstream
         self._resumes = 0
         self._finish_reasons: list[str] = []
-        self._failure: tuple[Ending, int, BaseException] | None = None
+        self._failure: tuple[Ending, int, BaseException | None] | None = None
         self._ended = False
 
     def parsed(self, job: Job, model: str, *, stream: bool) -> None:
@@ -202,7 +202,7 @@ class RequestWatch:
         self._generated.value += usage.output
         self._recent.tokens += max(usage.output - self._output_events, 0)
 
-    def fail(self, ending: Ending, status: int, error: BaseException) -> None:
+    def fail(self, ending: Ending, status: int, error: BaseException | None) -> None:
         """Keep the first failure for `end`, which follows after the client has been informed."""
         self._failure = self._failure or (ending, status, error)
 

@@ -13,7 +13,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import NoEmbeddings
 from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
 from draftgate.gateway.http.context import new_id, read_body
-from draftgate.gateway.http.forwarding import forward_embeddings
+from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.generation import parsed, send_json, watched
 from draftgate.gateway.http.replies.embeddings import embeddings_reply
 from draftgate.gateway.http.requests.embeddings import EmbeddingCall, embedding_call
@@ -41,7 +41,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
 
 async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
     if node.fleet.forwards:
-        return await forward_embeddings(request, node, watch)
+        return await forward(request, node, watch, generates=False)
     call = await _parsed(request, node, watch)
     states = await _states(node, call.job, watch)
     reply = partial(

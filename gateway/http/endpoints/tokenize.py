@@ -10,7 +10,7 @@ from aiohttp import web
 
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.context import NODE, read_body
-from draftgate.gateway.http.forwarding import pass_on_if_there
+from draftgate.gateway.http.forwarding import pass_on
 from draftgate.gateway.http.generation import INLINE_BODY_BYTES
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
@@ -39,7 +39,7 @@ async def _answer(
     request: web.Request, work: Callable[[bytes, Served], msgspec.Struct]
 ) -> web.StreamResponse:
     if request.app[NODE].fleet.forwards:
-        return await pass_on_if_there(request)
+        return await pass_on(request, missing=(404, 405))
     served = request.app[NODE].served
     body = await read_body(request)
     if len(body) <= INLINE_BODY_BYTES:

@@ -1,35 +1,37 @@
-"""A request that another node sent: admitted and decided about there, run here."""
+"""A request of another node on one of this node's workers.
+
+The other node has admitted it and decided about speculation; here it only runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
 
 from draftgate.backends.remote_worker import Submit
 from draftgate.backends.types import Delta, Pace
-from draftgate.gateway.dispatch.placement import INLINE_TOKENS
+from draftgate.gateway.dispatch.placement import INLINE_TOKENS, need_of
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans
-from draftgate.policies.capacity import CapacityNeed
 
 SPAN: Final = "peer.generate"
-"""The SERVER span of such a request; below it are the worker's."""
+"""Name of the SERVER span; the worker's spans are its children."""
 
 
 class PeerStream:
-    """One request on one of this node's workers, from its coming to its last delta."""
+    """One request, from its arrival to its last delta."""
 
     def __init__(self, node: Node, worker: FleetWorker, submitted: Submit, worker_id: str) -> None:
         """Take a request.
 
         Args:
-            worker_id: what the worker knows it by. By its own id it may be there twice, when it
-                comes again over a new connection before the end of the old one is known.
+            worker_id: its id on the worker. Its own id may be there already, if it is sent again
+                over a new connection before the end of the old one is noticed.
         """
         self._node = node
         self._worker = worker
@@ -38,38 +40,45 @@ class PeerStream:
         self._request = replace(submitted.request, request_id=worker_id)
         self._pace = Pace.FULL
         self._runs = False
-        self._speaks = False
+        self._has_output = False
 
     def set_pace(self, pace: Pace) -> None:
-        """Let the worker go on with it so far, as soon as it has it."""
+        """Set its pace on the worker, once it runs there."""
         self._pace = pace
         if self._runs:
             self._worker.generating.pace(self._request.request_id, pace)
 
     async def run(self, deliver: Callable[[Delta], Awaitable[None]]) -> None:
-        """Run it, delivering what comes; a cancel frees what it has within one step.
+        """Run it and deliver its deltas; a cancel frees its capacity within one step.
 
         Raises:
             Unavailable: this node takes no requests now.
-            RequestRejected: it can never run here, whatever its node thought.
+            RequestRejected: it can never run here.
             BackendFailed: the worker broke.
         """
-        with self._node.dispatcher.counted(), self._span() as span, self._seat():
-            await self._check()
-            spans = WorkerSpans(span) if span.recording else None
+        worker, request = self._worker, self._request
+        with self._node.dispatcher.counted(), self._span() as span:
+            # It competes for capacity with this node's own requests.
+            worker.reserve(request.request_id, need_of(request))
             try:
-                async with aclosing(self._worker.run(self._request, self._lease_number)) as deltas:
-                    self._runs = True
-                    if self._pace is not Pace.FULL:
-                        self.set_pace(self._pace)
-                    async for delta in deltas:
-                        await deliver(self._noted(delta, spans))
+                await self._check()
+                spans = WorkerSpans(span) if span.recording else None
+                try:
+                    async with aclosing(worker.run(request, self._lease_number)) as deltas:
+                        self._runs = True
+                        if self._pace is not Pace.FULL:
+                            self.set_pace(self._pace)
+                        async for delta in deltas:
+                            await deliver(self._observed(delta, spans))
+                finally:
+                    if spans is not None:
+                        spans.end()
             finally:
-                if spans is not None:
-                    spans.end()
+                worker.release(request.request_id)
+                self._node.dispatcher.queue.pump()
 
     async def _check(self) -> None:
-        """Hold it against the worker's bounds: it comes over a network, from another version."""
+        """Check it again: it arrived over a network, maybe from another version."""
         check, request = self._worker.generating.check, self._request
         if request.grammar is None and len(request.prompt_ids) <= INLINE_TOKENS:
             check(request)
@@ -77,7 +86,7 @@ class PeerStream:
             await offload(check, request)
 
     def _span(self) -> Span:
-        """Return the span that continues the trace of its node, if there is one."""
+        """Return a span in the trace of the other node, if there is one."""
         if not self._request.trace_context:
             return NO_SPAN
         attributes = {
@@ -86,27 +95,10 @@ class PeerStream:
         }
         return self._node.tracing.server(SPAN, dict(self._request.trace_context), attributes)
 
-    @contextmanager
-    def _seat(self) -> Iterator[None]:
-        """Count it in among what this node itself sends to the worker."""
-        request, queue = self._request, self._node.dispatcher.queue
-        need = CapacityNeed(
-            len(request.choices),
-            len(request.prompt_ids),
-            request.most_tokens,
-            request.service.tpot_s,
-        )
-        self._worker.reserve(request.request_id, need)
-        try:
-            yield
-        finally:
-            self._worker.release(request.request_id)
-            queue.pump()
-
-    def _noted(self, delta: Delta, spans: WorkerSpans | None) -> Delta:
-        """Take note of a delta as it passes; return it with whether spans were made of it."""
-        if not self._speaks:
-            self._speaks = True
+    def _observed(self, delta: Delta, spans: WorkerSpans | None) -> Delta:
+        """Observe a delta; return it marked if its phases are recorded as spans here."""
+        if not self._has_output:
+            self._has_output = True
             self._worker.started(self._request.request_id)
             self._node.dispatcher.queue.pump()
         if spans is None:

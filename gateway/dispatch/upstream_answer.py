@@ -1,10 +1,10 @@
-"""An upstream's answer that has begun, and what it means where it is none."""
+"""The answer of an upstream: one that has begun, or a refusal."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -13,36 +13,34 @@ from draftgate.backends.base import Exchange, TokenUsage, UpstreamCall
 from draftgate.backends.errors import UpstreamFailed, UpstreamUnreachable
 from draftgate.gateway.errors import UpstreamBroken, UpstreamUnavailable
 from draftgate.gateway.fleet import FleetWorker
-from draftgate.gateway.forwarding.pools import Pooled, pool_of
 from draftgate.policies.types import SpeculationPlan
 
 NO_TOKENS: Final = TokenUsage(0, 0, 0)
 
-ERRORS: Final = 400
-"""The statuses from here on."""
+FIRST_ERROR_STATUS: Final = 400
 
-_UNAVAILABLE: Final = 503
 _TOO_MANY: Final = 429
 _BAD_GATEWAY: Final = 502
+_UNAVAILABLE: Final = 503
 _MOST_REASON_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Forwarded:
-    """An upstream's answer that has begun, or that has no body.
+class UpstreamAnswer:
+    """An answer of which the first bytes have arrived.
 
     Attributes:
-        blocks: the body, from its first byte; ends with `BackendFailed` if the upstream breaks.
-        most: the tokens of the prompt, by an estimate, and the most that there may be of output:
-            believed where the answer does not say.
-        plan: what was decided about speculation; None where there was nothing to decide.
+        blocks: the body from its first byte; raises `BackendFailed` if the upstream breaks.
+        limits: estimated tokens of the prompt and most tokens of output, used where the answer
+            reports no usage.
+        plan: the decision about speculation; None where there was no choice.
     """
 
     worker_id: str
     exchange: Exchange
     headers: Mapping[str, str]
     blocks: AsyncGenerator[bytes, None]
-    most: TokenUsage
+    limits: TokenUsage
     plan: SpeculationPlan | None = None
 
     @property
@@ -50,37 +48,35 @@ class Forwarded:
         """The HTTP status."""
         return self.exchange.status
 
-    def chosen(self, pooled: Pooled | None, worker: FleetWorker) -> Forwarded:
-        """Return the answer of an upstream that was chosen so, which tells its client why."""
-        if pooled is None:
-            return self
-        told = pooled.headers(pool_of(worker.backend.load()))
-        return replace(self, headers={**self.headers, **told}, plan=pooled.plan)
+    @property
+    def is_error(self) -> bool:
+        """Whether the status is an error."""
+        return self.status >= FIRST_ERROR_STATUS
 
     def usage(self) -> TokenUsage:
-        """Return the tokens so far: what the answer says, else estimates; an error took none."""
-        if self.status >= ERRORS:
+        """Return the tokens so far: reported, else estimated; an error has none."""
+        if self.is_error:
             return NO_TOKENS
         usage = self.exchange.usage()
         if usage.prompt:
             return usage
         counted = self.exchange.streaming or usage.output > 0
-        return self.most._replace(output=usage.output) if counted else self.most
+        return self.limits._replace(output=usage.output) if counted else self.limits
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """An answer that says to try elsewhere, or later: 429, 502 or 503."""
+class UpstreamRefusal:
+    """An answer that says to try another upstream, or later: 429, 502 or 503."""
 
     worker: FleetWorker
     exchange: Exchange
     body: bytes
 
-    def told(self, retry_after_s: int) -> Forwarded:
-        """Return what a client is told of it: when to come back, and whose quota is spent.
+    def to_client(self, retry_after_s: int) -> UpstreamAnswer:
+        """Return a 429 as the client gets it.
 
         Raises:
-            UpstreamUnavailable, UpstreamBroken: it is not about the client.
+            UpstreamUnavailable, UpstreamBroken: for 503 and 502, which do not concern the client.
         """
         status = self.exchange.status
         if status == _TOO_MANY:
@@ -88,20 +84,20 @@ class Refusal:
             headers = {name: value for name, value in theirs if name.lower() != "retry-after"}
             headers["Retry-After"] = str(retry_after_s)
             worker_id = self.worker.worker_id
-            return Forwarded(worker_id, self.exchange, headers, _once(self.body), NO_TOKENS)
+            return UpstreamAnswer(worker_id, self.exchange, headers, _once(self.body), NO_TOKENS)
         message = f"the upstream answered {status}{_reason(self.body)}"
         if status == _UNAVAILABLE:
             raise UpstreamUnavailable(message, retry_after_s=retry_after_s)
         raise UpstreamBroken(message)
 
 
-async def begin(
-    stack: AsyncExitStack, worker: FleetWorker, call: UpstreamCall, most: TokenUsage
-) -> Forwarded:
-    """Send the call and wait for the first bytes of the answer.
+async def begin_answer(
+    stack: AsyncExitStack, worker: FleetWorker, call: UpstreamCall, limits: TokenUsage
+) -> UpstreamAnswer:
+    """Send a call and wait for the first bytes of its answer, which `stack` keeps open.
 
     Raises:
-        UpstreamFailed: none came.
+        UpstreamFailed: no bytes arrived.
     """
     exchange = await stack.enter_async_context(worker.upstream.forward(call))
     blocks = await stack.enter_async_context(aclosing(exchange.blocks()))
@@ -109,32 +105,29 @@ async def begin(
         first = await anext(blocks, b"")
     except UpstreamFailed as error:
         raise UpstreamUnreachable(str(error)) from error
-    rest = await stack.enter_async_context(aclosing(_joined(first, blocks)))
-    return Forwarded(worker.worker_id, exchange, exchange.headers, rest, most)
+    whole = await stack.enter_async_context(aclosing(_joined(first, blocks)))
+    return UpstreamAnswer(worker.worker_id, exchange, exchange.headers, whole, limits)
 
 
-async def refused(worker: FleetWorker, answer: Forwarded) -> Refusal | None:
-    """Return the refusal an answer is, or None.
+async def read_refusal(worker: FleetWorker, answer: UpstreamAnswer) -> UpstreamRefusal | None:
+    """Return an answer that is a refusal as such; None for any other answer.
 
     Raises:
-        UpstreamBroken: it is an error of the upstream's that no other attempt helps.
+        UpstreamBroken: it is an error of the upstream that another attempt would not avoid.
     """
     status = answer.status
-    if status not in {_TOO_MANY, _BAD_GATEWAY, _UNAVAILABLE} and not _is_broken(status):
+    # Neither a redirect nor an error of the upstream's own code means anything to our client.
+    broken = 300 <= status < FIRST_ERROR_STATUS or (status >= 500 and status not in {501, 502, 503})
+    if not broken and status not in {_TOO_MANY, _BAD_GATEWAY, _UNAVAILABLE}:
         return None
     body = b""
     async for block in answer.blocks:
         body += block
         if len(body) > _MOST_REASON_BYTES:
             break
-    if _is_broken(status):
+    if broken:
         raise UpstreamBroken(f"the upstream answered {status}{_reason(body)}")
-    return Refusal(worker, answer.exchange, body)
-
-
-def _is_broken(status: int) -> bool:
-    """Whether a status makes no sense to our client: a redirection, or an error of its own."""
-    return 300 <= status < ERRORS or (status >= 500 and status not in {501, 502, 503})
+    return UpstreamRefusal(worker, answer.exchange, body)
 
 
 async def _joined(first: bytes, blocks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -149,7 +142,7 @@ async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
 
 
 def _reason(body: bytes) -> str:
-    """Return what an upstream's error says, after a colon, or nothing."""
+    """Return the message of an upstream's error after a colon, or nothing."""
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):

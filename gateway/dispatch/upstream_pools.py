@@ -1,0 +1,104 @@
+"""Speculation with upstreams: whether a request goes to one that drafts or to one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from draftgate.gateway.dispatch.decisions import Decisions
+from draftgate.gateway.fleet import Fleet, FleetWorker
+from draftgate.gateway.telemetry import metric_definitions as metric
+from draftgate.gateway.telemetry.metrics import Metrics
+from draftgate.policies.capacity import WorkerUsage
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.routing import Route
+from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.policies.upstream_speculation import PoolState, ReplicaPool, choose_pool
+
+POOL_HEADER: Final = "X-Speculation-Pool"
+REASON_HEADER: Final = "X-Speculation-Reason"
+
+_HasCapacity: TypeAlias = Callable[[WorkerUsage], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDecision:
+    """The decision for one request.
+
+    Attributes:
+        request, load: what the policy saw; the load is that of an upstream that drafts.
+        avoid: ids of upstreams of the other pool, used only if no other is open.
+    """
+
+    request: RequestView
+    load: WorkerLoad
+    plan: SpeculationPlan
+    avoid: frozenset[str]
+
+    def headers(self, worker: FleetWorker) -> Mapping[str, str]:
+        """Return headers that show the client the pool of its upstream, and the reason."""
+        # A policy may be anybody's, and a header holds one line of ASCII.
+        reason = " ".join(self.plan.reason.split()).encode("ascii", "replace").decode()
+        pool = _pool_of(worker.backend.load())
+        return {POOL_HEADER: pool.value, REASON_HEADER: reason}
+
+
+class UpstreamPools:
+    """Chooses between upstreams of both kinds, and records the decisions."""
+
+    def __init__(
+        self, fleet: Fleet, policy: SpeculationPolicy, decisions: Decisions, metrics: Metrics
+    ) -> None:
+        """Use the node's speculation policy."""
+        self._fleet = fleet
+        self._policy = policy
+        self._decisions = decisions
+        self._metrics = metrics
+
+    def choose(self, request: RequestView, has_capacity: _HasCapacity) -> PoolDecision | None:
+        """Return the pool for a request; None if all open upstreams are of one kind.
+
+        Args:
+            has_capacity: whether an upstream with this usage can take the request now.
+        """
+        there = [(worker, worker.usage) for worker in self._fleet.open]
+        drafting = [pair for pair in there if _pool_of(pair[1].load) is ReplicaPool.SPECULATING]
+        plain = [pair for pair in there if _pool_of(pair[1].load) is ReplicaPool.PLAIN]
+        if not drafting or not plain:
+            return None
+        state = _state(drafting, has_capacity)
+        choice = choose_pool(request, self._policy, state, _state(plain, has_capacity))
+        others = {
+            None: [],
+            ReplicaPool.PLAIN: drafting,
+            ReplicaPool.SPECULATING: plain,
+        }[choice.pool]
+        avoid = frozenset(worker.worker_id for worker, _ in others)
+        return PoolDecision(request, state.load, choice.plan, avoid)
+
+    def record(
+        self, request_id: str, worker: FleetWorker, decision: PoolDecision, route: Route | None
+    ) -> None:
+        """Record the decision for a request that is about to be sent to an upstream."""
+        plan = decision.plan
+        self._metrics.add(metric.DECISIONS, 1, plan.policy, plan.proposer or "none")
+        self._decisions.record(
+            request_id, worker.worker_id, decision.request, decision.load, plan, route
+        )
+
+
+def _pool_of(load: WorkerLoad) -> ReplicaPool:
+    return ReplicaPool.SPECULATING if load.proposers else ReplicaPool.PLAIN
+
+
+def _state(
+    workers: Sequence[tuple[FleetWorker, WorkerUsage]], has_capacity: _HasCapacity
+) -> PoolState:
+    """Return the best upstream of a pool: with capacity, then by price, then by sequences."""
+    ranks = [
+        (not has_capacity(at), at.load.price, at.load.running + at.load.waiting)
+        for _, at in workers
+    ]
+    best = min(range(len(workers)), key=ranks.__getitem__)
+    return PoolState(workers[best][1].load, has_capacity=not ranks[best][0])
