@@ -1,65 +1,65 @@
-"""What a step did to its sequences: tokens, ends, drafts that failed, blocks that are full."""
+"""Applies the result of a step to its sequences: tokens, ends, drafts and full blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from draftgate.backends.core.draft_plan import DraftPlan
+from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.queues import Queues
-from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.core.steps import SequenceWork, StepPlan
+from draftgate.backends.core.sequence import Sequence, SequenceState
+from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
 from draftgate.backends.types import FinishReason, Phases, StepTrace, TokenLogprob
 
 
-class Details(NamedTuple):
-    """What there is to tell of a step beside its tokens.
+class StepDetails(NamedTuple):
+    """What a step reports about a sequence beside its tokens.
 
     Attributes:
-        step: what it did for a traced sequence.
-        phases: how the sequence came to its first token, which is one of the step's.
+        step: what the step did, for a traced sequence.
+        phases: the timing of the prompt, with the first token.
     """
 
     step: StepTrace | None
     phases: Phases | None
 
 
-Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...], Details | None]
-"""Tokens a step added to a sequence, with their log probabilities if it asked, and details of the
-few who have any. A bare tuple: there is one for each sequence in each step."""
+Emission = tuple[Sequence, tuple[int, ...], tuple[TokenLogprob, ...], StepDetails | None]
+"""The tokens that a step added to a sequence, their log probabilities if requested, and details if
+there are any. A bare tuple, since every step creates one per sequence."""
 
 _NO_DRAFTS: Final = StepTrace(0)
 
 
 class Accounting:
-    """Accounts for the work of steps that ran."""
+    """Applies results to sequences, blocks and the record of drafts."""
 
     def __init__(
         self,
         queues: Queues,
-        drafts: DraftPlan,
+        drafting: Drafting,
         eos_ids: frozenset[int],
         finish: Callable[[Sequence, FinishReason], None],
     ) -> None:
-        """Keep them; `finish` ends a sequence and frees what it has."""
+        """Keep the collaborators; `finish` ends a sequence and frees its resources."""
         self._queues = queues
         self._blocks = queues.blocks
-        self._drafts = drafts
+        self._drafting = drafting
         self._eos_ids = eos_ids
         self._finish = finish
 
-    def fed(self, work: SequenceWork, now_s: float) -> None:
-        """Account for a chunk of a prompt behind which nothing was sampled."""
+    def confirm_chunk(self, work: SequenceWork, now_s: float) -> None:
+        """Account for a prompt chunk after which nothing was sampled."""
         work.sequence.num_computed = work.confirmed_end
         if work.sequence.first_token_s is None:
             work.sequence.chunks.append((now_s, len(work.token_ids)))
-        self._confirm_blocks(work.sequence)
-        self._queues.goes_on_computing(work.sequence)
+        self._share_full_blocks(work.sequence)
+        self._queues.publish_pending(work.sequence)
 
-    def confirm(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
-        """Append what was emitted to the sequence, and settle its blocks; return what it keeps."""
+    def confirm_tokens(self, work: SequenceWork, emitted: tuple[int, ...]) -> tuple[int, ...]:
+        """Append the emitted tokens and settle the blocks; return the tokens that are kept."""
         sequence, accepted = work.sequence, len(emitted) - 1
-        self._drafts.drafting.learn(sequence, emitted)
+        self._drafting.learn(sequence, emitted)
         kept = self._append(sequence, emitted)
         sequence.num_computed = work.start + len(work.token_ids) + accepted
         within_block = sequence.num_computed % self._blocks.block_size
@@ -68,37 +68,48 @@ class Accounting:
             self._settle(work, kept)
         return kept
 
+    def finish_embeddings(self, plan: StepPlan, result: StepResult) -> Iterator[Emission]:
+        """Set the embeddings that a step computed and end their sequences; skip those that left."""
+        if result.pooled is None:
+            return
+        for place, pooled in zip(plan.pooled, result.pooled, strict=True):
+            sequence = plan.work[place].sequence
+            if sequence.state is SequenceState.RUNNING:
+                sequence.embedding = pooled
+                self._finish(sequence, FinishReason.STOP)
+                yield sequence, (), (), None
+
     def _settle(self, work: SequenceWork, kept: tuple[int, ...]) -> None:
-        """Account for drafts, share full blocks, give back those that are not needed."""
+        """Count the draft, share full blocks, and give back blocks that are not needed."""
         sequence = work.sequence
         if work.num_drafts:
-            # By what was kept: some executors end the walk with the sequence, others walk on.
+            # By the kept tokens: some executors stop at the end of the sequence, others do not.
             sequence.count_draft(work.num_drafts, len(work.draft.accepted_places(kept)))
-        self._queues.prompt_is_computed(sequence)
-        self._confirm_blocks(sequence)
+        self._queues.withdraw_pending(sequence)
+        self._share_full_blocks(sequence)
         if sequence.finish_reason is None:
-            # The last token is fed next, or has been: to a step planned behind this one.
+            # The last token is fed next, or was fed already to a step planned behind this one.
             self._blocks.trim(sequence.block_table, len(sequence.token_ids))
         else:
             self._finish(sequence, sequence.finish_reason)
 
-    def _confirm_blocks(self, sequence: Sequence) -> None:
-        """Let others share the blocks that are full of confirmed tokens."""
+    def _share_full_blocks(self, sequence: Sequence) -> None:
+        """Add blocks that are full of confirmed tokens to the prefix cache."""
         if sequence.num_computed // self._blocks.block_size <= sequence.known_blocks:
-            return  # as after most steps
+            return  # the usual case
         hashes = sequence.hash_blocks(self._blocks.block_size)
-        # What was accepted behind the end of the sequence is in the cache, but not in its tokens.
+        # Tokens accepted after the end of the sequence are computed, but not part of it.
         full = min(sequence.num_computed // self._blocks.block_size, len(hashes))
         known = range(sequence.known_blocks, full)
         self._blocks.confirm(sequence.block_table, hashes, known)
         sequence.known_blocks = max(full, sequence.known_blocks)
 
     def _append(self, sequence: Sequence, emitted: tuple[int, ...]) -> tuple[int, ...]:
-        """Append tokens to the sequence up to the one that ends it, and return them."""
+        """Append tokens up to the one that ends the sequence, and return them."""
         tokens, grammar = sequence.token_ids, sequence.grammar
         for count, token in enumerate(emitted, 1):
             tokens.append(token)
-            if token in self._eos_ids and sequence.heeds_eos:
+            if token in self._eos_ids and sequence.stops_at_eos:
                 sequence.finish_reason = FinishReason.STOP
                 return emitted[:count]
             if len(tokens) >= sequence.most_tokens:
@@ -109,13 +120,15 @@ class Accounting:
         return emitted
 
 
-def details_of(plan: StepPlan, work: SequenceWork, kept: tuple[int, ...], now_s: float) -> Details:
-    """Return what there is to tell of a sequence that has got tokens.
+def step_details(
+    plan: StepPlan, work: SequenceWork, kept: tuple[int, ...], now_s: float
+) -> StepDetails:
+    """Return the details of a sequence that got tokens and is accounted for.
 
     Args:
-        work: its part of the step, which is accounted for.
-        kept: the tokens.
-        now_s: when the step ended.
+        work: the sequence's part of the step.
+        kept: its new tokens.
+        now_s: end of the step.
     """
     sequence, phases, step = work.sequence, None, None
     if sequence.first_token_s is None:
@@ -124,4 +137,4 @@ def details_of(plan: StepPlan, work: SequenceWork, kept: tuple[int, ...], now_s:
         drafted = plan.traces.get(sequence.key, _NO_DRAFTS)
         accepted = len(work.draft.accepted_places(kept))
         step = drafted._replace(tokens=len(kept), accepted=accepted)
-    return Details(step, phases)
+    return StepDetails(step, phases)

@@ -1,8 +1,7 @@
-"""The drafts of a step: what is offered, what the policy takes of it, and the blocks it needs."""
+"""Plans the drafts of a step: collects offers, asks the policy, and reserves blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -10,7 +9,7 @@ from typing import Final, NamedTuple
 from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
-from draftgate.backends.core.proposer import DraftOffer, DraftTerms, Proposer
+from draftgate.backends.core.proposer import DraftOffer, DraftTerms
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import StepTrace
 from draftgate.policies.drafting_cost import DraftingMeter, StepDrafting
@@ -22,18 +21,18 @@ from draftgate.policies.types import StepView
 from draftgate.policies.weights import weight
 
 TERMS_STEPS: Final = 16
-"""Steps of a batch that stays the same for which the terms of drafting are computed once: they
-change by little as sequences grow, and where nothing can be drafted they are most of the cost."""
+"""Steps for which the terms of drafting are reused while the batch stays the same. They change
+little as sequences grow, and computing them is most of the host time when nothing is drafted."""
 
 
-class Room(NamedTuple):
-    """What a step has left beside its decodes.
+class SpareCapacity(NamedTuple):
+    """The capacity of a step beside its decodes.
 
     Attributes:
         slots: tokens that drafts may take.
-        blocks: KV blocks that nobody is waiting for.
-        prefill_tokens: prompt tokens that join it if nothing is drafted.
-        free_slots: beside so many slots all of them join.
+        blocks: KV blocks that no waiting sequence needs.
+        prefill_tokens: prompt tokens that join the step if nothing is drafted.
+        free_slots: number of slots that leave all of these prompt tokens in the step.
     """
 
     slots: int
@@ -43,90 +42,86 @@ class Room(NamedTuple):
 
 
 class DraftPlan:
-    """Plans the drafts of each step. Drafts preempt nobody.
+    """Plans the drafts of each step. Drafts never preempt a sequence.
 
     Attributes:
         drafting_s: predicted seconds of computing the drafts of the last step.
-        traces: what was drafted in it for those of its sequences that are traced, by key; what came
-            of it is still to be filled in.
+        traces: the drafting of the last step's traced sequences, by key, without its outcome.
     """
 
     def __init__(
-        self,
-        policy: SpeculationPolicy,
-        proposers: Mapping[str, Proposer],
-        blocks: KvBlocks,
-        cost: StepCost,
+        self, policy: SpeculationPolicy, drafting: Drafting, blocks: KvBlocks, cost: StepCost
     ) -> None:
-        """Start without a record. `proposers` are ordered, cheapest first; `cost` is of steps."""
-        self.drafting = Drafting(proposers)
+        self._drafting = drafting
         self._policy = policy
         self._blocks = blocks
-        self._turn = 0
+        self._step = 0
         self._terms = DraftTerms()
-        self._batch: tuple[float, ...] = ()  # what the terms are of
-        self._view: StepView | None = None  # the last step
-        self._accepted = 0.0  # weighted tokens that its drafts are expected to bring
+        self._terms_key: tuple[float, ...] = ()  # the batch that the terms were computed for
+        self._view: StepView | None = None  # of the last step
+        self._accepted = 0.0  # weighted tokens that its drafts are expected to add
         self.traces: dict[int, StepTrace] = {}
         self.drafting_s = 0.0
         self._did: StepDrafting | None = None  # of the last step, until it is learned from
-        self._meter = DraftingMeter(cost.seconds(1, 1, 1), tuple(proposers))
+        self._meter = DraftingMeter(cost.seconds(1, 1, 1), drafting.names)
 
     def plan(
         self,
         decodes: Many[Sequence],
-        room: Room,
+        spare: SpareCapacity,
         cost: StepCost,
         now_s: float | None,
         *,
         traced: bool = False,
     ) -> list[tuple[Sequence, Draft]]:
-        """Return the drafts to verify, laid out. The sequences have blocks for them.
+        """Return the drafts to verify, depth first, with blocks reserved for them.
 
         Args:
-            decodes: the sequences of the step that will sample; at least one.
-            room: what is left for drafts.
+            decodes: the sequences of the step that decode; at least one.
+            spare: capacity left for drafts.
             cost: of steps.
-            now_s: the time, if any sequence has a service level to weigh; else None.
-            traced: whether some of the sequences may be traced.
+            now_s: the time if a sequence has a service level, else None.
+            traced: whether a sequence may be traced.
         """
-        self._turn += 1
-        view = self._without_drafts(decodes, room)
+        self._step += 1
+        view = self._without_drafts(decodes, spare)
         if now_s is not None:
             view = _weighed(view, decodes, cost, now_s)
-        offers = self.drafting.offers(decodes, self._terms_of(view, decodes, cost))
+        offers = self._drafting.offers(decodes, self._current_terms(view, decodes, cost))
         lengths = self._lengths(view, offers, cost) if offers else ()
-        slots = self._reserve(offers, lengths, room)
+        slots = self._reserve(offers, lengths, spare)
         self.drafting_s = _drafting_s(offers, slots)
-        drafted = computed = self.drafting.compute(offers, slots, self._terms)
+        drafted = computed = self._drafting.compute(offers, slots, self._terms)
         if any(most and offer.draft is None for offer, most in zip(offers, slots, strict=True)):
+            # Survivals are known better once the drafts are computed: the policy may drop some.
             lengths = self._lengths(replace(view, slot_budget=sum(slots)), drafted, cost)
             drafted = [offer.first(most) for offer, most in zip(drafted, lengths, strict=True)]
         self._view, self._accepted = view, sum(offer.expected for offer in drafted)
-        self._did = self.drafting.did
+        self._did = self._drafting.did
         self._did.sequences = len(decodes)
         self._did.verified = sum([1 for offer in drafted if offer.draft])
         self.traces = self._traces(decodes, offers, computed, drafted, cost) if traced else {}
         return [
-            (offer.sequence, self._settled(offer, reserved))
+            (offer.sequence, self._trimmed(offer, reserved))
             for offer, reserved in zip(drafted, slots, strict=True)
             if offer.draft or reserved
         ]
 
-    def took(self, step_s: float, whole_s: float) -> None:
-        """Learn what the last step that was planned took.
+    def observe_time(self, step_s: float, whole_s: float) -> None:
+        """Learn how long the last planned step took.
 
         Args:
-            step_s: of the device.
-            whole_s: from its planning to that of the next one.
+            step_s: seconds of the device.
+            whole_s: seconds from its planning to that of the next step.
         """
-        if self._did is not None and self._terms.least_survival is not None:  # else nobody asks
+        # With `least_survival` None every proposer is asked whatever it costs: nothing to learn.
+        if self._did is not None and self._terms.least_survival is not None:
             self._meter.observe(self._did, step_s, whole_s)
-            self.drafting.observe_host_time(whole_s - step_s)
+            self._drafting.observe_host_time(whole_s - step_s)
         self._did = None
 
     def price(self, cost: StepCost) -> float:
-        """Return what a slot had to promise in the last step, in tokens of weight 1."""
+        """Return the expected tokens that a slot of the last step had to add, at weight 1."""
         return 0.0 if self._view is None else slot_price(self._view, cost, self._accepted)
 
     def _traces(
@@ -137,7 +132,7 @@ class DraftPlan:
         verified: Many[DraftOffer],
         cost: StepCost,
     ) -> dict[int, StepTrace]:
-        """Return the traces of a step: what was offered, then computed, and is verified of it."""
+        """Return the traces: what was offered, what was computed, and what of it is verified."""
         traced = [sequence.key for sequence in decodes if sequence.request.traced]
         if not traced:
             return {}
@@ -152,26 +147,25 @@ class DraftPlan:
                 traces[key] = StepTrace(0, offer.source, len(proposed), ids, 0, survivals, price)
         return traces
 
-    def _without_drafts(self, decodes: Many[Sequence], room: Room) -> StepView:
-        """Return the step as it is without drafts."""
+    def _without_drafts(self, decodes: Many[Sequence], spare: SpareCapacity) -> StepView:
         return StepView(
-            tokens=len(decodes) + room.prefill_tokens,
+            tokens=len(decodes) + spare.prefill_tokens,
             kv_tokens=sum([sequence.num_computed for sequence in decodes]) + len(decodes),
             sequences=len(decodes),
-            slot_budget=min(room.slots, MOST_FIXED * len(decodes)),
+            slot_budget=min(spare.slots, MOST_FIXED * len(decodes)),
             candidates=(),
-            acceptance=self.drafting.acceptance,
-            prefill_tokens=room.prefill_tokens,
-            free_slots=room.free_slots,
+            acceptance=self._drafting.acceptance,
+            prefill_tokens=spare.prefill_tokens,
+            free_slots=spare.free_slots,
             verify_s=self._meter.cost.verify_s,
         )
 
-    def _terms_of(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> DraftTerms:
-        """Return what drafts of the step are weighed with; nothing matters without proposers."""
-        turn = self._turn // TERMS_STEPS
-        batch = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
-        if self.drafting.names and batch != self._batch:
-            self._batch = batch
+    def _current_terms(self, view: StepView, decodes: Many[Sequence], cost: StepCost) -> DraftTerms:
+        """Return the terms of drafting; computed anew only if there are proposers."""
+        turn = self._step // TERMS_STEPS
+        key = view.tokens, view.sequences, view.slot_budget, view.total_weight, turn
+        if self._drafting.names and key != self._terms_key:
+            self._terms_key = key
             most = 1.0 if view.weight is None else max(sequence.weight for sequence in decodes)
             self._terms = DraftTerms(
                 self._policy.least_survival(view, cost),
@@ -187,9 +181,11 @@ class DraftPlan:
         candidates = tuple([offer.candidate for offer in offers])
         return self._policy.draft_lengths(replace(view, candidates=candidates), cost)
 
-    def _reserve(self, offers: Many[DraftOffer], lengths: Many[int], room: Room) -> list[int]:
-        """Take blocks for drafts; return the slots each gets."""
-        spare_blocks, budget = room.blocks, room.slots
+    def _reserve(
+        self, offers: Many[DraftOffer], lengths: Many[int], spare: SpareCapacity
+    ) -> list[int]:
+        """Reserve blocks for drafts; return the number of slots for each offer."""
+        spare_blocks, budget = spare.blocks, spare.slots
         slots = []
         for offer, length in zip(offers, lengths, strict=True):
             table, tokens = offer.sequence.block_table, len(offer.sequence.token_ids)
@@ -201,8 +197,8 @@ class DraftPlan:
             budget -= slots[-1]
         return slots
 
-    def _settled(self, offer: DraftOffer, reserved: int) -> Draft:
-        """Return an offer's draft, laid out; the blocks it leaves over are given back."""
+    def _trimmed(self, offer: DraftOffer, reserved: int) -> Draft:
+        """Return the draft of an offer depth first, and give back the blocks it does not need."""
         assert offer.draft is not None
         if len(offer.draft) < reserved:
             tokens = len(offer.sequence.token_ids) + len(offer.draft)
@@ -211,7 +207,7 @@ class DraftPlan:
 
 
 def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:
-    """Return the seconds of drafting so deep; a depth is paid once by all with the same cost."""
+    """Return the predicted seconds of drafting: offers with equal cost share each depth."""
     depths: dict[float, int] = {}
     calls: dict[float, float] = {}
     for offer, most in zip(offers, slots, strict=True):
@@ -223,7 +219,7 @@ def _drafting_s(offers: Many[DraftOffer], slots: Many[int]) -> float:
 
 
 def _weighed(view: StepView, decodes: Many[Sequence], cost: StepCost, now_s: float) -> StepView:
-    """Weigh sequences by how late they are; return the step with what its tokens are worth."""
+    """Weight the sequences by lateness; return the step with their total weight."""
     step_s = cost.seconds(view.tokens, view.kv_tokens, view.sequences)
     for sequence in decodes:
         due_s = sequence.next_due_s

@@ -1,4 +1,4 @@
-"""What drafts are worth: survivals by source and sequence, learned from every draft there was."""
+"""What drafts are worth: survival estimates by source and sequence, learned from every draft."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ GRAMMAR: Final = "grammar"
 
 
 class DraftScores:
-    """The score of each source of drafts.
+    """Survival estimates of each source of drafts.
 
     Attributes:
-        acceptance: running chance of a drafted token, over all sources.
+        acceptance: running probability that a drafted token is accepted, over all sources.
     """
 
     def __init__(self) -> None:
-        """Start without a record."""
         self._sources: dict[str, Survivals] = {}
         self.acceptance = Acceptance(forgetting=FORGETTING)
 
     def best_found(self, source: str) -> float:
-        """Return the survival of a first token where there is the best evidence for it."""
+        """Return the survival of a first token given the strongest evidence."""
         return self._source(source).found.best_survival
 
     def best_predicted(self, source: str) -> float:
-        """Return the survival of a first token behind the best of last drafts."""
+        """Return the survival of a first token after the best outcome of the last draft."""
         return self._source(source).predicted.best_survival
 
     def found(
         self, sequence: Sequence, source: str, draft: Draft
     ) -> tuple[Draft, tuple[float, ...]]:
-        """Return a draft, its best tokens first, with its survivals.
+        """Return a draft, best tokens first, with its survivals.
 
-        Tokens that were drawn are evidence of themselves: where they come with their law, to be
-        kept or not by p/q, their probability must not decide how many are verified (design,
-        section 1), so what is known is what was known before they were drawn.
+        A sampled token is evidence of itself. If it is to be kept with probability p/q, its own
+        probability must not decide how many tokens are verified. Its survivals therefore rest on
+        what was known before it was drawn.
         """
         row = self._row(sequence, source, draft)
         if draft.is_chain and not draft.shares:
@@ -52,7 +51,7 @@ class DraftScores:
         return draft.select(order), tuple(survivals[place] for place in order)
 
     def predicted(self, sequence: Sequence, source: str) -> Row:
-        """Return what is expected of a draft before it is there."""
+        """Return the expected survivals of a draft that is not computed yet."""
         return self._source(source).of_predicted(_record(sequence, source))
 
     def last_outcome(self, sequence: Sequence, source: str) -> int:
@@ -62,9 +61,9 @@ class DraftScores:
     def learn(
         self, sequence: Sequence, source: str, draft: Draft, emitted: tuple[int, ...]
     ) -> None:
-        """Learn from a draft and the tokens that came."""
-        path = draft.accepted_places(emitted)
-        agreed, rejected = len(path), draft.was_rejected(path, emitted)
+        """Learn from a draft and the tokens that followed."""
+        accepted = draft.accepted_places(emitted)
+        agreed, rejected = len(accepted), draft.was_rejected(accepted, emitted)
         self.acceptance.observe(agreed, rejected=rejected)
         record, survivals = _record(sequence, source), self._source(source)
         if draft.distributions is None:
@@ -73,11 +72,11 @@ class DraftScores:
             survivals.learn_predicted(record, agreed, rejected=rejected)
 
     def learn_nothing_found(self, sequence: Sequence, source: str) -> None:
-        """Learn that a source had nothing to propose."""
+        """Learn that a source had no proposal."""
         self._source(source).learn_predicted(_record(sequence, source), 0, rejected=True)
 
     def refresh(self) -> None:
-        """Let all that was learned count now."""
+        """Apply everything learned so far to the estimates at once."""
         for survivals in self._sources.values():
             survivals.found.refresh()
             survivals.predicted.refresh()
@@ -89,14 +88,15 @@ class DraftScores:
         return survivals.of_predicted(record)
 
     def _source(self, source: str) -> Survivals:
-        found = self._sources.get(source)
-        if found is None:
-            found = self._sources[source] = Survivals()
-        return found
+        # Not `setdefault`: that would create a table with every call.
+        survivals = self._sources.get(source)
+        if survivals is None:
+            survivals = self._sources[source] = Survivals()
+        return survivals
 
 
 def _record(sequence: Sequence, source: str) -> RequestRecord:
-    found = sequence.draft_records.get(source)
-    if found is None:
-        found = sequence.draft_records[source] = RequestRecord()
-    return found
+    record = sequence.draft_records.get(source)
+    if record is None:
+        record = sequence.draft_records[source] = RequestRecord()
+    return record

@@ -1,9 +1,9 @@
-"""Who runs, who waits, who is paused, and whose blocks are taken when memory is short.
+"""The queue and the batch: which sequences run, wait or are paused, and whom to preempt.
 
-A paused sequence leaves the batch before the next step. It takes no seat and holds up nobody. Its
-blocks stay in the prefix cache until somebody needs the memory: cached ones are taken before
-anybody is preempted. When it goes on it takes its place in the order of arrival, and shares what is
-still there, so it computes no more than a block again if all of it is.
+A paused sequence leaves the batch before the next step. It counts against no limit and holds up no
+other sequence. Its blocks stay in the prefix cache until the memory is needed: cached blocks are
+taken before any sequence is preempted. When it resumes, it takes its place in order of arrival and
+shares what is still cached, so it recomputes at most one block if everything is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Container
+from itertools import islice
 
 from draftgate.backends.core.kv_blocks import KvBlocks, OutOfBlocks
 from draftgate.backends.core.prefix_cache import PendingPrefixes
@@ -19,21 +20,20 @@ from draftgate.backends.types import Pace
 
 
 class Queues:
-    """The open sequences of a worker with their places and blocks.
+    """The open sequences of a worker and their blocks.
 
     Attributes:
-        waiting: the queue, in order of arrival: who was preempted stands ahead of who came later.
+        waiting: the queue in order of arrival: a preempted sequence precedes later arrivals.
         running: the batch, oldest admission first.
-        paused: those that wait until they are told to go on, by key.
-        leaving: those that were paused and run until the next step is planned, by key.
-        num_sparing: how many sequences there are of pace `SPARING`.
-        prefill_tokens: tokens that are still to be fed to those who run or wait, but for decodes;
-            of those who wait, also what may be cached.
+        paused: sequences that wait to be resumed, by key.
+        leaving: paused sequences that run until the next step is planned, by key.
+        num_sparing: number of sequences with pace `SPARING`.
+        prefill_tokens: tokens still to be fed to running and waiting sequences, except decodes. For
+            waiting sequences this includes tokens that may be cached.
         blocks: the memory they share.
     """
 
     def __init__(self, blocks: KvBlocks) -> None:
-        """Start empty."""
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -46,12 +46,13 @@ class Queues:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.append(sequence)
-        self._owe(sequence, sequence.pending_tokens)
-        # Looked up now, and found at once when the next step asks: halves what one turn has to do.
+        self._set_prefill(sequence, sequence.pending_tokens)
+        # Look the prefix up now: the cache remembers the last lookup, so the next step gets it for
+        # free, and the work of a single call is halved.
         self.blocks.num_cached(sequence.sharable_hashes(self.blocks.block_size))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that ends, and free its blocks at once."""
+        """Remove a sequence that ends, and free its blocks at once."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self.leaving.pop(sequence.key, None)
@@ -60,14 +61,14 @@ class Queues:
         else:
             self.waiting.remove(sequence)
         self.num_sparing -= sequence.pace is Pace.SPARING
-        self._owe(sequence, 0)
+        self._set_prefill(sequence, 0)
         sequence.move_to(SequenceState.FINISHED)
-        self._give_back(sequence)
+        self._free_blocks(sequence)
 
     def pace(self, sequence: Sequence, pace: Pace) -> None:
-        """Change how far an open sequence goes on.
+        """Change the pace of an open sequence.
 
-        What is in the batch leaves it with the next `park`: the step under way still counts.
+        A running sequence leaves the batch at the next `park`: the step under way still counts.
         """
         before, sequence.pace = sequence.pace, pace
         self.num_sparing += (pace is Pace.SPARING) - (before is Pace.SPARING)
@@ -84,17 +85,45 @@ class Queues:
             self._enqueue(sequence)
 
     def park(self) -> None:
-        """Take those who were paused out of the batch. No step may be under way."""
+        """Take the paused sequences out of the batch. No step may be under way."""
         for sequence in self.leaving.values():
-            self._leave(sequence)
+            self._leave_batch(sequence)
         self.leaving.clear()
 
+    def next_blocks(self) -> int:
+        """Return the blocks that the next waiting sequence needs; 0 if it cannot run now."""
+        if not self.waiting:
+            return 0
+        sequence = self.waiting[0]
+        hashes = sequence.sharable_hashes(self.blocks.block_size)
+        needed = self.blocks.needed(hashes, len(sequence.token_ids))
+        return needed if needed <= self.blocks.num_free else 0
+
+    def waiting_prompt_tokens(self, sequences: int, most: int) -> int:
+        """Return the prompt tokens of the next waiting sequences, of which there is one at least.
+
+        Cached tokens are left out for the first sequence only: a lookup takes as long for each of
+        the others, and few of them join the same step.
+
+        Args:
+            sequences: how many could be admitted.
+            most: tokens at which to stop counting.
+        """
+        first = self.waiting[0]
+        cached = self.blocks.num_cached(first.sharable_hashes(self.blocks.block_size))
+        tokens = len(first.token_ids) - cached * self.blocks.block_size
+        for sequence in islice(self.waiting, 1, sequences):
+            if tokens >= most:
+                break
+            tokens += len(sequence.token_ids)
+        return tokens
+
     def admit(self, sequence: Sequence) -> bool:
-        """Make a waiting sequence run, with blocks for all its tokens and what is cached of them.
+        """Let a waiting sequence run, with blocks for all its tokens, cached ones included.
 
         Returns:
-            False if it should wait, and may be passed: a running prefill is computing the first of
-            its blocks that is not cached, and soon that is there to be shared.
+            False if it should wait, and others may pass it: a running prefill is computing the
+            first of its blocks that is not cached, and it can share that block soon.
 
         Raises:
             OutOfBlocks: not enough blocks are free; nothing has changed.
@@ -111,25 +140,25 @@ class Queues:
         sequence.num_computed = shared * self.blocks.block_size
         if sequence.last_step < 0:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_tokens)
-        self.goes_on_computing(sequence)
-        self._owe(sequence, sequence.pending_tokens)
+        self.publish_pending(sequence)
+        self._set_prefill(sequence, sequence.pending_tokens)
         return True
 
-    def feed(self, sequence: Sequence, tokens: int) -> None:
-        """Note that a step feeds so many pending tokens of a prefill."""
+    def note_fed(self, sequence: Sequence, tokens: int) -> None:
+        """Record that a step feeds this many pending tokens of a prefill."""
         left = sequence.pending_tokens - tokens
-        self._owe(sequence, left if left > 1 else 0)  # a single one is fed as a decode
+        self._set_prefill(sequence, left if left > 1 else 0)  # a single one is fed as a decode
 
-    def make_room(self, sequence: Sequence, planned: Container[int]) -> bool:
-        """Give the sequence blocks for all its tokens, preempting others if need be.
+    def extend_or_preempt(self, sequence: Sequence, planned: Container[int]) -> bool:
+        """Give the sequence blocks for all its tokens, preempting others if necessary.
 
-        The youngest one goes first, of those that are sparing if there are any.
+        Sparing sequences are preempted first, and the youngest before older ones.
 
         Args:
-            planned: keys of the sequences in the step, which nobody preempts.
+            planned: keys of the sequences in the step, which cannot be preempted.
 
         Returns:
-            False if it had to be preempted itself: whatever else runs is in this step.
+            False if the sequence itself was preempted: all others that run are in this step.
         """
         if len(sequence.token_ids) <= len(sequence.block_table) * self.blocks.block_size:
             return True
@@ -137,59 +166,50 @@ class Queues:
             try:
                 self.blocks.extend(sequence.block_table, len(sequence.token_ids))
             except OutOfBlocks:
-                victim = self._victim(planned)
-                self._preempt(victim)
+                candidates = (s for s in self.running if s.key not in planned)
+                victim = max(candidates, key=lambda s: (s.pace, s.key))
+                self._leave_batch(victim)
+                victim.preemptions += 1
                 if victim is sequence:
                     return False
             else:
                 return True
 
-    def goes_on_computing(self, sequence: Sequence) -> None:
-        """Note which block of a running prefill others may wait for: the first not known yet."""
+    def publish_pending(self, sequence: Sequence) -> None:
+        """Announce the first unknown block of a running prefill, for which others may wait."""
         size, block = self.blocks.block_size, sequence.known_blocks
         if block < (len(sequence.token_ids) - 1) // size:  # each computes the last token itself
             self._pending.advance(sequence.key, sequence.hash_blocks(size)[block])
         else:
             self._pending.drop(sequence.key)
 
-    def prompt_is_computed(self, sequence: Sequence) -> None:
-        """Note that nobody need wait for the sequence's prefix any more. Idempotent."""
+    def withdraw_pending(self, sequence: Sequence) -> None:
+        """Announce no more blocks of a sequence: its prompt is computed. Idempotent."""
         self._pending.drop(sequence.key)
 
-    def _victim(self, planned: Container[int]) -> Sequence:
-        """Return who goes next of the running sequences that are not part of the step yet."""
-        return max((s for s in self.running if s.key not in planned), key=lambda s: (s.pace, s.key))
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it is computed anew, ahead of all that never ran."""
-        self._leave(sequence)
-        sequence.preemptions += 1
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Move a running sequence to where it waits, without its blocks."""
+    def _leave_batch(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks and let it wait; its tokens are computed again."""
         self.running.remove(sequence)
-        self._give_back(sequence)
+        self._free_blocks(sequence)
         sequence.move_to(SequenceState.WAITING)
         sequence.num_computed = 0
         self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Put a waiting sequence where it belongs: among the paused, or into the queue."""
         if sequence.pace is Pace.PAUSED:
             self.paused[sequence.key] = sequence
-            self._owe(sequence, 0)
+            self._set_prefill(sequence, 0)
             return
-        # The queue is in order of arrival, so it stands behind older ones preempted before.
+        # Keys ascend with arrival, so this keeps preempted and resumed sequences in their order.
         at = bisect_left(self.waiting, sequence.key, key=lambda waiting: waiting.key)
         self.waiting.insert(at, sequence)
-        self._owe(sequence, sequence.pending_tokens)
+        self._set_prefill(sequence, sequence.pending_tokens)
 
-    def _owe(self, sequence: Sequence, tokens: int) -> None:
-        """Note how many tokens are still to be fed to a sequence."""
+    def _set_prefill(self, sequence: Sequence, tokens: int) -> None:
         self.prefill_tokens += tokens - sequence.prefill_tokens
         sequence.prefill_tokens = tokens
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _free_blocks(self, sequence: Sequence) -> None:
         """Free the sequence's blocks; those with a known prefix stay cached."""
         self._pending.drop(sequence.key)
         self.blocks.release(sequence.block_table)

@@ -1,8 +1,8 @@
-"""One sequence: a request's tokens and KV state on a worker.
+"""One sequence: the tokens and KV state of one choice of a request on a worker.
 
-Every state and transition is in this file. `num_computed` says how many leading tokens have
-their keys and values in the cache; what is left is *pending*. A decode is a sequence with one
-pending token, a prefill one with more, and a preempted sequence one which starts again at 0.
+All states and transitions are in this file. The first `num_computed` tokens have their keys and
+values in the cache; the others are *pending*. A decode is a sequence with one pending token, a
+prefill one with several. A preempted sequence starts again at 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draftgate.policies.weights import next_due_s
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """The life of a sequence."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -41,47 +41,44 @@ class SequenceState(Enum):
 TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
     # admitted to the batch; or cancelled in the queue
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    # preempted by recompute, or paused; or finished
+    # preempted (to be recomputed) or paused; or finished
     SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
 
 
-def no_blocks() -> array[int]:
-    """Return an empty table of 64-bit block numbers."""
-    return array("q")
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, KV pages and counters of one choice of a request.
+    """Tokens, KV blocks and counters of one choice of a request.
 
     Attributes:
-        key: unique on the worker and ascending with arrival.
+        key: unique on the worker, ascending in order of arrival.
         token_ids: prompt and output.
         num_computed: leading tokens whose keys and values are in the cache.
-        block_table: KV blocks in order; block i holds tokens `i * block_size` and on. Leading ones
-            may be shared with other sequences. An array, so that devices read it as it lies.
-        block_hashes: chain over the full blocks of `token_ids` (`prefix_cache`).
-        known_blocks: leading blocks of the table which are known by their hash.
-        pace: how far it goes on; what is paused waits.
-        prefill_tokens: pending tokens that are to be fed in chunks, or with its admission.
-        most_tokens: tokens of prompt and output together at which it ends. Of an embedding one more
-            than its prompt has, which it never gets: its last token alone is fed as a decode is.
-        embeds: its prompt is to be embedded: it ends with that, and no token is drawn.
-        embedding: what came of that (`Delta.embedding`).
-        is_plain: nothing reads or changes its logits but the sampler.
-        has_service: its request asked for a service level.
-        cached_tokens: prompt tokens that needed no computing when the sequence first ran.
+        block_table: KV blocks in order; block i holds the tokens from `i * block_size` on. Other
+            sequences may share the leading blocks. A 64-bit array, which devices read directly.
+        block_hashes: hash chain over the full blocks of `token_ids` (see `prefix_cache`).
+        known_blocks: leading blocks of the table that the prefix cache knows by their hash.
+        cached_tokens: prompt tokens found in the cache when the sequence first ran.
         draft_table: pages of a draft model's keys and values.
-        grammar: what the output may say; None allows everything.
-        draft_records: what its own drafts have shown, by source.
-        weight: what a token of it is worth now (`policies.weights`).
-        queued_s: when it came, by the worker's time.
-        scheduled_s: when it first was in a step; None before.
-        chunks: of its prompt, each with when its step ended and how many tokens it had.
-        first_token_s: when it began to decode here, by the worker's time; None before.
-        first_output_tokens: how many tokens of output it had then.
+        grammar: the constraint on the output; None allows everything.
+        last_step: number of the last step with this sequence; -1 before the first.
+        pace: full speed, slowed down for a slow reader (`SPARING`), or paused.
+        prefill_tokens: pending tokens to be fed in prompt chunks, or at admission.
+        draft_records: outcomes of the sequence's own drafts, by source.
+        weight: value of one of its tokens now (`policies.weights`).
+        queued_s: its arrival, on the worker's clock.
+        scheduled_s: start of its first step; None before.
+        chunks: end of the step and number of tokens of each prompt chunk.
+        first_token_s: when it began to decode on this worker; None before.
+        first_output_tokens: the length of its output at that time.
+        histogram: number of verifying steps, by the number of accepted tokens.
+        embedding: the result of an embedding request (`Delta.embedding`).
+        most_tokens: length of prompt and output at which it ends. For an embedding, one more than
+            the prompt: that token never exists, but the last prompt token is fed like a decode.
+        embeds: whether the prompt is to be embedded, without sampling any token.
+        is_plain: whether only the sampler uses its logits.
+        has_service: whether the request has a service level.
     """
 
     key: int
@@ -90,7 +87,7 @@ class Sequence:
     token_ids: TokenIds
     state: SequenceState = SequenceState.WAITING
     num_computed: int = 0
-    block_table: array[int] = field(default_factory=no_blocks)
+    block_table: array[int] = field(default_factory=lambda: array("q"))
     block_hashes: list[bytes] = field(default_factory=list)
     known_blocks: int = 0
     cached_tokens: int = 0
@@ -118,18 +115,17 @@ class Sequence:
     has_service: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Look up what every step asks for."""
+        """Derive the fields that every step needs."""
         request = self.request
         self.embeds = request.task is Task.EMBED
-        self.most_tokens = len(request.prompt_ids) + (
-            1 if self.embeds else request.sampling.max_tokens
-        )
+        output_tokens = 1 if self.embeds else request.sampling.max_tokens
+        self.most_tokens = len(request.prompt_ids) + output_tokens
         self.is_plain = request.grammar is None and request.sampling.leaves_logits
         self.has_service = request.service != ANYTIME
 
     @classmethod
-    def of(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
-        """Return the waiting sequence for one of `request.choices`."""
+    def for_choice(cls, key: int, request: GenerationRequest, choice: ResumedChoice) -> Sequence:
+        """Return a waiting sequence for one of `request.choices`."""
         tokens = compact(request.prompt_ids)
         tokens.extend(choice.output_ids)
         return cls(key, request, choice.choice, tokens, block_hashes=list(request.block_hashes))
@@ -141,51 +137,51 @@ class Sequence:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.token_ids) - self.prompt_tokens
 
     @property
     def pending_tokens(self) -> int:
-        """Known tokens which are not in the cache yet."""
+        """Number of tokens that are not in the cache yet."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens which may still be generated."""
+        """Number of tokens that may still be generated."""
         return self.most_tokens - len(self.token_ids)
 
     @property
     def next_due_s(self) -> float | None:
-        """When its next token is due, by the worker's time; None without a target."""
+        """When the next token is due, on the worker's clock; None without a target."""
         if self.first_token_s is None:
             return None
         tokens = 1 + self.output_tokens - self.first_output_tokens
         return next_due_s(self.request.service, self.first_token_s, tokens)
 
     @property
-    def heeds_eos(self) -> bool:
-        """Whether an end-of-sequence token ends it; under a grammar always."""
+    def stops_at_eos(self) -> bool:
+        """Whether an end-of-sequence token ends the output; always true with a grammar."""
         return self.grammar is not None or not self.request.sampling.ignore_eos
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
-        """Return the hashes of all full blocks of the tokens there are."""
+        """Return the hashes of all full blocks."""
         extend_chain(self.block_hashes, self.request.tenant, self.token_ids, block_size)
         return self.block_hashes
 
     def sharable_hashes(self, block_size: int) -> list[bytes]:
-        """Return the hashes of the blocks that may come from a cache: all before the last token.
+        """Return the hashes of the full blocks before the last token, which may be cached ones.
 
-        The last token is always computed, for its logits.
+        The last token itself is always computed, for its logits.
         """
         return self.hash_blocks(block_size)[: (len(self.token_ids) - 1) // block_size]
 
     def begin_output(self, now_s: float, fed_tokens: int) -> Phases:
-        """Note that its first token is there; return how it came to it.
+        """Record the first output token, and return the timing of the prompt.
 
         Args:
-            fed_tokens: of the step that brought it.
+            fed_tokens: tokens fed in the step that produced it.
         """
-        assert self.scheduled_s is not None, "it was in a step"
+        assert self.scheduled_s is not None, "a sequence with a token was scheduled"
         self.first_token_s, self.first_output_tokens = now_s, self.output_tokens
         self.chunks.append((now_s, fed_tokens))
         return Phases(self.queued_s, self.scheduled_s, tuple(self.chunks), now_s)
@@ -194,7 +190,7 @@ class Sequence:
         """Change the state.
 
         Raises:
-            RuntimeError: the table has no such transition.
+            RuntimeError: `TRANSITIONS` does not allow it.
         """
         if state not in TRANSITIONS[self.state]:
             raise RuntimeError(f"sequence {self.key}: {self.state.name} cannot become {state.name}")
@@ -208,7 +204,7 @@ class Sequence:
         self.histogram[accepted] += 1
 
     def outcome(self) -> SpeculationOutcome:
-        """Return what speculation did for this sequence so far."""
+        """Return the totals of speculation for this sequence."""
         return SpeculationOutcome(
             sum(self.histogram), self.drafted_tokens, self.accepted_tokens, tuple(self.histogram)
         )

@@ -1,4 +1,4 @@
-"""What a scheduler asks of a step, and what a step answers."""
+"""A step of the worker: its plan, the builder of the plan, and its result."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Any, Final, NamedTuple, Protocol
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import StepTrace, TokenLogprob
+from draftgate.policies.batching import patience_s
 from draftgate.policies.step_cost import StepSize
+from draftgate.policies.types import BatchView
 
 PENDING: Final = -1
-"""A token that a launched step is to draw: known on the device before it is known here."""
+"""Stands for a token that a launched step is about to sample: only the device knows it so far."""
 
 
 class SequenceWork(NamedTuple):
-    """One sequence's part of a step: confirmed tokens to feed, and a draft to verify behind them.
+    """One sequence's part of a step: confirmed tokens to feed, and a draft to verify after them.
 
-    A tuple, as others that are made for each sequence in each step: it takes a third of the time.
+    A tuple, since every step creates one per sequence: a dataclass takes three times as long.
 
     Attributes:
-        start: position of the first token fed; all before it are in the cache.
-        token_ids: confirmed tokens fed, at positions `start` and on.
-        samples: whether a token is sampled: true once all confirmed tokens are fed.
-        draft: laid out depth first; fed behind the confirmed tokens, each token into a slot of its
-            own. Only where `samples`.
+        start: position of the first token fed; all earlier ones are in the cache.
+        token_ids: the confirmed tokens to feed, from position `start` on.
+        samples: whether a token is sampled: only once all confirmed tokens are fed.
+        draft: depth first; fed after the confirmed tokens, each token into its own cache slot.
+            Empty unless `samples`.
     """
 
     sequence: Sequence
@@ -38,17 +40,17 @@ class SequenceWork(NamedTuple):
 
     @property
     def fed_ids(self) -> tuple[int, ...]:
-        """All tokens fed, in the order of their slots."""
+        """All tokens fed, in the order of their cache slots."""
         return self.token_ids + self.draft.token_ids
 
     @property
     def confirmed_end(self) -> int:
-        """Position behind the last confirmed token."""
+        """Position after the last confirmed token."""
         return self.start + len(self.token_ids)
 
     @property
     def positions(self) -> Iterable[int]:
-        """Positions of all tokens fed: those of a draft by depth, siblings share theirs."""
+        """Positions of all tokens fed; siblings of a draft share one position."""
         if self.draft.is_chain:
             return range(self.start, self.context_tokens)
         confirmed = range(self.start, self.confirmed_end)
@@ -56,36 +58,35 @@ class SequenceWork(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens to verify."""
+        """Number of draft tokens to verify."""
         return len(self.draft.token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens fed, drafts included."""
+        """Number of tokens fed, drafts included."""
         return len(self.token_ids) + len(self.draft.token_ids)
 
     @property
     def context_tokens(self) -> int:
-        """Slots of the cache in use once the step has run, drafts included."""
+        """Cache slots in use after the step, drafts included."""
         return self.start + len(self.token_ids) + len(self.draft.token_ids)
 
     @property
     def num_samples(self) -> int:
-        """Logit rows wanted: one behind the last confirmed token and one behind each draft."""
+        """Number of logit rows: one after the last confirmed token and one after each draft."""
         return len(self.draft.token_ids) + 1 if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass over a ragged batch of prefill chunks, decodes and drafts.
+    """One forward pass over a ragged batch of prompt chunks, decodes and drafts.
 
     Attributes:
-        chunks: how many of `work` feed prompts.
-        prompt_tokens: that those feed.
-        traces: of traced sequences that decode, by key: what was drafted, nothing being known of
-            the tokens yet.
-        pooled: places in `work` where the hidden state of the last token fed is wanted, and no
-            sample; ascending.
+        chunks: number of entries of `work` that feed prompts.
+        prompt_tokens: number of tokens in these chunks.
+        traces: the drafting of each traced sequence that decodes, by key, without its outcome.
+        pooled: places in `work`, ascending, of embeddings: the step returns the hidden state of
+            their last token and samples nothing.
     """
 
     work: tuple[SequenceWork, ...]
@@ -95,18 +96,8 @@ class StepPlan:
     pooled: tuple[int, ...] = ()
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the step."""
-        return sum([len(work.token_ids) + len(work.draft.token_ids) for work in self.work])
-
-    @property
-    def kv_tokens(self) -> int:
-        """KV tokens read."""
-        return self.num_tokens + sum([work.start for work in self.work])
-
-    @property
     def size(self) -> StepSize:
-        """All that its cost depends on, in one pass."""
+        """Everything that the cost of the step depends on."""
         tokens = kv_tokens = pairs = 0
         for work in self.work:
             fed = len(work.token_ids) + len(work.draft.token_ids)
@@ -117,27 +108,115 @@ class StepPlan:
         return StepSize(tokens, kv_tokens, len(self.work), pairs)
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens fed."""
+        return self.size.tokens
+
+    @property
     def is_plain(self) -> bool:
-        """Whether nothing reads or changes logits of the step but the sampler."""
+        """Whether only the sampler uses the logits of the step."""
         return all(work.sequence.is_plain for work in self.work)
 
     @property
     def num_sampling(self) -> int:
-        """Sequences that sample."""
+        """Number of sequences that sample."""
         return sum([work.samples for work in self.work])
+
+
+class StepBuilder:
+    """A step under construction.
+
+    Attributes:
+        budget: tokens that may still be added.
+        work: the parts of the step so far, by sequence key.
+        traces: see `StepPlan`.
+    """
+
+    def __init__(self, number: int, budget: int) -> None:
+        """Start an empty step; the number is that of `Sequence.last_step`."""
+        self._number = number
+        self.budget = budget
+        self.work: dict[int, SequenceWork] = {}
+        self.traces: Mapping[int, StepTrace] = {}
+        self._chunks = 0
+        self._prompt_tokens = 0
+        self._pooled: list[int] = []
+
+    def add(self, sequence: Sequence, tokens: int) -> None:
+        """Feed the next `tokens` pending tokens of the sequence."""
+        start, known = sequence.num_computed, sequence.token_ids
+        end = start + tokens
+        fed = (known[start],) if tokens == 1 else tuple(known[start:end])
+        sequence.last_step = self._number
+        self.budget -= tokens
+        samples = end == len(known)
+        if samples and sequence.embeds:
+            self._pooled.append(len(self.work))
+            samples = False
+        self.work[sequence.key] = SequenceWork(sequence, start, fed, samples)
+
+    def add_chunk(self, sequence: Sequence) -> int:
+        """Feed as many pending tokens of a prefill as the budget allows; return how many."""
+        tokens = min(sequence.pending_tokens, self.budget)
+        self._chunks += 1
+        self._prompt_tokens += tokens
+        self.add(sequence, tokens)
+        return tokens
+
+    def attach_draft(self, key: int, draft: Draft) -> None:
+        """Verify a draft after the tokens of a sequence of the step."""
+        self.budget -= len(draft)
+        self.work[key] = self.work[key]._replace(draft=draft)
+
+    def view(
+        self,
+        running: Iterable[Sequence],
+        now_s: float | None,
+        drafting_s: float,
+        cost_error: float,
+    ) -> BatchView:
+        """Return the step as a batching policy sees it: decodes, drafts, and the budget left.
+
+        Args:
+            running: all sequences of the batch, in the order in which prompts continue.
+            now_s: the time if a sequence has a service level, else None.
+            drafting_s: seconds spent on computing drafts before the step.
+            cost_error: relative error of predicted step times (`StepCostFit.relative_error`).
+        """
+        decodes = self.work.values()
+        left_s = []
+        if now_s is not None:
+            for work in decodes:
+                due_s, tpot_s = work.sequence.next_due_s, work.sequence.request.service.tpot_s
+                if due_s is not None and tpot_s is not None:
+                    left_s.append(max(patience_s(due_s - now_s, tpot_s) - drafting_s, 0.0))
+        return BatchView(
+            tokens=sum([work.num_tokens for work in decodes]),
+            kv_tokens=sum([work.context_tokens for work in decodes]),
+            sequences=len(decodes),
+            most_prefill_tokens=self.budget,
+            prompt_kv_tokens=next((s.num_computed for s in running if s.pending_tokens > 1), 0),
+            within_s=min(left_s, default=None),
+            cost_error=cost_error,
+        )
+
+    def build(self) -> StepPlan:
+        """Return the finished plan."""
+        work, pooled = tuple(self.work.values()), tuple(self._pooled)
+        return StepPlan(work, self._chunks, self._prompt_tokens, self.traces, pooled)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced, one entry for each `StepPlan.work`.
+    """The outcome of a step, with one entry per `StepPlan.work`.
 
     Attributes:
-        emitted: accepted drafts and the one token sampled behind them: 1 + accepted tokens for
-            work that samples, none for the rest.
-        logprobs: as many as emitted where the request asked for them, else none.
-        step_s: seconds the step took.
-        pooled: hidden states behind the final norm, one for each of `StepPlan.pooled`: float32 in
-            little-endian order. None for none.
+        emitted: the accepted draft tokens and the token sampled after them; empty for work that
+            does not sample.
+        logprobs: one entry per emitted token if the request asked for them, else empty.
+        step_s: duration of the step in seconds.
+        pooled: hidden states after the final norm, one per `StepPlan.pooled`, as little-endian
+            float32; None if there are none.
     """
 
     emitted: Many[tuple[int, ...]]
@@ -155,14 +234,14 @@ class Executor(Protocol):
 
 
 class Launcher(Protocol):
-    """Runs steps in two parts, on a device that works by itself. Steps run and end in order."""
+    """Runs steps in two parts, on a device that works on its own. Steps start and end in order."""
 
     def launch(self, plan: StepPlan, behind: Any = None) -> Any:
-        """Begin a step; what is returned goes to `fetch`.
+        """Start a step and return a handle for `fetch`.
 
         Args:
-            behind: what the launch before this one returned, if it is not fetched yet. Tokens of
-                the plan which are `PENDING` are those that it draws for their sequences.
+            behind: the handle of the previous launch if it has not been fetched yet. Its samples
+                replace the `PENDING` tokens of this plan.
         """
         ...
 

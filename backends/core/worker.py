@@ -1,18 +1,17 @@
 """A worker without I/O: requests in, steps out, deltas back.
 
-Joins the scheduler with text streams. Whoever owns it (a thread with a device, a task with a
-clock) calls `plan`, runs the step, and calls `complete`.
+Joins the scheduler with text streams. Its owner, a thread with a device or a task with a clock,
+calls `plan`, runs the step, and calls `complete`.
 """
 
 from __future__ import annotations
 
 from itertools import count
 
-from draftgate.backends.core.accounting import Details, Emission
+from draftgate.backends.core.accounting import Emission, StepDetails
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.detokenize import TextStream
-from draftgate.backends.core.embedding import embedding_delta
-from draftgate.backends.core.grammar import Grammar, Grammars
+from draftgate.backends.core.grammar import Grammars
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepPlan, StepResult
@@ -25,8 +24,8 @@ class WorkerCore:
     """Requests and their choices on top of a scheduler. Not thread-safe: one owner.
 
     Attributes:
-        tokenizer: that of the model.
-        admission: what can run here.
+        tokenizer: the model's tokenizer.
+        admission: checks whether a request can run here.
     """
 
     def __init__(
@@ -41,10 +40,10 @@ class WorkerCore:
         """Start empty.
 
         Args:
-            scheduler: what it joins with text; nobody else may use it.
-            tokenizer: may be read by anybody: it is immutable.
+            scheduler: must not be used by anything else.
+            tokenizer: immutable, so it may be shared.
             max_model_len: most tokens of prompt and output together.
-            grammars: compiles them; None where there are no logits to mask.
+            grammars: compiles grammars; None if there are no logits to mask.
             embeds: whether there are hidden states to pool.
         """
         self._scheduler = scheduler
@@ -60,41 +59,40 @@ class WorkerCore:
         """Queue every choice of a request that `admission` accepted.
 
         Args:
-            now_s: when it came; None takes the time of all steps so far.
+            now_s: its arrival; None takes the sum of the step times.
         """
-        sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
+        sequences = [Sequence.for_choice(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         for sequence in sequences:
-            sequence.grammar = self._grammar(sequence)
-            self._texts[sequence.key] = self._text_stream(sequence)
+            self._prepare(sequence)
             self._scheduler.add(sequence, now_s)
 
-    def _grammar(self, sequence: Sequence) -> Grammar | None:
-        """Return the grammar of a sequence, as far as its output has come."""
-        spec = sequence.request.grammar
-        if spec is None or self._grammars is None:
-            return None
-        grammar = self._grammars.start(spec)
-        for token in sequence.token_ids[sequence.prompt_tokens :]:
-            grammar.accept(token)
-        return grammar
-
-    def _text_stream(self, sequence: Sequence) -> TextStream:
-        """Return the text of a sequence, read up to where the client's side has it."""
-        sampling, prompt = sequence.request.sampling, sequence.request.prompt_ids
-        tokenizer = self.tokenizer
-        alone = tokenizer.texts.__getitem__
-        stream = TextStream(tokenizer.decode, sampling.stop, prompt, sampling.min_tokens, alone)
-        stream.extend(sequence.token_ids[len(prompt) :])
-        return stream
+    def _prepare(self, sequence: Sequence) -> None:
+        """Create the grammar and the text of a sequence, up to the output it was resumed with."""
+        request, sampling = sequence.request, sequence.request.sampling
+        output_ids = sequence.token_ids[sequence.prompt_tokens :]
+        if request.grammar is not None and self._grammars is not None:
+            sequence.grammar = self._grammars.start(request.grammar)
+            for token in output_ids:
+                sequence.grammar.accept(token)
+        text = TextStream(
+            self.tokenizer.decode,
+            sampling.stop,
+            request.prompt_ids,
+            sampling.min_tokens,
+            self.tokenizer.texts.__getitem__,
+        )
+        text.extend(output_ids)
+        self._texts[sequence.key] = text
 
     def cancel(self, request_id: str) -> None:
         """End a request and free its blocks at once; no-op if it has ended already."""
         for sequence in self._requests.pop(request_id, ()):
-            self._close(sequence, FinishReason.ABORT)
+            self._scheduler.finish(sequence, FinishReason.ABORT)
+            self._texts.pop(sequence.key, None)
 
     def pace(self, request_id: str, pace: Pace) -> None:
-        """Change how far a request goes on, from the next step on; no-op if it is not open."""
+        """Change a request's pace from the next step on; no-op if it is not open."""
         for sequence in self._requests.get(request_id, ()):
             self._scheduler.pace(sequence, pace)
 
@@ -108,39 +106,39 @@ class WorkerCore:
         return self._scheduler.load()
 
     def plan(self, now_s: float | None = None) -> StepPlan | None:
-        """Return the next step, or None when there is nothing to do.
+        """Return the next step, or None if there is nothing to do.
 
         Args:
-            now_s: the time, which says who is late; None takes that of all steps so far.
+            now_s: the time that deadlines are compared with; None takes the sum of the step times.
         """
         return self._scheduler.plan(now_s)
 
     def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
-        """Return the step behind one that is not applied yet; None if that has to come first."""
+        """Return the step after one that is not applied yet; None if it must be applied first."""
         return self._scheduler.plan_behind(plan, now_s)
 
     def complete(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None
     ) -> list[tuple[str, Delta]]:
-        """Account for a step and return the deltas it gives, with their request ids.
+        """Account for a step and return its deltas with their request ids.
 
         Args:
-            now_s: when it ended; None adds its seconds to the time.
+            now_s: the end of the step; None adds its duration to the time.
         """
         return self.render(self.apply(plan, result, now_s))
 
     def apply(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None
     ) -> list[Emission]:
-        """Account for a step, as far as the next plan needs it; `render` is still to be called."""
+        """Account for a step as far as the next plan needs it; `render` does the rest."""
         return self._scheduler.apply(plan, result, now_s)
 
     def render(self, emissions: list[Emission]) -> list[tuple[str, Delta]]:
-        """Return the deltas of a step, with their request ids; what they end is freed at once.
+        """Return the deltas of a step with their request ids, and free sequences that ended.
 
-        May be called while the next step is under way: what that one emits for a sequence which
-        ends here at a stop string is dropped, and until it is applied nobody gets its blocks.
-        Requests that were cancelled meanwhile get nothing.
+        May be called while the next step is under way. What that step emits for a sequence that
+        ends here at a stop string is dropped, and until it is applied the blocks are not reused.
+        Requests that were cancelled meanwhile get no deltas.
         """
         return [
             (
@@ -157,47 +155,48 @@ class WorkerCore:
         self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> Delta:
         stream = self._texts[sequence.key]
-        if sequence.finish_reason is None:  # as after most steps
+        if sequence.finish_reason is None:  # the usual case
             text, shown = stream.extend(token_ids)
             if not stream.stopped:
                 return Delta(sequence.choice, token_ids, text, logprobs)
             self._stop(sequence)
         elif sequence.embedding is not None:
-            self._forget(sequence)
-            return embedding_delta(sequence)
+            text, shown = "", 0
         else:
             text, shown = self._last_text(sequence, token_ids, stream)
-        token_ids, logprobs = token_ids[:shown], logprobs[:shown]
         self._forget(sequence)
-        outcome, cached = sequence.outcome(), sequence.cached_tokens
-        reason = sequence.finish_reason
-        return Delta(sequence.choice, token_ids, text, logprobs, reason, outcome, cached)
+        return Delta(
+            sequence.choice,
+            token_ids[:shown],
+            text,
+            logprobs[:shown],
+            finish_reason=sequence.finish_reason,
+            outcome=None if sequence.embeds else sequence.outcome(),
+            cached_tokens=sequence.cached_tokens,
+            embedding=sequence.embedding,
+        )
 
     def _last_text(
         self, sequence: Sequence, tokens: tuple[int, ...], stream: TextStream
     ) -> tuple[str, int]:
-        """Return the text of a sequence's last tokens, and how many stand before a stop string.
+        """Return the text of a sequence's last tokens, and how many precede a stop string.
 
-        Tokens accepted behind a stop string never were: without drafts they had not been made.
+        Tokens accepted after a stop string are not shown: without drafts they would not exist.
         """
-        eos = sequence.finish_reason is FinishReason.STOP  # the last token, and not shown
+        eos = sequence.finish_reason is FinishReason.STOP  # the last token, which has no text
         text, shown = stream.extend(tokens[:-1] if eos else tokens)
         if not stream.stopped:
             text, shown = text + stream.flush(), len(tokens)
         if stream.stopped:
             self._stop(sequence)
         elif eos and sequence.grammar is not None and not sequence.grammar.is_complete:
-            sequence.finish_reason = FinishReason.LENGTH  # the grammar's own limits ended it
+            sequence.finish_reason = FinishReason.LENGTH  # a limit of the grammar ended it
         return text, shown
 
     def _stop(self, sequence: Sequence) -> None:
         """End a sequence at a stop string, also if it reached its length in the same step."""
         self._scheduler.finish(sequence, FinishReason.STOP)
         sequence.finish_reason = FinishReason.STOP
-
-    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._scheduler.finish(sequence, reason)
-        self._texts.pop(sequence.key, None)
 
     def _forget(self, sequence: Sequence) -> None:
         """Drop a choice that has ended, and the request with its last choice."""
@@ -210,8 +209,8 @@ class WorkerCore:
             self._requests.pop(request_id, None)
 
 
-def _detailed(delta: Delta, details: Details) -> Delta:
-    """Return a delta that tells what there is to tell; tokens behind a stop string never were."""
+def _detailed(delta: Delta, details: StepDetails) -> Delta:
+    """Return a delta with its details; tokens after a stop string do not count."""
     step, shown = details.step, len(delta.token_ids)
     if step is None:
         return delta._replace(phases=details.phases)

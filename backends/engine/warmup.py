@@ -245,7 +245,7 @@ def _verify(
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     view = RequestView(1, 1, 0.0)
     plan = Off().decide(view, WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
-    sequence = Sequence.of(
+    sequence = Sequence.for_choice(
         0, GenerationRequest("warm-up", compact((0,)), sampling, plan), ResumedChoice(0, ())
     )
     sequence.block_table.extend(blocks or range(-(-(start + tokens) // BLOCK_TOKENS)))

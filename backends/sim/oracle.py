@@ -5,18 +5,16 @@ What it gains over speculating without foresight is the most that better evidenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 from draftgate.backends.core.drafting import Drafting
-from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftOffer, DraftTerms
-from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence as Tokens
 from draftgate.backends.sim.proposer import SimProposer
 from draftgate.policies.allocation import allocate
-from draftgate.policies.protocols import BatchingPolicy, SpeculationPolicy
 from draftgate.policies.speculation import MAX_DRAFT_TOKENS, Fixed
 from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
@@ -27,10 +25,6 @@ NAME: Final = "oracle"
 class OracleDrafting(Drafting):
     """Tells survivals of 1 for slots that will be accepted, and leaves out all others."""
 
-    def __init__(self, proposers: Mapping[str, SimProposer]) -> None:
-        super().__init__(proposers)
-        self._simulated = proposers
-
     def offers(self, sequences: Sequence[Tokens], terms: DraftTerms) -> list[DraftOffer]:
         """Return what can be verified and will be accepted."""
         return list(self._predicted(super().offers(sequences, terms)))
@@ -38,7 +32,8 @@ class OracleDrafting(Drafting):
     def _predicted(self, offers: Iterable[DraftOffer]) -> Iterator[DraftOffer]:
         for offer in offers:
             most = offer.candidate.max_draft_tokens
-            agreed = self._simulated[offer.source].agreed(offer.sequence, most)
+            proposer = cast(SimProposer, self._proposers[offer.source])
+            agreed = proposer.agreed(offer.sequence, most)
             if agreed:
                 candidate = replace(offer.candidate, survivals=(1.0,) * agreed)
                 yield replace(offer.first(agreed), candidate=candidate)
@@ -47,17 +42,7 @@ class OracleDrafting(Drafting):
 class OracleScheduler(Scheduler):
     """The production scheduler with the oracle's drafting."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        blocks: KvBlocks,
-        policy: SpeculationPolicy,
-        proposers: Mapping[str, SimProposer],
-        cost: StepCost,
-        batching: BatchingPolicy,
-    ) -> None:
-        super().__init__(config, blocks, policy, proposers, cost, batching)
-        self._drafts.drafting = OracleDrafting(proposers)
+    drafting_class = OracleDrafting
 
 
 class Oracle:

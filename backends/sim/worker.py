@@ -64,7 +64,7 @@ class TextlessWorker:
 
     def submit(self, request: GenerationRequest, now_s: float) -> None:
         """See `StepWorker`."""
-        sequences = [Sequence.of(next(self._keys), request, c) for c in request.choices]
+        sequences = [Sequence.for_choice(next(self._keys), request, c) for c in request.choices]
         self._requests[request.request_id] = sequences
         self._unscheduled.add(request.request_id)
         self._ledger.came[request.request_id] = Deliveries()

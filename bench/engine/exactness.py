@@ -130,7 +130,7 @@ def _work(index: int, tokens: Row[int], start: int, stop: int) -> SequenceWork:
     """Feed tokens[start:stop] of the sequence in place `index` and want all their logits."""
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
-    sequence = Sequence.of(
+    sequence = Sequence.for_choice(
         index, GenerationRequest("feed", compact((0,)), sampling, plan), ResumedChoice(0, ())
     )
     blocks = -(-(MOST_TOKENS) // BLOCK_TOKENS)

@@ -129,7 +129,7 @@ def _work(case: Case, index: int, vocab_size: int) -> SequenceWork:
     plan = Off().decide(RequestView(1, 1, 0.0), WorkerLoad(0, 0, 0, 0, 0.0, 0.0, ()))
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
     request = GenerationRequest(str(index), compact((1,)), sampling, plan)
-    sequence = Sequence.of(index, request, ResumedChoice(0, ()))
+    sequence = Sequence.for_choice(index, request, ResumedChoice(0, ()))
     blocks = -(-(case.context_tokens + case.tokens) // BLOCK_TOKENS)
     sequence.block_table.extend(range(index * blocks, (index + 1) * blocks))
     tokens = tuple(token % vocab_size for token in range(1, case.tokens + 1))

@@ -60,7 +60,7 @@ def served_steps(engine: LoadedEngine, cost: StepCost) -> list[tuple[int, float]
             began.append(time.perf_counter())
             plans.append(step.plan)
         beyond = [
-            after - before - cost.seconds(batch, plan.kv_tokens, batch)
+            after - before - cost.seconds(batch, plan.size.kv_tokens, batch)
             for (before, after), plan in zip(pairwise(began), plans, strict=True)
             if plan.num_tokens == len(plan.work) == batch  # decodes only
         ]

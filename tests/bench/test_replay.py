@@ -53,7 +53,7 @@ NEW_TOKENS = 40
 def sequence_behind(output: list[int], prompt: tuple[int, ...] = PROMPT) -> Sequence:
     sampling = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
     request = GenerationRequest("0", compact(prompt), sampling, PLAIN)
-    return Sequence.of(0, request, ResumedChoice(0, tuple(output)))
+    return Sequence.for_choice(0, request, ResumedChoice(0, tuple(output)))
 
 
 @pytest.fixture(scope="module")

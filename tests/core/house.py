@@ -91,7 +91,7 @@ class House:
     def add_choices(self, wanted: GenerationRequest) -> list[Sequence]:
         choices = []
         for choice in wanted.choices:
-            sequence = Sequence.of(len(self.sequences), wanted, choice)
+            sequence = Sequence.for_choice(len(self.sequences), wanted, choice)
             self.sequences.append(sequence)
             self.outputs[sequence.key] = list(choice.output_ids)
             self.scheduler.add(sequence)

@@ -42,7 +42,7 @@ class Counting(FakeProposer):
 
 def sequences(count: int, proposer: str = "ngram") -> list[Sequence]:
     wanted = request(prompt=4, max_tokens=100_000, drafts=4, proposer=proposer)
-    return [Sequence.of(key, wanted, wanted.choices[0]) for key in range(count)]
+    return [Sequence.for_choice(key, wanted, wanted.choices[0]) for key in range(count)]
 
 
 def run(drafting: Drafting, batch: list[Sequence], terms: DraftTerms, steps: int) -> None:

@@ -61,7 +61,7 @@ def tokens_per_s(policy: str, sequences: int, call_s: float, wrong: float, depth
     drafts = 0 if policy == "off" else 4
     for key in range(sequences):
         wanted = request(prompt=4, max_tokens=TOKENS, drafts=drafts, proposer=name)
-        scheduler.add(Sequence.of(key, wanted, wanted.choices[0]))
+        scheduler.add(Sequence.for_choice(key, wanted, wanted.choices[0]))
     tokens = []
     while (plan := scheduler.plan(clock.now_s)) is not None:
         emitted = executor.execute(plan).emitted

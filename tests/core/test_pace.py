@@ -74,7 +74,9 @@ def test_2000_paused_sequences_take_neither_seats_nor_memory_from_others() -> No
     for sequence in slow:
         house.scheduler.pace(sequence, Pace.PAUSED)
     for _ in range(2000):
-        sequence = Sequence.of(len(house.sequences), slow[0].request, slow[0].request.choices[0])
+        sequence = Sequence.for_choice(
+            len(house.sequences), slow[0].request, slow[0].request.choices[0]
+        )
         house.sequences.append(sequence)
         house.outputs[sequence.key] = []
         house.scheduler.add(sequence)

@@ -283,7 +283,7 @@ def test_plain_decodes_are_launched_before_their_last_token_is_known() -> None:
 
 def test_what_comes_behind_the_end_is_dropped() -> None:
     """Ends are seen a step late where steps overlap: one more step is launched, and no third."""
-    first = Sequence.of(0, request(), ResumedChoice(0, ()))
+    first = Sequence.for_choice(0, request(), ResumedChoice(0, ()))
     stream = [hashed_token(first, first.prompt_tokens + place) for place in range(9)]
     end = stream.index(stream[2]) + 1
     text = Letters().decode(stream[:end])

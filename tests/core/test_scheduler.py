@@ -69,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Another worker has begun: the tokens it generated come along."""
         wanted = request(prompt=prompt, max_tokens=8, drafts=3, ignore_eos=True)
         key = len(self.house.sequences)
-        begun = expected_output(Sequence.of(key, wanted, ResumedChoice(0, ())))[:done]
+        begun = expected_output(Sequence.for_choice(key, wanted, ResumedChoice(0, ())))[:done]
         self.house.add_choices(replace(wanted, resumed=(ResumedChoice(0, tuple(begun)),)))
 
     @rule(count=st.integers(1, 5))
@@ -347,7 +347,7 @@ def test_drafting_counts_in_what_a_decode_waits() -> None:
     """Prompts get what the target leaves behind the step and the computing of its drafts."""
     depth_s, tpot_s = 1e-3, 9e-3
     house = House(num_blocks=200, max_step_tokens=256)
-    house.scheduler._drafts.drafting._proposers["draft_model"]._depth_s = depth_s
+    house.scheduler._drafting._proposers["draft_model"]._depth_s = depth_s
     wanted = request(prompt=2, max_tokens=80, drafts=4, proposer="draft_model", ignore_eos=True)
     (decode,) = house.add_choices(replace(wanted, service=ServiceLevel(tpot_s=tpot_s)))
     house.step()

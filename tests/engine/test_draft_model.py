@@ -66,7 +66,7 @@ class Drafter:
 def sequence_of(model: Model, index: int = 0, tokens: int = 60, key: int = 0) -> Sequence:
     ids = held_out_prompts(model.tokenizer, index + 1, least=tokens, most=tokens)[index]
     wanted = request(str(key), ids, Off(), temperature=0.8, seed=7)
-    return Sequence.of(key, wanted, ResumedChoice(0, ()))
+    return Sequence.for_choice(key, wanted, ResumedChoice(0, ()))
 
 
 def test_it_drafts_the_same_whatever_it_drafted_before(shipped: Model) -> None:

@@ -28,7 +28,7 @@ def sequence_of(token_ids: list[int], key: int = 0, tenant: str = "") -> Sequenc
     request = GenerationRequest(
         str(key), compact(token_ids), SamplingParams(9, 0), PLAN, tenant=tenant
     )
-    return Sequence.of(key, request, ResumedChoice(0, ()))
+    return Sequence.for_choice(key, request, ResumedChoice(0, ()))
 
 
 def proposed(proposer: NgramProposer, sequence: Sequence, most: int) -> Draft:

@@ -111,7 +111,7 @@ class Context:
         self.pool = KvPool(model.config, len(blocks) + 1, model.dtype)
         self.runner = Runner(model.decoder, self.pool, model.verify)
         asked = request("context", tokens, Off(), **sampling)
-        self.sequence = Sequence.of(0, asked, ResumedChoice(0, ()))
+        self.sequence = Sequence.for_choice(0, asked, ResumedChoice(0, ()))
         self.sequence.block_table = blocks
         self.sequence.num_computed = len(tokens) - 1
         fed = SequenceWork(self.sequence, 0, tuple(tokens[:-1]), samples=False)

@@ -30,7 +30,7 @@ PLAN = SpeculationPlan("test", SpeculationMode.AUTO, None, 0, "a test")
 
 def work(start: int, fed: int, drafts: int = 0) -> SequenceWork:
     request = GenerationRequest("r", compact((1,) * (start + fed)), SamplingParams(10, 0), PLAN)
-    sequence = Sequence.of(0, request, ResumedChoice(0, ()))
+    sequence = Sequence.for_choice(0, request, ResumedChoice(0, ()))
     return SequenceWork(sequence, start, (1,) * fed, samples=True, draft=Draft((1,) * drafts))
 
 
