@@ -20,12 +20,12 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle
 from draftgate.gateway.state.store import Store
 from draftgate.gateway.telemetry.metrics import Metrics
-from draftgate.policies.failover import MOST_RESUMES
 from draftgate.policies.ordering.returning import ReturningFirst
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.quotas import Ledger, Quota
 from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
-from draftgate.policies.retry_budget import RetryBudget
+from draftgate.policies.resilience.failover import MOST_RESUMES
+from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing import Draw
 
 

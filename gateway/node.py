@@ -34,7 +34,7 @@ from draftgate.gateway.telemetry.logs import log
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import Tracing
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.retry_budget import RetryBudget
+from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.types import WorkerLoad
 
 _UNSHARED: Final = "--peer-secret-env is not given"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import BatchView, RequestView, SpeculationPlan, StepView, WorkerLoad
 
 

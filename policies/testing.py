@@ -9,6 +9,7 @@ from itertools import cycle
 
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView, Refused
 from draftgate.policies.capacity import WorkerUsage
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.protocols import (
     AdmissionPolicy,
@@ -18,7 +19,6 @@ from draftgate.policies.protocols import (
     SpeculationPolicy,
 )
 from draftgate.policies.routing.types import Candidate, Candidates, Route, RouteView
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import (
     ANY_PROPOSER,
     PROPOSER_MODES,

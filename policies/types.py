@@ -78,7 +78,7 @@ class RequestView:
         max_draft_tokens: the client's cap on the draft length; None leaves it to the policy.
         service: how soon its tokens are wanted, and how much they matter.
         repetition: share of the tokens that a look-up in the prompt would have drafted right within
-            it (`policies.repetition`); None where nothing can be told.
+            it (`repetition`); None where nothing can be told.
         tenant_drafts: what became of the drafts of earlier requests of its tenant and model, greedy
             ones if it is greedy, else drawn ones.
         model_drafts: the same of all tenants.
@@ -213,7 +213,7 @@ class DraftCandidate:
             they never rise: the first n are the draft of n slots.
         depth_s: seconds of drafting one token deeper, once for all candidates with this cost; 0 if
             the draft is there already.
-        weight: what a token of this sequence is worth (`policies.weights`).
+        weight: what a token of this sequence is worth (`weights`).
         start_s: seconds, as far as this step has to bear them, that it takes to begin drafting for
             it; only where each depth costs something.
         call_s: seconds of drafting at all, beside depths; once for all candidates of one `depth_s`,
@@ -247,7 +247,7 @@ class StepView:
         prefill_tokens: how many of `tokens` are of prompts.
         free_slots: beside so many slots all of them join; each further slot takes the room of one.
         verify_s: seconds by which any drafts lengthen the step, however many are verified, beside
-            what each of them does (`policies.drafting_cost`).
+            what each of them does (`policies.costs.drafting_cost`).
     """
 
     tokens: int

@@ -12,13 +12,13 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftOffer, DraftTerms
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import StepTrace
-from draftgate.policies.drafting_cost import DraftingMeter, StepDrafting
-from draftgate.policies.price import rate, slot_price
+from draftgate.policies.costs.drafting_cost import DraftingMeter, StepDrafting
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation import MOST_FIXED
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.speculation.price import rate, slot_price
+from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import StepView
-from draftgate.policies.weights import weight
 
 TERMS_STEPS: Final = 16
 """Steps for which the terms of drafting are reused while the batch stays the same. They change

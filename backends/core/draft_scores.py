@@ -7,7 +7,13 @@ from typing import Final
 
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
-from draftgate.policies.survival import FORGETTING, Acceptance, RequestRecord, Row, Survivals
+from draftgate.policies.speculation.survival import (
+    FORGETTING,
+    Acceptance,
+    RequestRecord,
+    Row,
+    Survivals,
+)
 
 GRAMMAR: Final = "grammar"
 """The source of drafts that a grammar forces."""

@@ -18,8 +18,8 @@ from draftgate.backends.core.drafts import NO_DRAFT, ROOT, Draft
 from draftgate.backends.core.proposer import DraftOffer, DraftRequest, DraftTerms, Proposer
 from draftgate.backends.core.proposer_gate import Exploration, ProposerGate
 from draftgate.backends.core.sequence import Sequence
-from draftgate.policies.arbitration import arbitrate
-from draftgate.policies.drafting_cost import StepDrafting
+from draftgate.policies.costs.drafting_cost import StepDrafting
+from draftgate.policies.speculation.arbitration import arbitrate
 from draftgate.policies.types import ANY_PROPOSER, DraftCandidate
 
 FIRST_TOKENS: Final = 64

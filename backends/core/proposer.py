@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
-from draftgate.policies.drafting_cost import NO_DRAFTING_COST, DraftingCost
+from draftgate.policies.costs.drafting_cost import NO_DRAFTING_COST, DraftingCost
 from draftgate.policies.types import DraftCandidate
 
 

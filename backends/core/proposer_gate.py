@@ -20,8 +20,8 @@ from draftgate.backends.core.draft_scores import DraftScores
 from draftgate.backends.core.proposer import DraftRequest, DraftTerms, Proposer
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import Pace
-from draftgate.policies.drafting_cost import DraftingCost
-from draftgate.policies.lookup_gain import LookupGains
+from draftgate.policies.costs.drafting_cost import DraftingCost
+from draftgate.policies.speculation.lookup_gain import LookupGains
 
 HOPELESS_STEPS: Final = 16
 """Steps between two requests for a sequence whose next draft is not worth a slot. When its text

@@ -34,10 +34,10 @@ from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import PENDING, SequenceWork, StepBuilder, StepPlan, StepResult
 from draftgate.backends.types import FinishReason, Pace
 from draftgate.policies.batching import Slack
-from draftgate.policies.cost_fit import StepCostFit
+from draftgate.policies.costs.speed import SpeedMeter
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.costs.step_cost_fit import StepCostFit
 from draftgate.policies.protocols import BatchingPolicy, SpeculationPolicy
-from draftgate.policies.speed import SpeedMeter
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 

@@ -25,9 +25,9 @@ from draftgate.backends.types import (
     SpeculationOutcome,
     Task,
 )
-from draftgate.policies.survival import RequestRecord
+from draftgate.policies.speculation.survival import RequestRecord
+from draftgate.policies.speculation.weights import next_due_s
 from draftgate.policies.types import ANYTIME
-from draftgate.policies.weights import next_due_s
 
 
 class SequenceState(Enum):
@@ -66,7 +66,7 @@ class Sequence:
         pace: full speed, slowed down for a slow reader (`SPARING`), or paused.
         prefill_tokens: pending tokens to be fed in prompt chunks, or at admission.
         draft_records: outcomes of the sequence's own drafts, by source.
-        weight: value of one of its tokens now (`policies.weights`).
+        weight: value of one of its tokens now (`policies.speculation.weights`).
         queued_s: its arrival, on the worker's clock.
         scheduled_s: start of its first step; None before.
         chunks: end of the step and number of tokens of each prompt chunk.

@@ -12,7 +12,7 @@ from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.types import StepTrace, TokenLogprob
 from draftgate.policies.batching import patience_s
-from draftgate.policies.step_cost import StepSize
+from draftgate.policies.costs.step_cost import StepSize
 from draftgate.policies.types import BatchView
 
 PENDING: Final = -1

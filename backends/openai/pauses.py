@@ -9,7 +9,7 @@ import aiohttp
 
 from draftgate.backends.base import Rest
 from draftgate.backends.openai.retry_after import retry_after_s
-from draftgate.policies.breaker import Breaker, Patience
+from draftgate.policies.resilience.breaker import Breaker, Patience
 
 DEFAULT_REST_S: Final = 1.0
 """Pause of an upstream that refuses (429, 503) without saying for how long."""

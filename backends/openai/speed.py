@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from draftgate.policies.speculation.upstream_speculation import BatchShare
 from draftgate.policies.types import WorkerSpeed
-from draftgate.policies.upstream_speculation import BatchShare
 
 WEIGHT: Final = 0.2
 """Of the newest answer in the running means: about the last ten count."""

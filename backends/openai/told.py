@@ -9,8 +9,12 @@ from draftgate.backends.openai.metrics.reading import Reading
 from draftgate.backends.openai.metrics.tally import DraftTally
 from draftgate.backends.openai.speed import ObservedSpeed
 from draftgate.policies.concurrency_estimate import next_estimate
+from draftgate.policies.speculation.upstream_speculation import (
+    DraftMeans,
+    acceptance_chance,
+    fixed_draft_price,
+)
 from draftgate.policies.types import WorkerLoad
-from draftgate.policies.upstream_speculation import DraftMeans, acceptance_chance, fixed_draft_price
 
 STALE_S: Final = 5 * POLL_S
 """Older readings count for nothing: what others send there is over by then, or unknown."""

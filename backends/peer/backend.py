@@ -35,7 +35,7 @@ from draftgate.backends.remote_worker import (
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
-from draftgate.policies.breaker import Breaker, Patience
+from draftgate.policies.resilience.breaker import Breaker, Patience
 from draftgate.policies.types import WorkerLoad
 
 logger = logging.getLogger("draftgate.peer")

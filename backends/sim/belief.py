@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from draftgate.backends.sim.profile import DraftCost, Profile
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 
 
 def misjudged(profile: Profile, error: float, seed: int) -> Profile:

@@ -22,7 +22,7 @@ import numpy as np
 
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.sim.profile import Profile
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 
 LAUNCH_SHARE: Final = 0.1
 """Of the shortest step, what is neither reading nor arithmetic: launches and samplers. Assumed."""

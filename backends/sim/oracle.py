@@ -14,9 +14,9 @@ from draftgate.backends.core.proposer import DraftOffer, DraftTerms
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence as Tokens
 from draftgate.backends.sim.proposer import SimProposer
-from draftgate.policies.allocation import allocate
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation import MAX_DRAFT_TOKENS, Fixed
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.speculation.allocation import allocate
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 NAME: Final = "oracle"

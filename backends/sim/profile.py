@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 
 PROFILES: Final = Path(__file__).parent / "profiles"
 

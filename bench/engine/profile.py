@@ -9,7 +9,7 @@ from bench.engine.models import Model
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.warmup import DEPTH_BUCKETS
 from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 
 
 def profile_of(

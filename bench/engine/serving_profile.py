@@ -31,7 +31,7 @@ from draftgate.backends.engine.warmup import measure_step_cost
 from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 BATCHES: Final = (1, 2, 4, 8, 16)

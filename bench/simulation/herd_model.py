@@ -21,7 +21,7 @@ from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
 from draftgate.policies.routing import Candidate, Candidates, RouteView
-from draftgate.policies.routing.choosing import settled
+from draftgate.policies.routing.selection import settled
 from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 MEMORY_TOKENS: Final = 1 << 30

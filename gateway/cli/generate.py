@@ -18,7 +18,7 @@ from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import GatewayError, InvalidRequest
 from draftgate.gateway.node import Node
-from draftgate.policies.repetition import repetition
+from draftgate.policies.speculation.repetition import repetition
 
 FAILED = 1
 

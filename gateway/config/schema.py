@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta
 
 from draftgate.backends.base import WorkerConfig
-from draftgate.policies.failover import MOST_RESUMES
-from draftgate.policies.retry_budget import LEAST_PER_S, RETRY_SHARE
+from draftgate.policies.resilience.failover import MOST_RESUMES
+from draftgate.policies.resilience.retry_budget import LEAST_PER_S, RETRY_SHARE
 
 
 def _meta(

@@ -16,11 +16,11 @@ from typing import Final
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.errors import GatewayError, InvalidRequest, Overloaded, QuotaExceeded
 from draftgate.gateway.fleet import Fleet
-from draftgate.policies.admission.forecast import pool_of, work_s
+from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.types import AdmissionView, Admitted, QueueView, Refused
+from draftgate.policies.admission.wait_forecast import pool_of, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.ticket import Ticket
-from draftgate.policies.output_history import OutputHistory
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import Ledger, Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel

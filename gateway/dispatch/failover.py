@@ -2,8 +2,8 @@
 
 `PartialOutput` holds what its choices have produced so far, from which the request for the rest is
 made. The prompt waits in the queue with the place that it had, and is decided about, leased and run
-again. The output so far stays, so the reader of the deltas sees one stream. `policies.failover`
-decides when to give up.
+again. The output so far stays, so the reader of the deltas sees one stream.
+`policies.resilience.failover` decides when to give up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.dispatch.run import Resume, Run
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet
-from draftgate.policies.failover import Cause, GivenUp, Loss, given_up
+from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
 
 COMEBACK_S: Final = 15.0
 """Who has lost its worker waits so long for another one where none may be asked: a link that broke

@@ -33,7 +33,7 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
-from draftgate.policies.retry_budget import RetryBudget
+from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.routing import RouteView
 from draftgate.policies.types import RequestView
 

@@ -24,7 +24,7 @@ class Job:
         service: how soon its tokens are wanted, and how much they matter.
         tenant: whose it is; "" while nobody is told from others.
         share: what its tenant gets beside others who have 1.
-        repetitions: of each prompt (`policies.repetition`); empty where ids stand for no text.
+        repetitions: of each prompt (`policies.speculation`); empty where ids stand for no text.
         fingerprint: the same for what a client sends again; 0 if nobody can tell.
         traced: whether the answer tells what each step did.
         retries: how often its client says to have sent it before; None if it does not say.

@@ -16,11 +16,11 @@ from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.offload import offload
 from draftgate.gateway.state.store import Reservation
-from draftgate.policies.acceptance_history import AcceptanceHistory
 from draftgate.policies.capacity import CapacityNeed
-from draftgate.policies.cluster_price import MeanNeed, projected
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing import RouteView
+from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
+from draftgate.policies.speculation.cluster_price import MeanNeed, projected
 from draftgate.policies.types import (
     PROPOSER_MODES,
     RequestView,

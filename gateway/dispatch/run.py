@@ -11,7 +11,7 @@ from draftgate.gateway.dispatch.admission import Entry
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.telemetry.tracing import Span
-from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import Pace
 
 

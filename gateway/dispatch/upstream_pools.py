@@ -13,8 +13,8 @@ from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing import Route
+from draftgate.policies.speculation.upstream_speculation import PoolState, ReplicaPool, choose_pool
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
-from draftgate.policies.upstream_speculation import PoolState, ReplicaPool, choose_pool
 
 POOL_HEADER: Final = "X-Speculation-Pool"
 REASON_HEADER: Final = "X-Speculation-Reason"

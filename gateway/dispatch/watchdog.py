@@ -1,9 +1,9 @@
 """The watchdog: who waits for a worker that makes no progress is waked, and goes on elsewhere.
 
 It looks once a second, as long as there is something to look at, at the workers which somebody
-reads; `policies.liveness` decides what is lost. A stream whose reader does not wait for the next
-delta is let be: it has some to read, or its client does not take what it was sent. So is one that
-is paused.
+reads; `policies.resilience.liveness` decides what is lost. A stream whose reader does not wait for
+the next delta is let be: it has some to read, or its client does not take what it was sent. So is
+one that is paused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftgate.backends.types import Pace
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.logs import log
-from draftgate.policies.liveness import StreamSilence, WorkerSilence
+from draftgate.policies.resilience.liveness import StreamSilence, WorkerSilence
 from draftgate.policies.types import WorkerLoad
 
 LOOK_S: Final = 1.0

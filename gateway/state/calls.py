@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from draftgate.gateway.state.deadline import Wait, wait_for_answer
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.logs import log
-from draftgate.policies.breaker import Breaker, Patience
+from draftgate.policies.resilience.breaker import Breaker, Patience
 
 T = TypeVar("T")
 Call = Callable[[], Coroutine[Any, Any, T]]

@@ -34,7 +34,7 @@ from draftgate.gateway.state.store import (
     WorkerReport,
     WorkerView,
 )
-from draftgate.policies.breaker import Patience
+from draftgate.policies.resilience.breaker import Patience
 
 AT_ONCE: Final = 200
 """Leases that are renewed, or released, in one call: 1.0 ms, 2.6 ms where the store lost them, an

@@ -24,7 +24,7 @@ from draftgate.gateway.telemetry.span_attributes import (
     resume_attributes,
 )
 from draftgate.gateway.telemetry.tracing import Attributes, AttributeValue, Span
-from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import SpeculationPlan
 
 

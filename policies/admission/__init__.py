@@ -2,7 +2,6 @@
 
 from draftgate.policies.admission.bounded import Bounded, Unbounded
 from draftgate.policies.admission.deadline import Deadline
-from draftgate.policies.admission.forecast import pool_of
 from draftgate.policies.admission.types import (
     AdmissionView,
     Admitted,
@@ -11,6 +10,7 @@ from draftgate.policies.admission.types import (
     RefusalKind,
     Refused,
 )
+from draftgate.policies.admission.wait_forecast import pool_of
 
 __all__ = [
     "AdmissionView",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from draftgate.policies.admission.forecast import admitted, forecast
 from draftgate.policies.admission.refusals import queue_full
 from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
+from draftgate.policies.admission.wait_forecast import admitted, forecast
 
 
 class Bounded:

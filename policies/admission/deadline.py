@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from draftgate.policies.admission.appointments import Appointments, Booking
-from draftgate.policies.admission.classes import Classes, Drain
-from draftgate.policies.admission.forecast import (
+from draftgate.policies.admission.class_drain import Classes, Drain
+from draftgate.policies.admission.refusals import not_in_time, queue_full, shed, too_slow
+from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
+from draftgate.policies.admission.wait_forecast import (
     Z_LIKELY,
     Z_SURE,
     Forecast,
@@ -16,8 +18,6 @@ from draftgate.policies.admission.forecast import (
     drained_s,
     forecast,
 )
-from draftgate.policies.admission.refusals import not_in_time, queue_full, shed, too_slow
-from draftgate.policies.admission.types import AdmissionView, Admitted, Refused
 
 TARGET_SHARE: Final = 0.5
 """Appointments are for when half of the wait is ahead with which a deadline is surely met: an error
@@ -82,7 +82,7 @@ class _Line:
 
 
 class Deadline:
-    """Decides by the predicted wait; see `forecast` and `appointments` for the formulas."""
+    """Decides by the predicted wait; see `wait_forecast` and `appointments` for the formulas."""
 
     def __init__(self) -> None:
         """Expect nobody, and believe forecasts."""

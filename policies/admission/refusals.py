@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from draftgate.policies.admission.forecast import Forecast
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
+from draftgate.policies.admission.wait_forecast import Forecast
 
 TENANT_ALPHA: Final = 8.0
 """A tenant may have so many times the places that are free (dynamic thresholds: Choudhury, Hahne,

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from draftgate.policies.routing.choosing import Offers, ranked, spread
 from draftgate.policies.routing.placements import Placements
 from draftgate.policies.routing.prediction import Prediction, predict
 from draftgate.policies.routing.scored import MOST_OFFERS, Scored
 from draftgate.policies.routing.scorers import cached_tokens
+from draftgate.policies.routing.selection import Offers, ranked, spread
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
 WITHIN: Final = 0.05

@@ -34,9 +34,9 @@ from statistics import fmean
 
 from msgspec import structs
 
-from draftgate.policies.request_forecast import forecast
-from draftgate.policies.routing.choosing import Score
+from draftgate.policies.routing.selection import Score
 from draftgate.policies.routing.types import Candidate, RouteView
+from draftgate.policies.speculation.draft_forecast import forecast
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer
 from draftgate.policies.types import ANY_PROPOSER, SpeculationMode, WorkerLoad, WorkerSpeed
 

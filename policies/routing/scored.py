@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from draftgate.policies.routing.choosing import Pick, Score, least, less_of_two, ranked, spread
 from draftgate.policies.routing.placements import Placements
 from draftgate.policies.routing.scorers import READ_PROMPTS, SCORERS
+from draftgate.policies.routing.selection import Pick, Score, least, less_of_two, ranked, spread
 from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
 
 MOST_OFFERS: Final = 64

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from draftgate.policies.routing.choosing import Score
 from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.prefix_index import PrefixIndex
+from draftgate.policies.routing.selection import Score
 from draftgate.policies.routing.types import Candidate, RouteView
 
 Scorer: TypeAlias = Callable[[RouteView, Sequence[Candidate], PrefixIndex], Sequence[Score]]

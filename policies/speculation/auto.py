@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftgate.policies.allocation import allocate
-from draftgate.policies.price import least_slot_price
-from draftgate.policies.request_forecast import RequestForecast, forecast
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.speculation.allocation import allocate
+from draftgate.policies.speculation.draft_forecast import RequestForecast, forecast
 from draftgate.policies.speculation.planning import (
     MAX_DRAFT_TOKENS,
     capped,
@@ -15,7 +15,7 @@ from draftgate.policies.speculation.planning import (
     no_speculation,
     unweighted,
 )
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.speculation.price import least_slot_price
 from draftgate.policies.types import (
     ANY_PROPOSER,
     RequestView,
@@ -28,14 +28,14 @@ from draftgate.policies.types import (
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """Verify the slots that maximise expected tokens by predicted time (`policies.allocation`).
+    """Verify the slots that maximise expected tokens by predicted time (`allocation`).
 
     Where a worker has several proposers and the client no wish, each step of a sequence is drafted
-    by the one that pays most (`policies.arbitration`).
+    by the one that pays most (`arbitration`).
 
     Attributes:
         weighted: whether tokens count by how late a sequence is and by its priority
-            (`policies.weights`); else each counts once, as `auto:unweighted` has it.
+            (`weights`); else each counts once, as `auto:unweighted` has it.
     """
 
     max_draft_tokens: int = MAX_DRAFT_TOKENS
@@ -43,7 +43,7 @@ class Auto:
     weighted: bool = True
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        """Plan as many slots as would pay in a draft that goes well (`policies.request_forecast`).
+        """Plan as many slots as would pay in a draft that goes well (`draft_forecast`).
 
         At least one token is planned while a proposer exists: the load may have passed when the
         request decodes, and the worker decides each step anew.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.planning import no_speculation, plan_up_to, within_budget
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 MOST_FIXED: Final = 64

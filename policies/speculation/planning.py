@@ -70,6 +70,6 @@ def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 def unweighted(step: StepView) -> StepView:
-    """Return the step as if every token were worth the same (`policies.weights`)."""
+    """Return the step as if every token were worth the same (`weights`)."""
     alike = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
     return replace(step, candidates=alike, weight=None)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, plan_up_to, within_budget
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 

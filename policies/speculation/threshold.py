@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.fixed import MOST_FIXED
 from draftgate.policies.speculation.planning import plan_up_to, within_budget
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 

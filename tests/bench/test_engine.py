@@ -26,7 +26,7 @@ from draftgate.backends.engine.checkpoint import Checkpoint
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.weights import layer_shapes
 from draftgate.backends.sim.profile import load_profile
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 
 SMALL = {
     "architectures": ["LlamaForCausalLM"],

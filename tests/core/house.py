@@ -11,8 +11,8 @@ from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.types import FinishReason, GenerationRequest, Pace
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import batching_policy, speculation_policy
-from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
 
 BLOCK = 4

@@ -11,8 +11,8 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.types import Delta, GenerationRequest, Phases
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
 from tests.core.test_pipeline import LETTERS, Letters
 

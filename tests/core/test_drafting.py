@@ -21,7 +21,7 @@ from draftgate.backends.core.proposer_gate import (
     RESTING_STEPS,
 )
 from draftgate.backends.core.sequence import Sequence
-from draftgate.policies.drafting_cost import DraftingCost
+from draftgate.policies.costs.drafting_cost import DraftingCost
 from draftgate.policies.types import ANY_PROPOSER
 from tests.core.fakes import FakeProposer, hashed_token, request
 

@@ -12,8 +12,8 @@ from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace, Task
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, request
 from tests.core.house import House
 

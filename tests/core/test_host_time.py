@@ -13,8 +13,8 @@ from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import StepResult
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, request
 
 TOKENS = 1600

@@ -21,8 +21,8 @@ from draftgate.backends.types import (
     ResumedChoice,
     Task,
 )
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request
 from tests.core.house import BLOCK, prefixes
 

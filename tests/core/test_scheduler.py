@@ -14,8 +14,8 @@ from draftgate.backends.core.sequence import Sequence, SequenceState
 from draftgate.backends.types import FinishReason, Pace, ResumedChoice, Task
 from draftgate.policies.batching import LEAST_CHUNK, LEAST_STRETCH
 from draftgate.policies.registry import speculation_policy
+from draftgate.policies.speculation.weights import LATE_WEIGHT
 from draftgate.policies.types import ServiceLevel
-from draftgate.policies.weights import LATE_WEIGHT
 from tests.core.fakes import FakeExecutor, request
 from tests.core.house import COST, House, RandomPicker, expected_output
 

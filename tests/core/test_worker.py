@@ -13,8 +13,8 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.step_cost import StepCost
 from tests.core.fakes import FakeExecutor, FakeProposer, hashed_token, request, scripted
 
 

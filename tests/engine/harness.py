@@ -37,9 +37,9 @@ from draftgate.backends.types import (
     Task,
     TokenLogprob,
 )
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation import Off
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import (
     RequestView,
     SpeculationMode,

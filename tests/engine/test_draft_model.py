@@ -24,9 +24,9 @@ from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftMod
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_MODEL
 from draftgate.backends.types import ResumedChoice
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation import Off
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import Model, Setup, request, run
 from tests.engine.proposing import every_proposer, shipped_draft

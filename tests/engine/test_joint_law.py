@@ -28,7 +28,7 @@ from draftgate.backends.engine.kernels import noise, rejection_ref
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from draftgate.backends.engine.sampler import Verify
 from draftgate.backends.types import GenerationRequest, SamplingParams
-from draftgate.policies.cost_fit import StepCostFit
+from draftgate.policies.costs.step_cost_fit import StepCostFit
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation import Off

@@ -27,10 +27,10 @@ from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.types import GenerationRequest, ResumedChoice
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation import Off
-from draftgate.policies.step_cost import StepCost
 from tests.engine.harness import (
     COST,
     Engine,

@@ -19,8 +19,8 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import FinishReason, SamplingParams
 from draftgate.gateway.dispatch.job import Job
-from draftgate.policies.failover import Cause, GivenUp
 from draftgate.policies.quotas import Quota, Totals
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import SpeculationMode
 from tests.gateway.troubles import (
     DEVICE_ERROR,

@@ -21,7 +21,7 @@ from draftgate.backends.types import (
     Task,
 )
 from draftgate.gateway.dispatch.job import Job
-from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from draftgate.policies.types import ServiceLevel
 from tests.gateway.harness import ScriptedBackend
 from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching, play, read, texts

@@ -21,7 +21,7 @@ from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.gateway.app import Listening
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.telemetry import metric_definitions as metric
-from draftgate.policies import liveness
+from draftgate.policies.resilience import liveness
 from tests.gateway.harness import client, events, is_idle, running, until
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams
 from draftgate.gateway.dispatch.failover import COMEBACK_S
 from draftgate.gateway.dispatch.job import Job
-from draftgate.policies.failover import Cause, GivenUp
+from draftgate.policies.resilience.failover import Cause, GivenUp
 from tests.gateway.harness import ScriptedBackend
 from tests.gateway.troubles import Choice, Dispatched, Told, answer, dispatching, play, texts
 

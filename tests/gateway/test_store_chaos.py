@@ -17,7 +17,7 @@ from draftgate.gateway.state.calls import DEADLINE_S
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import Lease, Reservation
-from draftgate.policies.breaker import Patience
+from draftgate.policies.resilience.breaker import Patience
 from tests.gateway.harness import PATIENCE_S, client, eventually, running
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.stores import leased_tokens, offer, report, reserve

@@ -17,8 +17,8 @@ from draftgate.backends.openai.speed import ObservedSpeed
 from draftgate.backends.openai.told import STALE_S, UPSTREAM_PROPOSER, ToldLoad
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.gateway.app import Listening
+from draftgate.policies.speculation.upstream_speculation import DraftMeans, expected_accepted
 from draftgate.policies.types import WorkerLoad
-from draftgate.policies.upstream_speculation import DraftMeans, expected_accepted
 from tests.gateway.harness import client, post_raw, running, until
 from tests.gateway.metric_pages import llama_cpp, sglang, vllm
 from tests.gateway.upstreams import Clock, held, in_front, unasked, upstream, whole

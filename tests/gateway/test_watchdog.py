@@ -11,8 +11,8 @@ import pytest
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import GenerationRequest, Pace, Phases
 from draftgate.gateway.dispatch.watchdog import LOOK_S, Reading
-from draftgate.policies.failover import Cause, GivenUp
-from draftgate.policies.liveness import LEAST_PATIENCE_S, RETRY_S
+from draftgate.policies.resilience.failover import Cause, GivenUp
+from draftgate.policies.resilience.liveness import LEAST_PATIENCE_S, RETRY_S
 from tests.gateway.harness import ScriptedBackend
 from tests.gateway.test_failover import CONFIG, job, outcome
 from tests.gateway.test_failover_details import asked, serving, settled

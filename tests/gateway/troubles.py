@@ -34,9 +34,9 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.gateway.state.store import Store
-from draftgate.policies.failover import MOST_RESUMES, Cause, GivenUp
 from draftgate.policies.quotas import Quota
 from draftgate.policies.registry import speculation_policy
+from draftgate.policies.resilience.failover import MOST_RESUMES, Cause, GivenUp
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import hypothesis.strategies as st
 
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 
 _BUCKETS = (1, 2, 4, *range(8, 1025, 8))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.policies.acceptance_history import AcceptanceHistory, draft_counts
+from draftgate.policies.speculation.acceptance_history import AcceptanceHistory, draft_counts
 from draftgate.policies.types import UNTESTED, DraftCounts
 
 

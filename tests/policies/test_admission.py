@@ -19,10 +19,10 @@ from draftgate.policies.admission import (
     pool_of,
 )
 from draftgate.policies.admission.appointments import Appointments, Booking
-from draftgate.policies.admission.classes import Classes
-from draftgate.policies.admission.forecast import WaitError, forecast
+from draftgate.policies.admission.class_drain import Classes
+from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.refusals import TENANT_ALPHA
-from draftgate.policies.output_history import OutputHistory
+from draftgate.policies.admission.wait_forecast import WaitError, forecast
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.registry import admission_policy
 from draftgate.policies.testing import check_admission

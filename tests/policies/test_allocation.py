@@ -10,9 +10,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from draftgate.policies.allocation import FEW_SLOTS, _best_of_few, _best_of_many, allocate
-from draftgate.policies.price import least_slot_price
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.speculation.allocation import (
+    FEW_SLOTS,
+    _best_of_few,
+    _best_of_many,
+    allocate,
+)
+from draftgate.policies.speculation.price import least_slot_price
 from draftgate.policies.types import DraftCandidate, StepView
 from tests.policies.costs import H100_8B
 

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from draftgate.policies.arbitration import arbitrate
+from draftgate.policies.speculation.arbitration import arbitrate
 from draftgate.policies.types import DraftCandidate
 
 DEPTH_S = 1e-3

@@ -19,9 +19,9 @@ from draftgate.policies.batching import (
     Slack,
     patience_s,
 )
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import BatchingPolicy
 from draftgate.policies.registry import batching_policy
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.testing import check_batching
 from draftgate.policies.types import BatchView
 

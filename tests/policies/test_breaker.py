@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftgate.policies.breaker import Breaker, Patience
+from draftgate.policies.resilience.breaker import Breaker, Patience
 
 PATIENCE = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
 

@@ -11,10 +11,10 @@ from msgspec import structs
 
 from draftgate.backends.sim.profile import load_profile
 from draftgate.policies.capacity import CapacityNeed
-from draftgate.policies.cluster_price import MeanNeed, projected
-from draftgate.policies.price import slot_price
-from draftgate.policies.speed import SpeedMeter
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.speed import SpeedMeter
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.speculation.cluster_price import MeanNeed, projected
+from draftgate.policies.speculation.price import slot_price
 from draftgate.policies.types import StepView, WorkerLoad, WorkerSpeed
 from tests.policies.costs import costs
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from draftgate.policies.cost_fit import REFIT_STEPS, StepCostFit
-from draftgate.policies.step_cost import StepCost, StepSize
+from draftgate.policies.costs.step_cost import StepCost, StepSize
+from draftgate.policies.costs.step_cost_fit import REFIT_STEPS, StepCostFit
 
 BUCKETS = (1, 2, 4, *range(8, 257, 8))
 

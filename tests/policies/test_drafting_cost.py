@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftgate.policies.drafting_cost import (
+from draftgate.policies.costs.drafting_cost import (
     NO_DRAFTING_COST,
     REFIT_STEPS,
     DraftingMeter,

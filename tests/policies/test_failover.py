@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.policies.failover import MOST_RESUMES, GivenUp, Loss, given_up
+from draftgate.policies.resilience.failover import MOST_RESUMES, GivenUp, Loss, given_up
 
 
 def losses(*new_tokens: int) -> list[Loss]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from draftgate.policies.liveness import (
+from draftgate.policies.resilience.liveness import (
     LATE_STEPS,
     LEAST_PATIENCE_S,
     RETRY_S,

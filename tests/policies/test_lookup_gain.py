@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.policies.lookup_gain import FIRST_GAIN, LookupGains
+from draftgate.policies.speculation.lookup_gain import FIRST_GAIN, LookupGains
 
 
 def test_much_is_expected_at_first() -> None:

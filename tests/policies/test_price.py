@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import assume, given
 
-from draftgate.policies.price import (
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.speculation.price import (
     LEAST_S,
     few_slots_s,
     least_slot_price,
@@ -18,7 +19,6 @@ from draftgate.policies.price import (
     slots_s,
     step_s,
 )
-from draftgate.policies.step_cost import StepCost
 from draftgate.policies.types import StepView
 from tests.policies.costs import H100_8B, costs
 

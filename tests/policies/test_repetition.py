@@ -7,7 +7,12 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.policies.repetition import LEAST_LOOK_UPS, MATCH_TOKENS, TAIL_TOKENS, repetition
+from draftgate.policies.speculation.repetition import (
+    LEAST_LOOK_UPS,
+    MATCH_TOKENS,
+    TAIL_TOKENS,
+    repetition,
+)
 
 
 def by_hand(token_ids: list[int]) -> float | None:

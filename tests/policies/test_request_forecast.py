@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.policies.repetition import MATCH_TOKENS, TAIL_TOKENS
-from draftgate.policies.request_forecast import (
+from draftgate.policies.speculation.draft_forecast import (
     GOOD_DRAFT,
     HISTORY_TOKENS,
     REPETITION_SLOPE,
@@ -16,6 +15,7 @@ from draftgate.policies.request_forecast import (
     RequestForecast,
     forecast,
 )
+from draftgate.policies.speculation.repetition import MATCH_TOKENS, TAIL_TOKENS
 from draftgate.policies.types import (
     ANY_PROPOSER,
     ANYTIME,

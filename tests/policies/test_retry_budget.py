@@ -7,7 +7,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.policies.retry_budget import SLOTS, RetryBudget
+from draftgate.policies.resilience.retry_budget import SLOTS, RetryBudget
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from([0.0, 0.01, 0.3, 0.9, 2.5, 11.0]), st.booleans()), max_size=200

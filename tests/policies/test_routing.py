@@ -14,10 +14,10 @@ from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
 from draftgate.policies.routing import Candidate, Candidates, Route, RouteView
-from draftgate.policies.routing.choosing import filled, settled
 from draftgate.policies.routing.prediction import predict
 from draftgate.policies.routing.prefix_index import STRIDE, PrefixIndex
 from draftgate.policies.routing.scorers import OVERLOAD, SCORERS
+from draftgate.policies.routing.selection import filled, settled
 from draftgate.policies.testing import check_routing
 from draftgate.policies.types import (
     DraftCounts,

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from msgspec import structs
 
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.request_forecast import GOOD_DRAFT
 from draftgate.policies.speculation import (
     MAX_DRAFT_TOKENS,
     AdaptiveVerification,
@@ -21,7 +21,7 @@ from draftgate.policies.speculation import (
     Off,
     SmartSpec,
 )
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.speculation.draft_forecast import GOOD_DRAFT
 from draftgate.policies.testing import check_speculation
 from draftgate.policies.types import (
     ANY_PROPOSER,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.policies.speed import LAST_STEPS, SpeedMeter
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.speed import LAST_STEPS, SpeedMeter
+from draftgate.policies.costs.step_cost import StepCost
 
 COST = StepCost((1, 8, 64), (1e-3, 2e-3, 5e-3), sequence_s=1e-5)
 BUDGET = 64

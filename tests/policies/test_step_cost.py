@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 from tests.policies.costs import costs
 
 small = st.integers(0, 800)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from draftgate.policies.calibration import brier_score, calibration_error, reliability
-from draftgate.policies.survival import (
+from draftgate.policies.speculation.survival import (
     EVIDENCE_EDGES,
     EVIDENCE_ROWS,
     OUTCOME_ROWS,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.types import RequestView, SpeculationMode, WorkerLoad, WorkerSpeed
-from draftgate.policies.upstream_speculation import (
+from draftgate.policies.speculation.upstream_speculation import (
     PoolState,
     ReplicaPool,
     choose_pool,
@@ -19,6 +18,7 @@ from draftgate.policies.upstream_speculation import (
     drafts_pay,
     expected_accepted,
 )
+from draftgate.policies.types import RequestView, SpeculationMode, WorkerLoad, WorkerSpeed
 
 REQUEST = RequestView(100, 50, 0.0)
 AUTO = speculation_policy("auto")

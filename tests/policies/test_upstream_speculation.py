@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from draftgate.policies.upstream_speculation import (
+from draftgate.policies.speculation.upstream_speculation import (
     KNEE_TOKENS,
     BatchShare,
     DraftMeans,

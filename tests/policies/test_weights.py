@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from draftgate.policies.speculation.weights import AMPLE_TOKENS, LATE_WEIGHT, next_due_s, weight
 from draftgate.policies.types import ServiceLevel
-from draftgate.policies.weights import AMPLE_TOKENS, LATE_WEIGHT, next_due_s, weight
 
 seconds = st.floats(-100.0, 100.0)
 

@@ -21,7 +21,7 @@ from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftMod
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
 from draftgate.backends.engine.warmup import measure_depths
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 
 PROPOSER_GROUP: Final = "draftgate.proposers"
 

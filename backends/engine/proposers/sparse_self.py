@@ -36,8 +36,8 @@ from draftgate.backends.engine.inputs import AttentionSpan, Feed, build_inputs
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.chains import Forward, draw_chains
-from draftgate.policies.cost_fit import StepCostFit
-from draftgate.policies.step_cost import StepCost, StepSize
+from draftgate.policies.costs.step_cost import StepCost, StepSize
+from draftgate.policies.costs.step_cost_fit import StepCostFit
 
 
 class SparseSelfProposer:

@@ -25,7 +25,7 @@ from typing import Final
 
 from draftgate.backends.openai.metrics.reading import DraftTotals, Reading
 from draftgate.backends.openai.metrics.samples import Samples, Series
-from draftgate.policies.upstream_speculation import DraftMeans
+from draftgate.policies.speculation.upstream_speculation import DraftMeans
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from draftgate.policies.upstream_speculation import DraftMeans
+from draftgate.policies.speculation.upstream_speculation import DraftMeans
 
 
 class DraftTotals(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from draftgate.backends.openai.metrics.reading import DraftTotals
-from draftgate.policies.survival import PRIOR_ACCEPTANCE
-from draftgate.policies.upstream_speculation import DraftMeans, expected_accepted
+from draftgate.policies.speculation.survival import PRIOR_ACCEPTANCE
+from draftgate.policies.speculation.upstream_speculation import DraftMeans, expected_accepted
 
 HALF_LIFE_DRAFTS: Final = 2000.0
 """After so many drafts what was counted weighs half: a second or two of a busy engine, minutes of a

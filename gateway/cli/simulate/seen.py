@@ -33,7 +33,7 @@ class Price(StrEnum):
     REPORTED = "reported"
     """The one that it told with its last heartbeat."""
     PROJECTED = "projected"
-    """The same, with what is leased behind it (`policies.cluster_price`), as gateways have it."""
+    """The same, with what is leased behind it (`cluster_price`), as gateways have it."""
     PRESENT = "present"
     """The one that it has at that moment, which no gateway knows: what there is to gain."""
 

@@ -39,7 +39,7 @@ from draftgate.gateway.http.requests.schemas import (
 )
 from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
 from draftgate.gateway.served import Served
-from draftgate.policies.repetition import repetition
+from draftgate.policies.speculation.repetition import repetition
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 DEFAULT_COMPLETION_TOKENS: Final = 16

@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from draftgate.policies.regression import Array, NonNegativeRegression
-from draftgate.policies.step_cost import StepCost, StepSize
+from draftgate.policies.costs.regression import Array, NonNegativeRegression
+from draftgate.policies.costs.step_cost import StepCost, StepSize
 
 REFIT_STEPS: Final = 64
 """Measured steps that are learned at once. Microseconds a step for tables of 16 / 67 stairs in

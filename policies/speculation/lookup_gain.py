@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from draftgate.policies.survival import OUTCOME_ROWS
+from draftgate.policies.speculation.survival import OUTCOME_ROWS
 
 FORGETTING: Final = 0.99
 """Decay per look-up of a row: the last hundred or so decide, as texts change."""

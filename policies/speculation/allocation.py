@@ -2,7 +2,7 @@
 
     (weight of the step + sum of weight x survival over chosen slots) / (T(step) + drafting)
 
-T leaves out what the step's prompts take (`policies.price`). Survivals do not rise along a draft,
+T leaves out what the step's prompts take (`price`). Survivals do not rise along a draft,
 so the best set of n slots is the n likeliest, whosever they are, and always consists of beginnings
 of drafts. T is a staircase: no slot pays alone where the next ones are free, so every n is
 evaluated, not one slot after the other. Drafting costs a forward pass for each depth, once for all
@@ -23,8 +23,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftgate.policies.price import few_slots_s, slots_s
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.speculation.price import few_slots_s, slots_s
 from draftgate.policies.types import StepView
 
 Array = NDArray[np.float64]

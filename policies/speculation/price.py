@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import StepView
 
 Array = NDArray[np.float64]

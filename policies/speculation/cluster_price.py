@@ -5,7 +5,7 @@ one gateway places is known to all others with their next reservation (`behind_t
 the worker has batched it and published what slots cost beside it. So who decides how far a request
 may draft looks at the price that it will meet. The worker forms its price as
 
-    price = tokens of a second x seconds by which a slot lengthens the step     (`policies.price`)
+    price = tokens of a second x seconds by which a slot lengthens the step     (`price`)
 
 A slot takes what it takes, whoever joins; so the price rises with tokens a second. In a step of n
 
@@ -29,7 +29,7 @@ from typing import Final
 from msgspec import structs
 
 from draftgate.policies.capacity import CapacityNeed
-from draftgate.policies.price import LEAST_S
+from draftgate.policies.speculation.price import LEAST_S
 from draftgate.policies.types import WorkerLoad, WorkerSpeed
 
 FORGETTING: Final = 0.98

@@ -4,7 +4,7 @@ A draft that was looked up is worth what its slots have over the price. One that
 computed is worth more or less than that; and all who draft with the same proposer share the cost of
 a depth. So a proposer is used by those who gain by it, as deep as is best for them together, and
 only if together they gain more than drafting costs at the rate of the step. Which slots are then
-verified is `policies.allocation`'s business, on the true staircase.
+verified is `allocation`'s business, on the true staircase.
 """
 
 from __future__ import annotations

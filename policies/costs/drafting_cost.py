@@ -1,6 +1,6 @@
 """What drafting takes of the host, learned from steps that do more of it and less.
 
-A step's forecast (`policies.step_cost`) is the device's time. Beside it the host looks drafts up,
+A step's forecast (`step_cost`) is the device's time. Beside it the host looks drafts up,
 weighs them, calls proposers that compute, and accounts for what was verified. Where steps are short
 that is a good part of them: on one core of a Zen 5 the shipped model takes 1.3 ms for a token
 behind 200 others, and each of these 20 to 300 microseconds (2026-11-22).
@@ -25,7 +25,7 @@ from typing import Final
 
 import numpy as np
 
-from draftgate.policies.regression import NonNegativeRegression
+from draftgate.policies.costs.regression import NonNegativeRegression
 
 REFIT_STEPS: Final = 64
 """Steps that are learned at once: 2 to 3 microseconds for each (one core, Zen 5, 2026-11-22)."""

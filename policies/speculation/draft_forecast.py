@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import (
     ANY_PROPOSER,
     DraftCounts,
@@ -22,7 +23,6 @@ from draftgate.policies.types import (
     SpeculationMode,
     WorkerLoad,
 )
-from draftgate.policies.weights import weight
 
 HISTORY_TOKENS: Final = 64.0
 """Tested tokens that what is known of all weighs in what is said of one tenant: those of a request
@@ -53,7 +53,7 @@ class RequestForecast:
         acceptance: the chance of a token, all before it being right.
         whose: of whose drafts that is known, in words.
         repetition: of the prompt, where it counts; else None.
-        weight: what its tokens may come to be worth (`policies.weights`).
+        weight: what its tokens may come to be worth (`weights`).
     """
 
     acceptance: float

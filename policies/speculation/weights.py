@@ -1,6 +1,6 @@
 """What a token of a sequence is worth: by how late it is, and by its priority.
 
-A step's rate counts each expected token with its sequence's weight (`policies.allocation`), so who
+A step's rate counts each expected token with its sequence's weight (`allocation`), so who
 is late gets the slots that others would have had, at the same price for all. Lateness is laxity
 (least laxity first: Mok, 1983): the time until the next token is due, less the time of the step.
 Unlike an order by deadline, weights starve nobody: slots earn by weight x survival, and a late

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from draftgate.policies.step_cost import StepCost
+from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import WorkerSpeed
 
 LAST_STEPS: Final = 32

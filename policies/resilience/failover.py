@@ -33,7 +33,7 @@ class Cause(StrEnum):
     FAILED = "failed"
     """It broke, or cut the stream off."""
     STALLED = "stalled"
-    """It made no progress any more (`policies.liveness`)."""
+    """It made no progress any more (`policies.resilience.liveness`)."""
     LEFT = "left"
     """It went away in order, before the request had ended. No loss that tells of the request."""
 

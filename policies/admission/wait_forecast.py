@@ -2,8 +2,8 @@
 
     residence = prompt tokens x prompt_token_s + sequences x output tokens x tpot_s    in seats
     work      = residence / seats                                                in the whole pool
-    wait      = what is ahead, as its class drains (`classes`), and one's work until a seat is free,
-                less what free seats take at once
+    wait      = what is ahead, as its class drains (`class_drain`), and the work
+                until a seat is free, less what free seats take at once
                 or what the prompts ahead take to compute, if that is longer
     TTFT      = error x wait + own prompt tokens x prompt_token_s
 
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from draftgate.policies.admission.classes import WHOLE, Drain
+from draftgate.policies.admission.class_drain import WHOLE, Drain
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView
 from draftgate.policies.ordering.fair import PRESSING_SHARE
 from draftgate.policies.types import WorkerLoad, WorkerSpeed

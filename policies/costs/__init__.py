@@ -1,0 +1,1 @@
+"""What work costs on a worker: step times, the time of drafting, and present speed."""

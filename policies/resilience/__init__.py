@@ -1,0 +1,1 @@
+"""What happens when something fails: breakers, retries, hung workers and failover."""
