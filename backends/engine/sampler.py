@@ -157,7 +157,7 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     tokens[plain] = _sample(logits[plain], rows.select(plain))
-    tokens[drafted] = rejection_ref.settle(
+    tokens[drafted] = rejection_ref.rejection_sample(
         logits[drafted],
         rows.select(drafted),
         torch.tensor(drafts, device=logits.device),

@@ -56,4 +56,4 @@ class _HostEvent:
         pass
 
     def elapsed_time(self, end_event: _HostEvent) -> float:
-        return 1e3 * (end_event._at_s - self._at_s)  # noqa: SLF001 (of its own class)
+        return 1e3 * (end_event._at_s - self._at_s)
