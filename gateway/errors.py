@@ -99,6 +99,11 @@ class InvalidRequest(GatewayError):
     code = "invalid_value"
 
 
+def invalid(param: str, problem: str) -> InvalidRequest:
+    """Return the error of an invalid parameter; the message begins with the parameter's path."""
+    return InvalidRequest(f"{param}: {problem}", param)
+
+
 class Unsupported(InvalidRequest):
     """A parameter that would change the output, and which is not supported yet."""
 

@@ -90,7 +90,7 @@ class Answer:
         choices = [WholeChoice() for _ in range(self._open_choices)]
         async for delta in self.run.deltas:
             self.observe(delta)
-            choices[delta.choice].add(delta)
+            choices[delta.choice].append(delta)
         if self.call.job.sampling.logprobs is None and not self.call.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
         # Spelling 500 tokens with 20 alternatives each takes some 20 ms, and the loop has 5.

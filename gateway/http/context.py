@@ -1,30 +1,37 @@
-"""What handlers share: the node, and the id of the request."""
+"""What handlers share: keys of application and request, accounts, bodies and JSON responses."""
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from typing import Final
+from dataclasses import replace
+from typing import Final, TypeVar
 
+import msgspec
 from aiohttp import web
 
-from draftgate.gateway.errors import BodyTooLarge, InvalidRequest
+from draftgate.gateway.accounts import Account
+from draftgate.gateway.dispatch.admission import Ask
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.errors import BodyTooLarge, InvalidRequest, invalid
 from draftgate.gateway.http.readers import SlowReaders
 from draftgate.gateway.node import Node
-from draftgate.gateway.telemetry.logs import add_about_request
-from draftgate.gateway.telemetry.tracing import Span, Tracing
 
 NODE: Final = web.AppKey("node", Node)
 SLOW_READERS: Final = web.AppKey("slow_readers", SlowReaders)
 
+ACCOUNT: Final = web.RequestKey("account", Account)
+"""The account that a request belongs to."""
+
 REQUEST_ID: Final = web.RequestKey("request_id", str)
-"""The id under which logs and the `x-request-id` header know a request."""
+"""The id of a request in logs and in the `x-request-id` header."""
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 _LONGEST_ID: Final = 128
 
 
 def client_request_id(request: web.Request) -> str:
-    """Return the id the client sent if it is short and printable, or a new one."""
+    """Return the client's id of a request if it is short and printable, else a new id."""
     sent = request.headers.get(REQUEST_ID_HEADER, "")
     if 0 < len(sent) <= _LONGEST_ID and sent.isascii() and sent.isprintable():
         return sent
@@ -32,35 +39,36 @@ def client_request_id(request: web.Request) -> str:
 
 
 def new_id() -> str:
-    """Return an id nobody else has."""
+    """Return a unique id."""
     return secrets.token_hex(12)
 
 
-def begin_span(tracing: Tracing, request: web.Request, route: str, operation: str) -> Span:
-    """Start the SERVER span of a generating request; its log lines have the trace's id.
+def fingerprint(tenant: str, body: bytes) -> int:
+    """Return 64 bits that are equal for equal bodies of a tenant.
 
-    Attributes are those of OpenTelemetry's HTTP and GenAI conventions. What samplers are given is
-    little: most of it is gathered for spans only that will be sent.
+    A megabyte takes a millisecond.
     """
-    span = tracing.server(f"{request.method} {route}", request.headers, {"http.route": route})
-    if not span.recording:
-        return span
-    add_about_request(trace=span.trace_id)
-    version = request.version
-    span.set(
-        {
-            "http.request.method": request.method,
-            "url.path": request.path,
-            "url.scheme": request.scheme,
-            "client.address": request.remote or "",
-            "network.protocol.version": f"{version.major}.{version.minor}",
-            "user_agent.original": request.headers.get("User-Agent", ""),
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "draftgate",
-            "draftgate.request_id": request[REQUEST_ID],
-        }
+    digest = hashlib.blake2b(body, digest_size=8, key=tenant.encode()[:64])
+    return int.from_bytes(digest.digest(), "big")
+
+
+Asked = TypeVar("Asked", Job, Ask)
+
+
+def for_account(asked: Asked, account: Account, body: bytes, retries: int | None) -> Asked:
+    """Return a request in the name of its account, within the account's bounds. Any thread.
+
+    Args:
+        retries: how often the client has sent the request before; None if unknown.
+    """
+    return replace(
+        asked,
+        service=account.capped(asked.service),
+        tenant=account.name,
+        share=account.share,
+        fingerprint=fingerprint(account.name, body),
+        retries=retries,
     )
-    return span
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -78,3 +86,21 @@ async def read_body(request: web.Request) -> bytes:
     except web.RequestPayloadError as error:
         reason = " ".join(str(error).split())
         raise InvalidRequest(f"the body cannot be read: {reason}") from None
+
+
+def query_number(request: web.Request, name: str, default: int, most: int) -> int:
+    """Return a whole number from the query.
+
+    Raises:
+        InvalidRequest: it is not from 1 to `most`.
+    """
+    text = request.query.get(name, str(default))
+    if text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most:
+        return int(text)
+    raise invalid(name, f"must be a whole number from 1 to {most}, not {text!r}")
+
+
+def json_response(reply: msgspec.Struct | bytes, status: int = 200) -> web.Response:
+    """Return a response with a struct, or with its JSON."""
+    body = reply if isinstance(reply, bytes) else msgspec.json.encode(reply)
+    return web.Response(body=body, status=status, content_type="application/json")

@@ -16,19 +16,20 @@ from draftgate.gateway.dispatch.admission import Ask
 from draftgate.gateway.dispatch.forwarding import ForwardJob
 from draftgate.gateway.dispatch.upstream_answer import UpstreamAnswer
 from draftgate.gateway.errors import NotOffered, UpstreamBroken, as_gateway_error
-from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
 from draftgate.gateway.http.context import (
+    ACCOUNT,
     NODE,
     REQUEST_ID,
     REQUEST_ID_HEADER,
     SLOW_READERS,
+    for_account,
     new_id,
     read_body,
 )
 from draftgate.gateway.http.heartbeats import Heartbeats
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
-from draftgate.gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
+from draftgate.gateway.http.requests.headers import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, one_ending
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
@@ -238,7 +239,7 @@ def _job(request: web.Request, body: bytes, wishes: Wishes, span: Span) -> Forwa
     service = account.capped(replace(service_of(request.headers), priority=wishes.priority))
     prompt, output = wishes.prompt_tokens, wishes.max_tokens
     need = CapacityNeed(wishes.n, prompt, (prompt + output) * wishes.n, service.tpot_s)
-    ask = in_name_of_account(
+    ask = for_account(
         Ask(new_id(), (need,), output, service), account, body, retries_of(request.headers)
     )
     call = _call(request, body, span, service)._replace(sequences=wishes.n)

@@ -1,4 +1,4 @@
-"""The one path of a generating request: parse, decide, run, answer."""
+"""The path of a request to the workers: parse, dispatch, answer; the same for all endpoints."""
 
 from __future__ import annotations
 
@@ -11,73 +11,94 @@ from typing import Final, TypeVar
 from aiohttp import web
 
 from draftgate.gateway.errors import Draining, GatewayError, Starting, as_gateway_error
-from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
 from draftgate.gateway.http.answer import Answer
-from draftgate.gateway.http.context import NODE, SLOW_READERS, begin_span, new_id, read_body
+from draftgate.gateway.http.context import (
+    ACCOUNT,
+    NODE,
+    REQUEST_ID,
+    SLOW_READERS,
+    for_account,
+    json_response,
+    new_id,
+    read_body,
+)
 from draftgate.gateway.http.forwarding import forward
-from draftgate.gateway.http.replies.rendering import Frame, Rendering
-from draftgate.gateway.http.requests.naming import named_as
-from draftgate.gateway.http.requests.service import retries_of, service_of
+from draftgate.gateway.http.replies.rendering import Rendering
+from draftgate.gateway.http.requests.decoding import named_as
+from draftgate.gateway.http.requests.headers import retries_of, service_of
 from draftgate.gateway.http.requests.validation import Call
 from draftgate.gateway.http.stream import EventStream, stream_answer
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.served import Served
+from draftgate.gateway.telemetry.logs import add_about_request
+from draftgate.gateway.telemetry.tracing import Span, Tracing
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 from draftgate.policies.types import ServiceLevel
 
 T = TypeVar("T")
 
 INLINE_BODY_BYTES: Final = 16 << 10
-"""Larger bodies are parsed in a thread: 1 MB of text takes 0.4 s to tokenise, and the event loop
-may be held for 5 ms (design, section 8)."""
+"""Larger bodies are parsed in a thread. Tokenising 1 MB of text takes 0.4 s, and the event loop may
+be held for 5 ms."""
+
+Parse = Callable[[bytes, Served, str, ServiceLevel], Call]
+"""Makes a call of a body, the model, a request id and what the headers ask for; thread-safe."""
 
 Respond = Callable[[web.Request, Node, RequestWatch], Awaitable[web.StreamResponse]]
-"""Answers a request of a node, and tells the watch about it."""
+"""Answers a request, and reports to the watch."""
 
 CLIENT_GONE: Final = 499
-"""Status in logs and traces for a request whose client left (nginx's)."""
+"""nginx's status for a request whose client left, in logs and traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One generating endpoint.
+    """An endpoint that generates.
 
     Attributes:
         operation: `gen_ai.operation.name` of its spans.
-        params: what its clients call parameters that have other names in what it is turned into.
-        parse: body, model, request id and what headers ask for to a call; may run in a thread.
+        params: its clients' names of parameters, if these differ from a chat's or completion's.
     """
 
     path: str
     operation: str
-    parse: Callable[[bytes, Served, str, ServiceLevel], Call]
-    rendering: Callable[[Frame, Call], Rendering]
+    parse: Parse
+    rendering: Callable[[Call, int], Rendering]
     params: Mapping[str, str] = field(default_factory=dict)
 
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request."""
+        return await watched(request, self.path, self.operation, self._respond)
 
-def handler(api: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Return the aiohttp handler of an endpoint."""
-
-    async def respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
-        return await _respond(request, node, api, watch)
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        return await watched(request, api.path, api.operation, respond)
-
-    return handle
+    async def _respond(
+        self, request: web.Request, node: Node, watch: RequestWatch
+    ) -> web.StreamResponse:
+        if node.fleet.forwards:
+            return await forward(request, node, watch)
+        with named_as(self.params):
+            call = await parsed_call(request, node, self.parse, watch)
+            answer = Answer(call, self.rendering(call, int(time.time())), watch)
+            running = node.dispatcher.run(call.job, watch.span, watch)
+            if call.stream:
+                events = EventStream(request, request.app[SLOW_READERS])
+                await stream_answer(events, answer, running)
+                return events.response
+            async with running as answer.run:
+                body = await answer.whole()
+        return await send_json(request, body)
 
 
 async def watched(
     request: web.Request, path: str, operation: str, respond: Respond
 ) -> web.StreamResponse:
-    """Answer a request that goes to the workers: in flight, and watched, up to its last byte.
+    """Answer a request that needs a worker. It counts as in flight until its last byte.
 
     Args:
         operation: `gen_ai.operation.name` of its spans.
     """
     node = request.app[NODE]
-    span = begin_span(node.tracing, request, path, operation)
+    span = _begin_span(node.tracing, request, path, operation)
     watch = RequestWatch(node.metrics, span, path, operation)
     try:
         with node.dispatcher.counted():
@@ -93,63 +114,62 @@ async def watched(
     return response
 
 
-async def _respond(
-    request: web.Request, node: Node, api: Api, watch: RequestWatch
-) -> web.StreamResponse:
-    if node.fleet.forwards:
-        return await forward(request, node, watch)
-    with named_as(api.params):
-        call = await _parsed(request, node, api, watch)
-        answer = Answer(call, api.rendering(_frame(call, node), call), watch)
-        running = node.dispatcher.run(call.job, watch.span, watch)
-        if call.stream:
-            events = EventStream(request, request.app[SLOW_READERS])
-            await stream_answer(events, answer, running)
-            return events.response
-        async with running as answer.run:
-            body = await answer.whole()
-    return await send_json(request, body)
-
-
 async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Send an answer; the request is in flight, and its span open, up to the last byte."""
-    response = web.Response(body=body, content_type="application/json")
+    """Send a whole answer from within the handler, so that the request counts until its end."""
+    response = json_response(body)
     await response.prepare(request)
     await response.write_eof()
     return response
 
 
-async def _parsed(request: web.Request, node: Node, api: Api, watch: RequestWatch) -> Call:
-    """Return what the request asks for, in its account's name and within its bounds.
+async def parsed_call(request: web.Request, node: Node, parse: Parse, watch: RequestWatch) -> Call:
+    """Return what a request asks for, within the bounds of its account.
 
     Raises:
-        GatewayError, RequestRejected: it cannot run.
+        GatewayError, RequestRejected: the request cannot run.
     """
     served = node.served
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
-    service = service_of(request.headers)
-    account, retries = request[ACCOUNT], retries_of(request.headers)
+    service, retries = service_of(request.headers), retries_of(request.headers)
+    account = request[ACCOUNT]
 
-    def parse() -> Call:
-        call = api.parse(body, served, internal_id, service)
-        return replace(call, job=in_name_of_account(call.job, account, body, retries))
+    def work() -> Call:
+        call = parse(body, served, internal_id, service)
+        return replace(call, job=for_account(call.job, account, body, retries))
 
-    call = await parsed(parse, body)
+    call = await parsed(work, body)
     watch.parsed(call.job, served.name, stream=call.stream)
     return call
 
 
 async def parsed(parse: Callable[[], T], body: bytes) -> T:
-    """Return what parses a body, which takes a thread where it is long."""
+    """Return the result of parsing a body, in a thread if the body is long."""
     return parse() if len(body) <= INLINE_BODY_BYTES else await offload(parse)
 
 
-def _frame(call: Call, node: Node) -> Frame:
-    wants_logprobs = call.job.sampling.logprobs is not None
-    served = node.served
-    request_id = call.job.request_id
-    return Frame(request_id, int(time.time()), served.name, served.tokenizer, wants_logprobs)
+def _begin_span(tracing: Tracing, request: web.Request, route: str, operation: str) -> Span:
+    """Start the SERVER span of a request, and add its trace id to the request's log lines."""
+    # Samplers see only the route. The other attributes are computed for recorded spans only.
+    span = tracing.server(f"{request.method} {route}", request.headers, {"http.route": route})
+    if not span.recording:
+        return span
+    add_about_request(trace=span.trace_id)
+    version = request.version
+    span.set(
+        {
+            "http.request.method": request.method,
+            "url.path": request.path,
+            "url.scheme": request.scheme,
+            "client.address": request.remote or "",
+            "network.protocol.version": f"{version.major}.{version.minor}",
+            "user_agent.original": request.headers.get("User-Agent", ""),
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "draftgate",
+            "draftgate.request_id": request[REQUEST_ID],
+        }
+    )
+    return span
 
 
 def _ending(error: GatewayError) -> Ending:

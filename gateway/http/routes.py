@@ -1,7 +1,9 @@
-"""The aiohttp application: routes, request ids, and errors in OpenAI's shape."""
+"""The aiohttp application: routes, request ids, accounts, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -9,42 +11,44 @@ from typing import Final
 
 from aiohttp import web
 
+from draftgate.gateway.accounts import EVERYBODY
 from draftgate.gateway.errors import (
     Draining,
     GatewayError,
     InvalidRequest,
     MethodNotAllowed,
     RouteNotFound,
+    Unauthorized,
     as_gateway_error,
 )
-from draftgate.gateway.http import generation
-from draftgate.gateway.http.accounts import authenticate
 from draftgate.gateway.http.context import (
+    ACCOUNT,
     NODE,
     REQUEST_ID,
     REQUEST_ID_HEADER,
     SLOW_READERS,
     client_request_id,
 )
-from draftgate.gateway.http.endpoints import (
-    decisions,
-    embeddings,
-    health,
-    live,
-    models,
-    openapi,
-    page,
-    tokenize,
-)
-from draftgate.gateway.http.endpoints.chat import CHAT
-from draftgate.gateway.http.endpoints.completions import COMPLETIONS
-from draftgate.gateway.http.endpoints.responses import RESPONSES
-from draftgate.gateway.http.peers.endpoint import add_peer_routes
+from draftgate.gateway.http.endpoints import embeddings, health, live, models, page, tokenize
+from draftgate.gateway.http.generation import CLIENT_GONE, Api
+from draftgate.gateway.http.openapi.document import get_document
+from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
 from draftgate.gateway.http.readers import SlowReaders
+from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
+from draftgate.gateway.http.replies.responses import ResponseRendering
+from draftgate.gateway.http.requests.responses import PARAMS, responses_call
+from draftgate.gateway.http.requests.validation import chat_call, completion_call
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import about_request, log
 
-GENERATING: Final = (CHAT, COMPLETIONS, RESPONSES)
+CHAT: Final = Api(
+    "/v1/chat/completions", "chat", chat_call, ChatRendering, {"messages": "messages"}
+)
+COMPLETIONS: Final = Api("/v1/completions", "text_completion", completion_call, CompletionRendering)
+RESPONSES: Final = Api("/v1/responses", "chat", responses_call, ResponseRendering, PARAMS)
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
+"""Paths for orchestrators, which have no API key. Their answers contain nothing of any request."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,7 +56,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def build_app(node: Node) -> web.Application:
     """Return the application that serves a node."""
     app = web.Application(
-        middlewares=[_identify, _explain, authenticate], client_max_size=node.config.max_body_bytes
+        middlewares=[_identify, _explain, _authenticate],
+        client_max_size=node.config.max_body_bytes,
     )
     app[NODE] = node
     app[SLOW_READERS] = SlowReaders(time.monotonic)
@@ -61,7 +66,7 @@ def build_app(node: Node) -> web.Application:
     app.on_shutdown.append(live.end_streams)
     app.add_routes(
         [
-            *(web.post(api.path, generation.handler(api)) for api in GENERATING),
+            *(web.post(api.path, api.handle) for api in (CHAT, COMPLETIONS, RESPONSES)),
             web.post(embeddings.PATH, embeddings.embed),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
@@ -71,11 +76,11 @@ def build_app(node: Node) -> web.Application:
             web.get("/ready", health.ready),
             web.get("/version", health.version),
             web.get("/metrics", health.metrics),
-            web.get("/decisions", decisions.list_decisions),
+            web.get("/decisions", live.list_decisions),
             web.get("/live", live.live, allow_head=False),
             web.get("/", page.index),
             web.get("/web/{name}", page.file),
-            web.get("/openapi.json", openapi.get_document),
+            web.get("/openapi.json", get_document),
         ]
     )
     add_peer_routes(app)
@@ -84,49 +89,78 @@ def build_app(node: Node) -> web.Application:
 
 @web.middleware
 async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give every request an id, which all its log lines have."""
+    """Give the request an id, which all its log lines have."""
     request[REQUEST_ID] = client_request_id(request)
     with about_request(id=request[REQUEST_ID]):
         return await handler(request)
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    """Add what every response has, streamed or not."""
+    """Add the headers that every response has, streamed or not."""
     # aiohttp refuses a bad `Expect` before the middlewares have run.
     response.headers[REQUEST_ID_HEADER] = request.get(REQUEST_ID) or client_request_id(request)
     response.headers["Server"] = "draftgate"
 
 
 @web.middleware
+async def _authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Find the account of a request. Other nodes have none: they prove that they are nodes.
+
+    Raises:
+        Unauthorized: keys are required, and the request has no known key.
+    """
+    accounts = request.app[NODE].accounts
+    request[ACCOUNT] = EVERYBODY
+    if is_peer(request):
+        return await handler(request)
+    if accounts.required and request.path not in OPEN_PATHS:
+        key = _key(request.headers.get("Authorization", ""))
+        account = None if key is None else accounts.find(key)
+        if account is None:
+            sent = "no API key was sent" if key is None else "the API key is not known"
+            raise Unauthorized(f"{sent}; send `Authorization: Bearer KEY`")
+        request[ACCOUNT] = account
+    return await handler(request)
+
+
+def _key(authorization: str) -> str | None:
+    """Return the API key in a header: a bearer token, or the password that a browser asks for."""
+    scheme, _, value = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip() or None
+    if scheme.lower() != "basic":
+        return None
+    try:
+        name_and_password = base64.b64decode(value, validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return name_and_password.partition(":")[2] or None
+
+
+@web.middleware
 async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every exception into an answer."""
+    """Turn every exception into a response."""
     try:
         return await handler(request)
     except ConnectionResetError:
-        return web.Response(status=generation.CLIENT_GONE)  # nobody is left to read it
+        return web.Response(status=CLIENT_GONE)  # the client cannot read it
     except web.HTTPException as error:
         return _error_response(_of_http(error, request))
-    except Exception as error:  # noqa: BLE001 - every one becomes an answer
+    except Exception as error:  # noqa: BLE001 - every exception becomes a response
         shown = as_gateway_error(error)
         if type(shown) is GatewayError:
             log(logging.ERROR, "internal error", error=error)
         return _error_response(shown)
     finally:
-        _close_behind_broken(request)
-
-
-def _close_behind_broken(request: web.Request) -> None:
-    """Let the connection end with this answer if the body cannot be decoded.
-
-    Else aiohttp, which wants to read what is left of it, logs a traceback for each.
-    """
-    if request.content.exception() is not None:
-        request.content.feed_eof()
-        request.protocol.close()
+        # If the body cannot be decoded, aiohttp would still try to read the rest of it after the
+        # response, and log a traceback.
+        if request.content.exception() is not None:
+            request.content.feed_eof()
+            request.protocol.close()
 
 
 def _of_http(error: web.HTTPException, request: web.Request) -> GatewayError:
-    """Return our error for one that aiohttp raised."""
+    """Return our error for one raised by aiohttp."""
     if error.status == 404:
         return RouteNotFound(f"there is no {request.path}")
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -144,5 +178,5 @@ def _error_response(error: GatewayError) -> web.Response:
         headers=error.headers(),
     )
     if isinstance(error, Draining):
-        response.force_close()  # so that the client's next connection finds another node
+        response.force_close()  # so that the client's next connection reaches another node
     return response

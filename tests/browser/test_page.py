@@ -77,17 +77,17 @@ async def test_a_card_shows_the_step_on_hover_and_on_focus(scene: Scene) -> None
     await expect(card.locator("tr.rejected")).to_have_count(1)
     await expect(card).to_contain_text("0.91")
     await expect(card).to_contain_text(
-        "3 of 5 drafted verified: the 4th survives with 0.18, below the price 0.25; 2 accepted"
+        "3 of 5 draft tokens verified: survival 0.18 of slot 4 is below the price 0.25; 2 accepted"
     )
     await scene.page.keyboard.press("Escape")
     await expect(card).to_be_hidden()
     await said(scene).locator(".token").first.focus()
-    await expect(card).to_contain_text("nothing was drafted")
+    await expect(card).to_contain_text("no draft tokens")
     await expect(said(scene).locator(".token").first).to_have_attribute("aria-describedby", "card")
     await scene.page.keyboard.press("ArrowRight")
     await expect(card).to_contain_text("Step 2")
     await scene.page.keyboard.press("ArrowDown")
-    await expect(card).to_contain_text("the one drafted verified: it survives with 0.62")
+    await expect(card).to_contain_text("1 of 1 draft tokens verified: survival 0.62 of slot 1")
     await scene.page.keyboard.press("ArrowUp")
     await scene.page.keyboard.press("Home")
     await expect(card).to_contain_text("Step 1")

@@ -22,8 +22,7 @@ from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.prompts import PROMPTS_AT_ONCE
-from draftgate.gateway.http.replies.embeddings import unit_vector
-from draftgate.gateway.http.requests.embeddings import MAX_INPUTS
+from draftgate.gateway.http.endpoints.embeddings import MAX_INPUTS, unit_vector
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.types import ServiceLevel, SpeculationMode

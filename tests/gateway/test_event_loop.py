@@ -29,7 +29,7 @@ from draftgate.backends.types import (
 )
 from draftgate.gateway.app import Listening, settle_interpreter
 from draftgate.gateway.dispatch import placement
-from draftgate.gateway.http import accounts
+from draftgate.gateway.http import context
 from draftgate.gateway.http.endpoints import tokenize
 from draftgate.gateway.http.generation import INLINE_BODY_BYTES
 from draftgate.gateway.http.replies import rendering
@@ -216,7 +216,7 @@ async def test_long_prompts_are_checked_beside_the_loop(monkeypatch: pytest.Monk
     """
     found = ThreadWatch(monkeypatch)
     found.wrap(placement, "extend_chain", lambda *values: len(values[2]))
-    found.wrap(accounts, "fingerprint", lambda _tenant, body, _result: len(body))
+    found.wrap(context, "fingerprint", lambda _tenant, body, _result: len(body))
     backend = ScriptedBackend()
     backend.check = lambda _request: None
     found.wrap(backend, "check", lambda request, _result: len(request.prompt_ids))

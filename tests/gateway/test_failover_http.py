@@ -272,7 +272,7 @@ async def test_probes_tell_of_hung_workers(node: Listening, http: httpx.AsyncCli
         statuses = [worker["status"] for worker in health.json()["workers"]]
         assert statuses == ["hung"] * hung + ["ok"] * (2 - hung)
         assert (await http.get("/ready")).status_code == ready
-    assert "no worker comes to a further step" in (await http.get("/ready")).json()["reason"]
+    assert "no worker completes a step" in (await http.get("/ready")).json()["reason"]
 
 
 async def test_the_first_token_is_timed_once(http: httpx.AsyncClient, pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Renderings by themselves: a streamed answer adds up to the whole one, however it is cut."""
+"""Renderings: every chunk is JSON, and a stream adds up to the whole answer however it is cut."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.backends.types import Delta, FinishReason
+from draftgate.backends.types import Delta, FinishReason, SamplingParams
+from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import WorkerFailed
-from draftgate.gateway.http.endpoints.chat import CHAT
-from draftgate.gateway.http.endpoints.completions import COMPLETIONS
-from draftgate.gateway.http.endpoints.responses import RESPONSES
 from draftgate.gateway.http.generation import Api
-from draftgate.gateway.http.replies.rendering import Frame, Rendering, WholeChoice
+from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
+from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
     PromptTokensDetails,
     ResponseMetrics,
     SpeculativeDecoding,
     Usage,
 )
+from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.routes import CHAT, COMPLETIONS, RESPONSES
 from draftgate.gateway.served import Served
 from draftgate.policies.types import ANYTIME
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER
@@ -49,6 +50,7 @@ TEXTS = st.lists(
     | st.text(max_size=5),
     max_size=8,
 )  # fmt: skip
+CHARACTERS = st.text(st.characters(exclude_categories=("Cs",)))
 ENDS = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
 
 
@@ -69,12 +71,11 @@ class QwenTokenizer:
 
 @cache
 def maker(kind: str) -> Callable[[], Rendering]:
-    """What makes fresh renderings of the same request."""
+    """Return a function that creates renderings of the same request."""
     api, body = BODIES[kind]
     served = Served("m", QwenTokenizer(), 100)
     call = api.parse(json.dumps(body).encode(), served, "id", ANYTIME)
-    frame = Frame("id", 1, "m", QwenTokenizer(), logprobs=False)
-    return lambda: api.rendering(frame, call)
+    return lambda: api.rendering(call, 1)
 
 
 def data_of(events: bytes) -> list[dict[str, Any]]:
@@ -97,6 +98,34 @@ def added_up(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], 
                 *named, arguments = calls[call["index"]]
                 calls[call["index"]] = (*named, arguments + call["function"]["arguments"])
     return text, calls, reason
+
+
+@pytest.mark.parametrize(
+    ("rendering", "kind"),
+    [(ChatRendering, "chat.completion.chunk"), (CompletionRendering, "text_completion")],
+)
+@given(
+    model=CHARACTERS,
+    text=CHARACTERS.filter(bool),
+    choice=st.integers(0, 200),
+    end=st.sampled_from([*FinishReason, None]),
+)
+def test_chunk_is_json_with_the_fields_of_delta_and_request(
+    rendering, kind, model, text, choice, end
+) -> None:
+    """Whatever characters text and model name contain, the assembled chunk parses."""
+    job = Job("1f", (), SamplingParams(1, 0), None)
+    call = Call(job, Served(model, None, 9))  # type: ignore[arg-type]
+    sent = rendering(call, 7).chunk(Delta(choice, (1,), text, (), end))
+    assert sent.startswith(b"data: ")
+    assert sent.endswith(b"\n\n")
+    chunk = json.loads(sent.removeprefix(b"data: "))
+    (shown,) = chunk.pop("choices")
+    assert chunk.pop("id").endswith("-1f")
+    assert chunk == {"object": kind, "created": 7, "model": model}
+    content = shown.pop("text", None) or shown.pop("delta")["content"]
+    assert content == text
+    assert shown == {"index": choice, "logprobs": None, "finish_reason": end and end.value}
 
 
 @pytest.mark.parametrize("kind", BODIES)

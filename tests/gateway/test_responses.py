@@ -22,7 +22,7 @@ from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.app import Listening
-from draftgate.gateway.http.requests.naming import client_name
+from draftgate.gateway.http.requests.decoding import client_name
 from draftgate.gateway.http.requests.responses import PARAMS
 from tests.gateway.harness import ScriptedBackend, client, running
 from tests.gateway.tool_models import NOW, WEATHER, with_template

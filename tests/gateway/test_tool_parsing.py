@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from draftgate.gateway.http.requests.tools import calls_grammar
 from draftgate.gateway.http.tools.dialects import HERMES, LLAMA, MISTRAL, Dialect, dialect_of
-from draftgate.gateway.http.tools.forcing import calls_grammar
 from draftgate.gateway.http.tools.parsing import CallParser, Piece
 
 TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"

@@ -20,38 +20,50 @@ ENDPOINTS = {
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (StepTrace(1), "nothing was drafted"),
-        (StepTrace(1, None, 0, (), 0, (), 0.5), "nothing was drafted at the price 0.5"),
+        (StepTrace(1), "no draft tokens"),
+        (StepTrace(1, None, 0, (), 0, (), 0.5), "no draft tokens at the price 0.5"),
         (
             StepTrace(3, "ngram", 5, (1, 2, 3), 2, (0.9, 0.6, 0.4, 0.21), 0.29),
-            "3 of 5 drafted verified: the 4th survives with 0.21, below the price 0.29; 2 accepted",
+            (
+                "3 of 5 draft tokens verified: survival 0.21 of slot 4 is below the price 0.29; "
+                "2 accepted"
+            ),
         ),
         (
             StepTrace(3, "ngram", 5, (1, 2, 3), 2, (0.9, 0.6, 0.4), 0.29),
-            "3 of 5 drafted verified at the price 0.29; 2 accepted",
+            "3 of 5 draft tokens verified at the price 0.29; 2 accepted",
         ),
         (
             StepTrace(1, "ngram", 2, (1,), 0, (0.9, 0.6), 0.29),
-            "1 of 2 drafted verified: the 2nd survives with 0.6, but was left out; none accepted",
+            (
+                "1 of 2 draft tokens verified: survival 0.6 of slot 2 is above the price 0.29, "
+                "but it was left out; 0 accepted"
+            ),
         ),
         (
             StepTrace(1, "draft_model", 2, (), 0, (0.1,), 0.29),
             (
-                "none of 2 drafted verified: the 1st survives with 0.1, below the price 0.29; "
-                "none accepted"
+                "0 of 2 draft tokens verified: survival 0.1 of slot 1 is below the price 0.29; "
+                "0 accepted"
             ),
         ),
         (
             StepTrace(3, "ngram", 2, (1, 2), 2, (0.9, 0.6), 0.3),
-            "both drafted verified: the last survives with 0.6, above the price 0.3; both accepted",
+            (
+                "2 of 2 draft tokens verified: survival 0.6 of slot 2 is above the price 0.3; "
+                "2 accepted"
+            ),
         ),
         (
             StepTrace(2, "ngram", 1, (1,), 1, (0.2,), 0.3),
-            "the one drafted verified: it survives with 0.2, below the price 0.3; accepted",
+            (
+                "1 of 1 draft tokens verified: survival 0.2 of slot 1 is below the price 0.3; "
+                "1 accepted"
+            ),
         ),
         (
             StepTrace(4, "grammar", 3, (1, 2, 3), 3, (1.0, 1.0, 1.0), 0.3),
-            "the form leaves no choice: 3 tokens forced, all accepted",
+            "the grammar allows no other tokens: 3 forced, 3 accepted",
         ),
     ],
 )

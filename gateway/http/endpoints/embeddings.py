@@ -1,40 +1,56 @@
-"""`POST /v1/embeddings`: texts in, normalised hidden states of their last tokens out."""
+"""`POST /v1/embeddings`: the hidden states of the texts' last tokens, normalised."""
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 
 from draftgate.backends.errors import BackendFailed, RequestRejected
+from draftgate.backends.types import SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.errors import NoEmbeddings
-from draftgate.gateway.http.accounts import ACCOUNT, in_name_of_account
-from draftgate.gateway.http.context import new_id, read_body
+from draftgate.gateway.errors import ContextTooLong, NoEmbeddings, invalid
 from draftgate.gateway.http.forwarding import forward
-from draftgate.gateway.http.generation import parsed, send_json, watched
-from draftgate.gateway.http.replies.embeddings import embeddings_reply
-from draftgate.gateway.http.requests.embeddings import EmbeddingCall, embedding_call
-from draftgate.gateway.http.requests.service import retries_of, service_of
+from draftgate.gateway.http.generation import parsed_call, send_json, watched
+from draftgate.gateway.http.replies.rendering import encode
+from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
+from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
+from draftgate.gateway.http.requests.limits import Range, check_ranges
+from draftgate.gateway.http.requests.schemas import EmbeddingBody
+from draftgate.gateway.http.requests.validation import Call, prompts_of
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
+from draftgate.gateway.served import Served
 from draftgate.gateway.telemetry.watch import RequestWatch
+from draftgate.policies.types import ServiceLevel, SpeculationMode
 
 PATH: Final = "/v1/embeddings"
 
+MAX_INPUTS: Final = 2048
+"""Texts of one request; OpenAI's bound."""
+
 INLINE_STATE_BYTES: Final = 64 << 10
-"""Longer answers are made in a thread: so many, 16384 numbers, take 0.8 ms as decimals and 0.2 ms
-as base64 (one core of an AMD EPYC Zen 4, 2026-11-21)."""
+"""Longer answers are encoded in a thread: 16384 numbers take 0.8 ms as decimals, 0.2 ms as base64
+(one core of an AMD EPYC Zen 4, 2026-11-21)."""
+
+_NOTHING_TO_SAMPLE: Final = SamplingParams(max_tokens=0, seed=0, temperature=0.0)
+_decoder: Final = msgspec.json.Decoder(EmbeddingBody)
+_WIRE: Final = np.dtype("<f4")
 
 
 async def embed(request: web.Request) -> web.StreamResponse:
-    """Embed the texts of a request, in order; before an upstream, pass it on.
+    """Embed the texts of a request, here or at an upstream.
 
     Raises:
-        NoEmbeddings: the backend has none.
-        GatewayError, RequestRejected, BackendFailed: as of generating requests.
+        NoEmbeddings: the backend has no embeddings.
+        GatewayError, RequestRejected, BackendFailed: as for requests that generate.
     """
     return await watched(request, PATH, "embeddings", _respond)
 
@@ -42,45 +58,63 @@ async def embed(request: web.Request) -> web.StreamResponse:
 async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
     if node.fleet.forwards:
         return await forward(request, node, watch, generates=False)
-    call = await _parsed(request, node, watch)
+    capabilities = node.fleet.card.capabilities
+    if not capabilities.embeddings:
+        raise NoEmbeddings(node.config.backend, node.served.name)
+    parse = partial(embedding_call, capabilities.embedding_size)
+    call = await parsed_call(request, node, parse, watch)
     states = await _states(node, call.job, watch)
-    reply = partial(
-        embeddings_reply,
-        states,
-        dimensions=call.dimensions,
-        as_base64=call.base64,
-        model=node.served.name,
-        prompt_tokens=watch.prompt_tokens,
-    )
+    reply = partial(embeddings_reply, call, states, watch.prompt_tokens)
     short = sum(map(len, states)) <= INLINE_STATE_BYTES
     return await send_json(request, reply() if short else await offload(reply))
 
 
-async def _parsed(request: web.Request, node: Node, watch: RequestWatch) -> EmbeddingCall:
-    """Return what the request asks for, in its account's name and within its bounds."""
-    capabilities, served = node.fleet.card.capabilities, node.served
-    if not capabilities.embeddings:
-        raise NoEmbeddings(node.config.backend, served.name)
-    body = await read_body(request)
-    request_id, service = new_id(), service_of(request.headers)
-    account, retries = request[ACCOUNT], retries_of(request.headers)
+def embedding_call(
+    size: int, body: bytes, served: Served, request_id: str, service: ServiceLevel
+) -> Call:
+    """Return the call of an embedding request's body.
 
-    def parse() -> EmbeddingCall:
-        call = embedding_call(body, served, capabilities, request_id, service)
-        return replace(call, job=in_name_of_account(call.job, account, body, retries))
+    Args:
+        size: dimensions of the model's embeddings.
+        service: what the headers ask for.
 
-    call = await parsed(parse, body)
-    watch.parsed(call.job, served.name, stream=False)
-    return call
+    Raises:
+        InvalidRequest: the request is malformed.
+    """
+    wire = decode(body, _decoder)
+    served.check_name(wire.model)
+    reject_unsupported(wire, 1)
+    check_ranges(wire)
+    Range(1, size).check("dimensions", wire.dimensions)
+    given = wire.input
+    are_texts = isinstance(given, list) and not all(isinstance(item, int) for item in given)
+    if given is not None and are_texts and len(given) > MAX_INPUTS:
+        raise invalid("input", f"at most {MAX_INPUTS} texts, not {len(given)}")
+    prompts = prompts_of("input", given, served)
+    for index, prompt in enumerate(prompts):
+        if len(prompt) > served.max_model_len:
+            name = f"input[{index}]" if len(prompts) > 1 else "input"
+            text = f"the context holds {served.max_model_len} tokens, but the text has"
+            raise ContextTooLong(f"{name}: {text} {len(prompt)}", name)
+    job = Job(
+        request_id,
+        prompts,
+        _NOTHING_TO_SAMPLE,
+        max_tokens=0,
+        mode=SpeculationMode.OFF,
+        service=replace(service, priority=wire.priority or 0),
+        task=Task.EMBED,
+    )
+    return Call(job, served, body=wire)
 
 
 async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
-    """Return the pooled hidden state of each of a request's texts.
+    """Return the pooled hidden state of each text.
 
     Raises:
-        RequestRejected: one can never run.
-        Overloaded, QuotaExceeded: not now.
-        BackendFailed: a worker broke.
+        RequestRejected: a text can never be embedded.
+        Overloaded, QuotaExceeded: the request is refused for now.
+        BackendFailed: a worker failed.
     """
     states: dict[int, bytes] = {}
     try:
@@ -94,3 +128,48 @@ async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
     if len(states) < len(job.prompts):
         raise BackendFailed("the worker ended the stream too early")
     return [states[index] for index in range(len(job.prompts))]
+
+
+def embeddings_reply(call: Call, states: Sequence[bytes], prompt_tokens: int) -> bytes:
+    """Return the JSON of an answer.
+
+    Args:
+        states: pooled hidden states, in the order of the texts.
+        prompt_tokens: tokens of all texts.
+
+    Raises:
+        BackendFailed: a state is not finite.
+    """
+    wire = call.body
+    assert isinstance(wire, EmbeddingBody)
+    data = []
+    # Encoded one by one, because encoding holds the GIL.
+    for index, state in enumerate(states):
+        vector = unit_vector(state, wire.dimensions)
+        if wire.encoding_format == "base64":
+            shown = encode(base64.b64encode(vector.tobytes()).decode())
+        else:
+            shown = encode(vector.tolist())
+        data.append(EmbeddingReply(index, msgspec.Raw(shown)))
+    usage = EmbeddingUsage(prompt_tokens, prompt_tokens)
+    return encode(EmbeddingList(data, call.served.name, usage))
+
+
+def unit_vector(state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:
+    """Return a pooled hidden state as a vector of length 1.
+
+    A vector cut to fewer dimensions is normalised again. Models trained for it (Matryoshka, arXiv
+    2205.13147) keep most of their meaning in the first dimensions.
+
+    Args:
+        state: float32 in little-endian order.
+        dimensions: how many leading numbers to keep; None keeps all.
+
+    Raises:
+        BackendFailed: the state is not finite.
+    """
+    vector = np.frombuffer(state, _WIRE)[:dimensions].astype(np.float64)
+    length = float(np.linalg.norm(vector))
+    if not np.isfinite(length):
+        raise BackendFailed("a hidden state is not finite")
+    return (vector / length if length else vector).astype(_WIRE)

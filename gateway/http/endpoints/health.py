@@ -1,15 +1,14 @@
-"""What operators ask: `/health`, `/ready`, `/version`, `/metrics`."""
+"""Endpoints for operators: `/health`, `/ready`, `/version`, `/metrics`."""
 
 from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from aiohttp import web
 
 from draftgate import __version__
 from draftgate.gateway.fleet import Fleet, FleetWorker
-from draftgate.gateway.http.context import NODE, SLOW_READERS
+from draftgate.gateway.http.context import NODE, SLOW_READERS, json_response
 from draftgate.gateway.http.replies.shapes import (
     HealthReply,
     ReadyReply,
@@ -22,45 +21,44 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 while the process is worth keeping: loading, serving or draining. 503 once it failed.
+    """Return 200 unless the node has failed: it loads, serves or drains. Else return 503.
 
-    A node of several workers lives on while one of them is well; the broken ones say why.
+    A node with several workers fails with its last one. Failed workers report their reasons.
     """
     node = request.app[NODE]
-    state = node.state
     workers = [_described(worker, number) for number, worker in enumerate(node.fleet.workers, 1)]
-    reply = HealthReply(state.value, node.dispatcher.in_flight, workers)
+    reply = HealthReply(node.state.value, node.dispatcher.in_flight, workers)
     if node.lifecycle.failure is None:
-        return _json(reply)
+        return json_response(reply)
     reply.reason = node.lifecycle.failure
-    return _json(reply, 503)
+    return json_response(reply, 503)
 
 
 async def ready(request: web.Request) -> web.Response:
-    """200 while new requests are welcome, else 503; a node that loads says how far it is.
+    """Return 200 if the node accepts requests, else 503; while loading, with the progress.
 
-    A node whose upstreams are all out, or whose workers all hang, is not ready until one is back.
+    A node is not ready while all its upstreams are unavailable or all its workers hang.
     """
     node = request.app[NODE]
     state = node.state
     if state is NodeState.STARTING:
-        return _json(ReadyReply(state.value, round(node.fleet.progress, 3)), 503)
+        return json_response(ReadyReply(state.value, round(node.fleet.progress, 3)), 503)
     outage = node.fleet.outage or _hung(node.fleet)
     if state is NodeState.READY and outage is not None:  # it may pass
-        return _json(ReadyReply("unavailable", reason=outage), 503)
-    return _json(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
+        return json_response(ReadyReply("unavailable", reason=outage), 503)
+    return json_response(ReadyReply(state.value), 200 if state is NodeState.READY else 503)
 
 
 def _hung(fleet: Fleet) -> str | None:
-    """Return that all workers hang which have not failed, or None while one goes on."""
-    return "no worker comes to a further step" if all(w.hung for w in fleet.serving) else None
+    """Return the outage of a fleet whose workers all hang, apart from failed ones."""
+    return "no worker completes a step" if all(w.hung for w in fleet.serving) else None
 
 
 def _described(worker: FleetWorker, number: int) -> WorkerHealth:
     failure = worker.backend.failure
     if failure is None:
         if worker.hung:
-            return WorkerHealth(worker.worker_id, "hung", "it comes to no further step")
+            return WorkerHealth(worker.worker_id, "hung", "it completes no step")
         status = "ok" if worker.backend.progress >= 1.0 else "loading"
         return WorkerHealth(worker.worker_id, status)
     reason = f"upstream {number}: {failure}" if worker.forwards else failure
@@ -69,11 +67,11 @@ def _described(worker: FleetWorker, number: int) -> WorkerHealth:
 
 async def version(_request: web.Request) -> web.Response:
     """Return the version."""
-    return _json(VersionReply(__version__))
+    return json_response(VersionReply(__version__))
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Return the metrics: Prometheus' text format, or OpenMetrics for who accepts it."""
+    """Return the metrics in Prometheus' text format, or OpenMetrics if the client accepts it."""
     node = request.app[NODE]
     queued = len(node.dispatcher.queue)
     own = (worker.backend for worker in node.fleet.own)
@@ -85,10 +83,5 @@ async def metrics(request: web.Request) -> web.Response:
     node.metrics.set(metric.OPEN_WORKERS, len(node.fleet.open))
     node.metrics.set(metric.TASKS, len(asyncio.all_tasks()))
     write, content_type = node.metrics.page(request.headers.get("Accept", ""))
-    body = await offload(write)  # thousands of lines take longer than the loop has
+    body = await offload(write)  # rendering thousands of lines would hold the event loop
     return web.Response(body=body, headers={"Content-Type": content_type})
-
-
-def _json(reply: msgspec.Struct, status: int = 200) -> web.Response:
-    body = msgspec.json.encode(reply)
-    return web.Response(body=body, status=status, content_type="application/json")

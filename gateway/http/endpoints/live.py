@@ -1,4 +1,4 @@
-"""`GET /live`: the node's samples as server-sent events, the kept ones first."""
+"""What the live page shows: `GET /live`, the samples of the node, and `GET /decisions`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import Final
 
 from aiohttp import web
 
-from draftgate.gateway.errors import InvalidRequest
-from draftgate.gateway.http.context import NODE, SLOW_READERS
+from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
+from draftgate.gateway.http.context import NODE, SLOW_READERS, json_response, query_number
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.stream import EventStream
 
 MOST_INTERVAL_S: Final = 60
 
+SHOWN: Final = 50
+"""Decisions listed without a `limit`."""
+
 
 async def live(request: web.Request) -> web.StreamResponse:
-    """Send a sample (`gateway.telemetry.live.Sample`) each second, until the client leaves.
+    """Send a sample (`gateway.telemetry.live.Sample`) each second, beginning with the kept ones.
 
-    With `?interval=N` one of N samples is sent, the kept ones too.
+    With `?interval=N` only every Nth sample is sent. The stream ends when the client leaves or the
+    node stops.
 
     Raises:
         InvalidRequest: the interval is not a whole number from 1 to `MOST_INTERVAL_S`.
     """
-    interval = _interval(request.query.get("interval", "1"))
+    interval = query_number(request, "interval", 1, MOST_INTERVAL_S)
     samples, events = request.app[NODE].live, EventStream(request, request.app[SLOW_READERS])
     await events.write(b": live\n\n")
     number = 0
@@ -33,13 +37,23 @@ async def live(request: web.Request) -> web.StreamResponse:
         if not found:
             break
         first = last - len(found) + 1
-        # Numbers, not places in the list, so that an interval goes on where the last write ended.
+        # By number and not by index, so that the interval continues across writes.
         due = [sample for at, sample in enumerate(found, first) if at % interval == 0]
         number = last
         if due:
             await events.write(b"".join(event(sample) for sample in due))
     await events.end()
     return events.response
+
+
+async def list_decisions(request: web.Request) -> web.Response:
+    """List the latest decisions, newest first; `?limit=N` sets their number.
+
+    Raises:
+        InvalidRequest: the limit is not a whole number from 1 to `KEPT`.
+    """
+    limit = query_number(request, "limit", SHOWN, KEPT)
+    return json_response(DecisionList(list(request.app[NODE].decisions.latest(limit))))
 
 
 async def sampling(app: web.Application) -> AsyncIterator[None]:
@@ -51,13 +65,5 @@ async def sampling(app: web.Application) -> AsyncIterator[None]:
 
 
 async def end_streams(app: web.Application) -> None:
-    """Let the open streams end: nobody waits for a page when the node stops."""
+    """End the open streams of samples, so that they do not delay the shutdown."""
     app[NODE].live.close()
-
-
-def _interval(text: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MOST_INTERVAL_S:
-        return int(text)
-    raise InvalidRequest(
-        f"interval: must be a whole number from 1 to {MOST_INTERVAL_S}, not {text!r}", "interval"
-    )

@@ -8,17 +8,16 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from draftgate.gateway.errors import InvalidRequest
-from draftgate.gateway.http.context import NODE, read_body
+from draftgate.gateway.errors import invalid
+from draftgate.gateway.http.context import NODE, json_response, read_body
 from draftgate.gateway.http.forwarding import pass_on
-from draftgate.gateway.http.generation import INLINE_BODY_BYTES
+from draftgate.gateway.http.generation import parsed
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import DetokenizeReply, TokenizeReply
 from draftgate.gateway.http.requests.decoding import decode
 from draftgate.gateway.http.requests.messages import chat_prompt
 from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from draftgate.gateway.http.requests.tools import offered_tools
-from draftgate.gateway.offload import offload
 from draftgate.gateway.served import Served
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
@@ -26,7 +25,7 @@ _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
-    """Return the token ids of a prompt, or of messages in the model's chat template."""
+    """Return the token ids of a prompt, or of messages rendered by the model's chat template."""
     return await _answer(request, _tokenize)
 
 
@@ -42,24 +41,16 @@ async def _answer(
         return await pass_on(request, missing=(404, 405))
     served = request.app[NODE].served
     body = await read_body(request)
-    if len(body) <= INLINE_BODY_BYTES:
-        reply = _reply(work, body, served)
-    else:
-        reply = await offload(_reply, work, body, served)
-    return web.Response(body=reply, content_type="application/json")
-
-
-def _reply(work: Callable[[bytes, Served], msgspec.Struct], body: bytes, served: Served) -> bytes:
-    return encode(work(body, served))
+    return json_response(await parsed(lambda: encode(work(body, served)), body))
 
 
 def _tokenize(body: bytes, served: Served) -> TokenizeReply:
     wire = decode(body, _tokenize_decoder)
     served.check_name(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
-        raise InvalidRequest("prompt: give either prompt or messages", "prompt")
+        raise invalid("prompt", "give either prompt or messages")
     if wire.prompt is not None and wire.tools is not None:
-        raise InvalidRequest("tools: only together with messages", "tools")
+        raise invalid("tools", "only together with messages")
     if wire.prompt is None:
         chat = ChatBody(messages=wire.messages, tools=wire.tools)
         tools = offered_tools(chat, served.tokenizer.tool_template)

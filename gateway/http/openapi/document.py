@@ -7,12 +7,16 @@ from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
+from aiohttp import web
 from msgspec import Struct
 
 from draftgate import __version__
+from draftgate.gateway.errors import NotOffered, Unavailable
+from draftgate.gateway.http.context import NODE, json_response
 from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
 from draftgate.gateway.http.openapi.schemas import components
-from draftgate.gateway.http.requests.service import TPOT_HEADER, TTFT_HEADER
+from draftgate.gateway.http.requests.headers import TPOT_HEADER, TTFT_HEADER
+from draftgate.gateway.offload import offload
 from draftgate.gateway.served import Served
 
 JSON: Final = "application/json"
@@ -72,6 +76,15 @@ class ErrorReply(Struct):
     """Every error has this shape."""
 
     error: ErrorDetail
+
+
+async def get_document(request: web.Request) -> web.Response:
+    """Return the OpenAPI document; without a model it names no model and no vocabulary."""
+    try:
+        served = request.app[NODE].served
+    except (Unavailable, NotOffered):  # the model is loading, or belongs to an upstream
+        served = None
+    return json_response(await offload(document, served))  # takes tens of milliseconds, once
 
 
 @lru_cache(maxsize=2)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from draftgate.gateway.dispatch.decisions import KEPT, DecisionList
-from draftgate.gateway.http.endpoints.decisions import SHOWN
-from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S
+from draftgate.gateway.http.endpoints.live import MOST_INTERVAL_S, SHOWN
 from draftgate.gateway.http.endpoints.page import file_names
-from draftgate.gateway.http.replies.response_shapes import ResponseEvent, ResponseReply
+from draftgate.gateway.http.replies.responses import ResponseEvent, ResponseReply
 from draftgate.gateway.http.replies.shapes import (
     ChatChunk,
     ChatReply,

@@ -10,7 +10,11 @@ import msgspec
 from draftgate.gateway.http.requests.decoding import neutral_values
 from draftgate.gateway.http.requests.limits import KEYWORDS, RANGES, REQUIRED
 from draftgate.gateway.http.requests.messages import ROLES
-from draftgate.gateway.http.requests.responses import ITEM_TYPES, PART_TYPES, UNSUPPORTED
+from draftgate.gateway.http.requests.responses import (
+    ITEM_TYPES,
+    PART_TYPES,
+    UnsupportedResponsesFields,
+)
 from draftgate.gateway.http.requests.schemas import UnsupportedFields
 from draftgate.gateway.http.requests.tools import CHOICES
 from draftgate.gateway.served import Served
@@ -32,7 +36,7 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
 _NEUTRAL_ONLY: Final = {
     "CompletionBody": (*UnsupportedFields.__struct_fields__, "tools", "tool_choice"),
     "ChatBody": UnsupportedFields.__struct_fields__,
-    "ResponsesBody": UNSUPPORTED,
+    "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
 }
 """Fields that cannot be honoured, by struct."""
 

@@ -1,13 +1,15 @@
-"""From bytes to wire structs, with errors that name the parameter."""
+"""Decoding of request bodies, with errors that name the parameter as the client calls it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
+from draftgate.backends.errors import RequestRejected
 from draftgate.gateway.errors import InvalidRequest, Unsupported
 from draftgate.gateway.http.requests.schemas import UnsupportedFields
 from draftgate.policies.types import SpeculationMode
@@ -28,20 +30,20 @@ ALSO_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "reasoning": ({"effort": None, "summary": None},),
 }
-"""Values that change nothing beside those that are empty."""
+"""Values besides the empty ones that do not change the output."""
 
 _KNOWN: dict[str, tuple[str, ...]] = {
     "speculation.mode": tuple(SpeculationMode),
     "response_format.type": ("text", "json_object", "json_schema", "regex"),
 }
-"""What a field may be, where msgspec does not say."""
+"""The allowed values of fields for which msgspec's message does not list them."""
 
 
 def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the struct that a JSON body holds.
+    """Return the struct in a JSON body.
 
     Raises:
-        InvalidRequest: it is no JSON, or a field has the wrong type; `param` is the field's path.
+        InvalidRequest: the body is not JSON, or a field has the wrong type.
     """
     try:
         return decoder.decode(body)
@@ -49,19 +51,17 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise _named(str(error)) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
-    except ValueError as error:  # malformed JSON, and text that is not UTF-8
+    except ValueError as error:  # malformed JSON, or text that is not UTF-8
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
 def reject_unsupported(wire: UnsupportedFields, n: int, *more: str) -> None:
-    """Return if every field that cannot be honoured has a value that changes nothing.
+    """Raise `Unsupported` for an unsupported field whose value would change the output.
 
     Args:
-        n: choices, which `best_of` may equal.
-        more: names of fields that only this endpoint cannot honour.
-
-    Raises:
-        Unsupported: one does; it is named.
+        wire: the body.
+        n: number of choices, which `best_of` may equal.
+        more: further fields that this endpoint does not support.
     """
     neutral = {**ALSO_NEUTRAL, "best_of": (1, n)}
     reject_changing(wire, (*UnsupportedFields.__struct_fields__, *more), neutral)
@@ -70,11 +70,7 @@ def reject_unsupported(wire: UnsupportedFields, n: int, *more: str) -> None:
 def reject_changing(
     wire: msgspec.Struct, names: Iterable[str], neutral: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Return if fields have values that change nothing: none, what is empty, or `neutral` ones.
-
-    Raises:
-        Unsupported: one has not; it is named.
-    """
+    """Raise `Unsupported` for a field whose value is neither empty nor among its neutral ones."""
     for name in names:
         value = getattr(wire, name)
         empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
@@ -83,12 +79,12 @@ def reject_changing(
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Return whether values are the same in JSON, where true is not 1."""
+    """Return whether values are equal in JSON, where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def neutral_values(name: str) -> list[Any]:
-    """Return the values that `reject_changing` lets pass for a field, `best_of` apart."""
+    """Return the values that `reject_unsupported` accepts for a field."""
     empty: list[Any] = [None, 0, "", [], {}]
     if name not in _TRUE_BY_DEFAULT:
         empty.append(False)
@@ -105,3 +101,36 @@ def _named(message: str) -> InvalidRequest:
         reason += f"; known: {', '.join(_KNOWN[path])}"
     where = path or "the body"
     return InvalidRequest(f"{where}: {reason[:1].lower()}{reason[1:]}", path or None)
+
+
+@contextmanager
+def named_as(params: Mapping[str, str]) -> Iterator[None]:
+    """Rename the parameter in errors raised by the block to the client's name for it.
+
+    Args:
+        params: the client's names of parameters; the first entry that fits is used.
+    """
+    try:
+        yield
+    except (InvalidRequest, RequestRejected) as error:
+        if isinstance(error, RequestRejected) and "messages" in params:
+            params = {**params, "prompt": params["messages"]}  # workers only know prompts
+        name = client_name(error.param, params)
+        if name is not None and error.param is not None and name != error.param:
+            error.args = (str(error).replace(error.param, name), *error.args[1:])
+            error.param = name
+            if isinstance(error, InvalidRequest):
+                error.message = str(error)
+        raise
+
+
+def client_name(param: str | None, params: Mapping[str, str]) -> str | None:
+    """Return the client's name of a parameter."""
+    if param is None:
+        return None
+    if ".function" in params and re.match(r"(tools\[\d+\]|tool_choice)\.function\b", param):
+        return param.replace(".function", params[".function"], 1)
+    for name, own in params.items():
+        if param == name or param.startswith((f"{name}.", f"{name}[")):
+            return own + param[len(name) :]
+    return param

@@ -1,6 +1,6 @@
-"""The bounds of what clients send: checked here, and stated by the OpenAPI document.
+"""The bounds of request parameters, for validation and for the OpenAPI document.
 
-Types are in the wire structs, relations between fields in `validation`.
+Types are declared in `schemas`; relations between fields are checked in `validation`.
 """
 
 from __future__ import annotations
@@ -12,28 +12,26 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.errors import invalid
 
 MAX_CHOICES: Final = 16
 MAX_STOPS: Final = 16
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_BIASED_TOKENS: Final = 300
-MAX_BIAS: Final = 100.0
-"""OpenAI's bound: enough to force a token or to ban it."""
 
 MAX_PENALTY: Final = 2.0
 """OpenAI's bound of frequency and presence penalties."""
 
 MAX_PRIORITY: Final = 1 << 31
-"""Classes beyond are no client's intent; these fit any wire."""
+"""Fits every wire format; no client needs more classes."""
 
 MAX_SEQUENCES: Final = 128
-"""Most choices of all prompts of a request together: twice a default batch."""
+"""Choices of all prompts of a request together: twice a default batch."""
 
 MAX_TOOLS: Final = 128
 FUNCTION_NAME: Final = r"^[a-zA-Z0-9_-]{1,64}$"
-"""OpenAI's rules: such a name needs no quoting in any dialect."""
+"""OpenAI's rule. Such a name needs no quoting in any dialect."""
 
 MAX_METADATA: Final = 16
 MAX_METADATA_KEY: Final = 64
@@ -42,11 +40,11 @@ MAX_METADATA_VALUE: Final = 512
 
 
 class Range(NamedTuple):
-    """The least and the most that a number may be.
+    """The range of a number.
 
     Attributes:
-        above: the number must be more than `least`.
-        hint: what to do instead of what is refused.
+        above: whether `least` itself is excluded.
+        hint: added to the error message, to say what to do instead.
     """
 
     least: float
@@ -55,21 +53,21 @@ class Range(NamedTuple):
     hint: str = ""
 
     def keywords(self) -> dict[str, float]:
-        """Return it in the words of JSON schemas."""
+        """Return the range in the keywords of JSON schemas."""
         words = {"exclusiveMinimum" if self.above else "minimum": self.least}
         return words if self.most is None else {**words, "maximum": self.most}
 
     def check(self, name: str, value: float | None) -> None:
-        """Return if a value is none or within the range.
+        """Raise `InvalidRequest` for a value outside the range; None is always valid.
 
-        Raises:
-            InvalidRequest: it is not; `name` is the parameter.
+        Args:
+            name: of the parameter.
         """
         if value is None:
             return
         inside = self.least < value if self.above else self.least <= value
         if not (inside and value < math.inf and (self.most is None or value <= self.most)):
-            raise InvalidRequest(f"{name}: must be {self._words()}, not {value}{self.hint}", name)
+            raise invalid(name, f"must be {self._words()}, not {value}{self.hint}")
 
     def _words(self) -> str:
         if self.above:
@@ -92,7 +90,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "n": Range(1, MAX_CHOICES),
     "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
     "priority": Range(-MAX_PRIORITY, MAX_PRIORITY),
-    # Wider than any model wants, and far from where float32 logits overflow.
+    # Wider than any model needs, and far from an overflow of float32 logits.
     "repetition_penalty": Range(0.01, 100.0),
     "seed": Range(0, (1 << 64) - 1),
     "temperature": Range(0.0),
@@ -100,20 +98,18 @@ RANGES: Final[Mapping[str, Range]] = {
     "top_logprobs": Range(0, MAX_TOP_LOGPROBS),
     "top_p": Range(0.0, 1.0, above=True, hint="; for greedy, temperature 0"),
 }
-"""By name of a field, whatever body it is in."""
+"""By the name of the field, in every body."""
 
-BIAS: Final = Range(-MAX_BIAS, MAX_BIAS)
+BIAS: Final = Range(-100.0, 100.0)
+"""OpenAI's bound: enough to force a token or to ban it."""
 
 
 def check_ranges(wire: msgspec.Struct, within: str = "") -> None:
-    """Return if all numbers of a struct are within their ranges.
+    """Raise `InvalidRequest` for the first number of a struct that is outside its range.
 
     Args:
-        wire: what was decoded.
-        within: path of the struct in the body, with a dot behind.
-
-    Raises:
-        InvalidRequest: one is not; it is named.
+        wire: the decoded struct.
+        within: path of the struct in the body, with a trailing dot.
     """
     for name in _bounded_fields(type(wire)):
         value = getattr(wire, name)
@@ -126,11 +122,11 @@ _NUMBERS: Final = frozenset({int, float})
 
 @cache
 def _bounded_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the fields of a struct that have a range."""
     return tuple(name for name in kind.__struct_fields__ if name in RANGES)
 
 
 _STOP: Final = {"minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
+_FUNCTION_NAME: Final = {"string": {"pattern": FUNCTION_NAME}}
 
 KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "stop": {
@@ -148,8 +144,8 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "prompt": {"array": {"minItems": 1, "maxItems": MAX_SEQUENCES}},  # of several prompts
     "input": {"array": {"minItems": 1}, "string": {"minLength": 1}},
     "tools": {"array": {"maxItems": MAX_TOOLS}},
-    "Function.name": {"string": {"pattern": FUNCTION_NAME}},
-    "FlatTool.name": {"string": {"pattern": FUNCTION_NAME}},
+    "Function.name": _FUNCTION_NAME,
+    "FlatTool.name": _FUNCTION_NAME,
     "parameters": {"object": {"properties": {"type": {"const": "object"}}}},
     "metadata": {
         "object": {
@@ -159,7 +155,7 @@ KEYWORDS: Final[Mapping[str, Mapping[str, Any]]] = {
         }
     },
 }
-"""Keywords of JSON schemas, by field (or struct and field) and by type of its value."""
+"""Keywords of JSON schemas, by field (or struct and field) and by JSON type of its value."""
 
 REQUIRED: Final = frozenset(
     {
@@ -170,7 +166,7 @@ REQUIRED: Final = frozenset(
         "ResponsesBody.input",
     }
 )
-"""Fields that must be given, though decoding takes a body without them: the complaint is ours."""
+"""Required fields that are optional when decoding, so that validation can name what is missing."""
 
 
 def _plain(number: float) -> str:

@@ -1,4 +1,4 @@
-"""Chat messages: checked, and turned into a prompt by the model's template."""
+"""Chat messages: checked, and made into a prompt by the model's template."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 
 from draftgate.backends.token_ids import TokenIds, compact
 from draftgate.backends.tokenizer import Tokenizer
-from draftgate.gateway.errors import InvalidRequest, Unsupported
+from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.schemas import ContentPart, Message, ToolCallMessage
 from draftgate.gateway.http.tools.dialects import dialect_of
 
 ROLES: Final = {
     "system": "system",
-    "developer": "system",  # OpenAI's newer name for it; templates know the older
+    "developer": "system",  # OpenAI's newer name; templates know the older one
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
@@ -25,11 +25,12 @@ ROLES: Final = {
 
 @dataclass(slots=True)
 class Place:
-    """What the client calls a message.
+    """Paths of the parts of a message in the request, for error messages.
 
     Attributes:
-        calls: the same of its calls, where these are no part of it.
-        content: the same of its content.
+        message: path of the message.
+        calls: paths of its calls, if these are not part of the message.
+        content: name of its content, below the message's path.
     """
 
     message: str
@@ -43,20 +44,20 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] | None = None,
     places: Sequence[Place] | None = None,
 ) -> TokenIds:
-    """Return the token ids of the prompt for these messages.
+    """Return the token ids of the prompt that a chat makes.
 
     Args:
-        messages: as they came.
+        messages: as received.
         tokenizer: with the model's template.
-        tools: functions on offer, as templates expect them.
-        places: of the messages in the request; None where they are its `messages`.
+        tools: functions on offer, in the form that templates expect.
+        places: of the messages in the request; None if they are its `messages`.
 
     Raises:
-        InvalidRequest: a message is malformed; the parameter is named.
-        RequestRejected: the model has no template, or its template refuses.
+        InvalidRequest: a message is malformed.
+        RequestRejected: the model has no template, or its template rejects the messages.
     """
     if not messages:
-        raise InvalidRequest("messages: must be given and not be empty", "messages")
+        raise invalid("messages", "must be given and not be empty")
     if places is None:
         places = [Place(f"messages[{i}]") for i in range(len(messages))]
     placed = list(zip(messages, places, strict=True))
@@ -64,23 +65,20 @@ def chat_prompt(
     if dialect_of(tokenizer.tool_template) is None:
         for message, place in placed:
             _check_no_call(message, place)
-    # The template writes the special tokens itself.
+    # The template itself writes the special tokens.
     ids = tokenizer.encode(tokenizer.render_chat(plain, tools), add_special_tokens=False)
     if not ids:
-        raise InvalidRequest("messages: the chat template makes an empty prompt", "messages")
+        raise invalid("messages", "the chat template makes an empty prompt")
     return compact(ids)
 
 
 def _plain(message: Message, place: Place) -> dict[str, Any]:
-    """Return the message as templates expect it."""
+    """Return a message in the form that templates expect."""
     where = place.message
     if message.role == "function":
         raise Unsupported(f"{where}.role", f" {message.role!r}")
     if message.role not in ROLES:
-        known = ", ".join(ROLES)
-        raise InvalidRequest(
-            f"{where}.role: must be one of {known}, not {message.role!r}", f"{where}.role"
-        )
+        raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role!r}")
     if message.function_call:
         raise Unsupported(f"{where}.function_call")
     text = _text(message, f"{where}.{place.content}")
@@ -102,19 +100,19 @@ def _arguments_place(place: Place, index: int) -> str:
 
 
 def _call(call: ToolCallMessage, param: str) -> dict[str, Any]:
-    """Return a call as templates expect it, which write its arguments as JSON themselves."""
+    """Return a call for the template, which itself writes the arguments as JSON."""
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param}: must be a JSON object: {error}", param) from None
+        raise invalid(param, f"must be a JSON object: {error}") from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def _check_no_call(message: Message, place: Place) -> None:
-    """Return if a message is of no call: this model's template would drop or misread it."""
+    # This model's template would drop or misread a call.
     if message.role == "tool":
-        raise Unsupported(f"{place.message}.role", " 'tool': with this model it")
+        raise Unsupported(f"{place.message}.role", " 'tool' with this model")
     if message.tool_calls:
         param = place.calls[0] if place.calls else f"{place.message}.tool_calls"
         raise Unsupported(param, " with this model")
@@ -127,7 +125,7 @@ def _text(message: Message, where: str) -> str:
     if content is None:
         if message.role == "assistant":
             return ""
-        raise InvalidRequest(f"{where}: must be given", where)
+        raise invalid(where, "must be given")
     return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
@@ -135,5 +133,5 @@ def _part(part: ContentPart, where: str) -> str:
     if part.type != "text":
         raise Unsupported(f"{where}.type", f" {part.type!r}")
     if part.text is None:
-        raise InvalidRequest(f"{where}.text: must be given", f"{where}.text")
+        raise invalid(f"{where}.text", "must be given")
     return part.text

@@ -1,4 +1,4 @@
-"""`/v1/responses`: what clients send, turned into the chat that it means."""
+"""`/v1/responses`: the body of a request, and the chat that it stands for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
-from draftgate.gateway.errors import InvalidRequest, Unsupported
+from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.decoding import ALSO_NEUTRAL, decode, reject_changing
 from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
@@ -30,6 +30,7 @@ from draftgate.gateway.http.requests.schemas import (
     NamedFunction,
     NamedTool,
     RegexFormat,
+    ResponseFormat,
     SpeculationOptions,
     TextFormat,
     Tool,
@@ -40,13 +41,8 @@ from draftgate.gateway.served import Served
 from draftgate.policies.types import ANYTIME, ServiceLevel
 
 
-class SchemaTextFormat(Struct, tag_field="type", tag="json_schema"):
+class SchemaTextFormat(JsonSchemaOptions, tag_field="type", tag="json_schema"):
     """`text.format`: a JSON value that satisfies a schema."""
-
-    name: str
-    schema: Raw
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextOptions(Struct):
@@ -56,19 +52,12 @@ class TextOptions(Struct):
     verbosity: str | None = None
 
 
-class FlatTool(Struct, tag_field="type", tag="function"):
-    """A function on offer, as this endpoint writes it."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class FlatTool(Function, tag_field="type", tag="function"):
+    """A function on offer, in the layout of this endpoint."""
 
 
-class FlatNamedTool(Struct, tag_field="type", tag="function"):
+class FlatNamedTool(NamedFunction, tag_field="type", tag="function"):
     """`tool_choice` that names one function."""
-
-    name: str
 
 
 class InputPart(ContentPart):
@@ -76,7 +65,7 @@ class InputPart(ContentPart):
 
 
 class InputItem(Struct):
-    """A message, a call that was made, or what the function answered."""
+    """A message, a function call, or the output of one."""
 
     type: str = "message"
     role: str | None = None
@@ -87,8 +76,22 @@ class InputItem(Struct):
     output: str | list[InputPart] | None = None
 
 
-class ResponsesBody(Struct):
-    """Body of `POST /v1/responses`; the last five are extensions."""
+class UnsupportedResponsesFields(Struct):
+    """Fields that change the output and are not supported: only neutral values are accepted."""
+
+    background: Any = None
+    conversation: Any = None
+    include: Any = None
+    max_tool_calls: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    reasoning: Any = None
+    top_logprobs: Any = None
+    truncation: Any = None
+
+
+class ResponsesBody(UnsupportedResponsesFields):
+    """Body of `POST /v1/responses`; the last five fields are extensions."""
 
     model: str | None = None
     input: str | list[InputItem] | None = None
@@ -104,15 +107,6 @@ class ResponsesBody(Struct):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     user: str | None = None
-    background: Any = None
-    conversation: Any = None
-    include: Any = None
-    max_tool_calls: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
-    reasoning: Any = None
-    top_logprobs: Any = None
-    truncation: Any = None
     seed: int | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -120,18 +114,10 @@ class ResponsesBody(Struct):
     priority: int | None = None
 
 
-UNSUPPORTED: Final = (
-    "background",
-    "conversation",
-    "include",
-    "max_tool_calls",
-    "previous_response_id",
-    "prompt",
-    "reasoning",
-    "top_logprobs",
-    "truncation",
-)
-"""Fields that change what is answered and cannot be honoured: only neutral values pass."""
+_SAME_IN_CHATS: Final = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stream", "parallel_tool_calls",
+    "speculation", "priority",
+)  # fmt: skip
 
 ITEM_TYPES: Final = ("message", "function_call", "function_call_output")
 PART_TYPES: Final = ("input_text", "output_text")
@@ -144,7 +130,7 @@ PARAMS: Final = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
-"""What this endpoint calls the parameters of chats."""
+"""This endpoint's names of the parameters of chats."""
 
 _decoder: Final = msgspec.json.Decoder(ResponsesBody)
 
@@ -154,42 +140,38 @@ def responses_call(
 ) -> Call:
     """Return the call of a response's body.
 
+    Args:
+        service: what the headers ask for.
+
     Raises:
-        InvalidRequest: something is wrong with it; the parameter is named.
-        RequestRejected: the model's template refuses the messages.
+        InvalidRequest: the request is malformed.
+        RequestRejected: the model's template rejects the messages.
     """
     wire = decode(body, _decoder)
     served.check_name(wire.model)
     check_ranges(wire)
-    reject_changing(wire, UNSUPPORTED, ALSO_NEUTRAL)
+    reject_changing(wire, UnsupportedResponsesFields.__struct_fields__, ALSO_NEUTRAL)
     if wire.text is not None and wire.text.verbosity not in {None, "medium"}:
         raise Unsupported("text.verbosity")
     _check_metadata(wire.metadata or {})
     messages, places = _messages(wire)
+    choice = wire.tool_choice
     chat = ChatBody(
         messages=messages,
         max_completion_tokens=wire.max_output_tokens,
-        temperature=wire.temperature,
-        top_p=wire.top_p,
-        stream=wire.stream,
         response_format=_format(wire.text),
-        tools=None if wire.tools is None else [_tool(tool) for tool in wire.tools],
-        tool_choice=_choice(wire.tool_choice),
-        parallel_tool_calls=wire.parallel_tool_calls,
-        seed=wire.seed,
-        top_k=wire.top_k,
-        min_p=wire.min_p,
-        speculation=wire.speculation,
-        priority=wire.priority,
+        tools=None if wire.tools is None else [Tool(tool) for tool in wire.tools],
+        tool_choice=NamedTool(choice) if isinstance(choice, FlatNamedTool) else choice,
+        **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
     )
     call = call_of_chat(chat, served, request_id, service, places)
-    return replace(call, include_usage=True, asked=wire)
+    return replace(call, include_usage=True, body=wire)
 
 
 def _messages(wire: ResponsesBody) -> tuple[list[Message], list[Place]]:
-    """Return the chat that the input means, and what each message is called by the client."""
+    """Return the messages that the input stands for, and their places in the request."""
     if not wire.input:
-        raise InvalidRequest("input: must be given and not be empty", "input")
+        raise invalid("input", "must be given and not be empty")
     messages: list[Message] = []
     places: list[Place] = []
     if wire.instructions is not None:
@@ -201,7 +183,7 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], list[Place]]:
         where = f"input[{index}]"
         message = _message(item, where)
         if item.type == "function_call" and messages and messages[-1].role == "assistant":
-            # Calls of one answer are one message to templates.
+            # Templates expect the calls of one answer in one message.
             messages[-1].tool_calls = [
                 *(messages[-1].tool_calls or ()),
                 *(message.tool_calls or ()),
@@ -218,9 +200,7 @@ def _messages(wire: ResponsesBody) -> tuple[list[Message], list[Place]]:
 def _message(item: InputItem, where: str) -> Message:
     match item.type:
         case "message":
-            if item.role is None:
-                raise InvalidRequest(f"{where}.role: must be given", f"{where}.role")
-            return Message(item.role, _content(item.content))
+            return Message(_given(item, where, "role"), _content(item.content))
         case "function_call":
             name, arguments = _given(item, where, "name"), _given(item, where, "arguments")
             call = ToolCallMessage(_given(item, where, "call_id"), CalledFunction(name, arguments))
@@ -234,41 +214,26 @@ def _message(item: InputItem, where: str) -> Message:
 def _given(item: InputItem, where: str, name: str) -> str:
     value = getattr(item, name)
     if value is None:
-        raise InvalidRequest(f"{where}.{name}: must be given", f"{where}.{name}")
+        raise invalid(f"{where}.{name}", "must be given")
     return str(value)
 
 
 def _content(content: str | list[InputPart] | None) -> str | list[ContentPart] | None:
-    """Return content in the words of chats."""
+    """Return content in the form of chats."""
     if not isinstance(content, list):
         return content
     return [ContentPart("text" if p.type in PART_TYPES else p.type, p.text) for p in content]
 
 
-def _format(
-    text: TextOptions | None,
-) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | None:
+def _format(text: TextOptions | None) -> ResponseFormat | None:
     wanted = None if text is None else text.format
-    if not isinstance(wanted, SchemaTextFormat):
-        return wanted
-    return JsonSchemaFormat(JsonSchemaOptions(wanted.name, wanted.schema))
-
-
-def _tool(tool: FlatTool) -> Tool:
-    return Tool(Function(tool.name, tool.description, tool.parameters, tool.strict))
-
-
-def _choice(choice: str | FlatNamedTool | None) -> str | NamedTool | None:
-    return NamedTool(NamedFunction(choice.name)) if isinstance(choice, FlatNamedTool) else choice
+    return JsonSchemaFormat(wanted) if isinstance(wanted, SchemaTextFormat) else wanted
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     if len(metadata) > MAX_METADATA:
-        raise InvalidRequest(f"metadata: at most {MAX_METADATA} keys", "metadata")
+        raise invalid("metadata", f"at most {MAX_METADATA} keys")
     for key, value in metadata.items():
         if len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            raise InvalidRequest(
-                f"metadata: keys have at most {MAX_METADATA_KEY} characters, values "
-                f"{MAX_METADATA_VALUE}",
-                "metadata",
-            )
+            lengths = f"{MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}"
+            raise invalid("metadata", f"keys have at most {lengths}")

@@ -1,6 +1,6 @@
-"""What clients send, as msgspec structs. Unknown fields are ignored: clients send many.
+"""The bodies of requests, as msgspec structs.
 
-Types are checked here, values in `validation`.
+Types are checked here, values in `validation`. Unknown fields are ignored, since clients send many.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StreamOptions(Struct):
 
 
 class SpeculationOptions(Struct):
-    """`speculation`: what the client wishes; `trace` asks what each step did."""
+    """`speculation`: the client's wishes; `trace` asks for what each step did."""
 
     mode: SpeculationMode | None = None
     max_draft_tokens: int | None = None
@@ -28,17 +28,17 @@ class SpeculationOptions(Struct):
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
-    """`response_format` of a client that wants no format."""
+    """`response_format`: any text."""
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """`response_format`: any JSON object."""
 
 
 class JsonSchemaOptions(Struct):
-    """`response_format.json_schema`. The schema is kept as it came: it is compiled elsewhere.
+    """`response_format.json_schema`. The worker compiles the schema.
 
-    Every schema is held to the letter, so `strict` changes nothing.
+    Every schema is enforced exactly, so `strict` changes nothing.
     """
 
     name: str
@@ -48,13 +48,13 @@ class JsonSchemaOptions(Struct):
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
-    """A JSON value that satisfies a schema."""
+    """`response_format`: a JSON value that satisfies a schema."""
 
     json_schema: JsonSchemaOptions
 
 
 class RegexFormat(Struct, tag_field="type", tag="regex"):
-    """A text that a regular expression matches as a whole; an extension."""
+    """`response_format`: a text that a regular expression matches as a whole; an extension."""
 
     pattern: str
 
@@ -63,7 +63,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat
 
 
 class UnsupportedFields(Struct):
-    """Fields that change the output and cannot be honoured yet: only neutral values pass."""
+    """Fields that change the output and are not supported: only neutral values are accepted."""
 
     add_generation_prompt: Any = None
     allowed_token_ids: Any = None
@@ -94,7 +94,7 @@ class UnsupportedFields(Struct):
 
 
 class GenerationFields(UnsupportedFields):
-    """What both generating endpoints take."""
+    """The fields that chats and completions have in common."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -120,7 +120,7 @@ class GenerationFields(UnsupportedFields):
 
 
 class CompletionBody(GenerationFields):
-    """Body of `POST /v1/completions`; tools are a matter of chats."""
+    """Body of `POST /v1/completions`; tools are supported in chats only."""
 
     tool_choice: Any = None
     tools: Any = None
@@ -136,14 +136,14 @@ class ContentPart(Struct):
 
 
 class CalledFunction(Struct):
-    """`function` of a call: its arguments are JSON, as a text."""
+    """`function` of a call; its arguments are JSON in a string."""
 
     name: str
     arguments: str
 
 
 class ToolCallMessage(Struct, tag_field="type", tag="function"):
-    """A call that the assistant made before."""
+    """A call in an earlier message of the assistant."""
 
     id: str
     function: CalledFunction
@@ -170,13 +170,13 @@ class Function(Struct):
 
 
 class Tool(Struct, tag_field="type", tag="function"):
-    """A tool on offer: functions are the only kind."""
+    """A tool on offer; functions are the only kind."""
 
     function: Function
 
 
 class NamedFunction(Struct):
-    """Which function is to be called."""
+    """The function to call."""
 
     name: str
 

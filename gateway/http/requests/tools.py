@@ -1,31 +1,34 @@
-"""`tools` and `tool_choice`: checked, shown to the model, and forced where asked."""
+"""`tools` and `tool_choice`: checked, shown to the model, and forced if the client asks for it."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from draftgate.backends.types import GrammarSpec
-from draftgate.gateway.errors import InvalidRequest, Unsupported
+import msgspec
+
+from draftgate.backends.call_form import CallForm, FunctionForm
+from draftgate.backends.types import GrammarKind, GrammarSpec
+from draftgate.gateway.errors import Unsupported, invalid
 from draftgate.gateway.http.requests.limits import FUNCTION_NAME, MAX_TOOLS
 from draftgate.gateway.http.requests.schemas import ChatBody, Function, NamedTool, TextFormat, Tool
 from draftgate.gateway.http.tools.dialects import Dialect, dialect_of
-from draftgate.gateway.http.tools.forcing import calls_grammar
 
 CHOICES: Final = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """What an answer may call.
+    """The functions that an answer may call.
 
     Attributes:
         names: of the functions.
-        several: whether one answer may have more than one call.
-        shown: as chat templates expect them.
-        grammar: what forces a call; None leaves it to the model.
+        several: whether an answer may have more than one call.
+        shown: the tools in the form that chat templates expect.
+        grammar: forces a call; None leaves the choice to the model.
     """
 
     dialect: Dialect
@@ -36,11 +39,11 @@ class OfferedTools:
 
 
 def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
-    """Return what a chat offers; None without tools, and where none may be called.
+    """Return the tools of a chat; None if it has none or may call none.
 
     Raises:
-        InvalidRequest: a tool or the choice is malformed; it is named.
-        Unsupported: the model's template knows no tools, or not how they are called.
+        InvalidRequest: a tool or the choice is malformed.
+        Unsupported: the model's template has no tools, or writes calls in an unknown way.
     """
     functions = [tool.function for tool in wire.tools or ()]
     chosen = _chosen(wire.tool_choice, functions)
@@ -56,62 +59,75 @@ def offered_tools(wire: ChatBody, template: str | None) -> OfferedTools | None:
     several = wire.parallel_tool_calls is not False and not named
     grammar = None
     if named or chosen == "required":
-        wanted = [f for f in functions if not named or f.name == chosen]
-        grammar = calls_grammar(dialect, {f.name: _schema(f) for f in wanted}, several=several)
+        wanted = {f.name: _schema(f) for f in functions if not named or f.name == chosen}
+        grammar = calls_grammar(dialect, wanted, several=several)
     names = frozenset(function.name for function in functions)
     return OfferedTools(dialect, names, several, tuple(map(_shown, functions)), grammar)
 
 
+def calls_grammar(
+    dialect: Dialect, functions: Mapping[str, Mapping[str, Any]], *, several: bool
+) -> GrammarSpec:
+    """Return the grammar of an answer that consists of calls.
+
+    Args:
+        functions: the schemas of their arguments, which are objects, by name.
+        several: whether there may be more than one call, if the dialect has that.
+    """
+    form = CallForm(
+        tuple(
+            FunctionForm(
+                f'{{"name": {json.dumps(name)}, "{dialect.arguments}": ', dict(schema), "}"
+            )
+            for name, schema in functions.items()
+        ),
+        dialect.opened,
+        dialect.between if several else None,
+        dialect.closed,
+        dialect.markers,
+    )
+    return GrammarSpec(GrammarKind.CALLS, msgspec.json.encode(form).decode())
+
+
 def _chosen(choice: str | NamedTool | None, functions: Sequence[Function]) -> str:
     """Return `none`, `auto`, `required`, or the name of the function to call."""
-    if choice is None:
-        return "auto"
-    if isinstance(choice, str):
-        if choice not in CHOICES:
-            known = ", ".join(CHOICES)
-            raise InvalidRequest(
-                f"tool_choice: must be one of {known}, or name a function, not {choice!r}",
-                "tool_choice",
-            )
-        if choice == "required" and not functions:
-            raise InvalidRequest("tool_choice: only together with tools", "tool_choice")
-        return choice
-    name = choice.function.name
-    if all(name != function.name for function in functions):
-        raise InvalidRequest(
-            f"tool_choice.function.name: {name!r} is none of the tools", "tool_choice.function.name"
-        )
-    return name
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if all(name != function.name for function in functions):
+            raise invalid("tool_choice.function.name", f"{name!r} is none of the tools")
+        return name
+    if choice not in {None, *CHOICES}:
+        known = ", ".join(CHOICES)
+        raise invalid("tool_choice", f"must be one of {known}, or name a function, not {choice!r}")
+    if choice == "required" and not functions:
+        raise invalid("tool_choice", "only together with tools")
+    return choice or "auto"
 
 
 def _check_functions(tools: Sequence[Tool]) -> None:
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools: at most {MAX_TOOLS}, not {len(tools)}", "tools")
+        raise invalid("tools", f"at most {MAX_TOOLS}, not {len(tools)}")
     seen: set[str] = set()
     for i, tool in enumerate(tools):
         function, where = tool.function, f"tools[{i}].function"
         if not re.fullmatch(FUNCTION_NAME, function.name):
-            raise InvalidRequest(
-                f"{where}.name: must be 1 to 64 letters, digits, _ or -", f"{where}.name"
-            )
+            raise invalid(f"{where}.name", "must be 1 to 64 letters, digits, _ or -")
         if function.name in seen:
-            raise InvalidRequest(f"{where}.name: {function.name!r} twice", f"{where}.name")
+            raise invalid(f"{where}.name", f"{function.name!r} occurs twice")
         seen.add(function.name)
         if (function.parameters or {}).get("type", "object") != "object":
-            raise InvalidRequest(
-                f"{where}.parameters: must be the schema of an object", f"{where}.parameters"
-            )
+            raise invalid(f"{where}.parameters", "must be the schema of an object")
 
 
 def _schema(function: Function) -> dict[str, Any]:
-    """Return the schema of a function's arguments; without one there are none."""
+    """Return the schema of a function's arguments; without parameters there are none."""
     if function.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **function.parameters}
 
 
 def _shown(function: Function) -> dict[str, Any]:
-    """Return a tool as templates expect it: in the order in which models were trained to read."""
+    """Return a tool for the template, its keys in the order that models were trained on."""
     shown: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         shown["description"] = function.description

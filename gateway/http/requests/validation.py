@@ -1,6 +1,6 @@
-"""From wire structs to jobs: values checked, prompts tokenised. Pure but for generated seeds.
+"""From decoded bodies to jobs: values are checked and prompts tokenised. Pure but for seeds.
 
-May run in a thread: tokenising a long prompt takes longer than the event loop may be held.
+May run in a thread, because tokenising a long prompt would hold the event loop for too long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftgate.backends.token_ids import TokenIds, compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec, SamplingParams
 from draftgate.gateway.dispatch.job import Job
-from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.errors import invalid
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
 from draftgate.gateway.http.requests.limits import (
     BIAS,
@@ -35,6 +35,7 @@ from draftgate.gateway.http.requests.schemas import (
     JsonSchemaFormat,
     RegexFormat,
     ResponseFormat,
+    SpeculationOptions,
     StreamOptions,
 )
 from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
@@ -43,14 +44,12 @@ from draftgate.policies.speculation.repetition import repetition
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
-"""OpenAI's default for completions; chat goes on until the model ends or the context is full."""
-
-NO_STREAM_OPTIONS: Final = StreamOptions()
+"""OpenAI's default for completions. Chats continue until the model ends or the context is full."""
 
 ANY_OBJECT: Final = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 
 GENERATED_SEED_BITS: Final = 53
-"""JSON clients that read numbers as doubles keep such a seed."""
+"""Clients that read JSON numbers as doubles keep such a seed exactly."""
 
 _chat_decoder: Final = msgspec.json.Decoder(ChatBody)
 _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
@@ -58,21 +57,22 @@ _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A job and how its answer is to be sent.
+    """A job, and how its answer is to be sent.
 
     Attributes:
-        include_usage: a stream ends with what was used.
-        continuous_usage: each of its chunks has what was used so far, too.
-        tools: what the answer may call.
-        asked: the request, where the answer repeats parts of it.
+        include_usage: whether a stream ends with the token usage.
+        continuous_usage: whether each chunk has the usage so far.
+        tools: the functions that the answer may call.
+        body: the request, if the answer depends on more of it.
     """
 
     job: Job
-    stream: bool
-    include_usage: bool
+    served: Served
+    stream: bool = False
+    include_usage: bool = False
     continuous_usage: bool = False
     tools: OfferedTools | None = None
-    asked: msgspec.Struct | None = None
+    body: msgspec.Struct | None = None
 
 
 def chat_call(
@@ -81,11 +81,11 @@ def chat_call(
     """Return the call of a chat completion's body.
 
     Args:
-        service: what the headers asked for.
+        service: what the headers ask for.
 
     Raises:
-        InvalidRequest: something is wrong with it; the parameter is named.
-        RequestRejected: the model's template refuses the messages.
+        InvalidRequest: the request is malformed.
+        RequestRejected: the model's template rejects the messages.
     """
     return call_of_chat(decode(body, _chat_decoder), served, request_id, service)
 
@@ -100,7 +100,7 @@ def call_of_chat(
     """Return the call of a chat.
 
     Args:
-        places: of its messages in the request; None where they are its `messages`.
+        places: of its messages in the request; None if they are its `messages`.
 
     Raises:
         InvalidRequest, RequestRejected: as `chat_call`.
@@ -116,7 +116,7 @@ def call_of_chat(
     job = _job(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
     if tools is not None and tools.grammar is not None:
         job = replace(job, grammar=tools.grammar)
-    return _call(wire, job, tools)
+    return _call(wire, served, job, tools)
 
 
 def completion_call(
@@ -125,36 +125,31 @@ def completion_call(
     """Return the call of a completion's body.
 
     Args:
-        service: what the headers asked for.
+        service: what the headers ask for.
 
     Raises:
-        InvalidRequest: something is wrong with it; the parameter is named.
+        InvalidRequest: the request is malformed.
     """
     wire = decode(body, _completion_decoder)
     served.check_name(wire.model)
     _check_common(wire)
     reject_unsupported(wire, wire.n or 1, "tools", "tool_choice")
     prompts = prompts_of("prompt", wire.prompt, served)
-    if len(prompts) * (wire.n or 1) > MAX_SEQUENCES:
-        raise InvalidRequest(
-            f"prompt: {len(prompts)} prompts of {wire.n or 1} choices are more than "
-            f"{MAX_SEQUENCES} sequences",
-            "prompt",
-        )
+    n = wire.n or 1
+    if len(prompts) * n > MAX_SEQUENCES:
+        sequences = f"{len(prompts)} prompts of {n} choices"
+        raise invalid("prompt", f"{sequences} are more than {MAX_SEQUENCES} sequences")
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
     job = _job(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
-    return _call(wire, job)
+    return _call(wire, served, job)
 
 
-def _call(wire: GenerationFields, job: Job, tools: OfferedTools | None = None) -> Call:
-    options = wire.stream_options or NO_STREAM_OPTIONS
-    return Call(
-        job,
-        bool(wire.stream),
-        bool(options.include_usage),
-        bool(options.continuous_usage_stats),
-        tools,
-    )
+def _call(
+    wire: GenerationFields, served: Served, job: Job, tools: OfferedTools | None = None
+) -> Call:
+    options = wire.stream_options or StreamOptions()
+    usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
+    return Call(job, served, bool(wire.stream), usage, continuous, tools)
 
 
 def _job(
@@ -166,11 +161,10 @@ def _job(
     logprobs: int | None,
     service: ServiceLevel,
 ) -> Job:
-    seed = secrets.randbits(GENERATED_SEED_BITS) if wire.seed is None else wire.seed
-    speculation = wire.speculation
+    speculation = wire.speculation or SpeculationOptions()
     sampling = SamplingParams(
         max_tokens=max_tokens or 1,
-        seed=seed,
+        seed=secrets.randbits(GENERATED_SEED_BITS) if wire.seed is None else wire.seed,
         temperature=1.0 if wire.temperature is None else wire.temperature,
         top_k=max(wire.top_k or 0, 0),
         top_p=1.0 if wire.top_p is None else wire.top_p,
@@ -190,47 +184,41 @@ def _job(
         sampling,
         max_tokens,
         wire.n or 1,
-        (speculation.mode if speculation else None) or SpeculationMode.AUTO,
-        speculation.max_draft_tokens if speculation else None,
+        speculation.mode or SpeculationMode.AUTO,
+        speculation.max_draft_tokens,
         _grammar(wire.response_format),
         replace(service, priority=wire.priority) if wire.priority else service,
         repetitions=tuple(map(repetition, prompts)),
-        traced=bool(speculation and speculation.trace),
+        traced=bool(speculation.trace),
     )
 
 
 def _check_common(wire: GenerationFields) -> None:
-    """Check the values that both endpoints take."""
+    """Check the fields that chats and completions have in common."""
     check_ranges(wire)
     if wire.speculation is not None:
         check_ranges(wire.speculation, "speculation.")
-    if wire.stream_options is not None and not wire.stream:
-        raise InvalidRequest("stream_options: only together with stream", "stream_options")
     if options := wire.stream_options:
-        _check_stream_options(options)
+        if not wire.stream:
+            raise invalid("stream_options", "only together with stream")
+        if options.continuous_usage_stats and not options.include_usage:
+            raise invalid(
+                "stream_options.continuous_usage_stats", "only together with include_usage"
+            )
     _stops(wire.stop)
-
-
-def _check_stream_options(options: StreamOptions) -> None:
-    if options.continuous_usage_stats and not options.include_usage:
-        param = "stream_options.continuous_usage_stats"
-        raise InvalidRequest(f"{param}: only together with include_usage", param)
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop: at most {MAX_STOPS} texts, not {len(stops)}", "stop")
-    for text in stops:
-        if not 0 < len(text) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequest(
-                f"stop: each text must have 1 to {MAX_STOP_CHARACTERS} characters", "stop"
-            )
+        raise invalid("stop", f"at most {MAX_STOPS} texts, not {len(stops)}")
+    if not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in stops):
+        raise invalid("stop", f"each text must have 1 to {MAX_STOP_CHARACTERS} characters")
     return stops
 
 
 def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
-    """Return what the output must be; whether it can be compiled is the worker's business."""
+    """Return the grammar of a response format; the worker finds out whether it can be compiled."""
     match wanted:
         case JsonObjectFormat():
             return ANY_OBJECT
@@ -243,23 +231,20 @@ def _grammar(wanted: ResponseFormat | None) -> GrammarSpec | None:
 
 
 def _schema(raw: bytes) -> str:
-    """Return a schema's JSON."""
     param = "response_format.json_schema.schema"
     if not raw.startswith(b"{"):
-        raise InvalidRequest(f"{param}: expected object", param)
+        raise invalid(param, "expected object")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{param}: {error}", param) from None
+        raise invalid(param, str(error)) from None
 
 
 def _logit_bias(bias: dict[int, float] | None, served: Served) -> tuple[tuple[int, float], ...]:
-    """Return what is added to which tokens' logits, by ascending token id."""
+    """Return the bias of each token id, in ascending order."""
     pairs = sorted((bias or {}).items())
     if len(pairs) > MAX_BIASED_TOKENS:
-        raise InvalidRequest(
-            f"logit_bias: at most {MAX_BIASED_TOKENS} tokens, not {len(pairs)}", "logit_bias"
-        )
+        raise invalid("logit_bias", f"at most {MAX_BIASED_TOKENS} tokens, not {len(pairs)}")
     for token_id, value in pairs:
         served.check_token_id(token_id, "logit_bias")
         BIAS.check("logit_bias", value)
@@ -270,30 +255,31 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
     if wire.logprobs:
         return wire.top_logprobs or 0
     if wire.top_logprobs:
-        raise InvalidRequest("top_logprobs: only together with logprobs: true", "top_logprobs")
+        raise invalid("top_logprobs", "only together with logprobs: true")
     return None
 
 
 def prompts_of(
     name: str, given: str | list[str | int | list[int]] | None, served: Served
 ) -> tuple[TokenIds, ...]:
-    """Return the token ids of every prompt: a text, token ids, or a list of either.
+    """Return the token ids of every prompt.
 
     Args:
         name: of the parameter.
+        given: a text, token ids, or a list of either.
 
     Raises:
-        InvalidRequest: there is none, one is empty, or the model has no such token.
+        InvalidRequest: there are no prompts, one is empty, or a token id is out of range.
     """
     tokenizer = served.tokenizer
     if isinstance(given, str):
         return (_encoded(given, tokenizer, name),)
     if not given:
-        raise InvalidRequest(f"{name}: must be given and not be empty", name)
+        raise invalid(name, "must be given and not be empty")
     if all(isinstance(item, int) for item in given):
         return (_ids(given, served, name),)
     if any(isinstance(item, int) for item in given):
-        raise InvalidRequest(f"{name}: token ids cannot be mixed with texts or lists", name)
+        raise invalid(name, "token ids cannot be mixed with texts or lists")
     return tuple(
         _encoded(item, tokenizer, f"{name}[{index}]")
         if isinstance(item, str)
@@ -307,7 +293,7 @@ def _encoded(text: str, tokenizer: Tokenizer, param: str) -> TokenIds:
     if not ids:
         begin = tokenizer.special_id("bos_token")
         if begin is None:
-            raise InvalidRequest(f"{param}: must not be empty", param)
+            raise invalid(param, "must not be empty")
         ids = [begin]
     return compact(ids)
 
@@ -315,7 +301,7 @@ def _encoded(text: str, tokenizer: Tokenizer, param: str) -> TokenIds:
 def _ids(items: Sequence[object], served: Served, param: str) -> TokenIds:
     ids = [item for item in items if isinstance(item, int)]
     if not ids:
-        raise InvalidRequest(f"{param}: must not be empty", param)
+        raise invalid(param, "must not be empty")
     for extreme in (min(ids), max(ids)):
         served.check_token_id(extreme, param)
     return compact(ids)

@@ -1,37 +1,116 @@
 """How models write function calls: one dialect for each family of chat templates.
 
-All of them write an object of a name and arguments; they differ in what stands around it.
+All dialects write a JSON object with a name and arguments; they differ in the text around it. Their
+patterns are matched against text that is still being written, so a match can also be incomplete,
+which `re` does not report.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from typing import Final
 
-from draftgate.gateway.http.tools.patterns import Element, Pattern
+Pattern = tuple[str, ...]
+"""Literals that may be separated by white space; `NAME` and `ID` stand for JSON strings."""
 
-SPACE: Final = Element.SPACE
+NAME: Final = "NAME"
+"""The name of a function on offer."""
 
-OBJECT_ENDS: Final[tuple[Pattern, ...]] = (
-    (SPACE, "}"),
-    (SPACE, ",", SPACE, '"id"', SPACE, ":", SPACE, Element.ID, SPACE, "}"),
-)
-"""What may stand behind the arguments: the end, or the id which Mistral's models give a call."""
+ID: Final = "ID"
+"""The id that Mistral's models give a call: letters and digits."""
+
+MOST_SPACE: Final = 64
+"""White space characters in a row that a pattern matches. Text is held back while it may match, so
+this must be bounded. Models write one or two."""
+
+_WHITE: Final = " \t\r\n"
+_ID: Final = re.compile(r'"[a-zA-Z0-9]{0,63}')
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A match.
+
+    Attributes:
+        end: index of the first character after it.
+        name: of the function, if the pattern has one.
+    """
+
+    end: int
+    name: str = ""
+
+
+class NoMatch(Enum):
+    """Why a pattern does not match."""
+
+    NEVER = "further text cannot make it match"
+    INCOMPLETE = "further text may make it match"
+
+
+def match(pattern: Pattern, text: str, at: int, names: Collection[str]) -> Found | NoMatch:
+    """Match a pattern at an index of a text that may continue.
+
+    Args:
+        names: of the functions on offer.
+    """
+    name = ""
+    for index, element in enumerate(pattern):
+        if index:
+            near = text[at : at + MOST_SPACE]
+            at += len(near) - len(near.lstrip(_WHITE))
+        if element == ID:
+            digits = _ID.match(text, at)
+            literals = [(digits[0] if digits else '"') + '"']
+        else:
+            literals = [f'"{one}"' for one in names] if element == NAME else [element]
+        literal = next((one for one in literals if text.startswith(one, at)), None)
+        if literal is None:
+            incomplete = any(one.startswith(text[at:]) for one in literals)
+            return NoMatch.INCOMPLETE if incomplete else NoMatch.NEVER
+        at += len(literal)
+        name = literal[1:-1] if element == NAME else name
+    return Found(at, name)
+
+
+def first_match(
+    patterns: Sequence[Pattern], text: str, at: int, names: Collection[str]
+) -> Found | NoMatch:
+    """Return the shortest match of several patterns; see `match`."""
+    results = [match(pattern, text, at, names) for pattern in patterns]
+    found = [result for result in results if isinstance(result, Found)]
+    if found:
+        return min(found, key=lambda one: one.end)
+    return NoMatch.INCOMPLETE if NoMatch.INCOMPLETE in results else NoMatch.NEVER
+
+
+@cache
+def beginnings(patterns: tuple[Pattern, ...]) -> re.Pattern[str]:
+    """Return an expression for the characters with which the patterns may begin."""
+    first: set[str] = set()
+    for pattern in patterns:
+        if not pattern[0]:
+            first |= set(_WHITE)
+        first.add(next(element for element in pattern if element)[0])
+    return re.compile("[" + re.escape("".join(sorted(first))) + "]" if first else "(?!)")
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How calls stand in an answer.
+    """How calls are written in an answer.
 
     Attributes:
-        at_start: what begins a call as the first thing of an answer, up to its arguments' brace.
-        anywhere: what begins one anywhere in a text.
-        following: what begins another one right behind a call.
-        closing: what belongs to the calls behind them; it is not text, if it is there.
+        at_start: begins a call at the start of an answer, up to the brace of its arguments.
+        anywhere: begins a call anywhere in a text, up to the same brace.
+        following: begins another call directly after a call.
+        closing: ends the calls. It is optional, and no part of the text.
         arguments: the key of the arguments.
-        opened, between, closed: what is written around objects when calls are forced; `between`
-            is None where there is one call only.
-        markers: of these, what the vocabulary may have as one token.
+        opened, between, closed: the text around the objects when calls are forced; `between` is
+            None if an answer can have only one call.
+        markers: which of these strings the vocabulary may have as one token.
     """
 
     name: str
@@ -46,68 +125,72 @@ class Dialect:
     markers: tuple[str, ...] = ()
 
 
-def _objects(*before: str | Element, keys: tuple[str, ...] = ("arguments",)) -> tuple[Pattern, ...]:
-    """Return what stands up to the arguments, with a type before the name or without."""
-    kind = ('"type"', SPACE, ":", SPACE, '"function"', SPACE, ",", SPACE)
-    name = ('"name"', SPACE, ":", SPACE, Element.NAME, SPACE, ",", SPACE)
+def _pattern(text: str) -> Pattern:
+    """Return the pattern of a text in which a space stands for optional white space."""
+    return tuple(text.split(" "))
+
+
+def _objects(before: str, keys: tuple[str, ...] = ("arguments",)) -> tuple[Pattern, ...]:
+    """Return the beginning of a call's object up to its arguments, with or without a type."""
     return tuple(
-        (*before, SPACE, "{", SPACE, *more, *name, f'"{key}"', SPACE, ":", SPACE, "{")
-        for more in ((), kind)
+        _pattern(f'{before} {{ {kind}"name" : {NAME} , "{key}" : {{')
+        for kind in ("", '"type" : "function" , ')
         for key in keys
     )
 
 
+OBJECT_ENDS: Final = (_pattern(" }"), _pattern(f' , "id" : {ID} }}'))
+"""What may follow the arguments of a call."""
+
 HERMES: Final = Dialect(
     "hermes",
     at_start=(),
-    anywhere=_objects(SPACE, "<tool_call>"),
+    anywhere=_objects(" <tool_call>"),
     following=(),
-    closing=((SPACE, "</tool_call>"),),
+    closing=(_pattern(" </tool_call>"),),
     arguments="arguments",
     opened="<tool_call>\n",
     between="\n</tool_call>\n<tool_call>\n",
     closed="\n</tool_call>",
     markers=("<tool_call>", "</tool_call>"),
 )
-"""Hermes, Qwen2.5 and Qwen3: JSON between tags, one pair for each call."""
+"""Hermes, Qwen2.5 and Qwen3: each call is JSON between a pair of tags."""
 
 MISTRAL: Final = Dialect(
     "mistral",
-    # The marker is a special token, which leaves no text.
-    at_start=_objects(SPACE, "["),
-    anywhere=_objects(SPACE, "[TOOL_CALLS]", SPACE, "["),
-    following=_objects(SPACE, ","),
-    closing=((SPACE, "]"),),
+    at_start=_objects(" ["),  # the marker is a special token and leaves no text
+    anywhere=_objects(" [TOOL_CALLS] ["),
+    following=_objects(" ,"),
+    closing=(_pattern(" ]"),),
     arguments="arguments",
     opened="[TOOL_CALLS][",
     between=", ",
     closed="]",
     markers=("[TOOL_CALLS]",),
 )
-"""Mistral 7B v0.3 and Nemo: a marker, and a JSON list of calls."""
+"""Mistral 7B v0.3 and Nemo: a marker and a JSON list of calls."""
+
+_LLAMA_KEYS: Final = ("parameters", "arguments")
 
 LLAMA: Final = Dialect(
     "llama",
-    at_start=(
-        *_objects(keys=("parameters", "arguments")),
-        *_objects(SPACE, "<|python_tag|>", keys=("parameters", "arguments")),
-    ),
+    at_start=(*_objects("", _LLAMA_KEYS), *_objects(" <|python_tag|>", _LLAMA_KEYS)),
     anywhere=(),
-    following=_objects(SPACE, ";", keys=("parameters", "arguments")),
+    following=_objects(" ;", _LLAMA_KEYS),
     closing=(),
     arguments="parameters",
     opened="",
     between=None,
     closed="",
 )
-"""Llama 3.1 and 3.2: the answer is a JSON object, or several between semicolons."""
+"""Llama 3.1 and 3.2: the answer is one JSON object, or several separated by semicolons."""
 
 
 def dialect_of(template: str | None) -> Dialect | None:
-    """Return how a model writes calls, by what its chat template says about tools.
+    """Return how a model writes calls, judging by its chat template.
 
-    None for templates that know no tools, and for those which lay calls out in a way that is not
-    known here (`<function=...>`, `name[ARGS]`).
+    None for templates without tools, and for those with a layout that is not supported
+    (`<function=...>`, `name[ARGS]`).
     """
     if template is None or "tools" not in template:
         return None

@@ -1,30 +1,52 @@
-"""Function calls in the text of an answer, found while it is written.
+"""Function calls in the text of an answer, found while the model writes it.
 
-The parser is a function of the text: however it comes in pieces, the calls and the content are the
-same. Text that may be the beginning of a call is held back. Once the name of a function on offer
-and the brace of its arguments are there, it is a call: its arguments are passed on as the model
-writes them. All else is content, and no character is lost (`Piece.source`).
+The calls and the content depend on the text alone, not on how it is cut into deltas. Text that may
+be the beginning of a call is held back. A call is certain with the name of a function on offer and
+the brace of its arguments; from there its arguments are passed on as the model writes them.
+Everything else is content, and no character is lost (`Piece.source`).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
-from draftgate.gateway.http.tools.dialects import OBJECT_ENDS, Dialect
-from draftgate.gateway.http.tools.patterns import Found, Pattern, Unsure, beginnings, first_match
+from draftgate.gateway.http.tools.dialects import (
+    OBJECT_ENDS,
+    Dialect,
+    Found,
+    NoMatch,
+    Pattern,
+    beginnings,
+    first_match,
+)
+
+ID_CHARACTERS: Final = 9
+"""Length of a call's id. Mistral's templates require it, and the others accept it."""
+
+
+def call_id(seed: str, index: int) -> str:
+    """Return the id of a call.
+
+    Args:
+        seed: unique to the request and the choice.
+        index: of the call in the choice.
+    """
+    return hashlib.sha256(f"{seed}/{index}".encode()).hexdigest()[:ID_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the text; all sources in order are the text.
+    """A part of the text; joined, all sources are the text.
 
     Attributes:
-        source: the characters. What is none of the below is framing: tags, keys, commas.
-        content: what of it the answer says.
-        name: of a function whose call begins with this piece.
-        arguments: what it adds to the arguments of the call that began last.
+        source: the characters. Those in no other attribute are framing: tags, keys, commas.
+        content: what the piece adds to the content of the answer.
+        name: of a function whose call begins here.
+        arguments: what the piece adds to the arguments of the last call.
     """
 
     source: str
@@ -34,21 +56,31 @@ class Piece:
 
 
 class _Mode(Enum):
-    """What is read next."""
+    """What the parser expects next."""
 
-    BEGINNING = "the first thing of the answer"
+    BEGINNING = "the beginning of the answer"
     TEXT = "content, or a call"
     ARGUMENTS = "the inside of a call's arguments"
     OBJECT_END = "the end of a call's object"
-    BEHIND = "the end of calls, or another one"
+    AFTER_CALL = "the end of calls, or another call"
     PLAIN = "content only"
 
 
 class CallParser:
-    """Reads one choice's answer."""
+    """Splits the answer of one choice into content and calls.
+
+    Attributes:
+        calls: number of calls found so far.
+    """
 
     def __init__(self, dialect: Dialect, names: Collection[str], *, several: bool = True) -> None:
-        """Read calls of the functions `names`; not `several`, and there is one call at most."""
+        """Start at the beginning of an answer.
+
+        Args:
+            dialect: how the model writes calls.
+            names: of the functions on offer.
+            several: whether an answer may have more than one call.
+        """
         self._dialect = dialect
         self._names = names
         self._several = several
@@ -59,7 +91,7 @@ class CallParser:
         self.calls = 0
 
     def add(self, text: str) -> list[Piece]:
-        """Return what is certain with more of the text."""
+        """Add text; return the pieces that are certain by now."""
         self._held += text
         pieces: list[Piece] = []
         while self._held and self._step(pieces):
@@ -67,62 +99,59 @@ class CallParser:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """Return what was held back: the text has ended."""
+        """End the text; return the piece that was held back, if any."""
         held, self._held = self._held, ""
         if not held:
             return []
         closing = self._mode is _Mode.OBJECT_END or (
-            self._mode is _Mode.BEHIND
-            and first_match(self._dialect.closing, held, 0, ()) is Unsure.NOT_YET
+            self._mode is _Mode.AFTER_CALL
+            and first_match(self._dialect.closing, held, 0, ()) is NoMatch.INCOMPLETE
         )
         if closing or (self.calls and held.isspace()):
             return [Piece(held)]
         return [Piece(held, content=held)]
 
     def _step(self, pieces: list[Piece]) -> bool:
-        """Read on by one piece; return whether more may be certain."""
+        """Take at most one piece; return whether another step may take more."""
         match self._mode:
             case _Mode.BEGINNING:
-                return self._call(pieces, self._dialect.at_start, _Mode.TEXT)
+                return self._call(pieces, self._dialect.at_start)
             case _Mode.TEXT:
                 return self._text(pieces)
             case _Mode.ARGUMENTS:
                 return self._arguments(pieces)
             case _Mode.OBJECT_END:
-                return self._framing(pieces, OBJECT_ENDS, _Mode.BEHIND, _Mode.TEXT)
-            case _Mode.BEHIND:
-                return self._behind(pieces)
+                return self._framing(pieces, OBJECT_ENDS, _Mode.AFTER_CALL)
+            case _Mode.AFTER_CALL:
+                return self._after_call(pieces)
             case _Mode.PLAIN:
-                held = self._take(len(self._held))
-                pieces.append(Piece(held, content=held))
+                self._content(pieces, len(self._held))
                 return False
 
-    def _call(self, pieces: list[Piece], patterns: tuple[Pattern, ...], otherwise: _Mode) -> bool:
-        """Begin a call if one begins here."""
+    def _call(self, pieces: list[Piece], patterns: tuple[Pattern, ...]) -> bool:
+        """Begin a call if the held text begins one."""
         found = first_match(patterns, self._held, 0, self._names)
         if isinstance(found, Found):
-            source = self._take(found.end - 1)
+            source = self._take(found.end - 1)  # the brace belongs to the arguments
             pieces.append(Piece(source, name=found.name))
             self.calls += 1
             self._brackets = _Brackets()
             self._mode = _Mode.ARGUMENTS
-            return True
-        if found is Unsure.NOT_YET:
-            return False
-        self._mode = otherwise
-        return True
+        elif found is NoMatch.NEVER:
+            self._mode = _Mode.TEXT
+        return found is not NoMatch.INCOMPLETE
 
     def _text(self, pieces: list[Piece]) -> bool:
-        """Pass content on, up to where a call begins or may begin."""
+        """Take content up to the place where a call begins or may begin."""
         if self.calls and not self._several:
             self._mode = _Mode.PLAIN
             return True
         patterns = self._dialect.anywhere
         for begin in self._begins.finditer(self._held):
             found = first_match(patterns, self._held, begin.start(), self._names)
-            if found is not Unsure.NEVER:
+            if found is not NoMatch.NEVER:
                 self._content(pieces, begin.start())
-                return isinstance(found, Found) and self._call(pieces, patterns, _Mode.TEXT)
+                return isinstance(found, Found) and self._call(pieces, patterns)
         self._content(pieces, len(self._held))
         return False
 
@@ -142,25 +171,21 @@ class CallParser:
             self._mode = _Mode.OBJECT_END
         return bool(self._held) and self._mode is not _Mode.ARGUMENTS
 
-    def _framing(
-        self, pieces: list[Piece], patterns: tuple[Pattern, ...], then: _Mode, otherwise: _Mode
-    ) -> bool:
-        """Take what is neither content nor call, if it stands here."""
+    def _framing(self, pieces: list[Piece], patterns: tuple[Pattern, ...], then: _Mode) -> bool:
+        """Take framing, if the held text begins with it."""
         found = first_match(patterns, self._held, 0, self._names)
-        if found is Unsure.NOT_YET:
-            return False
         if isinstance(found, Found):
             pieces.append(Piece(self._take(found.end)))
             self._mode = then
-        else:
-            self._mode = otherwise
-        return True
+        elif found is NoMatch.NEVER:
+            self._mode = _Mode.TEXT
+        return found is not NoMatch.INCOMPLETE
 
-    def _behind(self, pieces: list[Piece]) -> bool:
+    def _after_call(self, pieces: list[Piece]) -> bool:
         following = self._dialect.following if self._several else ()
-        if following and first_match(following, self._held, 0, self._names) is not Unsure.NEVER:
-            return self._call(pieces, following, _Mode.TEXT)
-        return self._framing(pieces, self._dialect.closing, _Mode.TEXT, _Mode.TEXT)
+        if following and first_match(following, self._held, 0, self._names) is not NoMatch.NEVER:
+            return self._call(pieces, following)
+        return self._framing(pieces, self._dialect.closing, _Mode.TEXT)
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
@@ -168,17 +193,17 @@ class CallParser:
 
 
 class _Brackets:
-    """Finds the end of a JSON object by its brackets and strings; values are not looked at."""
+    """Finds the end of a JSON object by its brackets and strings, without checking its values."""
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # what closes each
+        self._open: list[str] = []  # the closing brackets of the open ones
         self._in_string = False
         self._escaped = False
         self.closed = False
-        self.broken = False  # by a bracket that closes another one
+        self.broken = False  # by a closing bracket of the wrong kind
 
     def read(self, text: str) -> int:
-        """Return how many characters belong to the object."""
+        """Return how many characters of the text belong to the object."""
         for at, character in enumerate(text):
             if self._in_string:
                 self._read_in_string(character)

@@ -1,18 +1,18 @@
-"""The state store in Redis: each call of the contract is one script and one round trip.
+"""The state store in Redis: one script, one round trip, for each call of the contract.
 
-docs/guide/cluster.md describes the keys.
+What lies in the server is described in docs/guide/cluster.md. Keys are those of one pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from redis.exceptions import RedisError
 
 from draftgate.gateway.state.redis.client import BROKEN, Connected, open_client
+from draftgate.gateway.state.redis.scripts import NAMES, read_lua, script_text
 from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
@@ -26,8 +26,6 @@ from draftgate.gateway.state.store import (
     WorkerView,
 )
 
-_LUA: Final = Path(__file__).with_name("lua")
-_SCRIPTS: Final = ("report", "withdraw", "snapshot", "reserve", "renew", "release")
 _VIEW_FIELDS: Final = 4
 _REPORT: Final = msgspec.json.Decoder(WorkerReport)
 
@@ -38,28 +36,28 @@ class RedisStore:
     outage = None
 
     def __init__(self, connected: Connected, pool: str, gateway_id: str, clock: str = "") -> None:
-        """Use a client, which is closed with this store.
+        """Use a client, which this store closes.
 
         Args:
-            pool: name of the pool; a prefix of all keys.
-            gateway_id: the name of this node among those that renew leases.
-            clock: Lua source that replaces `lua/clock.lua`.
+            pool: whose keys these are.
+            gateway_id: of this node, among those that renew leases.
+            clock: Lua instead of `lua/clock.lua`.
         """
         self._client = connected.client
         self._closing = connected.closing
         self._pool = f"draftgate:{{{pool}}}:"
         self._gateway_id = gateway_id
-        clock = clock or _read_lua("clock")
+        clock = clock or read_lua("clock")
         self._scripts = {
-            name: self._client.register_script(_script(name, clock)) for name in _SCRIPTS
+            name: self._client.register_script(script_text(name, clock)) for name in NAMES
         }
 
     @classmethod
     def at(cls, address: str, pool: str, gateway_id: str) -> RedisStore:
-        """Return the store of a pool at an address (`gateway.state.redis.url`).
+        """Return the store of a pool at an address of `gateway.state.redis.url`.
 
         Raises:
-            ValueError: the address is invalid.
+            ValueError: the address is none.
         """
         return cls(open_client(address), pool, gateway_id)
 
@@ -75,7 +73,7 @@ class RedisStore:
         await self._run("withdraw", (worker_id, epoch, seq))
 
     async def snapshot(self) -> Snapshot:
-        """See `Store`. Reports that this version cannot read are left out."""
+        """See `Store`. A report that this version cannot read is left out."""
         gateways, *fields = await self._run("snapshot", (_us(FORGET_S), _us(STALE_S)))
         rows = zip(*[iter(fields)] * _VIEW_FIELDS, strict=True)
         views = (_view(*row) for row in rows)
@@ -119,7 +117,7 @@ class RedisStore:
         """Run a script.
 
         Raises:
-            StoreError: the server did not answer, or answered with an error.
+            StoreError: there is no answer, or it is an error.
         """
         try:
             return await self._scripts[name]((self._pool,), args)
@@ -136,13 +134,3 @@ def _view(report: str, age_us: int, leased_tokens: int, behind_tokens: int) -> W
 
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _script(name: str, clock: str) -> str:
-    """Return the source of a script with the helpers that it uses."""
-    forget = f"local FORGET_MS = {round(FORGET_S * 1000)}\n"
-    return "\n".join((clock, forget, _read_lua("common"), _read_lua(name)))
-
-
-def _read_lua(name: str) -> str:
-    return (_LUA / f"{name}.lua").read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ _TINY = Sizes(
     hidden=48,
     intermediate=40,
     vocab=300,
+    looked_up=4,
 )
 _CASES = list(cases(Inputs(_TINY, "cpu", torch.float32)))
 

@@ -1,4 +1,4 @@
--- The time of the store in microseconds: that of the server. Tests replace this file.
+-- The store's time: the server's, in microseconds. (Tests put another function in this place.)
 local function now_us()
   local time = redis.call('TIME')
   return time[1] * 1000000 + time[2]

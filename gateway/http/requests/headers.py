@@ -1,4 +1,4 @@
-"""How soon a client wants its tokens: the headers by which Draftgate and inference-perf name it."""
+"""The request headers that Draftgate reads: latency targets and the client's retries."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import math
 from collections.abc import Mapping
 from typing import Final
 
-from draftgate.gateway.errors import InvalidRequest
+from draftgate.gateway.errors import invalid
 from draftgate.policies.types import ServiceLevel
 
 TTFT_HEADER: Final = "x-slo-ttft-ms"
 TPOT_HEADER: Final = "x-slo-tpot-ms"
+"""Latency targets, under the names that inference-perf uses."""
+
 RETRIES_HEADER: Final = "x-stainless-retry-count"
+"""Sent by OpenAI's clients."""
 
 
 def service_of(headers: Mapping[str, str]) -> ServiceLevel:
-    """Return the targets that the headers of a request name; its priority is in the body.
+    """Return the latency targets of a request; its priority is in the body.
 
     Raises:
-        InvalidRequest: one is no positive number of milliseconds; the header is named.
+        InvalidRequest: a target is not a positive number of milliseconds.
     """
     return ServiceLevel(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
 
 
 def retries_of(headers: Mapping[str, str]) -> int | None:
-    """Return how often the client says to have sent a request before, as OpenAI's do."""
+    """Return how often the client has sent the request before; None if it does not say."""
     text = headers.get(RETRIES_HEADER, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else None
 
@@ -38,7 +41,5 @@ def _seconds(headers: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         milliseconds = math.nan
     if not 0.0 < milliseconds < math.inf:
-        raise InvalidRequest(
-            f"{name}: must be a positive number of milliseconds, not {text!r}", name
-        )
+        raise invalid(name, f"must be a positive number of milliseconds, not {text!r}")
     return milliseconds / 1e3

@@ -1,0 +1,185 @@
+"""Answers of `/v1/chat/completions` and `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from draftgate.backends.types import Delta, FinishReason, TokenLogprob
+from draftgate.gateway.http.replies.rendering import ChunkRendering, WholeChoice
+from draftgate.gateway.http.replies.shapes import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionChoice,
+    CompletionLogprobs,
+    FunctionCall,
+    FunctionCallDelta,
+    TokenLogprobReply,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
+)
+from draftgate.gateway.http.replies.steps import step_replies
+from draftgate.gateway.http.requests.tools import OfferedTools
+from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.tools.parsing import CallParser, call_id
+
+
+class CompletionRendering(ChunkRendering):
+    """`/v1/completions`."""
+
+    _prefix = "cmpl"
+    _object = _chunk_object = "text_completion"
+
+    def __init__(self, call: Call, created_s: int) -> None:
+        super().__init__(call, created_s)
+        self._offsets: dict[int, int] = {}  # characters of the tokens sent, by choice
+
+    def _whole_choice(self, index: int, choice: WholeChoice) -> CompletionChoice:
+        return CompletionChoice(
+            index,
+            "".join(choice.texts),
+            self._logprobs(index, choice.logprobs),
+            choice.finish_reason,
+            step_replies(choice, self._call.served.tokenizer),
+        )
+
+    def _chunk_choice(self, delta: Delta) -> CompletionChoice:
+        return CompletionChoice(
+            delta.choice,
+            delta.text,
+            self._logprobs(delta.choice, delta.logprobs),
+            delta.finish_reason,
+            step_replies(delta, self._call.served.tokenizer),
+        )
+
+    def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        text = self._call.served.tokenizer.token_text
+        reply = CompletionLogprobs([], [], [], [])
+        offset = self._offsets.get(choice, 0)
+        for entry in entries:
+            token = text(entry.token_id)
+            reply.tokens.append(token)
+            reply.token_logprobs.append(entry.logprob)
+            likeliest = {text(i): value for i, value in entry.top}
+            reply.top_logprobs.append({**likeliest, token: entry.logprob})
+            reply.text_offset.append(offset)
+            offset += len(token)
+        self._offsets[choice] = offset
+        return reply
+
+
+class ChatRendering(ChunkRendering):
+    """`/v1/chat/completions`."""
+
+    _prefix = "chatcmpl"
+    _object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
+
+    def __init__(self, call: Call, created_s: int) -> None:
+        super().__init__(call, created_s)
+        self._begun: set[int] = set()  # choices whose role was sent
+        self._calls: dict[int, _ChoiceCalls] = {}  # by choice, if there are tools
+
+    def _whole_choice(self, index: int, choice: WholeChoice) -> ChatChoice:
+        text, calls, reason = self._read(index, "".join(choice.texts), choice.finish_reason)
+        message = ChatMessage(text)
+        if calls:
+            message = ChatMessage(text or None, tool_calls=[_whole_call(call) for call in calls])
+        steps = step_replies(choice, self._call.served.tokenizer)
+        return ChatChoice(index, message, self._logprobs(choice.logprobs), reason, steps)
+
+    def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | None:
+        text, calls, reason = self._read(delta.choice, delta.text, delta.finish_reason)
+        if not (text or calls or delta.logprobs or delta.steps or reason):
+            return None  # text that may be the beginning of a call is held back
+        role: str | UnsetType = UNSET
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            role = "assistant"
+        content: str | UnsetType = text if text or (role and not calls) else UNSET
+        return ChatChunkChoice(
+            delta.choice,
+            ChatDelta(role, content, calls or UNSET),
+            self._logprobs(delta.logprobs),
+            reason,
+            step_replies(delta, self._call.served.tokenizer),
+        )
+
+    def _read(
+        self, choice: int, text: str, reason: FinishReason | None
+    ) -> tuple[str, list[ToolCallDelta], str | None]:
+        """Return the content and the calls that text adds to a choice, and why the choice ended."""
+        if self._call.tools is None:
+            return text, [], reason
+        if choice not in self._calls:
+            seed = f"{self._call.job.request_id}/{choice}"
+            self._calls[choice] = _ChoiceCalls(self._call.tools, seed)
+        return self._calls[choice].read(text, reason)
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        if not self._wants_logprobs:
+            return None
+        return ChatLogprobs([self._entry(entry) for entry in entries])
+
+    def _entry(self, entry: TokenLogprob) -> TokenLogprobReply:
+        chosen = self._spelled(entry.token_id, entry.logprob)
+        top = [self._spelled(token_id, logprob) for token_id, logprob in entry.top]
+        return TokenLogprobReply(chosen.token, chosen.logprob, chosen.bytes, top)
+
+    def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
+        token = self._call.served.tokenizer.token_text(token_id)
+        # Part of a character has no text, and so its bytes are not known here.
+        return TopLogprob(token, logprob, None if "\ufffd" in token else list(token.encode()))
+
+
+class _ChoiceCalls:
+    """Finds function calls in the text of one choice.
+
+    Args:
+        seed: unique to the request and the choice; the ids of the calls are derived from it.
+    """
+
+    def __init__(self, tools: OfferedTools, seed: str) -> None:
+        self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
+        self._seed = seed
+        self._count = 0
+
+    def read(
+        self, text: str, reason: FinishReason | None
+    ) -> tuple[str, list[ToolCallDelta], str | None]:
+        """Return the content and the calls that text adds, with one entry for each call.
+
+        Args:
+            text: the next part of the answer.
+            reason: why the choice ended, if this is its last text. A stop after calls is returned
+                as `tool_calls`.
+        """
+        pieces = self._parser.add(text)
+        if reason is not None:
+            pieces += self._parser.finish()
+        content, calls = "", list[ToolCallDelta]()
+        for piece in pieces:
+            content += piece.content
+            if piece.name:
+                begun = FunctionCallDelta("", piece.name)
+                name = call_id(self._seed, self._count)
+                calls.append(ToolCallDelta(self._count, begun, name, "function"))
+                self._count += 1
+            elif piece.arguments:
+                if not calls:  # they continue the last call of an earlier delta
+                    calls.append(ToolCallDelta(self._count - 1, FunctionCallDelta("")))
+                calls[-1].function.arguments += piece.arguments
+        called = reason is FinishReason.STOP and self._count
+        return content, calls, "tool_calls" if called else reason
+
+
+def _whole_call(call: ToolCallDelta) -> ToolCall:
+    function = FunctionCall(str(call.function.name), call.function.arguments)
+    return ToolCall(str(call.id), function)

@@ -1,0 +1,330 @@
+"""Answers of `/v1/responses`: their shapes, and the events of their streams.
+
+A stream begins with `response.created` and `response.in_progress`, before its first delta. It ends
+with `response.completed`, `response.incomplete` or `response.failed`. In between, events report the
+output items: messages and function calls. One item is open at a time; a new one begins when text is
+followed by a call, or a call by anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from msgspec import UNSET, Struct, UnsetType, field, structs
+
+from draftgate.backends.types import Delta, FinishReason
+from draftgate.gateway.errors import GatewayError
+from draftgate.gateway.http.replies.rendering import WholeChoice, encode
+from draftgate.gateway.http.replies.shapes import ResponseMetrics, Usage
+from draftgate.gateway.http.requests.responses import ResponsesBody
+from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.tools.parsing import CallParser, Piece, call_id
+
+
+class OutputText(Struct):
+    """The text of a message."""
+
+    text: str
+    type: str = "output_text"
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class MessageItem(Struct, tag_field="type", tag="message"):
+    """Text of the model."""
+
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class FunctionCallItem(Struct, tag_field="type", tag="function_call"):
+    """A call for the client to make."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputTokensDetails(Struct):
+    """How many input tokens were cached."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct):
+    """How many output tokens were reasoning; these are not counted separately here."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(Struct):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Struct):
+    """Why a response is incomplete."""
+
+    reason: str
+
+
+class ResponseFailure(Struct):
+    """What went wrong after the first event."""
+
+    code: str
+    message: str
+
+
+class ResponseReply(Struct):
+    """A response, complete or in progress; `metrics` is Draftgate's extension."""
+
+    id: str
+    created_at: int
+    model: str
+    status: str
+    output: list[MessageItem | FunctionCallItem]
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    user: str | None
+    usage: ResponseUsage | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    object: str = "response"
+    background: bool = False
+    store: bool = False
+    truncation: str = "disabled"
+    previous_response_id: None = None
+    metrics: ResponseMetrics | UnsetType = UNSET
+
+
+class ResponseEvent(Struct):
+    """An event of a streamed response; its type determines its fields."""
+
+    type: str
+    sequence_number: int
+    response: ResponseReply | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: MessageItem | FunctionCallItem | UnsetType = UNSET
+    part: OutputText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+
+
+class ResponseRendering:
+    """Implements `Rendering` for `/v1/responses`."""
+
+    def __init__(self, call: Call, created_s: int) -> None:
+        self._call = call
+        self._created_s = created_s
+        self._reason: FinishReason | None = None
+        self._items: list[MessageItem | FunctionCallItem] = []
+        self._item_is_open = False
+        self._events: list[bytes] = []  # not yet returned
+        self._sent = 0
+        self._parser = None
+        if (tools := call.tools) is not None:
+            self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
+
+    def response(
+        self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
+    ) -> bytes:
+        """See `Rendering`."""
+        (choice,) = choices
+        self._reason = choice.finish_reason
+        self._read("".join(choice.texts))
+        self._finish_items()
+        return encode(self._ended(usage, metrics))
+
+    def chunk(
+        self,
+        delta: Delta,
+        usage: Usage | UnsetType = UNSET,
+        metrics: ResponseMetrics | UnsetType = UNSET,
+    ) -> bytes:
+        """See `Rendering`."""
+        self._begin_response()
+        self._reason = delta.finish_reason
+        if delta.text:
+            self._read(delta.text)
+        return self._take_events()
+
+    def ending(
+        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
+    ) -> bytes:
+        """See `Rendering`."""
+        self._begin_response()
+        self._finish_items()
+        self._emit(f"response.{self._status}", response=self._ended(usage, metrics))
+        return self._take_events()
+
+    def failure(self, error: GatewayError) -> bytes:
+        """See `Rendering`."""
+        self._begin_response()
+        failed = self._reply("failed")
+        failed.error = ResponseFailure("server_error", error.message)
+        self._emit("response.failed", response=failed)
+        return self._take_events()
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reason is FinishReason.LENGTH else "completed"
+
+    def _take_events(self) -> bytes:
+        taken, self._events = b"".join(self._events), []
+        return taken
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        """Add an event. It is encoded at once, because items change."""
+        encoded = encode(ResponseEvent(kind, self._sent, **fields))
+        self._events.append(b"event: " + kind.encode() + b"\ndata: " + encoded + b"\n\n")
+        self._sent += 1
+
+    def _emit_at_item(self, kind: str, **fields: Any) -> None:
+        """Add an event about the last item."""
+        self._emit(kind, output_index=len(self._items) - 1, **fields)
+
+    def _emit_in_item(self, kind: str, **fields: Any) -> None:
+        """Add an event about the content of the last item."""
+        self._emit_at_item(kind, item_id=self._items[-1].id, **fields)
+
+    def _begin_response(self) -> None:
+        if not self._sent:
+            begun = self._reply("in_progress")
+            self._emit("response.created", response=begun)
+            self._emit("response.in_progress", response=begun)
+
+    def _read(self, text: str) -> None:
+        self._add(self._parser.add(text) if self._parser else [Piece(text, text)])
+
+    def _add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.content:
+                self._add_text(piece.content)
+            elif piece.name:
+                self._begin_call(piece.name)
+            elif piece.arguments:
+                item = self._items[-1]
+                assert isinstance(item, FunctionCallItem)
+                item.arguments += piece.arguments
+                self._emit_in_item("response.function_call_arguments.delta", delta=piece.arguments)
+
+    def _add_text(self, text: str) -> None:
+        item = self._items[-1] if self._item_is_open else None
+        if not isinstance(item, MessageItem):
+            item = self._begin_message()
+        item.content[0].text += text
+        self._emit_in_item("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+
+    def _begin_message(self) -> MessageItem:
+        item = MessageItem(self._item_id("msg"), "in_progress", [OutputText("")])
+        self._begin_item(item, structs.replace(item, content=[]))
+        self._emit_in_item("response.content_part.added", content_index=0, part=item.content[0])
+        return item
+
+    def _begin_call(self, name: str) -> None:
+        calls = sum(isinstance(item, FunctionCallItem) for item in self._items)
+        called = call_id(f"{self._call.job.request_id}/0", calls)
+        item = FunctionCallItem(self._item_id("fc"), "in_progress", called, name, "")
+        self._begin_item(item, item)
+
+    def _begin_item(
+        self, item: MessageItem | FunctionCallItem, shown: MessageItem | FunctionCallItem
+    ) -> None:
+        self._close_item("completed")
+        self._item_is_open = True
+        self._items.append(item)
+        self._emit_at_item("response.output_item.added", item=shown)
+
+    def _finish_items(self) -> None:
+        """Close the last item; an answer has a message even if it is empty."""
+        if self._parser is not None:
+            self._add(self._parser.finish())
+        if not self._items:
+            self._begin_message()
+        self._close_item(self._status)
+
+    def _close_item(self, status: str) -> None:
+        if not self._item_is_open:
+            return
+        self._item_is_open = False
+        item = self._items[-1]
+        item.status = status
+        if isinstance(item, MessageItem):
+            part = item.content[0]
+            done = {"content_index": 0, "text": part.text, "logprobs": []}
+            self._emit_in_item("response.output_text.done", **done)
+            self._emit_in_item("response.content_part.done", content_index=0, part=part)
+        else:
+            kind = "response.function_call_arguments.done"
+            self._emit_in_item(kind, arguments=item.arguments, name=item.name)
+        self._emit_at_item("response.output_item.done", item=item)
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._call.job.request_id}_{len(self._items)}"
+
+    def _ended(
+        self, usage: Usage | UnsetType, metrics: ResponseMetrics | UnsetType
+    ) -> ResponseReply:
+        whole = self._reply(self._status)
+        if whole.status == "incomplete":
+            whole.incomplete_details = IncompleteDetails("max_output_tokens")
+        whole.usage = None if usage is UNSET else _usage(usage)
+        whole.metrics = metrics
+        return whole
+
+    def _reply(self, status: str) -> ResponseReply:
+        """Return the response in its present state; it repeats fields of the request."""
+        body = self._call.body
+        assert isinstance(body, ResponsesBody)
+        sampling = self._call.job.sampling
+        wanted = body.text.format if body.text is not None else None
+        return ResponseReply(
+            id=f"resp_{self._call.job.request_id}",
+            created_at=self._created_s,
+            model=self._call.served.name,
+            status=status,
+            output=list(self._items),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            text={"format": {"type": "text"} if wanted is None else wanted},
+            tool_choice=body.tool_choice or "auto",
+            tools=[{"type": "function", **structs.asdict(tool)} for tool in body.tools or ()],
+            user=body.user,
+        )
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(),
+        usage.total_tokens,
+    )
