@@ -27,17 +27,17 @@ from draftgate.policies.types import WorkerLoad
 Received = TypeVar("Received")
 
 
-class Message(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+class WorkerMessage(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Any message. Fields that the receiver does not know are ignored."""
 
 
-class Start(Message, frozen=True):
+class Start(WorkerMessage, frozen=True):
     """To an engine's process, as the first message: load this."""
 
     config: WorkerConfig
 
 
-class Submit(Message, frozen=True):
+class Submit(WorkerMessage, frozen=True):
     """To the worker: run a request that has been checked.
 
     Attributes:
@@ -49,30 +49,30 @@ class Submit(Message, frozen=True):
     lease_number: int = 0
 
 
-class Cancel(Message, frozen=True):
+class Cancel(WorkerMessage, frozen=True):
     """To the worker: end a request, if it has not ended."""
 
     id: str
 
 
-class SetPace(Message, frozen=True):
+class SetPace(WorkerMessage, frozen=True):
     """To the worker: change the pace of a request, if it has not ended."""
 
     id: str
     pace: Pace
 
 
-class FetchTokenizer(Message, frozen=True):
+class FetchTokenizer(WorkerMessage, frozen=True):
     """To a peer: send the files of the model's tokenizer."""
 
 
-class Loading(Message, frozen=True):
+class Loading(WorkerMessage, frozen=True):
     """From an engine's process: the share of loading that is done."""
 
     share: float
 
 
-class Ready(Message, frozen=True):
+class Ready(WorkerMessage, frozen=True):
     """From the worker, once it can run requests; from a peer, the first message.
 
     Attributes:
@@ -87,7 +87,7 @@ class Ready(Message, frozen=True):
     proof: str = ""
 
 
-class Update(Message, frozen=True):
+class Update(WorkerMessage, frozen=True):
     """From the worker: the news of a step. One without news says that the worker is alive.
 
     Attributes:
@@ -109,7 +109,7 @@ class Update(Message, frozen=True):
     leaving: bool = False
 
 
-class Failed(Message, frozen=True):
+class Failed(WorkerMessage, frozen=True):
     """From an engine's process, as the last message: loading or a step failed.
 
     Attributes:
@@ -120,7 +120,7 @@ class Failed(Message, frozen=True):
     message: str
 
 
-class TokenizerFiles(Message, frozen=True):
+class TokenizerFiles(WorkerMessage, frozen=True):
     """From a peer: the files of its tokenizer, by path."""
 
     files: dict[str, bytes]
@@ -140,7 +140,7 @@ class Codec(Generic[Received]):
             received, dec_hook=_ids_from_bytes
         )
 
-    def encode(self, message: Message) -> bytes:
+    def encode(self, message: WorkerMessage) -> bytes:
         """Return a message as bytes."""
         return self._encoder.encode(message)
 

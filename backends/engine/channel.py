@@ -12,7 +12,7 @@ from contextlib import suppress
 from threading import Lock
 from typing import Final, Generic, TypeVar
 
-from draftgate.backends.remote_worker import Codec, Command, Message, Report
+from draftgate.backends.remote_worker import Codec, Command, Report, WorkerMessage
 
 _LENGTH_BYTES: Final = 4
 
@@ -29,7 +29,7 @@ class SocketChannel(Generic[Received]):
         self._codec: Codec[Received] = Codec(received)
         self._sending = Lock()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WorkerMessage) -> None:
         """Send a message; waits while the other end reads slowly.
 
         Raises:

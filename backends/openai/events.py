@@ -1,8 +1,7 @@
-"""What a stream of server-sent events says about itself, read from its bytes as they pass.
+"""A stream of server-sent events, scanned while its bytes pass: where events end, how it ended.
 
-Nothing is decoded on the way: a few searches for literals find where events end, that a choice
-finished, and how the stream ended. Only an event that looks like an error is decoded, to be sure,
-and the last `usage` object, when somebody asks.
+A few searches for literals suffice. Only an event that looks like an error is decoded, to be sure,
+and the last `usage` object, when its tokens are wanted.
 """
 
 from __future__ import annotations
@@ -16,42 +15,41 @@ from typing import Any, Final
 from draftgate.backends.base import TokenUsage
 
 MOST_EVENT_BYTES: Final = 4 << 20
-"""Longer events end the stream: what has no end must not fill memory. A chunk with 20 alternatives
-for each of 500 tokens has 1 MB."""
+"""A longer event ends the stream, so that an endless one cannot fill memory. A chunk with 20
+alternatives for each of 500 tokens has 1 MB."""
 
-# A line ends with CRLF, LF or CR; an event with an empty line. Whether a CR at the end of what has
-# come is half a CRLF, the next byte tells.
+# A line ends with CRLF, LF or CR; an event ends with an empty line. Only the next byte shows
+# whether a final CR is half of a CRLF.
 _LINE_END: Final = rb"(?:\r\n|\n|\r(?=[^\n]))"
 _DECIDED_LINE_END: Final = rb"(?:\r\n|\n|\r(?!\n))"
 _BOUNDARY: Final = re.compile(rb"(?:\A|%s)%s+" % (_LINE_END, _LINE_END))
 _EVENT: Final = re.compile(rb"%s|[^\r\n](?s:.)*?%s{2}" % (_DECIDED_LINE_END, _DECIDED_LINE_END))
-_NEWLINE: Final = ord("\n")
 _FINISH: Final = re.compile(rb'"finish_reason"\s*:\s*"')
 _USAGE: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
 
 
 class StreamEnding(StrEnum):
-    """How a stream ended in its own words."""
+    """The last event of a stream."""
 
     DONE = "done"
-    """`[DONE]`, behind a finish reason."""
+    """`[DONE]` after a finish reason."""
     ERROR = "error"
-    """An error event of the upstream's own."""
+    """An error event of the upstream."""
     UNFINISHED = "unfinished"
-    """`[DONE]`, but no choice had finished: a cut that looks like an end."""
+    """`[DONE]`, although no choice had finished: the output was cut."""
 
 
 class EventScan:
-    """Follows one stream; `feed` gets its bytes in any pieces and returns what may pass.
+    """Scans one stream, whose bytes `feed` gets in any pieces.
 
     Attributes:
-        ending: how it ended; None while it goes on. Nothing passes behind it.
-        outputs: data events that passed, but for `[DONE]`.
+        ending: None while the stream continues. Nothing passes after the ending.
+        outputs: data events that passed, without `[DONE]`.
         finished: finish reasons that passed.
     """
 
     def __init__(self) -> None:
-        """Begin before the first byte."""
+        """Start before the first byte."""
         self.ending: StreamEnding | None = None
         self.outputs = 0
         self.finished = 0
@@ -59,7 +57,7 @@ class EventScan:
         self._usage = b""
 
     def feed(self, block: bytes) -> bytes:
-        """Return the events that are complete now, as they came; the rest waits for its end.
+        """Return the bytes of all events that are complete now; an incomplete one is held back.
 
         Raises:
             ValueError: an event exceeds `MOST_EVENT_BYTES`.
@@ -82,7 +80,7 @@ class EventScan:
 
     def _complete(self, block: bytes) -> bytes:
         if not self._held and block.endswith((b"\n\n", b"\r\n\r\n")):
-            return block  # which is how servers write
+            return block  # as servers usually write
         held = len(self._held)
         pending = self._held + block
         end = _last_boundary(pending, max(0, held - 3))
@@ -90,10 +88,10 @@ class EventScan:
         return pending[:end]
 
     def _up_to_ending(self, whole: bytes) -> bytes:
-        """Look at each event; return those up to the one that ends the stream."""
+        """Check each event; return those up to the one that ends the stream."""
         begin = 0
-        for end in _event_ends(whole):
-            event = whole[begin:end]
+        for match in _EVENT.finditer(whole):
+            event, end = match[0], match.end()
             ending = self._ending_of(event)
             if ending is not None:
                 self.ending, self._held = ending, b""
@@ -103,7 +101,8 @@ class EventScan:
         return whole
 
     def _observe(self, events: bytes) -> None:
-        self.outputs += sum(1 for _ in _data_lines(events)) if b"\r" in events else _lines(events)
+        self.outputs += events.startswith(b"data:")
+        self.outputs += events.count(b"\ndata:") + events.count(b"\rdata:")
         self.finished += len(_FINISH.findall(events))
         if b'"usage"' in events and _USAGE.search(events):
             self._usage = events
@@ -120,7 +119,7 @@ class EventScan:
 def usage_in(text: bytes) -> TokenUsage | None:
     """Return the tokens of the last `"usage": {...}` in JSON, whose beginning may be missing.
 
-    A string cannot be mistaken for it: quotation marks inside of strings are escaped.
+    Text inside a string cannot match, since its quotation marks are escaped.
     """
     found = list(_USAGE.finditer(text))
     if not found:
@@ -138,35 +137,16 @@ def usage_in(text: bytes) -> TokenUsage | None:
 
 
 def _last_boundary(pending: bytes, begin: int) -> int:
-    """Return where the last complete event ends, 0 without one; none ends before `begin`."""
-    if b"\r" not in pending:  # a search for literals reads 50 times as fast as the pattern
+    """Return where the last complete event ends, or 0; the search starts at `begin`."""
+    if b"\r" not in pending:  # a search for literals is 50 times as fast as the pattern
         found = pending.rfind(b"\n\n", begin)
         return found + 2 if found >= 0 else len(pending) - len(pending.lstrip(b"\n"))
     ends = [match.end() for match in _BOUNDARY.finditer(pending, begin)]
     return ends[-1] if ends else 0
 
 
-def _event_ends(whole: bytes) -> Iterator[int]:
-    """Yield where each of some complete events ends, and each run of empty lines between them."""
-    if b"\r" in whole:
-        yield from (match.end() for match in _EVENT.finditer(whole))
-        return
-    end = 0
-    while end < len(whole):
-        if whole[end] == _NEWLINE:
-            end += 1
-        else:
-            end = whole.index(b"\n\n", end) + 2
-        yield end
-
-
 def _count(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
-
-
-def _lines(events: bytes) -> int:
-    """Count the data lines of events whose lines end with LF."""
-    return events.count(b"\ndata:") + events.startswith(b"data:")
 
 
 def _data_lines(events: bytes) -> Iterator[bytes]:
@@ -176,7 +156,7 @@ def _data_lines(events: bytes) -> Iterator[bytes]:
 
 
 def _has_error(data: bytes) -> bool:
-    """Whether it is an object with an error at its top."""
+    """Return whether data is a JSON object with an `error`."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

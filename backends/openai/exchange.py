@@ -1,4 +1,4 @@
-"""One answer of an upstream: its bytes, and what they tell of how it ended and how fast it came."""
+"""One answer of an upstream: its bytes, how it ended, and when its output arrived."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
 from draftgate.backends.reasons import plain_reason
 
 _TAIL_BYTES: Final = 16 << 10
-"""Of a whole answer the end is kept, where `usage` stands."""
+"""Kept of the end of a whole answer, where `usage` is."""
 
 _NOT_PASSED_ON: Final = frozenset({
-    # of the connection (RFC 9110, section 7.6.1), or set anew by whoever answers
+    # of the connection (RFC 9110, section 7.6.1), or set by whoever answers
     "connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "content-length", "date", "server",
-    # aiohttp has decoded the body by now
+    # aiohttp has decoded the body
     "content-encoding",
     "set-cookie",
 })  # fmt: skip
@@ -29,11 +29,12 @@ class HttpExchange:
     """Implements `Exchange` over an aiohttp response.
 
     Attributes:
-        first_s, last_s: when the first and the last output of a stream came, by the clock.
+        scan: of the events, if it is a stream.
+        first_s, last_s: when the first and the last output of a stream arrived, by the clock.
     """
 
     def __init__(self, response: aiohttp.ClientResponse, clock: Callable[[], float]) -> None:
-        """Begin with the head of the response."""
+        """Use a response of which only the head has been read."""
         self.status = response.status
         self.headers: Mapping[str, str] = {
             name: value
@@ -43,25 +44,20 @@ class HttpExchange:
         self.streaming = response.status == 200 and response.content_type == "text/event-stream"
         self.scan = EventScan()
         self.first_s: float | None = None
-        self.last_s: float | None = None
+        self.last_s = 0.0
         self._response = response
         self._clock = clock
         self._tail = b""
 
     @property
     def outputs(self) -> int:
-        """Events of output so far."""
+        """Events with output so far."""
         return self.scan.outputs
 
     @property
     def error_sent(self) -> bool:
-        """Whether the upstream said itself that it failed."""
+        """Whether the stream ended with an error event of the upstream."""
         return self.scan.ending is StreamEnding.ERROR
-
-    @property
-    def ended_rightly(self) -> bool:
-        """Whether this is a stream that came to its `[DONE]`."""
-        return self.scan.ending is StreamEnding.DONE
 
     def usage(self) -> TokenUsage:
         """Return the tokens so far."""
@@ -69,7 +65,7 @@ class HttpExchange:
         return found or TokenUsage(0, 0, self.scan.outputs)
 
     async def blocks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it comes."""
+        """Yield the body as it arrives."""
         try:
             async for block in self._response.content.iter_any():
                 passing = self._passing(block)
@@ -79,15 +75,18 @@ class HttpExchange:
                     break
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamFailed(f"the answer broke off: {plain_reason(error)}") from error
-        self._check_ending()
+        if self.streaming and self.scan.ending is None:
+            raise UpstreamFailed("the stream ended without [DONE]")
+        if self.scan.ending is StreamEnding.UNFINISHED:
+            raise UpstreamFailed("the stream ended before any choice had finished")
 
     async def finish(self) -> None:
-        """Read the end of the body behind `[DONE]`, so that the connection can be used again."""
+        """Read the end of the body after `[DONE]`, so that the connection can be reused."""
         if self.scan.ending is not None and not self._response.content.is_eof():
             await self._response.content.readany()
 
     def fail(self, reason: str) -> None:
-        """Let whoever reads the body find that it broke off."""
+        """Make `blocks` raise, as if the connection had broken."""
         self._response.content.set_exception(aiohttp.ClientConnectionError(reason))
 
     def _passing(self, block: bytes) -> bytes:
@@ -98,16 +97,8 @@ class HttpExchange:
             passing = self.scan.feed(block)
         except ValueError as error:
             raise UpstreamFailed(str(error)) from error
-        if self.scan.outputs:  # and not a comment that only says that it waits
+        if self.scan.outputs:  # and not only comments
             self.last_s = self._clock()
             if self.first_s is None:
                 self.first_s = self.last_s
         return passing
-
-    def _check_ending(self) -> None:
-        if not self.streaming:
-            return
-        if self.scan.ending is None:
-            raise UpstreamFailed("the stream ended without [DONE]")
-        if self.scan.ending is StreamEnding.UNFINISHED:
-            raise UpstreamFailed("the stream ended before any choice had finished")

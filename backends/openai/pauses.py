@@ -1,56 +1,58 @@
-"""When an upstream must be left alone: it does not answer, or it asked for a pause."""
+"""When an upstream must be left alone: it does not answer, or it has asked for a pause."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 import aiohttp
 
 from draftgate.backends.base import Rest
-from draftgate.backends.openai.retry_after import retry_after_s
 from draftgate.policies.resilience.breaker import Breaker, Patience
 
 DEFAULT_REST_S: Final = 1.0
-"""Pause of an upstream that refuses (429, 503) without saying for how long."""
+"""Pause after a refusal (429, 503) that does not say for how long."""
 
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
-"""With an upstream. One failure in a row may be a connection that it closed when idle; a restart of
-an engine takes tens of seconds to minutes."""
+"""With an upstream. A single failure may be an idle connection that it closed; the restart of an
+engine takes tens of seconds to minutes."""
 
 _REFUSALS: Final = (429, 503)
 
 
 class Pauses:
-    """Of one upstream. Times are of one monotonic clock, in seconds.
+    """The pauses of one upstream. Times are of one monotonic clock, in seconds.
 
     Attributes:
-        breaker: is told of failures; open while the upstream is out.
+        breaker: open while the upstream is out.
     """
 
     def __init__(self, url: str) -> None:
-        """Begin with none; `url` stands in reasons."""
+        """Start without a pause; reasons mention `url`."""
         self.breaker = Breaker(PATIENCE)
         self._url = url
         self._rest = Rest(0.0, 503, "")
         self._until_s = 0.0
 
-    def out(self, failure: str, now_s: float) -> Rest:
-        """Return the time to the next probe of one that has failed."""
-        remaining_s = max(self.breaker.remaining_s(now_s), DEFAULT_REST_S)
-        return Rest(remaining_s, 503, f"{self._url}: {failure}")
+    def rest(self, failure: str | None, now_s: float) -> Rest | None:
+        """Return the rest of a pause; None if the upstream may be called.
 
-    def asked_for(self, now_s: float) -> Rest | None:
-        """Return what is left of the pause it asked for."""
+        Args:
+            failure: why it is out; None if at most it has asked for a pause.
+        """
+        if failure is not None:
+            remaining_s = max(self.breaker.remaining_s(now_s), DEFAULT_REST_S)
+            return Rest(remaining_s, 503, f"{self._url}: {failure}")
         if now_s >= self._until_s:
             return None
         return self._rest._replace(remaining_s=self._until_s - now_s)
 
-    def may_be_probed(self, now_s: float) -> bool:
-        """Return whether it may be asked now whether it is there."""
+    def may_probe(self, now_s: float) -> bool:
+        """Return whether a probe may be sent now."""
         return self.breaker.remaining_s(now_s) <= 0 and now_s >= self._until_s
 
-    def answered(self, response: aiohttp.ClientResponse, now_s: float) -> None:
+    def note_answer(self, response: aiohttp.ClientResponse, now_s: float) -> None:
         """Note an answer, which may ask for a pause."""
         if self.breaker.reason is None:
             self.breaker.succeeded()
@@ -61,3 +63,22 @@ class Pauses:
         if until_s >= self._until_s:
             reason = f"{self._url} answered {response.status}"
             self._until_s, self._rest = until_s, Rest(0.0, response.status, reason)
+
+
+def retry_after_s(value: str | None, now: datetime) -> float | None:
+    """Return the seconds of a `Retry-After` header, 0 or more; None if it cannot be read.
+
+    It holds seconds or a date (RFC 9110, section 10.2.3).
+    """
+    if value is None:
+        return None
+    text = value.strip()
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return float(text)
+    try:
+        moment = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:  # the dates of RFC 850 and asctime are in GMT
+        moment = moment.replace(tzinfo=UTC)
+    return max(0.0, (moment - now).total_seconds())

@@ -23,7 +23,7 @@ from typing import Final, Generic, TypeVar
 from aiohttp import ClientWebSocketResponse
 from aiohttp.web import WebSocketResponse
 
-from draftgate.backends.remote_worker import Codec, Message
+from draftgate.backends.remote_worker import Codec, WorkerMessage
 
 PREFIX: Final = "/peer/"
 """Prefix of all paths that are for other nodes only."""
@@ -48,7 +48,7 @@ takes some 30 us on either side: 0.03% of a core for each pair of nodes. (Chosen
 Received = TypeVar("Received")
 
 
-class Piece(Message, frozen=True):
+class MessagePiece(WorkerMessage, frozen=True):
     """A part of a large message, in either direction. Pieces arrive in order."""
 
     data: bytes
@@ -71,13 +71,13 @@ class PeerChannel(Generic[Received]):
             most_bytes: size limit of such a message.
         """
         self._socket = socket
-        self._codec = Codec[Received | Piece](received | Piece)
+        self._codec = Codec[Received | MessagePiece](received | MessagePiece)
         self._most_bytes = most_bytes
         self._pieces: list[bytes] = []
         self._piece_bytes = 0
         self._sending_pieces = asyncio.Lock()
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: WorkerMessage) -> None:
         """Send a message; waits while the other end reads slowly. Any number of tasks may send.
 
         Raises:
@@ -91,7 +91,7 @@ class PeerChannel(Generic[Received]):
         async with self._sending_pieces:
             for begin in range(0, len(data), PIECE_BYTES):
                 end = begin + PIECE_BYTES
-                piece = Piece(data[begin:end], last=end >= len(data))
+                piece = MessagePiece(data[begin:end], last=end >= len(data))
                 await self._socket.send_bytes(self._codec.encode(piece))
                 await asyncio.sleep(0)
 
@@ -102,7 +102,7 @@ class PeerChannel(Generic[Received]):
             ValueError: the frame holds no message, or the message is too large.
         """
         message = self._codec.decode(frame)
-        if not isinstance(message, Piece):
+        if not isinstance(message, MessagePiece):
             return message
         self._pieces.append(message.data)
         self._piece_bytes += len(message.data)
@@ -112,6 +112,6 @@ class PeerChannel(Generic[Received]):
             return None
         whole, self._pieces, self._piece_bytes = b"".join(self._pieces), [], 0
         message = self._codec.decode(whole)
-        if isinstance(message, Piece):
+        if isinstance(message, MessagePiece):
             raise ValueError("a piece within a piece")  # noqa: TRY004 - the sender's fault
         return message

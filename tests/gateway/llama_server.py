@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 
-from draftgate.backends.openai.metrics.polling import POLL_S
+from draftgate.backends.openai.monitor import POLL_S
 from tests.gateway.harness import PATIENCE_S
 
 START_S = 30.0

@@ -1,7 +1,7 @@
 """Pages of metrics as engines write them, with figures that a test decides.
 
 That of llama.cpp is as its server wrote it (`llama-cpp-python` 0.3.36); those of vLLM and SGLang
-follow the sources that `backends.openai.metrics.dialects` names, with some of the other figures
+follow the sources that `backends.openai.metrics` names, with some of the other figures
 that stand between, so that nothing is found by its place.
 """
 

@@ -1,4 +1,4 @@
-"""What upstreams tell of themselves, and the load that is made of it."""
+"""Metrics pages of upstreams, and the load that is computed from them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.base import WorkerConfig
-from draftgate.backends.openai.metrics.dialects import read_metrics
-from draftgate.backends.openai.metrics.polling import MISSING_S
-from draftgate.backends.openai.metrics.reading import DraftTotals, Reading
-from draftgate.backends.openai.metrics.tally import HALF_LIFE_DRAFTS, PRIOR, DraftTally
-from draftgate.backends.openai.speed import ObservedSpeed
-from draftgate.backends.openai.told import STALE_S, UPSTREAM_PROPOSER, ToldLoad
+from draftgate.backends.openai.metrics import DraftCounters, EngineMetrics, read_metrics
+from draftgate.backends.openai.monitor import MISSING_S
 from draftgate.backends.openai.upstream import OpenAIUpstream
+from draftgate.backends.openai.upstream_load import (
+    HALF_LIFE_DRAFTS,
+    PRIOR,
+    STALE_S,
+    UPSTREAM_PROPOSER,
+    RecentDrafts,
+    UpstreamLoad,
+)
 from draftgate.gateway.app import Listening
 from draftgate.policies.speculation.upstream_speculation import DraftMeans, expected_accepted
 from draftgate.policies.types import WorkerLoad
@@ -31,38 +35,38 @@ DRAFTS = (100, 400, 250)
     [
         (
             vllm(3, 2, 0.25),
-            Reading("vllm", 3, 2, 0, 0.25, 1000, 32),
+            EngineMetrics("vllm", 3, 2, 0, 0.25, 1000, 32),
         ),
         (
             vllm(3, 2, 0.25, usage_name="gpu_cache_usage_perc", engines=2),
-            Reading("vllm", 6, 4, 0, 0.25, 2000, 32),
+            EngineMetrics("vllm", 6, 4, 0, 0.25, 2000, 32),
         ),
         (
             vllm(blocks="None", drafts=(0, 0, 0)),
-            Reading("vllm", 0, 0, 0, 0.0, drafts=True, totals=DraftTotals(0.0, 0.0, 0.0)),
+            EngineMetrics("vllm", 0, 0, 0, 0.0, drafts=True, counters=DraftCounters(0.0, 0.0, 0.0)),
         ),
         (
             vllm(1, drafts=DRAFTS, engines=2),
-            Reading(
-                "vllm", 2, 0, 0, 0.0, 2000, 32, drafts=True, totals=DraftTotals(200, 800, 500)
+            EngineMetrics(
+                "vllm", 2, 0, 0, 0.0, 2000, 32, drafts=True, counters=DraftCounters(200, 800, 500)
             ),
         ),
-        (sglang(5, 1, 0.5), Reading("sglang", 5, 1, 0, 0.5, 4096, 1)),
+        (sglang(5, 1, 0.5), EngineMetrics("sglang", 5, 1, 0, 0.5, 4096, 1)),
         (
             sglang(5, accept_length=2.5, draft_tokens=4, max_sequences=48),
-            Reading(
+            EngineMetrics(
                 "sglang", 5, 0, 48, 0.0, 4096, 1, drafts=True, means=DraftMeans(3.0, 1.5)
             ),
         ),
         (
             sglang(5, accept_length=2.5, accept_rate=0.5),
-            Reading("sglang", 5, 0, 0, 0.0, 4096, 1, drafts=True, means=DraftMeans(3.0, 1.5)),
+            EngineMetrics("sglang", 5, 0, 0, 0.0, 4096, 1, drafts=True, means=DraftMeans(3.0, 1.5)),
         ),
-        (sglang(accept_length=2.5), Reading("sglang", 0, 0, 0, 0.0, 4096, 1, drafts=True)),
-        (llama_cpp(2, 7), Reading("llama.cpp", 2, 7)),
+        (sglang(accept_length=2.5), EngineMetrics("sglang", 0, 0, 0, 0.0, 4096, 1, drafts=True)),
+        (llama_cpp(2, 7), EngineMetrics("llama.cpp", 2, 7)),
         (
             llama_cpp(2, 7, DRAFTS),
-            Reading("llama.cpp", 2, 7, drafts=True, totals=DraftTotals(*map(float, DRAFTS))),
+            EngineMetrics("llama.cpp", 2, 7, drafts=True, counters=DraftCounters(100, 400, 250)),
         ),
         ("process_cpu_seconds_total 12.5\n", None),
         ("", None),
@@ -73,20 +77,20 @@ DRAFTS = (100, 400, 250)
         "llama.cpp-drafting", "unknown", "empty",
     ],
 )  # fmt: skip
-def test_each_engine_is_read_in_its_own_words(page: str, expected: Reading | None) -> None:
-    """Figures of replicas are added, those of ranks and priorities count once, NaN counts not."""
+def test_page_of_each_engine_is_read(page: str, expected: EngineMetrics | None) -> None:
+    """Replicas are added, ranks and priorities count once, and NaN is ignored."""
     assert read_metrics(page) == expected
 
 
-def test_a_page_that_is_none_is_an_error() -> None:
-    """A broken sample is told, not guessed at."""
+def test_broken_sample_raises_value_error() -> None:
+    """A value that is not a number is an error, not a guess."""
     with pytest.raises(ValueError, match="could not convert"):
         read_metrics("vllm:num_requests_running{} many\n")
 
 
 @given(st.text(max_size=300))
-def test_no_text_breaks_the_reader(text: str) -> None:
-    """Whatever stands at /metrics is a reading, none, or a ValueError."""
+def test_reader_raises_only_value_error(text: str) -> None:
+    """Any text at /metrics gives metrics, None or a ValueError."""
     for page in (
         text,
         f"vllm:num_requests_running{text}",
@@ -96,8 +100,8 @@ def test_no_text_breaks_the_reader(text: str) -> None:
             read_metrics(page)
 
 
-async def test_our_own_page_is_read(sim: Listening) -> None:
-    """Another Draftgate tells its price and its acceptance, and is not taken for a vLLM."""
+async def test_page_of_another_draftgate_has_price_and_acceptance(sim: Listening) -> None:
+    """It also shows vLLM's names, but is not read as a vLLM."""
     async with client(sim) as http:
         body = {"prompt": "x = x + 1\n" * 20, "max_tokens": 40, "temperature": 0}
         await http.post("/v1/completions", json=body)
@@ -107,94 +111,91 @@ async def test_our_own_page_is_read(sim: Listening) -> None:
     assert (found.engine, found.running, found.waiting) == ("draftgate", 0, 0)
     assert (found.price, found.acceptance) == (load.price, pytest.approx(load.acceptance))
     assert found.drafts
-    assert found.totals is not None
-    assert 0 < found.totals.accepted <= found.totals.drafted
+    assert found.counters is not None
+    assert 0 < found.counters.accepted <= found.counters.drafted
 
 
-def test_a_tally_follows_the_last_drafts() -> None:
-    """What is new outweighs what is old, also where an engine was restarted."""
-    tally = DraftTally()
-    assert tally.means == PRIOR
-    tally.learn(DraftTotals(1e6, 5e6, 4e6))
-    assert tally.means.drafted == pytest.approx(5.0, rel=0.01)
-    tally.learn(DraftTotals(1e6 + 5 * HALF_LIFE_DRAFTS, 5e6 + 25 * HALF_LIFE_DRAFTS, 4e6))
-    assert tally.means.accepted == pytest.approx(0.0, abs=0.2)
-    before = tally.means
-    tally.learn(DraftTotals(0.0, 0.0, 0.0))
-    assert tally.means == before
-    tally.learn(DraftTotals(HALF_LIFE_DRAFTS, 3 * HALF_LIFE_DRAFTS, 3 * HALF_LIFE_DRAFTS))
-    assert tally.means.drafted < 4.1
-    assert tally.means.accepted > 1.9
+def test_recent_drafts_outweigh_old_ones() -> None:
+    """The means follow the latest drafts, also after a restart of the engine."""
+    recent = RecentDrafts()
+    assert recent.means == PRIOR
+    recent.add_counters(DraftCounters(1e6, 5e6, 4e6))
+    assert recent.means.drafted == pytest.approx(5.0, rel=0.01)
+    recent.add_counters(DraftCounters(1e6 + 5 * HALF_LIFE_DRAFTS, 5e6 + 25 * HALF_LIFE_DRAFTS, 4e6))
+    assert recent.means.accepted == pytest.approx(0.0, abs=0.2)
+    before = recent.means
+    recent.add_counters(DraftCounters(0.0, 0.0, 0.0))
+    assert recent.means == before
+    recent.add_counters(DraftCounters(HALF_LIFE_DRAFTS, 3 * HALF_LIFE_DRAFTS, 3 * HALF_LIFE_DRAFTS))
+    assert recent.means.drafted < 4.1
+    assert recent.means.accepted > 1.9
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**8), st.integers(0, 10**8))),
 )
-def test_means_stay_possible_whatever_counters_do(counts: list[tuple[int, int, int]]) -> None:
-    """Counters that jump, fall or contradict each other give no more accepted than drafted."""
-    tally = DraftTally()
+def test_accepted_mean_never_exceeds_drafted_mean(counts: list[tuple[int, int, int]]) -> None:
+    """Counters may jump, fall or contradict each other."""
+    recent = RecentDrafts()
     for drafts, drafted, accepted in counts:
-        tally.learn(DraftTotals(float(drafts), float(drafted), float(accepted)))
-        assert 0.0 <= tally.means.accepted <= tally.means.drafted
+        recent.add_counters(DraftCounters(float(drafts), float(drafted), float(accepted)))
+        assert 0.0 <= recent.means.accepted <= recent.means.drafted
 
 
-def loaded(told: ToldLoad, sent: int, now_s: float = 0.0) -> WorkerLoad:
-    return told.load(sent, ObservedSpeed(), now_s)
-
-
-def test_what_others_send_shows() -> None:
-    """The engine's count less our own is theirs; ours changes at once, theirs with readings."""
-    told = ToldLoad(0, None)
-    told.learn(Reading("vllm", running=9, waiting=3, kv_usage=0.5, kv_blocks=100), 4, 10.0)
-    load = loaded(told, 4, 10.5)
+def test_load_separates_other_clients_from_own_requests() -> None:
+    """Others are the engine's count minus our own, which changes at once."""
+    known = UpstreamLoad(0, None)
+    metrics = EngineMetrics("vllm", running=9, waiting=3, kv_usage=0.5, kv_blocks=100)
+    known.update(metrics, 4, 10.0)
+    load = known.load(4, 10.5)
     assert (load.running, load.waiting, load.others, load.age_s) == (9, 3, 8, 0.5)
     assert (load.kv_blocks_free, load.kv_blocks_total, load.max_sequences) == (50, 100, 9)
-    assert loaded(told, 6, 10.5).running == 11
-    assert loaded(told, 0, 10.5).running == 5
+    assert known.load(6, 10.5).running == 11
+    assert known.load(0, 10.5).running == 5
 
 
-def test_old_readings_count_for_nothing() -> None:
-    """Who tells nothing any more is known by what is counted here, as one that never did."""
-    told = ToldLoad(0, None)
-    told.learn(Reading("vllm", 9, 3, kv_usage=0.9, kv_blocks=100), 0, 0.0)
-    assert loaded(told, 2, STALE_S + 0.1) == loaded(ToldLoad(0, None), 2)
-    assert loaded(told, 2, STALE_S + 0.1).age_s is None
+def test_stale_metrics_are_ignored() -> None:
+    """An upstream that reports no longer has the load of one that never did."""
+    known = UpstreamLoad(0, None)
+    known.update(EngineMetrics("vllm", 9, 3, kv_usage=0.9, kv_blocks=100), 0, 0.0)
+    assert known.load(2, STALE_S + 0.1) == UpstreamLoad(0, None).load(2, STALE_S + 0.1)
+    assert known.load(2, STALE_S + 0.1).age_s is None
 
 
-def test_seats_are_those_declared_else_told_else_seen() -> None:
-    """An operator knows best, then the engine, then who waits there."""
-    full = Reading("vllm", running=9, waiting=3)
-    for declared, reading, seats in (
+def test_max_sequences_are_declared_else_reported_else_estimated() -> None:
+    """The operator knows best, then the engine, then the engine's queue."""
+    full = EngineMetrics("vllm", running=9, waiting=3)
+    for declared, metrics, expected in (
         (5, full, 5),
-        (0, Reading("sglang", 9, 3, max_sequences=48), 48),
+        (0, EngineMetrics("sglang", 9, 3, max_sequences=48), 48),
         (0, full, 9),
-        (0, Reading("vllm", 9, 0), 0),
+        (0, EngineMetrics("vllm", 9, 0), 0),
     ):
-        told = ToldLoad(declared, None)
-        told.learn(reading, 0, 0.0)
-        assert loaded(told, 0).max_sequences == seats
+        known = UpstreamLoad(declared, None)
+        known.update(metrics, 0, 0.0)
+        assert known.load(0, 0.0).max_sequences == expected
 
 
-def test_a_price_is_made_of_what_is_seen() -> None:
-    """The longer times grow with the batch the higher it is; an idle engine's is 0."""
-    told, speed = ToldLoad(0, None), ObservedSpeed()
+def test_price_follows_from_counters_and_times() -> None:
+    """The more the times grow with the batch, the higher it is; an idle engine's is 0."""
+    known = UpstreamLoad(0, None)
     accepted = expected_accepted(0.7, 4.0)
-    totals = DraftTotals(1e6, 4e6, 1e6 * accepted)
-    told.learn(Reading("vllm", 32, 0, drafts=True, totals=totals), 0, 0.0)
+    counters = DraftCounters(1e6, 4e6, 1e6 * accepted)
+    known.update(EngineMetrics("vllm", 32, 0, drafts=True, counters=counters), 0, 0.0)
     for load in range(1, 60):
-        speed.streamed(0.01 * load + 0.2, 101, 1, load)  # seconds of 100 gaps
-    busy = told.load(0, speed, 0.0)
+        known.speed.add_stream(0.01 * load + 0.2, 101, 1, load)  # seconds of 100 gaps
+    busy = known.load(0, 0.0)
     assert busy.proposers == (UPSTREAM_PROPOSER,)
     assert busy.acceptance == pytest.approx(0.7, abs=0.01)
     assert busy.draft_tokens == pytest.approx(4.0, abs=0.05)
     share = 0.01 * 32 / (0.01 * 32 + 0.2)
     assert busy.price == pytest.approx(share * (1 + accepted) / 5.0, rel=0.05)
-    told.learn(Reading("vllm", 0, 0, drafts=True, totals=totals), 0, 0.0)
-    assert told.load(0, speed, 0.0).price == 0.0
+    known.update(EngineMetrics("vllm", 0, 0, drafts=True, counters=counters), 0, 0.0)
+    assert known.load(0, 0.0).price == 0.0
 
 
-async def test_metrics_are_read_when_it_starts_and_go_on_being_read() -> None:
-    """The first request meets a load that is known, and later ones a newer one."""
+async def test_metrics_are_read_at_start_and_afterwards() -> None:
+    """The load is known before the first request, and updated later."""
     async with upstream(whole) as there:
         there.metrics = vllm(3, 0, 0.1, drafts=DRAFTS)
         clock = Clock()
@@ -211,8 +212,8 @@ async def test_metrics_are_read_when_it_starts_and_go_on_being_read() -> None:
     assert 'vllm:num_requests_running{model_name="theirs",worker="0"} 5.0' in page
 
 
-async def test_the_background_reads_by_itself() -> None:
-    """Nobody has to ask: what changes there is known here soon."""
+async def test_background_task_polls_metrics() -> None:
+    """A change at the upstream soon shows in its load."""
     async with upstream(whole) as there:
         there.metrics = vllm(1)
         worker = OpenAIUpstream(WorkerConfig(upstream=there.url), poll_s=0.001)
@@ -221,8 +222,8 @@ async def test_the_background_reads_by_itself() -> None:
             await until(lambda: worker.load().others == 8)
 
 
-async def test_without_metrics_all_is_as_counted_here() -> None:
-    """A page that is not there is asked for again after a while, and nobody is worse off."""
+async def test_upstream_without_metrics_has_the_load_counted_here() -> None:
+    """A missing page is asked for again after a while; a broken one changes nothing."""
     async with upstream(whole) as there:
         clock = Clock()
         worker = unasked(WorkerConfig(upstream=there.url, upstream_concurrency=2), clock)
@@ -240,25 +241,25 @@ async def test_without_metrics_all_is_as_counted_here() -> None:
             assert worker.load().others == 4
 
 
-async def test_our_own_requests_are_no_others() -> None:
-    """What this gateway has there is counted once, before and after a reading."""
+async def test_own_requests_are_counted_once() -> None:
+    """They are not taken for those of others, before and after a reading."""
     async with upstream(held()) as there, in_front(there) as where:
         worker = where.node.fleet.workers[0].backend
         _, writer = await post_raw(where, "/v1/completions", {"prompt": "x", "n": 3})
         await there.came.get()
-        assert worker.load().running == 3, "each choice takes a place"
+        assert worker.load().running == 3, "each choice is a sequence"
         there.metrics = vllm(5, 0)
         await worker.poll()
-        assert worker.load().running == 3, "it is not asked again so soon"
-        worker._poller._missing_until_s = 0.0
+        assert worker.load().running == 3, "a missing page is not asked for again so soon"
+        worker._monitor._next_metrics_s = 0.0
         await worker.poll()
         assert (worker.load().running, worker.load().others) == (5, 2)
         writer.close()
         await until(lambda: worker.load().running == 2)
 
 
-async def test_who_is_full_of_others_gets_half_at_least() -> None:
-    """Others' sequences take seats, but no gateway is kept out by them altogether."""
+async def test_other_clients_leave_half_of_the_capacity() -> None:
+    """Their sequences take capacity, but never keep this gateway out."""
     async with upstream(held()) as there:
         there.metrics = vllm(7, 0)
         async with in_front(there, seats=8) as where:
@@ -274,8 +275,8 @@ async def test_who_is_full_of_others_gets_half_at_least() -> None:
             await until(lambda: where.node.dispatcher.in_flight == 0)
 
 
-async def test_memory_that_is_full_lets_requests_wait_here() -> None:
-    """A prompt that does not fit into the KV memory which an engine has left is not sent yet."""
+async def test_request_waits_while_kv_memory_is_full() -> None:
+    """A prompt is not sent before it fits into the engine's free KV memory."""
     async with upstream(held()) as there:
         there.metrics = vllm(1, 0, 0.999, blocks="100")  # 32 tokens of 3200 are free
         async with in_front(there) as where:
@@ -297,8 +298,8 @@ async def test_memory_that_is_full_lets_requests_wait_here() -> None:
     [(vllm(20, 0, 0.5), vllm(1, 0, 0.02)), (llama_cpp(20), llama_cpp(1))],
     ids=["memory", "counts"],
 )
-async def test_the_one_that_others_use_less_is_chosen(pages: tuple[str, str]) -> None:
-    """Of two that are alike here, requests go to the one with less of others' work."""
+async def test_upstream_with_less_work_of_others_is_chosen(pages: tuple[str, str]) -> None:
+    """Of two upstreams that are otherwise equal, it gets the requests."""
     async with upstream(whole) as a, upstream(whole) as b:
         a.metrics, b.metrics = pages
         async with in_front(a, b) as where, client(where) as http:
@@ -307,8 +308,8 @@ async def test_the_one_that_others_use_less_is_chosen(pages: tuple[str, str]) ->
             assert (len(a.requests), len(b.requests)) == (0, 4)
 
 
-async def test_a_llama_cpp_tells_its_slots_without_metrics() -> None:
-    """Its server is known by the list of models, and has its seats at another address."""
+async def test_llama_cpp_reports_slots_without_metrics() -> None:
+    """Its server is recognised by the list of models, and reports its slots at /props."""
     async with upstream(whole) as there:
         there.owner = "llamacpp"
         worker = unasked(WorkerConfig(upstream=there.url), Clock())

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from draftgate.backends.openai.retry_after import retry_after_s
-from draftgate.backends.openai.speed import ObservedSpeed
+from draftgate.backends.openai.pauses import retry_after_s
+from draftgate.backends.openai.upstream_load import ObservedSpeed
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_retry_after_is_read_in_all_its_forms(text: str | None, seconds: float |
 def test_speed_is_that_of_one_choice() -> None:
     """Two choices that share a stream each have half of its tokens; no gap shows nothing."""
     seen = ObservedSpeed()
-    seen.streamed(1.0, 1, 1, 1.0)
+    seen.add_stream(1.0, 1, 1, 1.0)
     assert seen.speed().tpot_s == 0.0
-    seen.streamed(1.0, 22, 2, 1.0)
+    seen.add_stream(1.0, 22, 2, 1.0)
     assert seen.speed().tpot_s == pytest.approx(0.1)
-    seen.streamed(2.0, 11, 1, 1.0)
+    seen.add_stream(2.0, 11, 1, 1.0)
     assert seen.speed().tpot_s == pytest.approx(0.12)
 
 
@@ -48,7 +48,7 @@ def test_who_was_busy_is_not_taken_for_slow() -> None:
     """Times at several loads say what one takes that has less to do, or more, than lately."""
     seen = ObservedSpeed()
     for running in (1, 8, 16, 24, 32) * 12:
-        seen.streamed(0.1 * (20 + running), 101, 1, running)
+        seen.add_stream(0.1 * (20 + running), 101, 1, running)
     for running in (1, 20, 60):
         speed = seen.speed(running)
         assert speed.tpot_s == pytest.approx(0.001 * (20 + running), rel=0.05)

@@ -12,7 +12,7 @@ import pytest
 from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta, Pace
 from draftgate.gateway.http import readers
-from draftgate.gateway.http.peers.session import MOST_DELTAS, Outbox, PeerSession
+from draftgate.gateway.http.peers.session import MOST_DELTAS, DeltaOutbox, PeerSession
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
 from tests.gateway.test_slow_readers import StoppedReader, generated
@@ -86,7 +86,7 @@ async def test_a_gateway_that_stops_reading_is_waited_for_in_bounded_memory(
 
 async def test_an_outbox_holds_so_much_and_lets_everybody_wait_in_turn() -> None:
     """Order is kept for each stream; what is taken makes room."""
-    outbox = Outbox()
+    outbox = DeltaOutbox()
     most = 3 * MOST_DELTAS
 
     async def fill(link_id: str) -> None:
@@ -112,14 +112,14 @@ async def test_all_deltas_of_a_step_go_in_one_message(
 ) -> None:
     """However many requests a step had, it is encoded and sent once."""
     sizes: list[int] = []
-    take = Outbox.take
+    take = DeltaOutbox.take
 
-    def counted(outbox: Outbox) -> object:
+    def counted(outbox: DeltaOutbox) -> object:
         taken = take(outbox)
         sizes.append(len(taken[0]))
         return taken
 
-    monkeypatch.setattr(Outbox, "take", counted)
+    monkeypatch.setattr(DeltaOutbox, "take", counted)
     async with running(backends=[scripted]) as there, linked_to(there.url) as backend:
         wanted = [make_request(backend, max_tokens=9) for _ in range(20)]
         streams = [backend.generate(request) for request in wanted]

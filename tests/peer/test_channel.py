@@ -15,8 +15,8 @@ from draftgate.backends.peer.channel import (
     MOST_COMMAND_BYTES,
     MOST_FRAME_BYTES,
     PIECE_BYTES,
+    MessagePiece,
     PeerChannel,
-    Piece,
 )
 from draftgate.backends.remote_worker import (
     Cancel,
@@ -79,9 +79,9 @@ def test_a_message_beyond_the_bound_is_known_before_its_last_piece(over: int) ->
 def test_pieces_of_pieces_are_no_message() -> None:
     """Else a small message could stand for a large one, again and again."""
     codec = Codec[Report](Report)
-    inner = codec.encode(Piece(b"x", last=True))
+    inner = codec.encode(MessagePiece(b"x", last=True))
     with pytest.raises(ValueError, match="a piece within a piece"):
-        a_channel(Line()).read(codec.encode(Piece(inner, last=True)))
+        a_channel(Line()).read(codec.encode(MessagePiece(inner, last=True)))
 
 
 async def test_others_have_their_turn_between_the_pieces_of_a_prompt() -> None:

@@ -23,7 +23,6 @@ from draftgate.backends.remote_worker import (
     Failed,
     FetchTokenizer,
     Loading,
-    Message,
     Ready,
     Report,
     SetPace,
@@ -31,6 +30,7 @@ from draftgate.backends.remote_worker import (
     Submit,
     TokenizerFiles,
     Update,
+    WorkerMessage,
 )
 from draftgate.backends.token_ids import compact, from_bytes, to_bytes
 from draftgate.backends.types import (
@@ -112,13 +112,13 @@ def name_of(message: object) -> str:
     return type(message).__name__
 
 
-def over_codec(message: Message, received: object) -> object:
+def over_codec(message: WorkerMessage, received: object) -> object:
     """The message after msgpack, as between nodes."""
     codec = Codec[object](received)
     return codec.decode(codec.encode(message))
 
 
-def over_socket(message: Message, received: object) -> object:
+def over_socket(message: WorkerMessage, received: object) -> object:
     """The message after a socket, as from or to an engine's own process."""
     here, there = socket.socketpair()
     with here, there:
@@ -129,7 +129,7 @@ def over_socket(message: Message, received: object) -> object:
 @pytest.mark.parametrize("carried", [over_codec, over_socket])
 @pytest.mark.parametrize("command", COMMANDS, ids=name_of)
 def test_command_arrives_whole(
-    carried: Callable[[Message, object], object], command: Message
+    carried: Callable[[WorkerMessage, object], object], command: WorkerMessage
 ) -> None:
     """Service level, tenant, grammar, resumed tokens, hashes and trace context all travel."""
     assert carried(command, Command) == command
@@ -138,7 +138,7 @@ def test_command_arrives_whole(
 @pytest.mark.parametrize("carried", [over_codec, over_socket])
 @pytest.mark.parametrize("report", REPORTS, ids=name_of)
 def test_report_arrives_whole(
-    carried: Callable[[Message, object], object], report: Message
+    carried: Callable[[WorkerMessage, object], object], report: WorkerMessage
 ) -> None:
     """Cards, outcomes, step traces, phases, embeddings and the whole load all travel."""
     assert carried(report, Report) == report
@@ -147,7 +147,7 @@ def test_report_arrives_whole(
 @pytest.mark.parametrize("carried", [over_codec, over_socket])
 @pytest.mark.parametrize("pace", Pace)
 def test_pace_arrives_as_enum_member(
-    carried: Callable[[Message, object], object], pace: Pace
+    carried: Callable[[WorkerMessage, object], object], pace: Pace
 ) -> None:
     """Workers compare paces by identity, so a bare number would not do."""
     arrived = carried(SetPace("0", pace), Command)
@@ -172,7 +172,7 @@ def test_bytes_that_are_not_a_message_raise_value_error(data: bytes | str) -> No
 
 @given(st.sampled_from([*COMMANDS, *REPORTS]), st.data())
 def test_damaged_message_decodes_or_raises_value_error(
-    message: Message, data: st.DataObject
+    message: WorkerMessage, data: st.DataObject
 ) -> None:
     """The message is cut short, or has one byte replaced at any place."""
     kind = Command if message in COMMANDS else Report

@@ -40,7 +40,7 @@ _EXPLAINED: Final = (GatewayError, BackendFailed, RequestRejected)
 """Errors whose messages are meant for the other node."""
 
 
-class Outbox:
+class DeltaOutbox:
     """Deltas of all requests on a connection that wait for the next update."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class PeerSession:
         self._worker = worker
         self._socket = socket
         self._channel = PeerChannel[Command](socket, Command, MOST_COMMAND_BYTES)
-        self._outbox = Outbox()
+        self._outbox = DeltaOutbox()
         self._name = secrets.token_hex(4)
         self._leaving = False
         self._streams: dict[str, tuple[PeerStream, asyncio.Task[None]]] = {}

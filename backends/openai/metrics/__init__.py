@@ -1,1 +1,0 @@
-"""What upstreams tell of themselves at `/metrics`, whoever made them."""

@@ -1,0 +1,177 @@
+"""Background requests to an upstream: whether it is well, what it serves, its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+
+from draftgate.backends.openai.metrics import EngineMetrics, read_metrics
+from draftgate.backends.reasons import plain_reason
+
+PROBE_S: Final = 2.0
+"""Between health probes of an upstream that is well. An outage is three failures: it is noticed in
+6 s, or once three requests have failed."""
+
+POLL_S: Final = 1.5
+"""Between readings of its metrics. A request takes an engine seconds, and this gateway counts its
+own requests at once; only those of other clients are known with this delay. SGLang updates its page
+every 40 steps, about as often. llama.cpp's server notices that the client of a whole answer has
+left only after a second without a result for anybody, and a metrics page is a result: read every
+0.1 or 0.5 s it computed 16,000 tokens for nobody, read every 1.5 s it stopped (b1-0c1e570, Zen 5,
+2026-11-22)."""
+
+PATIENCE_S: Final = 2.0
+"""For any answer. An engine whose event loop is slower serves nobody well, and an older metrics
+page is of no use."""
+
+MISSING_S: Final = 60.0
+"""Until a missing metrics page, or the known number of slots, is asked for again: the engine may
+have been restarted with other settings."""
+
+MOST_BYTES: Final = 4 << 20
+"""Largest metrics page: ten times that of a vLLM with eight engines."""
+
+INLINE_BYTES: Final = 512 << 10
+"""Larger pages are read in a thread. 344 kB in 3,457 lines, as from a vLLM with eight engines, take
+1.4 ms (Zen 5, 2026-11-22), and the event loop may be held for 5."""
+
+_PATIENCE: Final = aiohttp.ClientTimeout(total=PATIENCE_S)
+
+
+class ProbeFailure(NamedTuple):
+    """Why a probe failed, and whether that was a timeout."""
+
+    reason: str
+    timeout: bool
+
+
+class ListedModel(NamedTuple):
+    """The first model of an upstream's list.
+
+    Attributes:
+        max_model_len: 0 if it is not listed.
+        is_llama_cpp: whether the server is llama.cpp's.
+    """
+
+    model_id: str
+    max_model_len: int
+    created_s: int
+    is_llama_cpp: bool = False
+
+
+class UpstreamMonitor:
+    """Asks one upstream.
+
+    Attributes:
+        model: the model it lists; None until its list was read.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, clock: Callable[[], float]
+    ) -> None:
+        """Ask the server at `url`; nothing is sent yet."""
+        self.model: ListedModel | None = None
+        self._session = session
+        self._url = url
+        self._clock = clock
+        self._has_health = True
+        self._next_metrics_s = self._next_slots_s = 0.0
+
+    async def probe(self) -> ProbeFailure | None:
+        """Return None if the upstream is well, else why it is not.
+
+        It asks `GET /health` (vLLM, SGLang, llama.cpp, Draftgate), or the list of models where
+        there is no such endpoint.
+        """
+        try:
+            if self._has_health:
+                async with self._get("/health") as response:
+                    await response.read()
+                status = response.status
+                self._has_health = status in {200, 204} or status >= 500
+                if status >= 500:
+                    return ProbeFailure(f"/health answered {status}", timeout=False)
+            if self.model is None or not self._has_health:
+                return await self._read_models()
+        except TimeoutError:
+            return ProbeFailure(f"it did not answer in {PATIENCE_S:g} s", timeout=True)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return ProbeFailure(plain_reason(error), timeout=False)
+        return None
+
+    async def metrics(self) -> EngineMetrics | None:
+        """Return what its metrics page says now; None if there is none, or not in time."""
+        if self._clock() < self._next_metrics_s:
+            return None
+        try:
+            async with self._get("/metrics") as response:
+                if response.status == 200:
+                    return await _read_page(response)
+                if 400 <= response.status < 500 or response.status == 501:
+                    self._next_metrics_s = self._clock() + MISSING_S
+        except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError
+            pass
+        return None
+
+    async def slots(self) -> int | None:
+        """Return the slots of a llama.cpp server; None for any other server, or if they are known.
+
+        They are at `/props`, with or without metrics. Whether it speculates is not: there
+        `speculative.types` is `none` in any case.
+        """
+        if self.model is None or not self.model.is_llama_cpp or self._clock() < self._next_slots_s:
+            return None
+        self._next_slots_s = self._clock() + MISSING_S
+        try:
+            async with self._get("/props") as response:
+                props = await response.json(content_type=None)
+        except (aiohttp.ClientError, OSError, ValueError):
+            return None
+        return _number(props, "total_slots") or None
+
+    def _get(self, path: str) -> Any:
+        return self._session.get(self._url + path, timeout=_PATIENCE)
+
+    async def _read_models(self) -> ProbeFailure | None:
+        """Read the list. One that may not be read (401, 404) shows that the server is there."""
+        async with self._get("/v1/models") as response:
+            if response.status >= 500:
+                return ProbeFailure(f"/v1/models answered {response.status}", timeout=False)
+            if response.status == 200:
+                self.model = _first_model(await response.json(content_type=None))
+        return None
+
+
+async def _read_page(response: aiohttp.ClientResponse) -> EngineMetrics | None:
+    page = bytearray()
+    async for block in response.content.iter_any():
+        page += block
+        if len(page) > MOST_BYTES:
+            return None
+    text = page.decode("utf-8", "replace")
+    if len(page) <= INLINE_BYTES:
+        return read_metrics(text)
+    return await asyncio.to_thread(read_metrics, text)
+
+
+def _first_model(listing: Any) -> ListedModel | None:
+    data = listing.get("data") if isinstance(listing, dict) else None
+    first = data[0] if isinstance(data, list) and data else None
+    if not isinstance(first, dict) or not isinstance(first.get("id"), str):
+        return None
+    return ListedModel(
+        first["id"],
+        # llama.cpp has the context of each slot in `meta`.
+        _number(first, "max_model_len") or _number(first.get("meta"), "n_ctx"),
+        _number(first, "created"),
+        first.get("owned_by") == "llamacpp",
+    )
+
+
+def _number(fields: Any, key: str) -> int:
+    value = fields.get(key) if isinstance(fields, dict) else None
+    # JSON of others may hold any number; NaN compares as False.
+    return int(value) if isinstance(value, int | float) and 0 < value < 1e15 else 0

@@ -1,0 +1,212 @@
+"""The load of an upstream: what this gateway counts, and what the upstream reports of itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from draftgate.backends.openai.metrics import DraftCounters, EngineMetrics
+from draftgate.backends.openai.monitor import POLL_S
+from draftgate.policies.concurrency_estimate import next_estimate
+from draftgate.policies.speculation.survival import PRIOR_ACCEPTANCE
+from draftgate.policies.speculation.upstream_speculation import (
+    BatchShare,
+    DraftMeans,
+    acceptance_chance,
+    expected_accepted,
+    fixed_draft_price,
+)
+from draftgate.policies.types import WorkerLoad, WorkerSpeed
+
+STALE_S: Final = 5 * POLL_S
+"""Older metrics are ignored: the requests of other clients that they count have ended by then."""
+
+UPSTREAM_PROPOSER: Final = "upstream"
+"""Stands for whatever proposer an upstream uses; a gateway cannot choose it."""
+
+HALF_LIFE_DRAFTS: Final = 2000.0
+"""Drafts after which older ones weigh half: a second or two of a busy engine, minutes of a quiet
+one. (Chosen, not tuned; 2026-11-22.)"""
+
+PRIOR_DRAFTS: Final = 8.0
+"""Weight of the prior, in drafts."""
+
+PRIOR_DRAFT_TOKENS: Final = 4.0
+"""Prior draft length: the middle of usual settings (vLLM's examples have 3 to 5)."""
+
+PRIOR: Final = DraftMeans(
+    PRIOR_DRAFT_TOKENS, expected_accepted(PRIOR_ACCEPTANCE, PRIOR_DRAFT_TOKENS)
+)
+
+SPEED_WEIGHT: Final = 0.2
+"""Of the newest answer in the running means: about the last ten answers count."""
+
+
+class RecentDrafts:
+    """Means of an engine's latest drafts, from counters that restart when the engine does."""
+
+    def __init__(self) -> None:
+        """Start with the prior."""
+        self._drafts = PRIOR_DRAFTS
+        self._drafted = PRIOR_DRAFTS * PRIOR.drafted
+        self._accepted = PRIOR_DRAFTS * PRIOR.accepted
+        self._last = DraftCounters(0.0, 0.0, 0.0)
+
+    @property
+    def means(self) -> DraftMeans:
+        """The means of the latest drafts."""
+        drafted = self._drafted / self._drafts
+        return DraftMeans(drafted, min(self._accepted / self._drafts, drafted))
+
+    def add_counters(self, counters: DraftCounters) -> None:
+        """Add what was counted since the last call, at most `HALF_LIFE_DRAFTS` drafts' worth."""
+        last, self._last = self._last, counters
+        if any(now < before for now, before in zip(counters, last, strict=True)):
+            last = DraftCounters(0.0, 0.0, 0.0)  # the engine was restarted
+        drafts, drafted, accepted = (now - old for now, old in zip(counters, last, strict=True))
+        if drafts <= 0.0:
+            return
+        kept = 0.5 ** (drafts / HALF_LIFE_DRAFTS)
+        weight = min(1.0, HALF_LIFE_DRAFTS / drafts)
+        self._drafts = self._drafts * kept + drafts * weight
+        self._drafted = self._drafted * kept + drafted * weight
+        self._accepted = self._accepted * kept + accepted * weight
+
+
+class ObservedSpeed:
+    """Running means over the streams that were answered completely.
+
+    Attributes:
+        batch: how times per token grow with the sequences in the batch.
+    """
+
+    def __init__(self) -> None:
+        """Start without observations."""
+        self.batch = BatchShare()
+        self._tpot_s = self._running = 0.0
+        self._prompt_token_s = 0.0
+
+    def add_first_byte(self, seconds: float, prompt_tokens: float) -> None:
+        """Add the time from a request to its first byte, which includes the upstream's queue."""
+        self._prompt_token_s = _mean(self._prompt_token_s, seconds / max(1.0, prompt_tokens))
+
+    def add_stream(self, seconds: float, tokens: int, choices: int, running: float) -> None:
+        """Add a stream.
+
+        Args:
+            seconds: from its first to its last byte.
+            tokens: of all its choices.
+            running: mean number of sequences that ran there meanwhile.
+        """
+        gaps = tokens - choices
+        if gaps <= 0 or seconds <= 0.0:
+            return
+        tpot_s, running = seconds * choices / gaps, max(running, 1.0)
+        self._tpot_s, self._running = _mean(self._tpot_s, tpot_s), _mean(self._running, running)
+        self.batch.add_stream(tpot_s, running)
+
+    def speed(self, running: int = 1, step_tokens: float = 1.0) -> WorkerSpeed:
+        """Return the speed with this many sequences, so that a busy time does not count as slow.
+
+        Args:
+            running: sequences there now; 0 counts as 1.
+            step_tokens: tokens of each of them per step, drafts included.
+        """
+        if not self._tpot_s:
+            return WorkerSpeed(0.0, self._prompt_token_s)
+        slope_s, there = self.batch.slope_s(step_tokens), max(running, 1)
+        tpot_s = max(self._tpot_s + slope_s * (there - self._running), slope_s * there)
+        return WorkerSpeed(tpot_s, self._prompt_token_s, slope_s)
+
+
+class UpstreamLoad:
+    """The load of one upstream, as far as it is known.
+
+    Attributes:
+        drafts: whether the upstream speculates, as declared or as it reports.
+    """
+
+    def __init__(self, max_sequences: int, drafts: bool | None) -> None:
+        """Start without metrics.
+
+        Args:
+            max_sequences: declared most sequences that run there at once; 0 leaves it to reports.
+            drafts: declared whether it speculates; None leaves it to reports.
+        """
+        self.drafts = bool(drafts)
+        self.speed = ObservedSpeed()
+        self._declared_drafts = drafts
+        self._declared_sequences = max_sequences
+        self._slots = self._estimated_sequences = 0
+        self._recent_drafts = RecentDrafts()
+        self._metrics = EngineMetrics()
+        self._updated_s = -math.inf
+        self._others = 0
+
+    def update(self, metrics: EngineMetrics, sent: int, now_s: float) -> None:
+        """Take new metrics.
+
+        Args:
+            sent: sequences of this gateway that ran there at that time, which they include.
+        """
+        running, waiting = metrics.running, metrics.waiting
+        self._metrics, self._updated_s = metrics, now_s
+        self._others = max(running + waiting - sent, 0)
+        self._estimated_sequences = next_estimate(self._estimated_sequences, running, waiting)
+        if metrics.counters is not None:
+            self._recent_drafts.add_counters(metrics.counters)
+        if self._declared_drafts is None:
+            self.drafts = self.drafts or metrics.drafts  # its counters may restart at 0
+
+    def set_slots(self, slots: int) -> None:
+        """Set the number of slots that it reports beside its metrics."""
+        self._slots = slots
+
+    def load(self, sent: int, now_s: float) -> WorkerLoad:
+        """Return the load.
+
+        Args:
+            sent: sequences of this gateway that run there now.
+        """
+        metrics, others, age_s = self._metrics, self._others, now_s - self._updated_s
+        fresh = age_s <= STALE_S
+        if not fresh:
+            metrics, others = EngineMetrics(), 0
+        waiting = min(metrics.waiting, sent + others)
+        running = sent + others - waiting
+        usage = metrics.kv_usage
+        blocks = 0 if usage is None else metrics.kv_blocks
+        max_sequences = self._declared_sequences or metrics.max_sequences or self._slots
+        price, acceptance, drafted = self._drafting(metrics, running)
+        return WorkerLoad(
+            running,
+            waiting,
+            round(blocks * (1.0 - (usage or 0.0))),
+            blocks,
+            price,
+            acceptance,
+            (UPSTREAM_PROPOSER,) if self.drafts else (),
+            max_sequences=max_sequences or (self._estimated_sequences if fresh else 0),
+            kv_block_tokens=metrics.kv_block_tokens,
+            speed=self.speed.speed(running, 1.0 + drafted),
+            others=others,
+            draft_tokens=drafted,
+            age_s=age_s if fresh else None,
+        )
+
+    def _drafting(self, metrics: EngineMetrics, running: int) -> tuple[float, float, float]:
+        """Return the price of a slot, the chance of a draft token and the mean draft length."""
+        if not self.drafts:
+            return 0.0, 0.0, 0.0
+        means = metrics.means or self._recent_drafts.means
+        acceptance = metrics.acceptance
+        if acceptance is None:
+            acceptance = acceptance_chance(means)
+        if metrics.price is not None:
+            return metrics.price, acceptance, means.drafted
+        share = self.speed.batch.share(running, 1.0 + means.drafted)
+        return fixed_draft_price(share, means), acceptance, means.drafted
+
+
+def _mean(mean: float, newest: float) -> float:
+    return newest if mean == 0.0 else mean + SPEED_WEIGHT * (newest - mean)
