@@ -17,8 +17,8 @@ BIN := $(VENV)/bin
 SERVE := $(VENV)/.serve-done
 SETUP := $(VENV)/.setup-done
 # Python compiles modules when they are first imported, which is quicker than compiling all of them.
-pip_install = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
-  -c constraints.txt
+pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile \
+  --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-long check docs format clean
@@ -46,7 +46,8 @@ $(SERVE): pyproject.toml constraints.txt
 	@[ -n "$(TORCH_INDEX)" ] || command -v nvidia-smi >/dev/null 2>&1 || \
 	  echo "No NVIDIA GPU found: TORCH_INDEX=cpu would download PyTorch's smaller CPU build."
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(pip_install) setuptools
+	@echo "Installing into $(VENV). The first time takes a minute, and downloads PyTorch."
+	$(pip_install) pip setuptools  # a current pip resolves three times as fast as Python's own
 	$(pip_install) $(torch_index) --no-build-isolation -e '.[engine]'
 	@touch $@
 

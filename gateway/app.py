@@ -27,7 +27,7 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.http.routes import build_app
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
-from draftgate.gateway.state.opening import open_store
+from draftgate.gateway.state.guarded import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
 
 YOUNG_OBJECTS: Final = 5_000

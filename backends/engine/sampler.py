@@ -98,27 +98,15 @@ def walk(plan: StepPlan, tokens: Many[int]) -> Walks:
     return Walks(stand, emitted)
 
 
-class SamplingColumns(NamedTuple):
-    """The fields of `RowSampling` in the same order, in main memory."""
-
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    seed: npt.NDArray[np.int64]
-    choice: npt.NDArray[np.int32]
-    position: npt.NDArray[np.int32]
-
-
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
     """Return the sampling parameters of every row, drafts' rows included."""
     # Through numpy: `torch.tensor` takes five times as long.
-    columns = map(torch.from_numpy, sampling_columns(plan))
-    return RowSampling(*(to_device(column, device) for column in columns))
+    columns = sampling_columns(plan).items()
+    return RowSampling(**{name: to_device(torch.from_numpy(c), device) for name, c in columns})
 
 
-def sampling_columns(plan: StepPlan) -> SamplingColumns:
-    """Return the sampling parameters of every row, drafts' rows included."""
+def sampling_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+    """Return the fields of `RowSampling` in main memory, drafts' rows included."""
     # The token behind position p is drawn with the noise of position p + 1.
     sampling = [work for work in plan.work if work.samples]
     positions: list[int] = []
@@ -133,15 +121,15 @@ def sampling_columns(plan: StepPlan) -> SamplingColumns:
     def column(values: list[float] | list[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return np.repeat(np.array(values, dtype=dtype), repeats)
 
-    return SamplingColumns(
-        temperature=column([_temperature(p) for p in params], np.float32),
-        top_k=column([min(p.top_k, _MAX_INT32) for p in params], np.int32),
-        top_p=column([p.top_p for p in params], np.float32),
-        min_p=column([p.min_p for p in params], np.float32),
-        seed=column([_as_int64(p.seed) for p in params], np.int64),
-        choice=column([work.sequence.choice for work in sampling], np.int32),
-        position=np.array(positions, dtype=np.int32),
-    )
+    return {
+        "temperature": column([_temperature(p) for p in params], np.float32),
+        "top_k": column([min(p.top_k, _MAX_INT32) for p in params], np.int32),
+        "top_p": column([p.top_p for p in params], np.float32),
+        "min_p": column([p.min_p for p in params], np.float32),
+        "seed": column([_as_int64(p.seed) for p in params], np.int64),
+        "choice": column([work.sequence.choice for work in sampling], np.int32),
+        "position": np.array(positions, dtype=np.int32),
+    }
 
 
 def _settles_drafts(work: SequenceWork) -> bool:
@@ -169,7 +157,7 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     tokens[plain] = _sample(logits[plain], rows.select(plain))
-    tokens[drafted] = rejection_ref.settle(
+    tokens[drafted] = rejection_ref.rejection_sample(
         logits[drafted],
         rows.select(drafted),
         torch.tensor(drafts, device=logits.device),

@@ -16,23 +16,15 @@ from torch import Tensor
 from draftgate.backends.engine.kernels import (
     accept_walk_ref,
     kv_move_ref,
-    ngram_scan_ref,
     paged_attention_ref,
     rms_norm_ref,
     rope_kv_ref,
     sample_verify_ref,
     swiglu_ref,
-    trim_drafts_ref,
 )
 from draftgate.backends.engine.kernels.accept_walk import accept_walk
-from draftgate.backends.engine.kernels.accept_walk_ref import (
-    NO_DRAFT,
-    NO_ROW,
-    StopRules,
-    TokenHistory,
-)
+from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT, NO_ROW, StopRules
 from draftgate.backends.engine.kernels.kv_move import kv_move
-from draftgate.backends.engine.kernels.ngram_scan import ngram_scan
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -40,7 +32,6 @@ from draftgate.backends.engine.kernels.rope_kv import rope_kv
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 from draftgate.backends.engine.kernels.swiglu import swiglu
-from draftgate.backends.engine.kernels.trim_drafts import trim_drafts
 from draftgate.backends.engine.rope import Rope
 
 EPS: Final = 1e-5
@@ -61,8 +52,6 @@ class Sizes(NamedTuple):
     hidden: int = 4096
     intermediate: int = 14336
     vocab: int = 128256
-    looked_up: int = 256
-    """Sequences of an n-gram scan."""
     block_size: int = 16
 
     @property
@@ -161,7 +150,7 @@ def cases(inputs: Inputs) -> Iterator[KernelCase]:
     yield from attention_cases(inputs)
     yield from sampling_cases(inputs)
     yield from layer_cases(inputs)
-    yield from decision_cases(inputs)
+    yield walk_case(inputs)
 
 
 def attention_cases(inputs: Inputs) -> Iterator[KernelCase]:
@@ -264,11 +253,18 @@ def layer_cases(inputs: Inputs) -> Iterator[KernelCase]:
         2 * x.numel() * size,
         tolerance=close,
     )
+    before = residual.clone()
+
+    def reference_sum() -> Outputs:
+        summed = before.clone()
+        return [rms_norm_ref.add_rms_norm(x, summed, weight, EPS), summed]
+
     yield KernelCase(
         "add_rms_norm",
-        lambda: add_rms_norm(x, residual, weight, EPS),
-        lambda: rms_norm_ref.add_rms_norm(x, residual, weight, EPS),
+        lambda: [add_rms_norm(x, residual, weight, EPS), residual],
+        reference_sum,
         4 * x.numel() * size,
+        reset=lambda: _copy(residual, before),
         tolerance=close,
     )
     gate_up = inputs.normal(sizes.rows, 2 * sizes.intermediate)
@@ -339,27 +335,6 @@ def move_case(inputs: Inputs) -> KernelCase:
     )
 
 
-def decision_cases(inputs: Inputs) -> Iterator[KernelCase]:
-    """Yield what ends a step and begins the next one: walk, look-up, trim."""
-    yield walk_case(inputs)
-    yield look_up_case(inputs)
-    sizes = inputs.sizes
-    sequences, slots = sizes.looked_up, 16
-    survivals = torch.rand((sequences, slots), device=inputs.device).cumprod(1)
-    trimmed = (
-        survivals,
-        inputs.full(slots, sequences),
-        inputs.full(1, sequences, dtype=torch.int8),
-        torch.tensor(sequences * slots // 3, dtype=torch.int32, device=inputs.device),
-    )
-    yield KernelCase(
-        "trim_drafts",
-        lambda: trim_drafts(*trimmed),
-        lambda: trim_drafts_ref.trim_drafts(*trimmed),
-        4 * survivals.numel() + 13 * sequences,
-    )
-
-
 def walk_case(inputs: Inputs) -> KernelCase:
     """Return the walk along chains whose tokens agree with probability 0.8."""
     sizes = inputs.sizes
@@ -374,47 +349,10 @@ def walk_case(inputs: Inputs) -> KernelCase:
         inputs.below(sizes.vocab, 2, dtype=torch.int64),
         inputs.full(0, sequences, dtype=torch.int8),
     )
-    begun = inputs.full(sizes.context // 2, sequences)
-    seq_lens = begun.clone()
-    texts = inputs.full(0, sequences, sizes.context)
     walk = (sampled, drafts, parents, inputs.up_to(sequences, length), stop)
-    rows = inputs.up_to(sequences)[1:] - 1
-
-    def reset() -> None:
-        _copy(seq_lens, begun)
-        _fill(texts, 0)
-
-    def run() -> Outputs:
-        history = TokenHistory(texts, rows)
-        walked = accept_walk(*walk, seq_lens, max_rows=length, history=history)
-        return [*walked, seq_lens, texts]
-
-    def reference() -> Outputs:
-        lens, history = begun.clone(), TokenHistory(torch.zeros_like(texts), rows)
-        walked = accept_walk_ref.accept_walk(*walk, lens, max_rows=length, history=history)
-        return [*walked, lens, history.tokens]
-
     return KernelCase(
         "accept_walk",
-        run,
-        reference,
-        36 * sizes.rows + 30 * sequences,
-        reset=reset,
-    )
-
-
-def look_up_case(inputs: Inputs) -> KernelCase:
-    """Return the scan of texts that repeat themselves with some noise."""
-    sizes = inputs.sizes
-    shape = (sizes.looked_up, sizes.context)
-    period = max(sizes.context // 3, 1)
-    repeated = inputs.below(1000, sizes.looked_up, period).repeat(1, 4)[:, : sizes.context]
-    noise = inputs.below(50, *shape) == 0
-    history = torch.where(noise, inputs.below(1000, *shape), repeated).contiguous()
-    look_up = (history, inputs.up_to(sizes.looked_up)[:-1], inputs.full(shape[1], shape[0]))
-    return KernelCase(
-        "ngram_scan",
-        lambda: ngram_scan(*look_up, num_drafts=4, min_n=1, max_n=4),
-        lambda: ngram_scan_ref.ngram_scan(*look_up, num_drafts=4, min_n=1, max_n=4),
-        4 * history.numel(),
+        lambda: accept_walk(*walk, max_rows=length),
+        lambda: accept_walk_ref.accept_walk(*walk, max_rows=length),
+        32 * sizes.rows + 17 * sequences,
     )

@@ -90,7 +90,6 @@ GOALS: Final = (
     Goal("attention, verify of trees", Limit.RATIO, 1.15, "attention, decode, trees compiled in"),
     Goal("sample and verify", Limit.MICROSECONDS, 80),
     Goal("sample and verify, top-p", Limit.MICROSECONDS, 160),
-    Goal("ngram_scan", Limit.MICROSECONDS, 50),
 )
 """Those of one H200."""
 

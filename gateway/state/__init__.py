@@ -1,1 +1,1 @@
-"""What the nodes of a pool know of each other, behind one protocol."""
+"""The state that the nodes of a pool share: worker reports and leases, in memory or in Redis."""

@@ -1,7 +1,8 @@
-"""Calls to a server that may be slow or dead: bounded in time and number, and given up for a while.
+"""Bounded calls to a server that may be slow or unavailable, behind a circuit breaker.
 
-A call that runs out of time goes on alone: the connection stays in order, and what it did after all
-is heard of. Nobody waits longer than the deadline, and while the breaker is open nobody waits.
+No caller waits longer than the deadline, and none waits while the breaker is open. A call that
+misses its deadline continues in the background, so that its connection stays in order and a late
+success is noticed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from draftgate.gateway.state.deadline import Wait, wait_for_answer
 from draftgate.gateway.state.store import StoreError
 from draftgate.gateway.telemetry.logs import log
 from draftgate.policies.resilience.breaker import Breaker, Patience
@@ -23,25 +24,34 @@ T = TypeVar("T")
 Call = Callable[[], Coroutine[Any, Any, T]]
 
 DEADLINE_S: Final = 0.02
-"""Of a call. A round trip within a data centre and a script take less than a millisecond, a fork of
-the server some more; 20 ms is what a request can lose unnoticed before its first token, which takes
-ten times as long. (Chosen, not tuned; 2026-11-22.)"""
+"""Deadline of a call.
+
+A round trip with a script takes less than a millisecond in a data centre, and a few more while the
+server forks. A request can lose 20 ms unnoticed before its first token, which takes ten times as
+long. (Chosen, not tuned; 2026-11-22.)"""
 
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=2.0, first_pause_s=0.5, longest_pause_s=5.0)
-"""With a server. Two seconds of timeouts cost each request 20 ms, a wrong verdict costs all of them
-what other gateways know. A probe is cheap, and a failover takes some seconds. (Chosen, not tuned;
+"""When the breaker opens, and how often it probes.
+
+Two seconds of timeouts cost each request 20 ms. Opening without need costs all requests what other
+gateways know. A probe is cheap, and a failover takes some seconds. (Chosen, not tuned;
 2026-11-22.)"""
 
 MOST_CALLS: Final = 64
-"""So many may be under way, those included that nobody waits for any more. At a millisecond a call
-that is 64,000 a second, so only a stuck server has more; further ones get no answer at once."""
+"""Maximum calls in flight, including those that missed their deadline.
+
+At a millisecond per call that is 64,000 calls a second, so only a stuck server reaches it. Further
+calls fail at once."""
 
 JITTER: Final = 0.5
-"""A pause is longer by up to this share of it, so that gateways do not come back all at once."""
+"""Pauses are extended by a random share up to this, so that gateways do not return all at once."""
+
+_STALL_S: Final = 0.005
+"""A timer that fires this late shows that the event loop stalled: no callback may take 5 ms."""
 
 
 class GuardedCalls:
-    """Asks a server as long as it answers, and looks in the background whether it is back."""
+    """Calls a server while it answers, and probes it in the background while it does not."""
 
     def __init__(
         self,
@@ -53,12 +63,12 @@ class GuardedCalls:
         patience: Patience = PATIENCE,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Begin with trust.
+        """Start with a closed breaker.
 
         Args:
-            probe: a call that asks whether the server is back.
-            back: is done once it is, beside what others ask again.
-            clock: seconds that never go back.
+            probe: the call that tests whether the server is back.
+            back: called once the server is back.
+            clock: monotonic seconds.
             uniform: draws from [0, 1), for jitter.
         """
         self._probe = probe
@@ -73,17 +83,17 @@ class GuardedCalls:
 
     @property
     def outage(self) -> str | None:
-        """Why nobody is asked now; None while the server answers."""
+        """Why the breaker is open; None while it is closed."""
         return self._breaker.reason
 
     async def ask(self, call: Call[T], when_late: Callable[[], None] = lambda: None) -> T:
         """Return the answer to a call.
 
         Args:
-            when_late: is called if the server has done it after nobody waited any more.
+            when_late: called if the call succeeds after its deadline.
 
         Raises:
-            StoreError: there is none, in time or at all.
+            StoreError: the call failed, or did not finish in time.
         """
         if self.outage is not None:
             raise StoreError(self.outage)
@@ -92,7 +102,7 @@ class GuardedCalls:
         return await self._ask(call, when_late)
 
     async def close(self) -> None:
-        """End everything that is under way. Idempotent."""
+        """Cancel all calls. Idempotent."""
         ending = [*self._calls, *([self._returning] if self._returning else [])]
         for task in ending:
             task.cancel()
@@ -103,13 +113,13 @@ class GuardedCalls:
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         try:
-            end = await wait_for_answer(task, self._deadline_s, self._clock)
+            end = await _wait_for_answer(task, self._deadline_s, self._clock)
         finally:
             if not task.done():
                 task.add_done_callback(partial(_came_late, when_late))
-        if end is Wait.HELD_UP:
-            raise StoreError("the event loop was held up")
-        if end is Wait.TIMED_OUT:
+        if end is _Wait.STALLED:
+            raise StoreError("the event loop stalled")
+        if end is _Wait.TIMED_OUT:
             reason = f"no answer within {self._deadline_s * 1e3:g} ms"
             self._failed(reason, timeout=True)
             raise StoreError(reason)
@@ -124,11 +134,11 @@ class GuardedCalls:
     def _failed(self, reason: str, *, timeout: bool) -> None:
         self._breaker.failed(reason, self._clock(), timeout=timeout)
         if self.outage is not None and self._returning is None:
-            # In no context: what is logged is about no request.
+            # In an empty context, so that log lines carry no request id.
             self._returning = asyncio.create_task(self._return(), context=Context())
 
     async def _return(self) -> None:
-        """Look whether the server is back, and do what is to be done then."""
+        """Wait until the server is back, then call `back`; repeat while the breaker opens again."""
         try:
             while self.outage is not None:
                 await self._outlast()
@@ -137,7 +147,7 @@ class GuardedCalls:
             self._returning = None
 
     async def _outlast(self) -> None:
-        """Ask again and again until the server answers."""
+        """Probe until the server answers."""
         since_s = self._clock()
         log(logging.WARNING, "state store is out", reason=self.outage)
         while self.outage is not None:
@@ -151,3 +161,33 @@ class GuardedCalls:
 def _came_late(when_late: Callable[[], None], task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is None:
         when_late()
+
+
+class _Wait(Enum):
+    """How a wait ended."""
+
+    ANSWERED = auto()
+    TIMED_OUT = auto()
+    STALLED = auto()
+    """The event loop stalled, so the answer may be unread in a socket."""
+
+
+async def _wait_for_answer(
+    call: asyncio.Task[Any], deadline_s: float, clock: Callable[[], float]
+) -> _Wait:
+    """Wait for a call without cancelling it, not even when the waiting task is cancelled.
+
+    If the event loop stalls during the wait, the call gets its time again, once. A second stall is
+    not the server's fault either.
+
+    Args:
+        clock: monotonic seconds, which advance while the event loop stalls.
+    """
+    for _ in range(2):
+        begin_s = clock()
+        await asyncio.wait({call}, timeout=deadline_s)
+        if call.done():
+            return _Wait.ANSWERED
+        if clock() - begin_s < deadline_s + _STALL_S:
+            return _Wait.TIMED_OUT
+    return _Wait.STALLED

@@ -1,9 +1,9 @@
-"""A store in front of another that may be slow or dead: it answers in time whatever that one does.
+"""A store that wraps a remote one and always answers in time.
 
-It keeps a *mirror*: the last reports, and the leases of this gateway. While the other store gives
-no answer the mirror does, marked `degraded`: load data grow old, and of each worker that others
-reach, too, this gateway takes its share of the capacity alone. Its leases are given to the other
-store when that is back, and what ended meanwhile is released there.
+It keeps a *mirror*: the latest reports, and the leases of this gateway. While the remote store does
+not answer, the mirror does, and its answers are marked `degraded`: reports grow old, and this
+gateway uses only its share of the capacity of workers that others reach as well. When the remote
+store is back, this gateway renews its leases there and releases those that have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -37,16 +38,19 @@ from draftgate.gateway.state.store import (
 from draftgate.policies.resilience.breaker import Patience
 
 AT_ONCE: Final = 200
-"""Leases that are renewed, or released, in one call: 1.0 ms, 2.6 ms where the store lost them, an
-eighth of the deadline (Redis 6.2 on the same machine, Zen 5, 2026-11-22)."""
+"""Leases per call of renew or release.
+
+Such a call takes 1.0 ms, or 2.6 ms if the store has lost the leases: an eighth of the deadline
+(Redis 6.2 on the same machine, AMD Zen 5, 2026-11-22)."""
 
 _FORGETFUL: Final = frozenset({Refusal.UNKNOWN, Refusal.STALE})
-"""Answers of a store that has just begun, or was out: workers are heard of anew within a heartbeat,
-and until then the mirror knows more."""
+"""Refusals of a store that has just started or was unavailable.
+
+Workers report again within a heartbeat; until then the mirror knows more."""
 
 
 class GuardedStore:
-    """Implements `Store`, and never raises `StoreError`."""
+    """Implements `Store` and never raises `StoreError`."""
 
     def __init__(
         self,
@@ -57,17 +61,17 @@ class GuardedStore:
         patience: Patience = PATIENCE,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        """Guard a store, which is closed with this one.
+        """Wrap a store, which is closed together with this one.
 
         Args:
-            clock: seconds that never go back.
+            clock: monotonic seconds.
             uniform: draws from [0, 1), for jitter.
         """
         self._remote = remote
         self._clock = clock
         self._mirror = MemoryStore(clock, stale_s=math.inf)
         self._ttl_s = FORGET_S
-        self._owed: dict[str, float] = {}  # requests to be released there, and until when that pays
+        self._owed: dict[str, float] = {}
         self._settling: asyncio.Task[None] | None = None
         self._calls = GuardedCalls(
             self._probe,
@@ -100,7 +104,7 @@ class GuardedStore:
             return
 
     async def snapshot(self) -> Snapshot:
-        """See `Store`. Who is missing is missed for `STALE_S` only: a store may lose its memory."""
+        """See `Store`. Workers that the remote store has lost stay listed for `STALE_S`."""
         try:
             found = await self._calls.ask(self._remote.snapshot)
         except StoreError:
@@ -142,12 +146,12 @@ class GuardedStore:
         return fenced
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """See `Store`. Nobody waits: it is told soon, with others, and again if unheard."""
+        """See `Store`. Releases are sent in batches in the background, and repeated on failure."""
         await self._mirror.release(request_ids)
         self._owe_unless_held(request_ids)
 
     async def close(self) -> None:
-        """See `Store`. What is owed is told, if that can be."""
+        """See `Store`. Sends pending releases if the remote store answers."""
         self._settle_soon()
         if self._settling is not None:
             await self._settling
@@ -155,10 +159,10 @@ class GuardedStore:
         await self._remote.close()
 
     async def _renew_remotely(self, leases: Sequence[Lease]) -> frozenset[str]:
-        """Renew leases in the other store, in calls that can be kept within the deadline.
+        """Renew leases in the remote store, in calls that are short enough for the deadline.
 
         Raises:
-            StoreError: some were not renewed.
+            StoreError: some leases were not renewed.
         """
         fenced = set[str]()
         for begin in range(0, max(1, len(leases)), AT_ONCE):
@@ -169,7 +173,7 @@ class GuardedStore:
         return frozenset(fenced)
 
     async def _missing_from(self, found: Snapshot) -> list[WorkerView]:
-        """Return workers that were heard of lately and are not in a snapshot."""
+        """Return workers that have reported lately but are missing from a snapshot."""
         present = {view.worker_id for view in found.workers}
         mirrored = await self._mirror.snapshot()
         return [
@@ -179,14 +183,14 @@ class GuardedStore:
         ]
 
     def _owe_unless_held(self, request_ids: Collection[str]) -> None:
-        """See to it that the other store holds nothing for requests that have ended."""
+        """Schedule the release of requests that hold no lease here."""
         now_s = self._clock()
         for request_id in request_ids:
             if not self._mirror.holds(request_id):
-                self._owed.pop(request_id, None)  # the order is that of the instants
+                self._owed.pop(request_id, None)  # re-insert, to keep the order by time
                 self._owed[request_id] = now_s + self._ttl_s
         while self._owed and next(iter(self._owed.values())) <= now_s:
-            del self._owed[next(iter(self._owed))]  # it has expired by itself
+            del self._owed[next(iter(self._owed))]  # the lease has expired by itself
         self._settle_soon()
 
     def _settle_soon(self) -> None:
@@ -194,7 +198,7 @@ class GuardedStore:
             self._settling = asyncio.create_task(self._settle())
 
     async def _settle(self) -> None:
-        """Release what is owed, many at once, until nothing is; after a failure another time."""
+        """Release all pending requests in batches; after a failure, leave the rest for later."""
         try:
             while self._owed:
                 await self._calls.ask(self._release_owed)
@@ -211,11 +215,28 @@ class GuardedStore:
                 del self._owed[request_id]
 
     async def _probe(self) -> None:
-        """Ask the other store something that it can only answer if it can be written to."""
+        """Call the remote store with a request that needs a writable server."""
         await self._remote.renew((), self._ttl_s)
 
     async def _give_back(self) -> None:
-        """Tell the other store, which is back, what this gateway holds and no longer holds."""
+        """Bring the remote store up to date with the leases of this gateway."""
         self._settle_soon()
-        with suppress(StoreError):  # else the next renewal does
+        with suppress(StoreError):  # the next renewal tries again
             await self._renew_remotely(self._mirror.leases())
+
+
+def open_store(join: str | None, pool: str) -> Store:
+    """Return the store of a node, not yet connected.
+
+    Args:
+        join: address of a Redis server (`gateway.state.redis.url`); None for a node without a pool.
+        pool: name of the pool on that server.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+    if join is None:
+        return MemoryStore()
+    from draftgate.gateway.state.redis.store import RedisStore
+
+    return GuardedStore(RedisStore.at(join, pool, f"g-{secrets.token_hex(4)}"))

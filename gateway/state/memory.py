@@ -1,4 +1,4 @@
-"""The store of a node that stands alone: dictionaries. No call ever suspends."""
+"""A store in dictionaries, for a node without a pool. No call suspends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftgate.gateway.state.store import (
 
 @dataclass(slots=True)
 class _Worker:
-    """One life of a worker. `seq` is -1 before its first report; it has none after it left."""
+    """One epoch of a worker. `seq` is -1 before the first report; `report` is None once it left."""
 
     epoch: str
     touched_s: float
@@ -33,15 +33,15 @@ class _Worker:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def leased_tokens(self, behind: int = -1) -> int:
-        """Return the tokens of leases with higher numbers than this."""
+        """Return the tokens of leases with numbers above `behind`."""
         return sum(lease.tokens for lease in self.leases.values() if lease.number > behind)
 
 
 class MemoryStore:
-    """Implements `Store` in this process: the reference of every other.
+    """Implements `Store` in this process; the reference for every other implementation.
 
     Attributes:
-        gateways: among how many the capacity of workers is divided that others reach, too.
+        gateways: number of gateways that share the capacity of workers with an address.
     """
 
     outage = None
@@ -52,8 +52,8 @@ class MemoryStore:
         """Start empty.
 
         Args:
-            clock: returns seconds that never go back.
-            stale_s: instead of `STALE_S`.
+            clock: monotonic seconds.
+            stale_s: replaces `STALE_S`.
         """
         self.gateways = 1
         self._clock = clock
@@ -61,7 +61,7 @@ class MemoryStore:
         self._workers: dict[str, _Worker] = {}
         self._leases: dict[str, Lease] = {}
         self._until_s: dict[str, float] = {}  # when a request's lease expires
-        self._expiries: list[tuple[float, str]] = []  # a heap; a renewed lease is found too early
+        self._expiries: list[tuple[float, str]] = []  # a heap with the first expiry of each lease
         self._number = 0
 
     async def publish(self, report: WorkerReport) -> bool:
@@ -69,7 +69,7 @@ class MemoryStore:
         return self.learn(report, 0.0)
 
     def learn(self, report: WorkerReport, age_s: float) -> bool:
-        """As `publish`, of a report that was made some time ago."""
+        """Publish a report that was made `age_s` seconds ago."""
         worker = self._entered(report.worker_id, report.epoch)
         if worker is None or report.seq <= worker.seq:
             return False
@@ -149,12 +149,12 @@ class MemoryStore:
         return request_id in self._leases
 
     def leases(self) -> list[Lease]:
-        """Return all leases that live."""
+        """Return all living leases."""
         self._prune(self._clock())
         return list(self._leases.values())
 
     def _entered(self, worker_id: str, epoch: str) -> _Worker | None:
-        """Return a worker in an epoch; None if a newer one is known. Older leases end."""
+        """Return the worker in this epoch, or None if a newer epoch is known; end older leases."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.epoch > epoch:
             return None
@@ -181,20 +181,21 @@ class MemoryStore:
         return None
 
     def _capacity(self, report: WorkerReport) -> int:
-        """Return this gateway's part of a worker's tokens; 0 where nobody knows them."""
+        """Return this gateway's share of a worker's capacity in tokens; 0 if unknown."""
         if not report.address or not report.capacity_tokens:
             return report.capacity_tokens
         return max(1, report.capacity_tokens // self.gateways)
 
     def _put(self, lease: Lease, until_s: float) -> None:
-        """Write the lease of a request that has none."""
+        """Add the lease of a request that has none."""
         self._number = max(self._number, lease.number)
         self._leases[lease.request_id] = lease
         self._workers[lease.worker_id].leases[lease.request_id] = lease
         self._set_expiry(lease.request_id, until_s)
 
     def _set_expiry(self, request_id: str, until_s: float) -> None:
-        if until_s < self._until_s.get(request_id, math.inf):  # else it is found, and put back
+        # A later expiry needs no new entry: `_prune` finds the old one and pushes it back.
+        if until_s < self._until_s.get(request_id, math.inf):
             heapq.heappush(self._expiries, (until_s, request_id))
         self._until_s[request_id] = until_s
 
@@ -205,7 +206,7 @@ class MemoryStore:
             del self._workers[lease.worker_id].leases[request_id]
 
     def _prune(self, now_s: float) -> None:
-        """End what has expired."""
+        """End expired leases."""
         while self._expiries and self._expiries[0][0] <= now_s:
             request_id = heapq.heappop(self._expiries)[1]
             until_s = self._until_s.get(request_id)
@@ -217,7 +218,7 @@ class MemoryStore:
                 heapq.heappush(self._expiries, (until_s, request_id))
 
     def _forget(self, now_s: float) -> None:
-        """Forget workers of whom nobody spoke for long."""
+        """Forget workers without leases that have not been mentioned for `FORGET_S`."""
         for worker_id, worker in tuple(self._workers.items()):
             if now_s - worker.touched_s > FORGET_S and not worker.leases:
                 del self._workers[worker_id]

@@ -1,12 +1,12 @@
-"""The contract of the state store: what workers report, and leases on their capacity.
+"""The contract of the state store: reports of workers, and leases on their capacity.
 
-Time belongs to the store (memory: a clock it is given; Redis: the server's), so that no caller's
-clock can disagree with another's. What every store must do is in `tests/gateway/store_contract.py`.
+The store keeps the time (memory: the given clock; Redis: the server's), so that callers need not
+agree on one. Every store passes the tests in `tests/gateway/store_contract.py`.
 
-A worker's *epoch* is one life of it: a newer one voids the leases of the older and makes its late
-reports count for nothing. Each lease has a *number*; numbers rise, so that a report can say by one
-number, its *watermark*, which leases its figures include: those up to it. What was leased *behind*
-the watermark is on its way to the worker and comes on top of what the report says.
+A worker's *epoch* is one life of it. A newer epoch ends the leases of the older one, and late
+reports of the older one are dropped. Each lease has an increasing *number*, so a report can name
+the leases that its figures include by one number, its *watermark*. Leases with higher numbers are
+on their way to the worker and are added to the figures of the report.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from typing import Final, Protocol
 from draftgate.policies.types import WorkerLoad
 
 STALE_S: Final = 3.0
-"""A worker that is silent for so long gets no leases: three heartbeats of 1 s are missing. With two
-a worker whose event loop is held up for a second would be left out now and then. (Chosen, not
+"""A worker without a report for this long gets no leases: three heartbeats of 1 s are missing.
+
+With two, a worker whose event loop stalls for a second would sometimes be skipped. (Chosen, not
 tuned; 2026-11-22.)"""
 
 FORGET_S: Final = 60.0
-"""After so long a silence a worker is forgotten, its epoch too: twice the life of a lease that
-nobody renews, and no lease may be taken for longer."""
+"""A worker without a report for this long is forgotten, with its epoch.
+
+It is twice the life of a lease that is not renewed, and the longest lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker says of itself.
+    """What a worker publishes about itself.
 
     Attributes:
-        epoch: of `new_epoch`; texts compare as the lives they stand for.
-        seq: rises with each report of an epoch; what comes late is dropped.
-        load: what it has to do.
-        capacity_tokens: tokens of prompts and outputs that its KV memory holds; 0 where nobody
-            knows.
+        epoch: from `new_epoch`; later epochs compare greater as text.
+        seq: increases with each report of an epoch; reports out of order are dropped.
+        load: its load, in the units of `WorkerLoad`.
+        capacity_tokens: tokens of prompts and outputs that its KV memory holds; 0 if unknown.
         watermark: number of the last lease that `load` includes; 0 before the first.
-        address: where other nodes reach it; "" where only its own gateway does.
+        address: URL at which other nodes reach it; "" if only its own gateway does.
         model_id: the name clients use.
-        numerics_class: what must be equal for bits to be equal; None where nothing is promised.
-        max_model_len: most tokens of prompt and output together.
+        numerics_class: workers of one class compute the same bits; None without that promise.
+        max_model_len: the longest sequence, prompt and output together, in tokens.
     """
 
     worker_id: str
@@ -62,10 +63,10 @@ class WorkerView:
     """A worker as the store knows it.
 
     Attributes:
-        report: the last one.
-        age_s: seconds since then.
-        leased_tokens: tokens of prompt and output that living leases have reserved.
-        behind_tokens: of these, those that `report.load` does not include yet.
+        report: the latest one.
+        age_s: seconds since the report.
+        leased_tokens: tokens of prompt and output in all living leases.
+        behind_tokens: the part of them that `report.load` does not include yet.
     """
 
     report: WorkerReport
@@ -75,24 +76,24 @@ class WorkerView:
 
     @property
     def worker_id(self) -> str:
-        """Whose view this is."""
+        """The id of the worker."""
         return self.report.worker_id
 
     @property
     def load(self) -> WorkerLoad:
-        """The load it reported last."""
+        """The load in its latest report."""
         return self.report.load
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All workers of a pool at one instant.
+    """All workers of a pool at one time.
 
     Attributes:
-        workers: sorted by id; what is stale is for the reader to judge.
+        workers: sorted by id; the reader decides which are too old.
         gateways: nodes that renewed leases within `STALE_S`, this one included.
-        degraded: whether the store did not answer: these are the last known reports, older by now,
-            and the leases of this gateway alone.
+        degraded: whether the store did not answer, so that these are the last known reports and
+            the leases of this gateway only.
     """
 
     workers: tuple[WorkerView, ...]
@@ -102,13 +103,13 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCandidate:
-    """A worker that a request may go to, as a routing policy sees it.
+    """A worker that a request may go to, scored by a routing policy.
 
     Attributes:
-        epoch, watermark: of the report that `score` was made from.
-        score: what speaks against it, in the policy's own unit, as if nothing had been leased
-            behind the watermark; the least wins, the first of equals.
-        score_per_token: by how much each token leased behind the watermark adds to that.
+        epoch, watermark: of the report that the score was computed from.
+        score: cost in the policy's own unit, without leases after the watermark; the lowest wins,
+            the first of equals.
+        score_per_token: increase of the score for each token leased after the watermark.
     """
 
     worker_id: str
@@ -120,7 +121,7 @@ class LeaseCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A part of a worker's capacity, reserved for a request: all that is needed to rebuild it."""
+    """A claim on a worker's capacity for one request, with all that is needed to rebuild it."""
 
     request_id: str
     worker_id: str
@@ -130,18 +131,18 @@ class Lease:
 
 
 class Refusal(StrEnum):
-    """Why a worker was not taken; the first that applies to any of them speaks for all."""
+    """Why no worker was chosen: the first reason, in this order, that applies to any offer."""
 
     FULL = "full"
-    """More tokens would be leased than it holds. Waiting helps."""
+    """It has no capacity for these tokens now. Waiting helps."""
     STALE = "stale"
-    """It was not heard of for `STALE_S`."""
+    """It has not reported for `STALE_S`."""
     UNKNOWN = "unknown"
-    """It was never heard of, or the store has lost its memory."""
+    """It has never reported, or the store has lost its memory."""
     FENCED = "fenced"
-    """The offer is of another epoch than the worker's."""
+    """The offer names another epoch than the worker's current one."""
     GONE = "gone"
-    """It has left."""
+    """It has left the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,10 @@ class Reservation:
     """The answer to `Store.reserve`.
 
     Attributes:
-        lease: what was taken; None where every worker was refused.
-        refusal: why, in that case.
-        behind_tokens: tokens leased behind the offer's watermark before this lease came.
-        degraded: whether it was decided without the store, from what this gateway knows.
+        lease: the new lease; None if every offer was refused.
+        refusal: the reason in that case.
+        behind_tokens: tokens leased after the offer's watermark, without this lease.
+        degraded: whether this gateway decided alone, because the store did not answer.
     """
 
     lease: Lease | None
@@ -162,36 +163,35 @@ class Reservation:
 
 
 class StoreError(Exception):
-    """The store did not answer; what was asked may have been done all the same."""
+    """The store did not answer. It may still have done what was asked."""
 
 
 class Store(Protocol):
     """State shared by the gateways and workers of a pool.
 
     Raises:
-        StoreError: from any method of a store that is not in this process (`GuardedStore` answers
-            in its place).
+        StoreError: from any method of a remote store (`GuardedStore` handles it).
     """
 
     @property
     def outage(self) -> str | None:
-        """Why the store is not asked now; None while it is well."""
+        """Why the store is currently not asked; None while it works."""
         ...
 
     async def publish(self, report: WorkerReport) -> bool:
-        """Replace what is known of a worker; return False for a late or fenced report."""
+        """Replace a worker's report; return False for a late or fenced one."""
         ...
 
     async def withdraw(self, worker_id: str, epoch: str, seq: int) -> None:
-        """Take a worker out of the pool; no-op for a late or fenced call.
+        """Remove a worker from the pool; a late or fenced call has no effect.
 
-        Its leases stay until they are released: its streams may still end. A later report of the
-        same epoch brings it back.
+        Its leases stay until they are released, because its streams may still end. A later report
+        of the same epoch adds it again.
         """
         ...
 
     async def snapshot(self) -> Snapshot:
-        """Return every worker that was heard of within `FORGET_S`."""
+        """Return every worker that has reported within `FORGET_S`."""
         ...
 
     async def reserve(
@@ -199,40 +199,40 @@ class Store(Protocol):
     ) -> Reservation:
         """Lease `tokens` of one of the offered workers to a request, in one atomic step.
 
-        Of the workers that are there, in the offered epoch, and have room, the one with the least
-        `score + score_per_token * tokens leased behind the watermark` is taken. A worker has room
-        while its leases stay within `capacity_tokens`, and for anything while it has none.
+        Among live workers of the offered epoch with enough capacity, the lowest
+        `score + score_per_token * tokens leased after the watermark` wins. A worker has enough
+        capacity if all its leases fit into `capacity_tokens`, or if it has no lease yet.
 
-        A lease that the request holds already ends, on whichever worker and whatever the answer.
-        The new one ends at `release`, or by itself `ttl_s` seconds from now (at most `FORGET_S`).
+        An earlier lease of the request ends in any case, on any worker. The new lease ends at
+        `release`, or by itself after `ttl_s` seconds (at most `FORGET_S`).
         """
         ...
 
     async def renew(self, leases: Collection[Lease], ttl_s: float) -> frozenset[str]:
-        """Let leases last until `ttl_s` from now, and count this gateway as there.
+        """Extend leases to `ttl_s` seconds from now, and count this gateway as live.
 
-        A lease that the store does not know, or knows otherwise, is put as it is here, even beyond
-        the worker's capacity: it is a fact, which the store has lost. So call it with all that are
-        held, and with none.
+        The store adopts a lease that it does not know, or knows differently, even beyond the
+        worker's capacity: the lease exists, and the store has lost it. Therefore pass all leases
+        that are held, also when there are none.
 
         Returns:
-            The requests whose worker has a newer epoch: their leases are void.
+            The requests whose worker has a newer epoch: their leases have ended.
         """
         ...
 
     async def release(self, request_ids: Collection[str]) -> None:
-        """End the leases of requests. Idempotent; unknown ones are ignored."""
+        """End the leases of requests. Unknown requests are ignored."""
         ...
 
     async def close(self) -> None:
-        """Give back connections. Idempotent."""
+        """Close all connections. Idempotent."""
         ...
 
 
 def new_epoch(now_s: float, nonce: str) -> str:
-    """Return the epoch of a worker that begins now, in Unix time; it compares with others as text.
+    """Return the epoch of a worker that starts at `now_s`, in Unix time; epochs compare as text.
 
     Args:
-        nonce: tells lives apart that begin in the same microsecond.
+        nonce: distinguishes workers that start in the same microsecond.
     """
     return f"{round(now_s * 1e6):016d}-{nonce}"

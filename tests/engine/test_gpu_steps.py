@@ -12,7 +12,7 @@ from hypothesis import given
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.steps import SequenceWork
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
-from draftgate.backends.engine.gpu.packing import PackedFeeds
+from draftgate.backends.engine.gpu.packing import PackedFeeds, pack_feeds
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from draftgate.backends.engine.inputs import feed_of, lay_out
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
@@ -82,7 +82,7 @@ def test_masks_are_the_ancestors_of_each_row(seed: int, confirmed: int, start: i
         SequenceWork(Table([60, 61]), 3, (1, 2), False),
         SequenceWork(Table(blocks), start, (5,) * confirmed, True, draft),
     ]
-    packed = PackedFeeds.of(map(feed_of, works))
+    packed = pack_feeds(map(feed_of, works))
     rows = confirmed + len(draft)
     assert packed.spans.query_starts == [0, 2, 2 + rows]
     assert packed.spans.context_lens == [5, start + rows]
@@ -105,7 +105,7 @@ def test_a_tree_that_no_mask_holds_is_refused() -> None:
 
     def packed(tokens: int) -> PackedFeeds:
         star = Draft(tuple(range(tokens)), (ROOT,) * tokens)
-        return PackedFeeds.of([feed_of(SequenceWork(Table(list(range(8))), 0, (1,), True, star))])
+        return pack_feeds([feed_of(SequenceWork(Table(list(range(8))), 0, (1,), True, star))])
 
     assert packed(64).spans.ancestors == [0, *(1 << place for place in range(64))]
     with pytest.raises(ValueError, match="a tree of 65 tokens; 64 fit a mask"):
@@ -120,11 +120,11 @@ def test_spans_give_the_same_whether_packed_or_brought_one_by_one() -> None:
         SequenceWork(Table([5]), 2, (6,), True),
     ]
     feeds = [feed_of(work) for work in works]
-    packed = PackedFeeds.of(feeds)
+    packed = pack_feeds(feeds)
     layout = StepLayout(StepShape(rows=8, sequences=4, pages=16))
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     packed.write(HostFields(layout, memory), dump_slot=77)
-    inputs = StepFields(layout.fields(memory), BLOCK_TOKENS).inputs(len(packed.sample_rows))
+    inputs = StepFields(layout.fields(memory), BLOCK_TOKENS).inputs(len(packed.rows.sample_rows))
     found, direct = inputs.ragged, ragged_spans(lay_out(feeds).spans, CPU)
     assert found.query_starts.tolist() == [*direct.query_starts.tolist(), 7, 7]
     assert inputs.slots.tolist()[7:] == [77]

@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 
 from draftgate.backends.engine.kernels import merge_splits, merge_splits_ref, paged_attention_ref
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
-from draftgate.backends.engine.kernels.paged_attention_sizes import scratch_floats
 from tests.kernels.attention_cases import (
     AttentionCase,
     attention_case,
@@ -127,13 +126,11 @@ def test_a_captured_graph_follows_what_lies_in_its_tensors(parallel: bool) -> No
     slots = max(first.layer_kv.shape[1], second.layer_kv.shape[1])
     layer_kv = torch.zeros((4, slots, 64), dtype=torch.bfloat16, device="cuda")
     inputs = (inputs[0], layer_kv, *inputs[2:])
-    scratch = torch.empty(scratch_floats(len(inputs[0]), 8, 64, 1504), device="cuda")
-    launch = {"max_context": 1504, "parallel_splits": parallel, "scratch": scratch}
     # Once before, for the compilation.
-    paged_attention(*inputs, **keywords, **launch)
+    paged_attention(*inputs, **keywords, parallel_splits=parallel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_attention(*inputs, **keywords, **launch)
+        out = paged_attention(*inputs, **keywords, parallel_splits=parallel)
     for case in (first, second):
         layer_kv[:, : case.layer_kv.shape[1]].copy_(case.layer_kv)
         for index, tensor in enumerate(case.arguments()):

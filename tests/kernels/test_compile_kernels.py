@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from draftgate.backends.engine.kernels import noise_triton
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
+from tests.kernels import noise_kernel
 from tests.kernels.compiling import assert_lean, launches_of, on_paper
 
 _ROWS = 320
@@ -33,7 +33,7 @@ def test_noise_does_not_spill(name: str) -> None:
     """
     rows = _row_sampling()
     arguments = (rows.seed, rows.choice, rows.position, 0, 128256)
-    (launch,) = launches_of(lambda: getattr(noise_triton, name)(*arguments))
+    (launch,) = launches_of(lambda: getattr(noise_kernel, name)(*arguments))
     assert_lean([launch], programs=16)
     assert "lg2.approx" not in launch.ptx
 

@@ -45,8 +45,9 @@ def test_norm_equals_the_reference(hidden: int, dtype: torch.dtype, tolerance: f
     expected = rms_norm_ref.rms_norm(x, weight, _EPS)
     plain = rms_norm.rms_norm(x, weight, _EPS)
     torch.testing.assert_close(plain, expected, rtol=tolerance, atol=0)
-    normed, summed = rms_norm.add_rms_norm(x, residual, weight, _EPS)
-    expected, expected_sum = rms_norm_ref.add_rms_norm(x, residual, weight, _EPS)
+    summed, expected_sum = residual.clone(), residual.clone()
+    normed = rms_norm.add_rms_norm(x, summed, weight, _EPS)
+    expected = rms_norm_ref.add_rms_norm(x, expected_sum, weight, _EPS)
     torch.testing.assert_close(normed, expected, rtol=tolerance, atol=0)
     assert torch.equal(summed, expected_sum)
 
@@ -58,11 +59,12 @@ def test_normed_rows_do_not_depend_on_batch_or_fusion(hidden: int, dtype: torch.
     x = normal((33, hidden), 4, dtype, "cuda")
     residual = normal((33, hidden), 5, dtype, "cuda")
     weight = normal((hidden,), 6, dtype, "cuda")
-    together, summed = rms_norm.add_rms_norm(x, residual, weight, _EPS)
+    summed = residual.clone()
+    together = rms_norm.add_rms_norm(x, summed, weight, _EPS)
     assert torch.equal(rms_norm.rms_norm(summed, weight, _EPS), together)
     for row in range(0, 33, 4):
         one = slice(row, row + 1)
-        alone, _ = rms_norm.add_rms_norm(x[one], residual[one], weight, _EPS)
+        alone = rms_norm.add_rms_norm(x[one], residual[one].clone(), weight, _EPS)
         assert torch.equal(alone[0], together[row])
 
 
@@ -148,7 +150,8 @@ def test_layer_kernels_can_be_captured() -> None:
     targets = torch.tensor([free], device="cuda")
 
     def step() -> tuple[torch.Tensor, ...]:
-        normed, summed = rms_norm.add_rms_norm(x, residual, weight, _EPS)
+        summed = residual.clone()
+        normed = rms_norm.add_rms_norm(x, summed, weight, _EPS)
         plain = rms_norm.rms_norm(summed, weight, _EPS)
         queries = rope_kv.rope_kv(*arguments, **options)
         kv_move.kv_move(layer_kv, sources, targets)

@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 
 from draftgate.backends.engine.kernels import (
     noise,
-    noise_triton,
     sample_verify,
     sample_verify_ref,
 )
-from tests.kernels import cases
+from tests.kernels import cases, noise_kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,11 +43,11 @@ def test_noise_equals_the_reference() -> None:
     rows = cases.mixed_row_sampling(7, seed=1)
     arguments = (rows.seed, rows.choice, rows.position)
     on_gpu = cases.to_device(arguments, "cuda")
-    words = noise_triton.philox_words(*on_gpu, noise.PURPOSE_OUTPUT, 50_001).cpu()
+    words = noise_kernel.philox_words(*on_gpu, noise.PURPOSE_OUTPUT, 50_001).cpu()
     assert torch.equal(words, noise.philox_words(*arguments, noise.PURPOSE_OUTPUT, 50_001))
-    uniform = noise_triton.uniform(*on_gpu, noise.PURPOSE_OUTPUT, 50_001).cpu()
+    uniform = noise_kernel.uniform(*on_gpu, noise.PURPOSE_OUTPUT, 50_001).cpu()
     assert torch.equal(uniform, noise.uniform(*arguments, noise.PURPOSE_OUTPUT, 50_001))
-    gumbel = noise_triton.gumbel(*on_gpu, noise.PURPOSE_OUTPUT, 50_001).cpu()
+    gumbel = noise_kernel.gumbel(*on_gpu, noise.PURPOSE_OUTPUT, 50_001).cpu()
     expected = noise.gumbel(*arguments, noise.PURPOSE_OUTPUT, 50_001)
     torch.testing.assert_close(gumbel, expected, rtol=1e-6, atol=1e-6)
 

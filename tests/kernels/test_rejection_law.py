@@ -7,7 +7,7 @@ import torch
 from scipy import stats
 
 from draftgate.backends.engine.kernels import noise, rejection_ref
-from draftgate.backends.engine.kernels.rejection_ref import settle
+from draftgate.backends.engine.kernels.rejection_ref import rejection_sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, sample
 from tests.kernels import cases
 from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram, p_value
@@ -45,7 +45,7 @@ def _settled(
     drafts = _draw_drafts(draft_law, rows)
     logits = torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous()
     law = torch.tensor(draft_law).expand(_DRAWS, -1)
-    return drafts, settle(logits, rows, drafts, law)
+    return drafts, rejection_sample(logits, rows, drafts, law)
 
 
 def _joint_law(target: list[float], draft: list[float]) -> list[float]:
@@ -114,7 +114,9 @@ def test_no_draft_law_leads_outside_the_support(broken: float) -> None:
     rows = cases.row_sampling(_DRAWS, seed=5, **filters)  # type: ignore[arg-type]
     drafts = torch.arange(_DRAWS) % _VOCAB
     law = torch.full((_DRAWS, _VOCAB), broken)
-    tokens = settle(torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous(), rows, drafts, law)
+    tokens = rejection_sample(
+        torch.tensor(_TARGET).expand(_DRAWS, -1).contiguous(), rows, drafts, law
+    )
     assert all(target[token] > 0 for token in set(tokens.tolist()))
 
 
@@ -126,12 +128,12 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     law = cases.random_logits(64, 500, seed=5).softmax(dim=1)
     drafts = law.argmax(dim=1)
     before = logits.clone(), law.clone()
-    together = settle(logits, rows, drafts, law)
+    together = rejection_sample(logits, rows, drafts, law)
     assert torch.equal(logits, before[0])
     assert torch.equal(law, before[1])
     for row in range(64):
         index = torch.tensor([row])
-        alone = settle(logits[index], rows.select(index), drafts[index], law[index])
+        alone = rejection_sample(logits[index], rows.select(index), drafts[index], law[index])
         assert torch.equal(alone, together[index])
 
 

@@ -13,7 +13,7 @@ from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT, accept_w
 from draftgate.backends.engine.kernels.sample_verify_ref import sample
 from tests.kernels import cases
 from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram
-from tests.kernels.step_cases import never_stop
+from tests.kernels.walk_cases import never_stop
 
 _DRAWS = 20_000
 _VOCAB = 12
@@ -142,7 +142,6 @@ def _generate(seeds: torch.Tensor, max_drafts: int, drafter: Drafter) -> torch.T
             (slot - 1).to(torch.int32),
             bounds.to(torch.int32),
             never_stop(active.shape[0]),
-            torch.zeros(active.shape[0], dtype=torch.int32),
             max_rows=max_drafts + 1,
         )
         kept = walked.emitted != NO_DRAFT

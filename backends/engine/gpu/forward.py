@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftgate.backends.engine import pooling
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepLayout, StepShape
-from draftgate.backends.engine.gpu.packing import PackedFeeds
+from draftgate.backends.engine.gpu.packing import PackedFeeds, pack_feeds
 from draftgate.backends.engine.gpu.shapes import Shapes
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kv_pool import Layers
@@ -55,8 +55,8 @@ class DeviceForward:
         self, packed: PackedFeeds, more: MoreFields | None = None
     ) -> tuple[StepShape, StepFields]:
         """Bring a step to the device in one copy; enqueued, not waited for."""
-        rows = len(packed.token_ids)
-        shape, captured = self.shapes.shape(rows, packed.num_sequences, packed.longest_context)
+        rows, sequences = len(packed.rows.token_ids), len(packed.spans.context_lens)
+        shape, captured = self.shapes.shape(rows, sequences, packed.longest_context)
         layout = self._layout(shape) if captured else StepLayout(shape)
         device = self._decoder.device
         host = host_memory((layout.num_bytes,), torch.uint8, device)
@@ -64,7 +64,7 @@ class DeviceForward:
         packed.write(fields, self._dump_slot)
         if more is not None:
             more(fields)
-        used = layout.used_bytes(packed.num_sequences)
+        used = layout.used_bytes(sequences)
         if captured:
             self._fixed[:used].copy_(host[:used], non_blocking=True)
             return shape, self._fixed_fields(shape)
@@ -93,8 +93,8 @@ class DeviceForward:
     @torch.inference_mode()
     def __call__(self, feeds: Iterable[Feed]) -> Tensor:
         """Return the logits of the sampled rows of feeds: float32 [rows, vocab_size]."""
-        packed = PackedFeeds.of(feeds, self.shapes.page_tokens)
-        return self.run(*self.place(packed), len(packed.sample_rows))[0]
+        packed = pack_feeds(feeds, self.shapes.page_tokens)
+        return self.run(*self.place(packed), len(packed.rows.sample_rows))[0]
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -115,7 +115,7 @@ class DeviceForward:
         """Return the fields of a step that is all padding."""
         layout = self._layout(shape)
         host = host_memory((layout.num_bytes,), torch.uint8, self._decoder.device)
-        PackedFeeds().write(HostFields(layout, host), self._dump_slot)
+        pack_feeds(()).write(HostFields(layout, host), self._dump_slot)
         self._fixed[: layout.num_bytes].copy_(host)
         return self._fixed_fields(shape)
 

@@ -70,7 +70,6 @@ _FIELDS: Final = {
     "draft_parents": _Field(torch.int32, "rows"),
     "sample_starts": _Field(torch.int32, "sequences", 1),
     "remaining": _Field(torch.int32, "sequences"),
-    "lengths": _Field(torch.int32, "sequences"),
     "ignore_eos": _Field(torch.int8, "sequences"),
 }
 

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from draftgate.backends.core.steps import PENDING, StepPlan, StepResult
 from draftgate.backends.engine import logprobs, pooling
-from draftgate.backends.engine.gpu.compaction import compact
 from draftgate.backends.engine.gpu.forward import DeviceForward
 from draftgate.backends.engine.gpu.layout import HostFields, StepFields, StepShape
-from draftgate.backends.engine.gpu.packing import PackedFeeds, PackedWalks
+from draftgate.backends.engine.gpu.packing import PackedFeeds, PackedWalks, pack_feeds, pack_walks
 from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS, Shapes
 from draftgate.backends.engine.inputs import Feed, feed_of
 from draftgate.backends.engine.kernels.accept_walk import accept_walk
 from draftgate.backends.engine.kernels.accept_walk_ref import Acceptance, StopRules
+from draftgate.backends.engine.kernels.kv_move import kv_move
+from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
 from draftgate.backends.engine.kernels.sample_verify import sample
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.logits import adjust, forbid
@@ -33,7 +34,7 @@ from draftgate.backends.engine.logprobs import RowLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
 from draftgate.backends.engine.sampler import Verify, Walks, draw, settles_drafts
-from draftgate.backends.engine.transfer import Mark, new_mark, to_device, to_host
+from draftgate.backends.engine.transfer import new_event, to_device, to_host
 
 _PENDING: Final = ("pending_rows", "pending_sources")
 
@@ -42,7 +43,7 @@ WALK_ROWS: Final = 65
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class LaunchedGpuStep:
     """A step whose results are, or will be, in main memory.
 
     Attributes:
@@ -63,8 +64,8 @@ class LaunchedStep:
     starts: list[int]
     results: Tensor
     logprobs: tuple[RowLogprobs | None, ...] | None
-    began: Mark
-    ended: Mark
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
     pooled: Tensor | None
 
 
@@ -102,20 +103,20 @@ class GpuRunner:
         return self.fetch(self.launch(plan))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, behind: LaunchedStep | None = None) -> LaunchedStep:
+    def launch(self, plan: StepPlan, behind: LaunchedGpuStep | None = None) -> LaunchedGpuStep:
         """Enqueue one step and the copy of its results. Waits for nothing.
 
         Args:
             behind: the step launched before, which draws what is `PENDING` in this one.
         """
         device = self._decoder.device
-        began, ended = new_mark(device), new_mark(device)
+        began, ended = new_event(device), new_event(device)
         began.record()
         pooled_rows = pooling.rows_of(plan)
-        packed = PackedFeeds.of(map(feed_of, plan.work), pooled_rows=pooled_rows)
-        walks = PackedWalks.of(plan)
+        packed = pack_feeds(map(feed_of, plan.work), pooled_rows=pooled_rows)
+        walks = pack_walks(plan)
         shape, fields = self._place(plan, packed, walks, behind)
-        num_samples, num_pooled = len(packed.sample_rows), len(pooled_rows)
+        num_samples, num_pooled = len(packed.rows.sample_rows), len(pooled_rows)
         logits, pooled = self._forward.run(shape, fields, num_samples, num_pooled)
         pooled = None if pooled is None else to_host(pooled)
         tokens, found = self._sample(plan, logits, fields)
@@ -124,9 +125,11 @@ class GpuRunner:
         results = to_host(torch.cat([walked.emitted, walked.kept_rows.long(), parts.long()]))
         ended.record()
         rows = _rows_of_sequences(plan)
-        return LaunchedStep(rows, tokens, walks.sample_starts, results, found, began, ended, pooled)
+        return LaunchedGpuStep(
+            rows, tokens, walks.sample_starts, results, found, began, ended, pooled
+        )
 
-    def fetch(self, step: LaunchedStep) -> StepResult:
+    def fetch(self, step: LaunchedGpuStep) -> StepResult:
         """Wait for a launched step. The one place that waits for the device."""
         step.ended.synchronize()
         walks = _walks(step.starts, step.results.tolist())
@@ -147,7 +150,7 @@ class GpuRunner:
         plan: StepPlan,
         packed: PackedFeeds,
         walks: PackedWalks,
-        behind: LaunchedStep | None,
+        behind: LaunchedGpuStep | None,
     ) -> tuple[StepShape, StepFields]:
         """Bring a step to the device, and fill in the tokens that are known there alone."""
         pending = _pending(plan, behind) if behind is not None else ([], [])
@@ -194,13 +197,12 @@ class GpuRunner:
             fields["draft_parents"][:rows],
             fields["sample_starts"],
             StopRules(fields["remaining"], self._ends, fields["ignore_eos"]),
-            fields["lengths"],
             max_rows=max(walks.longest, WALK_ROWS),
         )
         if walks.has_trees:
             slots = fields["slots"][fields["sample_rows"][:rows]]
             starts = fields["sample_starts"]
-            compact(self._pool.memory, slots, starts, walked.kept_rows, walks.longest)
+            _compact(self._pool.memory, slots, starts, walked.kept_rows, walks.longest)
         return walked
 
 
@@ -223,7 +225,33 @@ def gpu_runner(
     return GpuRunner(decoder, pool, forward, verify)
 
 
-def _pending(plan: StepPlan, behind: LaunchedStep) -> tuple[list[int], list[int]]:
+def _compact(
+    memory: Tensor, row_slots: Tensor, sample_starts: Tensor, kept_rows: Tensor, longest: int
+) -> None:
+    """Move what an accepted path wrote; never synchronises with the device.
+
+    The token that a row was fed lies in the row's slot; accepted at depth d it belongs into the
+    slot of row d. `kept_rows` says which row that was (`accept_walk`), and the walk ascends.
+
+    Args:
+        memory: [strips, slots, head_dim], all layers of a pool; modified.
+        row_slots: int64 [sampled rows], slot of each.
+        sample_starts: int32 [sequences + 1], the first sampled row of each sequence.
+        kept_rows: int32 [sampled rows], of the emitted tokens, `NO_ROW` behind the last.
+        longest: most sampled rows of a sequence.
+    """
+    depths = torch.arange(longest, device=memory.device)
+    starts, ends = sample_starts[:-1, None].long(), sample_starts[1:, None]
+    targets = starts + depths
+    inside = targets < ends
+    targets = torch.where(inside, targets, 0)
+    kept = torch.where(inside, kept_rows[targets].long(), 0)
+    moves = kept > depths
+    sources = torch.where(moves, starts + kept, 0)
+    kv_move(memory, row_slots[sources], torch.where(moves, row_slots[targets], NO_MOVE))
+
+
+def _pending(plan: StepPlan, behind: LaunchedGpuStep) -> tuple[list[int], list[int]]:
     """Return the rows of pending tokens, and the rows of the step before that draw them."""
     rows: list[int] = []
     sources: list[int] = []

@@ -1,6 +1,6 @@
 """Triton kernels of the engine, each beside the torch function that defines it.
 
-A module ``x_ref`` (and ``noise``) needs torch and numpy only, runs on any device and is what the
-CPU engine uses; module ``x`` holds the Triton kernels and a wrapper of the same signature. Nothing
-is imported here, so that the references can be used where Triton is not installed.
+A module ``x_ref`` (and ``noise``) needs only torch and NumPy and runs on any device. Module ``x``
+holds the Triton kernels and a wrapper with the same signature. This package imports neither, so the
+references also work where Triton is not installed.
 """

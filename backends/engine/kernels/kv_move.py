@@ -1,18 +1,17 @@
-"""Compaction of accepted paths in Triton; the definition is in ``kv_move_ref``.
+"""Compaction of accepted paths in Triton; ``kv_move_ref`` is the definition.
 
 A program owns ``_STRIPS`` strips of one sequence and walks its moves by depth: it reads a source,
-writes its target, and goes on. The reference reads all sources before it writes any target. Walking
-in order leaves the same memory if moves are those of a path of a tree draft:
+writes the target, and takes the next move. The reference reads all sources before it writes any
+target. Both leave the same memory if the moves are those of a path in a tree draft:
 
 * A draft is laid out with every parent before its children, so the places of a path ascend:
   place(0) < place(1) < ..., all integers from 0, hence place(e) >= e.
-* Move d goes from place(d) to place d. For every later move e > d, place(e) >= e > d: what move d
-  overwrites is no later source, so every source is read as it was before the first write.
-* Other sequences own other slots, and programs own other strips.
+* Move d goes from place(d) to place d. For every later move e > d, place(e) >= e > d, so move d
+  overwrites no later source.
+* Sequences own different slots, and programs own different strips.
 
-Only the order of a source and the targets of the same or later moves matters (place(d) may be a
-later target), and it is kept: a write of values depends on their read, and a program's writes
-follow one another.
+A source may be the target of the same or a later move. That order is kept, because a write depends
+on the read of its value and the writes of a program follow one another.
 
 Bytes: 2 * strips * head_dim * element size per move, and the indices. Floor: these bytes over the
 memory's bandwidth; a move of an 8B Llama (512 strips of 128) in bfloat16 is 0.26 MB, 0.055 us at
@@ -23,9 +22,9 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from draftgate.backends.engine.kernels.kv_move_ref import NO_MOVE
 
@@ -48,14 +47,14 @@ def _kv_move_kernel(
     HEAD_PAD: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """Grid (sequences, groups of STRIPS strips): does the moves of a sequence in order."""
+    """Do the moves of a sequence in order; grid (sequences, groups of STRIPS strips)."""
     first = tl.program_id(0) * MAX_DEPTH
     depths = tl.arange(0, DEPTH_PAD)
     listed = depths < MAX_DEPTH
     sources = tl.load(sources_ptr + first + depths, mask=listed, other=_NO_MOVE)
     targets = tl.load(targets_ptr + first + depths, mask=listed, other=_NO_MOVE)
     moves = (targets != _NO_MOVE) & (targets != sources)
-    # One behind the last move: the walk ends there.
+    # The walk ends after the last move.
     end = tl.max(tl.where(moves, depths + 1, 0), axis=0)
 
     strip = tl.program_id(1) * STRIPS + tl.arange(0, STRIPS)[:, None]
@@ -72,23 +71,26 @@ def _kv_move_kernel(
         depth += 1
 
 
-def kv_move(memory: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """As ``kv_move_ref.kv_move`` for moves of accepted paths; never synchronises with the device.
+def kv_move(memory: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Move accepted paths as ``kv_move_ref.kv_move`` does, without a device synchronisation.
 
     Args:
       memory: ``[strips, slots, head_dim]``, each strip contiguous; modified.
-      sources: int64 ``[sequences, max_depth]``, contiguous, in the order of depth: no target of a
+      sources: int64 ``[sequences, max_depth]``, contiguous, in order of depth. No target of a
         sequence is the source of a later move.
-      targets: int64 ``[sequences, max_depth]``, contiguous; ``NO_MOVE``, or the source itself,
-        where nothing moves.
+      targets: int64 ``[sequences, max_depth]``, contiguous; ``NO_MOVE`` or the source itself if
+        nothing moves.
+
+    Raises:
+      ValueError: if a shape or layout is another.
     """
     strips, _, head_dim = memory.shape
     if memory.stride()[1:] != (head_dim, 1):
-        raise ValueError("strips of the KV memory need to be contiguous")
+        raise ValueError("kv_move needs contiguous strips of the KV memory")
     if sources.shape != targets.shape:
-        raise ValueError("every source needs a target")
+        raise ValueError(f"{sources.shape} sources need as many targets, not {targets.shape}")
     if not (sources.is_contiguous() and targets.is_contiguous()):
-        raise ValueError("sources and targets need to be contiguous")
+        raise ValueError("kv_move needs contiguous sources and targets")
     sequences, max_depth = sources.shape
     if sequences and max_depth:
         _kv_move_kernel[(sequences, triton.cdiv(strips, _STRIPS))](

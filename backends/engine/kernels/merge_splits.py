@@ -1,30 +1,30 @@
-"""Merges the softmaxes of splits of the keys; the definition is in ``merge_splits_ref``.
+"""Merge of the softmaxes of key splits in Triton; ``merge_splits_ref`` is the definition.
 
-``merge`` and ``normalise`` are shared with attention that loops over its splits, so that both give
-the same bits. Splits are added one after the other, from the first that the row sees: which others
-there are does not matter, nor how many.
+``merge`` and ``normalise`` are shared with attention that loops over its splits, so both give the
+same bits. Splits are added in order, from the first one that the row sees, so the bits do not
+depend on the other splits.
 
-Bytes per row (token x query head): 4 * (head_dim + 2) per split that it sees, read once, and
-head_dim * element size written. Floor: those bytes / bandwidth, e.g. 133 kB per token for 32 heads
-of 128 and 8 splits; they lie in the second-level cache if attention has just put them there.
+Bytes per row (token x query head): 4 * (head_dim + 2) read per visible split, and head_dim *
+element size written. Floor: those bytes / bandwidth, e.g. 133 kB per token for 32 heads of 128 and
+8 splits. Attention has just written them, so they are mostly in the second-level cache.
 
 Source: T. Dao et al., "Flash-Decoding for long-context inference" (2023).
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 
 
 @triton.jit
 def find_sequence(cu_ptr, target, num_sequences, BLOCK_Q: tl.constexpr):
-    """Returns the last sequence s whose first query block (``cu[s] // BLOCK_Q + s``) <= target.
+    """Return the last sequence s whose first query block (``cu[s] // BLOCK_Q + s``) <= target.
 
-    With BLOCK_Q = 0 it compares ``cu[s]`` itself with a query token.
+    With BLOCK_Q = 0, the target is a query token and is compared with ``cu[s]``.
     """
     low = num_sequences * 0
     high = num_sequences
@@ -40,17 +40,17 @@ def find_sequence(cu_ptr, target, num_sequences, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def no_keys(ROWS: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Returns the softmax over no keys: (largest score, sum of weights, weighted values)."""
+    """Return the softmax over no keys: (largest score, sum of weights, weighted values)."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     return largest, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, HEAD_PAD], tl.float32)
 
 
 @triton.jit
 def merge(sum_largest, sum_total, sum_weighted, largest, total, weighted):
-    """Merges a split into the sums of those before it, which start as ``no_keys``.
+    """Merge a split into the sums of the splits before it, which start as ``no_keys``.
 
-    Shapes: [rows], [rows], [rows, HEAD_PAD], twice. Both kernels merge by this function, with
-    explicit fused multiply-adds, so that no compiler decides which product is rounded.
+    Shapes: [rows], [rows], [rows, HEAD_PAD], twice. The fused multiply-adds are explicit, so the
+    compiler cannot decide differently in the two callers which product is rounded.
     """
     higher = tl.maximum(sum_largest, largest)
     # A row that has seen no key yet has no largest score to subtract.
@@ -64,15 +64,15 @@ def merge(sum_largest, sum_total, sum_weighted, largest, total, weighted):
 
 @triton.jit
 def normalise(weighted, total):
-    """Divides weighted values [rows, HEAD_PAD] by the sums of their weights [rows]."""
-    # Rows that see nothing are never stored; 1 keeps them finite.
+    """Divide weighted values [rows, HEAD_PAD] by the sums of their weights [rows]."""
+    # Rows that see no key are never stored; 1 keeps them finite.
     total = tl.where(total > 0, total, 1.0)
     return tl.div_rn(weighted, tl.broadcast_to(total[:, None], weighted.shape))
 
 
 @triton.jit
 def store_rows(ptr, rows, values, stored, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Writes [ROWS, HEAD_PAD] values to rows (int64) of HEAD_DIM."""
+    """Write [ROWS, HEAD_PAD] values to rows (int64) of HEAD_DIM."""
     dims = tl.arange(0, HEAD_PAD)
     mask = stored[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(ptr + rows[:, None] * HEAD_DIM + dims[None, :], values, mask=mask)
@@ -95,7 +95,7 @@ def _merge_kernel(
     WINDOW: tl.constexpr,
     TREES: tl.constexpr,
 ):
-    """Grid (tokens, query heads): merges the splits that the row sees, from the first."""
+    """Merge the splits that the row sees, in order; grid (tokens, query heads)."""
     token = tl.program_id(0)
     sequence = find_sequence(cu_query_lens_ptr, token, num_sequences, 0)
     end = tl.load(cu_query_lens_ptr + sequence + 1)
@@ -126,17 +126,17 @@ def _merge_kernel(
 
 
 def merge_splits(
-    out: torch.Tensor,
-    weighted: torch.Tensor,
-    stats: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    context_lens: torch.Tensor,
-    positions: torch.Tensor | None = None,
+    out: Tensor,
+    weighted: Tensor,
+    stats: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    positions: Tensor | None = None,
     *,
     window: int | None = None,
     split_size: int = sizes.SPLIT_SIZE,
-) -> torch.Tensor:
-    """As ``merge_splits_ref.merge_splits``; never synchronises with the device.
+) -> Tensor:
+    """Merge as ``merge_splits_ref.merge_splits`` does, without a device synchronisation.
 
     Args:
       out: ``[tokens, query_heads, head_dim]``, contiguous.
@@ -144,7 +144,7 @@ def merge_splits(
       stats: float32 ``[tokens, query_heads, num_splits, 2]``, contiguous.
       cu_query_lens: int32 ``[sequences + 1]``.
       context_lens: int32 ``[sequences]``.
-      positions: int32 or int64 ``[tokens]``; None if rows follow each other.
+      positions: int32 or int64 ``[tokens]``; None if the rows of a sequence are consecutive.
       window: positions that a row sees; None for all.
       split_size: keys per split.
 

@@ -5,26 +5,27 @@
     u       = ((word >> 9) + 0.5) / 2**23              in (0, 1), exact in float32
     g       = -log(-log u)                             standard Gumbel, float32
 
-Words and ``u`` are the same integers and floats on every device; ``g`` may differ in its last bits
-between logarithms, which is why identity of texts is promised inside a numerics class only.
+Words and ``u`` are identical on every device. ``g`` may differ in its last bits between
+implementations of the logarithm, so texts are promised to be identical within one numerics class
+only.
 
-One Philox call (ten rounds, two 32 x 32 -> 64 bit products each) serves four tokens. On a CPU the
-state of both halves of the generator lives in one ``[2, rows, counters]`` array, so a round is five
-passes over memory; blocks are sized to stay in the second-level cache. Per row of a vocabulary of
-4096 that is about 10 round passes x 16 KiB, and 16 KiB of result.
+One Philox call (ten rounds, two 32 x 32 -> 64 bit products each) serves four tokens. On a CPU both
+halves of the generator's state share one ``[2, rows, counters]`` array, so a round is five passes
+over memory. Blocks are sized to stay in the second-level cache.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the
-constants and known answers are those of the Random123 library.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
+constants and known answers from the Random123 library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 PURPOSE_OUTPUT: Final = 0
 """The output token: the only purpose that coupled verification draws."""
@@ -52,13 +53,9 @@ _ROUND_KEY_STEPS: Final[_U64] = (
 
 
 def philox_words(
-    seed: torch.Tensor,
-    choice: torch.Tensor,
-    position: torch.Tensor,
-    purpose: int,
-    num_tokens: int,
-) -> torch.Tensor:
-    """Returns the 32-bit noise words of tokens ``0 .. num_tokens - 1`` for every row.
+    seed: Tensor, choice: Tensor, position: Tensor, purpose: int, num_tokens: int
+) -> Tensor:
+    """Return the 32-bit noise words of tokens ``0 .. num_tokens - 1`` for every row.
 
     Args:
       seed: int64 ``[rows]``, the bit pattern of an unsigned 64-bit seed.
@@ -72,54 +69,63 @@ def philox_words(
     """
     if seed.device.type != "cpu":
         return _philox_words_torch(seed, choice, position, purpose, num_tokens)
-    words = np.empty((seed.shape[0], num_tokens), dtype=np.int64)
-    for rows, columns, planes in _philox_blocks(seed, choice, position, purpose, num_tokens):
-        _interleave(planes.view(np.int64), words[rows, columns])
-    return torch.from_numpy(words)
+    blocks = _philox_blocks(seed, choice, position, purpose, num_tokens)
+    return _assemble(blocks, np.int64, lambda words: words.view(np.int64), len(seed), num_tokens)
 
 
 def uniform(
-    seed: torch.Tensor,
-    choice: torch.Tensor,
-    position: torch.Tensor,
-    purpose: int,
-    num_tokens: int,
-) -> torch.Tensor:
-    """Returns ``u = ((word >> 9) + 0.5) / 2**23``: float32 ``[rows, num_tokens]`` in (0, 1).
+    seed: Tensor, choice: Tensor, position: Tensor, purpose: int, num_tokens: int
+) -> Tensor:
+    """Return ``u = ((word >> 9) + 0.5) / 2**23``: float32 ``[rows, num_tokens]`` in (0, 1).
 
     Arguments as in ``philox_words``.
     """
     if seed.device.type != "cpu":
         words = _philox_words_torch(seed, choice, position, purpose, num_tokens)
         return (words >> 9).to(torch.float32).add_(0.5).mul_(2.0**-23)
-    result = np.empty((seed.shape[0], num_tokens), dtype=np.float32)
-    for rows, columns, planes in _philox_blocks(seed, choice, position, purpose, num_tokens):
-        _interleave(_uniform_of_words(planes), result[rows, columns])
-    return torch.from_numpy(result)
+    blocks = _philox_blocks(seed, choice, position, purpose, num_tokens)
+    return _assemble(blocks, np.float32, _uniform_of_words, len(seed), num_tokens)
 
 
-def gumbel(
-    seed: torch.Tensor,
-    choice: torch.Tensor,
-    position: torch.Tensor,
-    purpose: int,
-    num_tokens: int,
-) -> torch.Tensor:
-    """Returns standard Gumbel noise ``g = -log(-log u)``: float32 ``[rows, num_tokens]``.
+def gumbel(seed: Tensor, choice: Tensor, position: Tensor, purpose: int, num_tokens: int) -> Tensor:
+    """Return standard Gumbel noise ``g = -log(-log u)``: float32 ``[rows, num_tokens]``.
 
-    Arguments as in ``philox_words``. A row's values do not depend on the other rows.
+    Arguments as in ``philox_words``. The values of a row do not depend on the other rows.
     """
     if seed.device.type != "cpu":
         noise = uniform(seed, choice, position, purpose, num_tokens)
         return noise.log_().neg_().log_().neg_()
-    result = np.empty((seed.shape[0], num_tokens), dtype=np.float32)
-    for rows, columns, planes in _philox_blocks(seed, choice, position, purpose, num_tokens):
-        _interleave(_gumbel_of_uniform(_uniform_of_words(planes)), result[rows, columns])
+    blocks = _philox_blocks(seed, choice, position, purpose, num_tokens)
+    # Block by block, while the uniforms are still in the cache.
+    return _assemble(
+        blocks,
+        np.float32,
+        lambda words: _gumbel_of_uniform(_uniform_of_words(words)),
+        len(seed),
+        num_tokens,
+    )
+
+
+def _assemble(
+    blocks: Iterator[tuple[slice, slice, _U64]],
+    dtype: npt.DTypeLike,
+    convert: Callable[[_U64], npt.NDArray[Any]],
+    rows: int,
+    num_tokens: int,
+) -> Tensor:
+    """Convert blocks of words and put them in order: ``[rows, num_tokens]``."""
+    result = np.empty((rows, num_tokens), dtype=dtype)
+    for row_slice, columns, words in blocks:
+        planes, out = convert(words), result[row_slice, columns]
+        # Token 4 * c + w is word w of call c; the last call may be cut.
+        for word in range(_TOKENS_PER_CALL):
+            calls = -(-(out.shape[1] - word) // _TOKENS_PER_CALL)
+            out[:, word::_TOKENS_PER_CALL] = planes[word, :, :calls]
     return torch.from_numpy(result)
 
 
 def _uniform_of_words(words: _U64) -> _Float32:
-    """Maps words to (0, 1); overwrites ``words``."""
+    """Map words to (0, 1); overwrites ``words``."""
     words >>= np.uint64(9)
     # A signed source converts faster, and 23 bits fit either way.
     result = words.view(np.int64).astype(np.float32)
@@ -129,7 +135,7 @@ def _uniform_of_words(words: _U64) -> _Float32:
 
 
 def _gumbel_of_uniform(values: _Float32) -> _Float32:
-    """Maps (0, 1) to Gumbel noise in place."""
+    """Map (0, 1) to Gumbel noise in place."""
     np.log(values, out=values)
     np.negative(values, out=values)
     np.log(values, out=values)
@@ -137,21 +143,10 @@ def _gumbel_of_uniform(values: _Float32) -> _Float32:
     return values
 
 
-def _interleave(planes: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-    """Writes ``planes[w, r, c]`` to ``out[r, 4 * c + w]``; ``out`` may end inside a counter."""
-    tokens = out.shape[1]
-    for word in range(_TOKENS_PER_CALL):
-        out[:, word::_TOKENS_PER_CALL] = planes[word, :, : -(-(tokens - word) // _TOKENS_PER_CALL)]
-
-
 def _philox_blocks(
-    seed: torch.Tensor,
-    choice: torch.Tensor,
-    position: torch.Tensor,
-    purpose: int,
-    num_tokens: int,
+    seed: Tensor, choice: Tensor, position: Tensor, purpose: int, num_tokens: int
 ) -> Iterator[tuple[slice, slice, _U64]]:
-    """Yields ``(rows, tokens, words [4, rows, calls])`` for blocks that cover all tokens."""
+    """Yield ``(rows, tokens, words [4, rows, calls])`` for blocks that cover all tokens."""
     counters = -(-num_tokens // _TOKENS_PER_CALL)
     num_rows = seed.shape[0]
     seeds = seed.numpy().view(np.uint64)
@@ -170,14 +165,14 @@ def _philox_blocks(
 
 
 def _key_schedule(seed: _U64, choice: _U64) -> _U64:
-    """Returns the keys of all rounds, ``[10, 2, rows, 1]``."""
+    """Return the keys of all rounds, ``[10, 2, rows, 1]``."""
     first = np.stack([seed, (seed >> np.uint64(32)) ^ choice])[None, :, :, None]
     keys: _U64 = (first + _ROUND_KEY_STEPS) & np.uint64(_LOW_WORD)
     return keys
 
 
 def _philox_numpy(keys: _U64, position: _U64, purpose: int, first: int, last: int) -> _U64:
-    """Returns ``[4, rows, last - first]`` words for the counters ``(position, purpose, i, 0)``."""
+    """Return ``[4, rows, last - first]`` words for the counters ``(position, purpose, i, 0)``."""
     shape = (2, position.shape[0], last - first)
     even = np.empty(shape, dtype=np.uint64)
     odd = np.empty(shape, dtype=np.uint64)
@@ -189,10 +184,7 @@ def _philox_numpy(keys: _U64, position: _U64, purpose: int, first: int, last: in
 
 
 def _philox_rounds(keys: _U64, even: _U64, odd: _U64) -> _U64:
-    """Runs all rounds; overwrites its state.
-
-    Low halves are kept with garbage above bit 31: it enters ``even`` by the xor and leaves with the
-    mask at the end of the round.
+    """Run all rounds; overwrites the state.
 
     Args:
       keys: ``[10, 2, rows, 1]``.
@@ -204,8 +196,10 @@ def _philox_rounds(keys: _U64, even: _U64, odd: _U64) -> _U64:
     """
     products = np.empty_like(even)
     for key in keys:
+        # Low halves keep garbage above bit 31. The xor carries it into ``even``, and the mask at
+        # the end of the round removes it.
         np.multiply(even, _PRODUCT_FACTORS, out=products)
-        # The product of word 0 feeds words 2 and 3 and the other way round.
+        # The product of word 0 feeds words 2 and 3, and the product of word 2 words 0 and 1.
         crossed = products[::-1]
         np.right_shift(crossed, np.uint64(32), out=even)
         np.bitwise_xor(even, odd, out=even)
@@ -219,24 +213,18 @@ def _philox_rounds(keys: _U64, even: _U64, odd: _U64) -> _U64:
 
 
 def _philox_words_torch(
-    seed: torch.Tensor,
-    choice: torch.Tensor,
-    position: torch.Tensor,
-    purpose: int,
-    num_tokens: int,
-) -> torch.Tensor:
-    """The same words by torch operations, for devices that numpy cannot reach.
-
-    Products wrap around in int64, which keeps their 64 bits; ``>>`` copies the sign into the high
-    word's upper half, which the mask removes.
-    """
+    seed: Tensor, choice: Tensor, position: Tensor, purpose: int, num_tokens: int
+) -> Tensor:
+    """Return the same words by torch operations, for devices that NumPy cannot reach."""
     counters = -(-num_tokens // _TOKENS_PER_CALL)
     keys = [(seed & _LOW_WORD)[:, None], ((seed >> 32) ^ choice).bitwise_and_(_LOW_WORD)[:, None]]
     c0 = position.to(torch.int64)[:, None]
-    c1: torch.Tensor = torch.full_like(c0, purpose)
+    c1: Tensor = torch.full_like(c0, purpose)
     c2 = torch.arange(counters, dtype=torch.int64, device=seed.device)[None, :]
     c3 = torch.zeros_like(c0)
     for _ in range(_ROUNDS):
+        # Products wrap around in int64, which keeps their 64 bits. ``>>`` copies the sign into the
+        # upper half of the high word; the mask removes it.
         low, high = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0 = ((high >> 32) ^ c1 ^ keys[0]) & _LOW_WORD
         c2 = ((low >> 32) ^ c3 ^ keys[1]) & _LOW_WORD

@@ -1,45 +1,45 @@
 """Ragged paged attention in Triton: one kernel for prefill chunks, decode and verification.
 
-The definition is ``paged_attention_ref``. A program owns 64 rows (``paged_attention_sizes.tiles``)
-of one key-value head: the query heads of its group packed with neighbouring query tokens, so that
-verifying several tokens reads the keys and values once. It finds its sequence by bisection in
-``cu_query_lens``: the grid is an upper bound that needs no lengths on the host, so it can be
-captured in a graph.
+``paged_attention_ref`` is the definition. A program owns 64 rows (``paged_attention_sizes.tiles``)
+of one key-value head: the query heads of its group packed with neighbouring query tokens. Verifying
+several tokens therefore reads the keys and values once. A program finds its sequence by bisection
+in ``cu_query_lens``. The grid is an upper bound that needs no lengths on the host, so a graph can
+capture it.
 
-Bits of a row. A verified token must get the bits it gets when decoded alone, so nothing that
-touches a row's sums may depend on the batch:
+Bits of a row. A verified token must get the bits that it gets when decoded alone, so the sums of a
+row must not depend on the batch:
 
-* positions are cut into splits of a fixed *size*, splits into tiles; the softmax of a split starts
-  afresh;
-* splits are merged one after the other, from the first, with explicit fused multiply-adds;
-* keys that a row may not see add exact zeros, tiles and splits without any that it sees merge as
+* positions are cut into splits of a fixed *size* and splits into tiles; each split starts a new
+  softmax;
+* splits are merged in order, with explicit fused multiply-adds;
+* keys that a row may not see add exact zeros, and tiles and splits without visible keys merge as
   the identity, so it does not matter whether a program skips them;
 * the tile shapes are constants of the model.
 
-Trees. A product adds its keys in the order of their places in the tile, so a mask over the slots of
-a tree would give other bits than a chain wherever a path has gaps. Instead, tiles that reach behind
-``draft_starts`` are read once for each leaf among the rows of a program, the keys of its path
-gathered to the places of their *positions* (``tree_paths``: draft token of the d-th set bit of the
-ancestor mask to position draft_start + d); rows of other leaves see none of them. So every row of
-every branch has the bits of its path as a chain. The tiles before are shared by all rows. Cost: 1
-or 2 more tiles (a path of up to 64 tokens touches two) for each leaf but the first. A chain has one
-leaf.
+Trees. A product adds keys in the order of their places in the tile, so a mask over the slots of a
+tree would give other bits than a chain if a path has gaps. Instead, tiles that reach beyond
+``draft_starts`` are read once for each leaf among the rows of a program. The keys of the leaf's
+path are gathered to their *positions* (``tree_paths``: the draft token of the d-th set bit of the
+ancestor mask has position draft_start + d), and rows of other leaves see none of them. Every row of
+every branch therefore has the bits of its path as a chain. The earlier tiles are shared by all
+rows. Cost: 1 or 2 more tiles (a path of up to 64 tokens touches two) for each leaf but the first. A
+chain has one leaf.
 
-Few programs: splits run in parallel and a second kernel merges them (scratch:
-``paged_attention_sizes``). Many programs (prefill): each one loops over the splits and merges in
-registers, in the same order with the same operations, without scratch.
+Few programs: splits run in parallel, and a second kernel merges them. Per row (token x query head)
+and split they write and read head_dim + 2 float32 numbers of scratch, e.g. 65 MiB for 64 tokens, 32
+heads of 128 and 32768 tokens of context. Many programs (prefill): each program loops over the
+splits and merges in registers, in the same order with the same operations, without scratch.
 
-Bytes: 2 * context * head_dim * element size per program, with a window min(context, window + tokens
-of the program) in place of the context; read once from device memory and again from cache by the
-other query blocks of the sequence; query and output once. Floor of a decode: those bytes of all
-key-value heads / bandwidth, e.g. 16.8 MB and 3.5 us for 4096 tokens of 8 heads of 128 in bfloat16
-at 4.8 TB/s.
+Bytes: 2 * context * head_dim * element size per program; with a window, min(context, window +
+tokens of the program) replaces the context. They are read once from device memory and again from
+cache by the other query blocks of the sequence. Query and output move once. Floor of a decode:
+those bytes of all key-value heads / bandwidth, e.g. 16.8 MB and 3.5 us for 4096 tokens of 8 heads
+of 128 in bfloat16 at 4.8 TB/s.
 
-Empty programs: the grid has (tokens * group // rows + sequences) * kv_heads programs, times
-ceil(max_context / split_size) in parallel, whatever the lengths. One without keys bisects
-(log2(sequences) dependent loads), loads up to four words and returns: a few microseconds in which
-it holds a place on its multiprocessor. Contexts far below ``max_context`` pay for these, so graphs
-should be captured for several bounds.
+Empty programs: the grid has (tokens * group // rows + sequences) * kv_heads programs, times the
+splits of the block tables' width in parallel, whatever the lengths. A program without keys bisects
+(log2(sequences) dependent loads), loads up to four words and returns. It occupies its
+multiprocessor for a few microseconds, so graphs should be captured for several table widths.
 
 Sources: the packing of heads with tokens follows the unified attention kernel of vLLM
 (``v1/attention/ops/triton_unified_attention.py``), the fixed split size Thinking Machines,
@@ -54,6 +54,7 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 from draftgate.backends.engine.kernels.merge_splits import (
@@ -96,20 +97,20 @@ def _attend_keys(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Goes on with an online softmax: the keys at positions ``first_key .. last_key``.
+    """Continue an online softmax with the keys at positions ``first_key .. last_key - 1``.
 
-    Rows whose results count see none at ``last_key`` and behind.
+    Rows that see keys from ``last_key`` on get a wrong result, which must not be used.
 
     The state (largest score, sum of weights, weighted values) is relative to the largest score, in
-    base 2. Rows that see none of the keys, e.g. with position -1, keep it bit for bit.
+    base 2. Rows that see none of the keys, e.g. those with position -1, keep it bit for bit.
     """
     dims = tl.arange(0, HEAD_PAD)
-    # A path has two tiles at most: a pipeline, and what is hoisted, would only hold registers. In
-    # float32, where products have no tensor cores, the tile itself would hold more of them.
+    # A path has at most two tiles, so a pipeline and hoisted values would only hold registers. In
+    # float32, without tensor cores, the tile itself would hold more of them: there two stages.
     STAGES: tl.constexpr = (2 if query.dtype == tl.float32 else 1) if PATH else None
     for first in tl.range(first_key, last_key, KEY_TILE, num_stages=STAGES, disable_licm=PATH):
         keys = first + tl.arange(0, KEY_TILE)
-        # Past the last key it is read again: a slot there may hold anything, and 0 * NaN is NaN.
+        # Beyond the last key, read that key again: other slots may hold NaN, and 0 * NaN is NaN.
         tokens = tl.minimum(keys, last_key - 1)
         if PATH:
             tokens = path_slots(tokens, draft_start, path)
@@ -135,7 +136,7 @@ def _attend_keys(
         higher = tl.maximum(largest, tl.max(scores, axis=1) * score_scale)
         # A row that has seen no key yet has no largest score to subtract.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        # Fused by hand: variants of the kernel must not differ in what the compiler contracts.
+        # Explicit, because the compiler must not contract differently in variants of the kernel.
         below = tl.broadcast_to(-base[:, None], scores.shape)
         scale = tl.full(scores.shape, 1.0, tl.float32) * score_scale
         weights = tl.exp2(tl.fma(scores, scale, below))
@@ -176,9 +177,9 @@ def _attend_split(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Softmax over the keys of a split that rows [ROWS] see; ``first_key`` begins a tile.
+    """Return the softmax of rows [ROWS] over the keys of a split; ``first_key`` begins a tile.
 
-    Returns the state of ``_attend_keys``; (-inf, 0, 0) for rows that see none of the keys.
+    The result is the state of ``_attend_keys``; (-inf, 0, 0) for rows that see none of the keys.
     """
     largest, total, weighted = no_keys(ROWS, HEAD_PAD)
     shared_end = last_key
@@ -208,11 +209,12 @@ def _attend_split(
 
 @triton.jit
 def _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q: tl.constexpr):
-    """Returns the sequence's first token, its tokens, and which of them is the program's first.
+    """Return the sequence's first token, its tokens, and which of them is the program's first.
 
-    Blocks past the last of a sequence begin behind its tokens. Loads anew with every call: what is
-    needed first and last had better not be held in registers in between.
+    Blocks after the last one of a sequence begin beyond its tokens.
     """
+    # Volatile, so that each call loads again: the values are needed at the start and at the end of
+    # the kernel, and would hold registers in between.
     begin = tl.load(cu_query_lens_ptr + sequence, volatile=True)
     query_len = tl.load(cu_query_lens_ptr + sequence + 1, volatile=True) - begin
     first_query = (tl.program_id(0) - begin // BLOCK_Q - sequence) * BLOCK_Q
@@ -232,7 +234,7 @@ def _load_query(
     ROWS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Returns the queries of the program's rows: [ROWS, HEAD_PAD], zero where there is none."""
+    """Return the queries of the program's rows: [ROWS, HEAD_PAD], zero for padding rows."""
     head = tl.program_id(1) * GROUP + tl.arange(0, ROWS) % GROUP
     dims = tl.arange(0, HEAD_PAD)
     cells = (token.to(tl.int64) * token_stride + head * head_stride)[:, None] + dims[None, :]
@@ -245,7 +247,7 @@ def _load_query(
 def _result_rows(
     cu_query_lens_ptr, sequence, num_query_heads, GROUP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Returns the program's rows among all rows (token x query head), int64, and which exist."""
+    """Return the program's rows among all rows (token x query head), int64, and which exist."""
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     begin, query_len, first_query = _block_rows(cu_query_lens_ptr, sequence, BLOCK_Q)
     rows = tl.arange(0, ROWS)
@@ -257,7 +259,7 @@ def _result_rows(
 
 @triton.jit
 def _first_visible(position, KEY_TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Returns where the tile begins that has the first key seen from a position."""
+    """Return the start of the tile that holds the first key visible from a position."""
     return tl.maximum(position - WINDOW + 1, 0) // KEY_TILE * KEY_TILE if WINDOW > 0 else 0
 
 
@@ -297,11 +299,11 @@ def _attention_kernel(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid (query blocks, kv heads, splits or 1). WINDOW is 0 for none.
+    """Attend the rows of one program; grid (query blocks, kv heads, splits or 1). WINDOW 0 is none.
 
-    PARALLEL: program (b, h, s) writes its split to the scratch, float32 ``[tokens, query_heads,
-    num_splits, HEAD_DIM]`` and stats (largest, total) ``[tokens, query_heads, num_splits, 2]``.
-    Otherwise it merges all splits and writes the output.
+    With PARALLEL, program (b, h, s) writes its split to the scratch: weighted values, float32
+    ``[tokens, query_heads, num_splits, HEAD_DIM]``, and stats (largest, total), float32 ``[tokens,
+    query_heads, num_splits, 2]``. Otherwise it merges all splits and writes the output.
     """
     BLOCK_Q: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
@@ -315,7 +317,7 @@ def _attention_kernel(
     if TREES:
         draft_start = tl.load(draft_starts_ptr + sequence)
     first_position = context - query_len + first_query
-    # No row of this program sees keys before and from here on. Paths end before their slots do.
+    # No row of this program sees keys outside key_begin .. key_end; paths end before their slots.
     key_end = tl.minimum(context, first_position + BLOCK_Q)
     key_begin = _first_visible(tl.minimum(first_position, draft_start), KEY_TILE, WINDOW)
     first_split = key_begin // SPLIT
@@ -366,22 +368,20 @@ def _attention_kernel(
 
 
 def paged_attention(
-    query: torch.Tensor,
-    layer_kv: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    query: Tensor,
+    layer_kv: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
     *,
     block_size: int,
     scale: float,
     window: int | None = None,
     trees: DraftTrees | None = None,
-    max_context: int | None = None,
     parallel_splits: bool | None = None,
     split_size: int = sizes.SPLIT_SIZE,
-    scratch: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As ``paged_attention_ref.paged_attention``; never synchronises with the device.
+) -> Tensor:
+    """Attend as ``paged_attention_ref.paged_attention`` does, without a device synchronisation.
 
     Args:
       query: float32, float16 or bfloat16 ``[tokens, query_heads, head_dim]``, unit last stride.
@@ -391,22 +391,19 @@ def paged_attention(
       block_tables: int32 ``[sequences, max_blocks]``.
       block_size: slots of a block.
       scale: factor on the scores, positive.
-      window: positions that a row sees, its own included; None for all. A constant of the layer:
-        each value compiles a kernel.
-      trees: what each row sees of drafts that branch; None compiles them out.
-      max_context: upper bound of ``context_lens``; the block tables bound it otherwise.
-      parallel_splits: whether splits get their own programs; by default where programs are few.
+      window: positions that a row sees, its own included; None for all. Each value compiles a
+        kernel.
+      trees: the draft tokens that each row sees; None compiles trees out.
+      parallel_splits: whether splits get programs of their own; by default if programs are few.
         Does not change the sums.
       split_size: keys per split, a multiple of 64. Changes the last bits.
-      scratch: flat float32 of at least ``paged_attention_sizes.scratch_floats`` elements, which
-        layers may share; allocated otherwise. Not touched unless splits run in parallel.
 
     Returns:
       ``[tokens, query_heads, head_dim]`` in the dtype of ``query``; rows of tokens that belong to
       no sequence are undefined.
 
     Raises:
-      ValueError: a layout or size that the kernel would read wrongly.
+      ValueError: if a size or layout is one that the kernel would read wrongly.
     """
     sizes.check_arguments(query, layer_kv, block_size, scale, window, trees, split_size)
     tokens, query_heads, head_dim = query.shape
@@ -417,13 +414,15 @@ def paged_attention(
     group = query_heads // kv_heads
     tiles = sizes.tiles(query.dtype, head_dim, group)
     query_blocks = tokens // (tiles.query_rows // group) + sequences
-    num_splits = triton.cdiv(max_context or block_tables.shape[1] * block_size, split_size)
+    num_splits = triton.cdiv(block_tables.shape[1] * block_size, split_size)
     if parallel_splits is None:
         parallel_splits = sizes.runs_parallel(num_splits, query_blocks * kv_heads)
     ancestors, draft_starts, positions = trees or (None, None, None)
     weighted, stats = None, None
     if parallel_splits:
-        weighted, stats = sizes.scratch_views(scratch, query, num_splits)
+        rows = (tokens, query_heads, num_splits)
+        weighted = torch.empty((*rows, head_dim), dtype=torch.float32, device=query.device)
+        stats = torch.empty((*rows, 2), dtype=torch.float32, device=query.device)
     _attention_kernel[(query_blocks, kv_heads, num_splits if parallel_splits else 1)](
         out, query, layer_kv, cu_query_lens, context_lens, block_tables,
         ancestors, draft_starts, positions, weighted, stats, sequences, num_splits,

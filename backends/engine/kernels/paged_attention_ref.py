@@ -1,17 +1,17 @@
 """Ragged paged attention in torch: prefill chunks, decodes, and verification of chains and trees.
 
-A row is a query token; it has a position p in its sequence and sees the keys of positions
-max(0, p - window + 1) .. p on its own path. For query head h, reading key-value head h // group:
+A row is a query token at position p of its sequence. It sees the keys of positions
+max(0, p - window + 1) .. p on its own path. Query head h reads key-value head h // group:
 
     out[row, h] = sum_j softmax_j(scale * <query[row, h], key[j]>) * value[j]
 
-A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first. Token j of sequence s lies
-in slot ``block_tables[s, j // block_size] * block_size + j % block_size``. Without trees, query
-token i of q with c tokens in the cache has position c - q + i, and so has its key.
+A layer of the cache is ``[2 * kv_heads, slots, head_dim]``, keys first. The slot of token j of
+sequence s is ``block_tables[s, j // block_size] * block_size + j % block_size``. Without trees,
+query token i of q with c tokens in the cache has position c - q + i, and so has its key.
 
-With trees the tokens from ``draft_starts[s]`` on are a draft tree, depth first, and paths leave
-gaps between them: draft token i has position draft_starts[s] + (its depth) - 1, and a row sees it
-if bit i of its ancestor mask is set. Tree attention: SpecInfer (arXiv 2305.09781).
+With trees, the tokens from ``draft_starts[s]`` on are a draft tree, depth first. Draft token i has
+position draft_starts[s] + depth - 1, and a row sees it if bit i of its ancestor mask is set. Tree
+attention: SpecInfer (arXiv 2305.09781).
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class DraftTrees(NamedTuple):
-    """Which draft tokens each row of a step sees.
+    """The draft tokens that each row of a step sees.
 
-    The query tokens of a sequence are confirmed tokens, then at most 64 of a draft, depth first.
+    The query tokens of a sequence are confirmed tokens, then at most 64 draft tokens, depth first.
 
     Attributes:
-      ancestors: int64 ``[tokens]``; bit i is set if draft token i of the sequence is an ancestor of
-        the row's token or that token itself. 0 for confirmed tokens. A chain has all bits up to
-        the token's own.
+      ancestors: int64 ``[tokens]``; bit i is set if draft token i of the sequence is the row's
+        token or one of its ancestors. 0 for confirmed tokens.
       draft_starts: int32 ``[sequences]``, confirmed tokens in the cache, this step's included.
       positions: int32 or int64 ``[tokens]``, position of each row on its path.
     """
 
-    ancestors: torch.Tensor
-    draft_starts: torch.Tensor
-    positions: torch.Tensor
+    ancestors: Tensor
+    draft_starts: Tensor
+    positions: Tensor
 
 
 def paged_attention(
-    query: torch.Tensor,
-    layer_kv: torch.Tensor,
-    cu_query_lens: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
+    query: Tensor,
+    layer_kv: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
     *,
     block_size: int,
     scale: float,
     window: int | None = None,
     trees: DraftTrees | None = None,
-) -> torch.Tensor:
-    """Attention of a ragged batch over a paged cache; computes in float32.
+) -> Tensor:
+    """Attend a ragged batch over a paged cache; computes in float32.
 
     Args:
       query: ``[tokens, query_heads, head_dim]``, sequences back to back.
       layer_kv: ``[2 * kv_heads, slots, head_dim]``, this step's keys and values already written.
-      cu_query_lens: int32 ``[sequences + 1]``, query tokens of sequence s are
-        ``cu_query_lens[s] .. cu_query_lens[s + 1]``; a sequence may have none.
+      cu_query_lens: int32 ``[sequences + 1]``, sequence s has query tokens
+        ``cu_query_lens[s] .. cu_query_lens[s + 1]``, possibly none.
       context_lens: int32 ``[sequences]``, tokens in the cache including all of this step's.
-      block_tables: int32 ``[sequences, max_blocks]``; entries past the context are not read.
+      block_tables: int32 ``[sequences, max_blocks]``; entries beyond the context are not read.
       block_size: slots of a block.
       scale: factor on the scores, usually ``head_dim ** -0.5``; positive.
       window: positions that a row sees, its own included; None for all.
-      trees: None if every row follows the row before it.
+      trees: None if no draft branches.
 
     Returns:
       ``[tokens, query_heads, head_dim]`` in the dtype of ``query``; tokens that belong to no
@@ -88,27 +88,23 @@ def paged_attention(
     return out
 
 
-def _gather(
-    layer_kv: torch.Tensor, blocks: torch.Tensor, context: int, block_size: int
-) -> torch.Tensor:
-    """Returns a sequence's keys and values: float32 [2 * kv_heads, context, head_dim]."""
+def _gather(layer_kv: Tensor, blocks: Tensor, context: int, block_size: int) -> Tensor:
+    """Return a sequence's keys and values: float32 [2 * kv_heads, context, head_dim]."""
     token = torch.arange(context, device=layer_kv.device)
     slots = blocks[token // block_size].to(torch.int64) * block_size + token % block_size
     return layer_kv[:, slots].to(torch.float32)
 
 
-def _chain(tokens: int, context: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions of rows [tokens, 1] and keys [1, context]."""
+def _chain(tokens: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions of rows [tokens, 1] and keys [1, context]."""
     key_positions = torch.arange(context, device=device)[None, :]
     return key_positions[:, context - tokens :].T, key_positions
 
 
-def _tree(
-    trees: DraftTrees, sequence: int, rows: slice, context: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns positions of rows [tokens, 1] and keys, as each row sees them [tokens, context].
+def _tree(trees: DraftTrees, sequence: int, rows: slice, context: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of rows [tokens, 1] and of keys as each row sees them [tokens, context].
 
-    Keys off the path of a row get a position behind all others.
+    Keys off the path of a row get a position beyond all others.
     """
     ancestors = trees.ancestors[rows, None]
     start = int(trees.draft_starts[sequence])
@@ -118,14 +114,8 @@ def _tree(
     return trees.positions[rows, None], torch.cat([confirmed, draft], dim=1)
 
 
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Attention of the rows of one sequence: float32 [tokens, query_heads, head_dim]."""
+def _attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attend the rows of one sequence: float32 [tokens, query_heads, head_dim]."""
     group = query.shape[1] // keys.shape[0]
     keys = keys.repeat_interleave(group, dim=0)
     values = values.repeat_interleave(group, dim=0)

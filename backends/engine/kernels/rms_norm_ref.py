@@ -2,8 +2,8 @@
 
     rms_norm(x)[i] = x[i] * weight[i] / sqrt(mean(x^2) + eps)
 
-Everything is computed in float32 and rounded once, to the dtype of x. The residual sum is rounded
-to that dtype before it is normed, so that fusing it changes no bit.
+All arithmetic is in float32 and rounded once, to the dtype of x. The residual sum is rounded to
+that dtype before it is normed, so fusing it changes no bit.
 
 Source: Zhang, Sennrich, "Root mean square layer normalization" (arXiv 1910.07467).
 """
@@ -11,10 +11,11 @@ Source: Zhang, Sennrich, "Root mean square layer normalization" (arXiv 1910.0746
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Returns the normed rows.
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the normed rows.
 
     Args:
       x: ``[..., hidden]``.
@@ -30,19 +31,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return normed.to(x.dtype)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``(rms_norm(residual + x), residual + x)``.
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual and return the normed sum.
 
     Args:
-      x: ``[rows, hidden]``, what a block adds to the residual stream.
-      residual: ``[rows, hidden]``, the stream before it.
+      x: ``[rows, hidden]``, the output of a block.
+      residual: ``[rows, hidden]``, the residual stream; receives the sum.
       weight: ``[hidden]``.
       eps: added to the mean square.
 
     Returns:
-      Both ``[rows, hidden]`` in the dtype of x.
+      ``rms_norm(residual + x)``, ``[rows, hidden]`` in the dtype of x.
     """
-    summed = residual + x
-    return rms_norm(summed, weight, eps), summed
+    residual += x
+    return rms_norm(residual, weight, eps)

@@ -1,12 +1,12 @@
 """Rotation, head norms and the write to the KV memory in one kernel; defined by ``rope_kv_ref``.
 
-A program owns ``_HEADS`` neighbouring heads of one row, whatever they are: queries, keys and values
-lie in the fused product in the order of the KV memory's strips, so a head's index says where it
-goes. Heads are held as two halves, which makes the rotation elementwise.
+A program owns ``_HEADS`` neighbouring heads of one row. The fused product holds queries, keys and
+values in the order of the KV memory's strips, so the index of a head determines where it is
+written. Heads are held as two halves, which makes the rotation elementwise.
 
-Bits of a row. A head is computed by itself, the sum of its norm in an order that follows from the
+Bits of a row. Each head is computed by itself. The order of the sum in its norm follows from the
 head dimension and the number of warps, constants of the model, as long as rows begin at multiples
-of 16 bytes (see ``rms_norm``). Nothing is contracted (``enable_fp_fusion=False``): without head
+of 16 bytes (see ``rms_norm``). Nothing is contracted (``enable_fp_fusion=False``), so without head
 norms the bits are those of the reference.
 
 Bytes per row: 2 * (heads + 2 * kv_heads) * head_dim * element size, and a row of each table. Floor:
@@ -21,9 +21,10 @@ from typing import Any, Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LAUNCH_OPTIONS: Final[dict[str, Any]] = {"num_warps": 2, "enable_fp_fusion": False, "maxnreg": 64}
-"""Part of the numerics class. Asked for 64 registers, ptxas does not spill for more programs."""
+"""Part of the numerics class. The limit of 64 registers keeps ptxas from spilling."""
 
 # With 128 dimensions, 16 bytes of bfloat16 per thread and half.
 _HEADS: Final = 8
@@ -31,7 +32,7 @@ _HEADS: Final = 8
 
 @triton.jit
 def _head_norm(a, b, weight_ptr, cells, mask, eps, HALF: tl.constexpr):
-    """Returns the normed halves of heads: float32 [HEADS, HALF_PAD] each; zero past HALF."""
+    """Return the normed halves of heads: float32 [HEADS, HALF_PAD] each; zero beyond HALF."""
     mean = tl.div_rn(tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1), HALF * 2.0)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     weight_a = tl.load(weight_ptr + cells, mask=mask, other=0.0).to(tl.float32)
@@ -58,7 +59,7 @@ def _rope_kv_kernel(
     HALF_PAD: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Grid (rows, groups of HEADS heads): writes their queries, keys and values."""
+    """Write queries, keys and values of HEADS heads; grid (rows, groups of HEADS heads)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dims = tl.arange(0, HALF_PAD)[None, :]
@@ -91,22 +92,22 @@ def _rope_kv_kernel(
 
 
 def rope_kv(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer_kv: torch.Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer_kv: Tensor,
     *,
-    qk_norm: torch.Tensor | None,
+    qk_norm: Tensor | None,
     eps: float,
-) -> torch.Tensor:
-    """As ``rope_kv_ref.rope_kv``; never synchronises with the device.
+) -> Tensor:
+    """Rotate and store as ``rope_kv_ref.rope_kv`` does, without a device synchronisation.
 
     Args:
       qkv: float32, float16 or bfloat16 ``[rows, (heads + 2 * kv_heads) * head_dim]``, contiguous.
       positions: int64 ``[rows]``, contiguous, below max_positions.
-      slots: int64 ``[rows]``, contiguous; of rows that share a slot (padding) any may prevail.
+      slots: int64 ``[rows]``, contiguous. If rows share a slot (padding), any of them may prevail.
       cos: ``[max_positions, head_dim / 2]``, contiguous.
       sin: like cos.
       layer_kv: ``[2 * kv_heads, slots, head_dim]`` in the dtype of qkv, each strip contiguous;
@@ -116,6 +117,9 @@ def rope_kv(
 
     Returns:
       Queries ``[rows, heads, head_dim]`` in the dtype of qkv, scaled by ``head_dim ** -0.5``.
+
+    Raises:
+      ValueError: if a shape, dtype or layout is one that the kernel would read wrongly.
     """
     _check(qkv, positions, slots, cos, sin, layer_kv, qk_norm)
     strips, _, head_dim = layer_kv.shape
@@ -146,25 +150,26 @@ def rope_kv(
 
 
 def _check(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    layer_kv: torch.Tensor,
-    qk_norm: torch.Tensor | None,
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    layer_kv: Tensor,
+    qk_norm: Tensor | None,
 ) -> None:
-    """Raises ValueError for layouts that the kernel would read or write wrongly."""
     strips, _, head_dim = layer_kv.shape
     total_heads, rest = divmod(qkv.shape[1], head_dim)
     if rest or head_dim % 2 or strips % 2 or total_heads <= strips:
-        raise ValueError(f"rows of {qkv.shape[1]} for {strips} strips of heads of {head_dim}")
+        raise ValueError(
+            f"rows of {qkv.shape[1]} do not fit {strips} strips of heads of {head_dim}"
+        )
     if layer_kv.stride()[1:] != (head_dim, 1) or layer_kv.dtype != qkv.dtype:
-        raise ValueError("strips of the KV memory need to be contiguous, in the dtype of the rows")
+        raise ValueError("rope_kv needs contiguous strips of the KV memory in the dtype of qkv")
     if cos.shape[1] != head_dim // 2 or sin.shape != cos.shape:
-        raise ValueError("tables need head_dim / 2 columns")
+        raise ValueError("cos and sin need head_dim / 2 columns")
     if qk_norm is not None and qk_norm.shape != (total_heads - strips // 2, head_dim):
-        raise ValueError("qk_norm needs a row for each head that is rotated")
+        raise ValueError("qk_norm needs a row for each query and key head")
     inputs = [qkv, positions, slots, cos, sin, *([] if qk_norm is None else [qk_norm])]
     if not all(tensor.is_contiguous() for tensor in inputs):
-        raise ValueError("inputs need to be contiguous")
+        raise ValueError("rope_kv needs contiguous inputs")

@@ -1,11 +1,11 @@
-"""Sampling in Triton; the definitions are in ``sample_verify_ref``.
+"""Sampling in Triton; ``sample_verify_ref`` is the definition.
 
-Three kernels make a token, none of which writes anything of the size of the logits:
+Three kernels draw a token. None of them writes a tensor of the size of the logits:
 
 1. ``_cutoff_kernel``, one program per row: the last pair (logit, id) that top-k and top-p keep, and
-   the min-p floor. A row without filters costs it four scalar loads. The cut-off logit is found by
-   a search over the ordered bit patterns of float32 with eight pivots a pass (11 passes of 4V bytes
-   at most, read from cache after the first); ties are cut by id in one more pass.
+   the min-p floor. A row without filters costs four scalar loads. The cut-off logit is found by a
+   search over the ordered bit patterns of float32 with four pivots a pass: at most 14 passes of 4V
+   bytes, read from cache after the first. One more pass cuts ties by id.
 2. ``_tile_winner_kernel``, grid (rows, tiles): (max, argmax) of ``logits / T + g`` over the kept
    tokens of a tile. Reads 4V bytes per row once, writes 8 bytes per tile. Greedy rows draw nothing.
 3. ``_row_winner_kernel``, one program per row: reduces the tiles, lowest id first.
@@ -20,6 +20,7 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from draftgate.backends.engine.kernels import noise
 from draftgate.backends.engine.kernels.noise_triton import gumbel_tile, noise_key
@@ -31,21 +32,21 @@ _MASS_UNIT: Final = tl.constexpr(MASS_UNIT)
 
 @triton.jit
 def _float_of_key(key):
-    """Returns the float32 whose place in the order of floats is ``key`` (int64)."""
+    """Return the float32 whose place in the order of floats is ``key`` (int64)."""
     bits = tl.where(key >= 0, key, key ^ 0x7FFFFFFF)
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _key_of_float(value):
-    """Returns an int64 that orders like ``value``; inverse of ``_float_of_key``."""
+    """Return an int64 that orders like ``value``; inverse of ``_float_of_key``."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 @triton.jit
 def _load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
-    """Loads a tile of logits: (ids int32 [TILE], logits float32 [TILE], -inf past the end)."""
+    """Load a tile of logits: (ids int32 [TILE], logits float32 [TILE], -inf beyond the end)."""
     ids = first + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf"))
     return ids, logits.to(tl.float32)
@@ -53,7 +54,7 @@ def _load_tile(row_ptr, first, vocab, TILE: tl.constexpr):
 
 @triton.jit
 def _weight(logits, temperature, top, BY_MASS: tl.constexpr):
-    """Returns the int64 weight of tokens: 1, or ``floor(exp(logits / T - top) * 2**40)``."""
+    """Return the int64 weight of tokens: 1, or ``floor(exp(logits / T - top) * 2**40)``."""
     if BY_MASS:
         weight = (tl.exp(tl.div_rn(logits, temperature) - top) * _MASS_UNIT).to(tl.int64)
     else:
@@ -63,7 +64,7 @@ def _weight(logits, temperature, top, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _row_max(row_ptr, vocab, TILE: tl.constexpr):
-    """Returns the largest logit of the row."""
+    """Return the largest logit of the row."""
     best = tl.full([TILE], float("-inf"), tl.float32)
     first = vocab * 0
     while first < vocab:
@@ -77,7 +78,7 @@ def _row_max(row_ptr, vocab, TILE: tl.constexpr):
 def _weight_above(
     row_ptr, vocab, temperature, top, logit, BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Returns the weight of the tokens whose logit is greater than ``logit``."""
+    """Return the weight of the tokens whose logit is greater than ``logit``."""
     total = tl.zeros([TILE], tl.int64)
     first = vocab * 0
     while first < vocab:
@@ -101,9 +102,9 @@ def _search_logit(
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Returns the largest logit x such that tokens with logit >= x weigh at least ``target``.
+    """Return the largest logit x such that tokens with logit >= x weigh at least ``target``.
 
-    Keeps the invariant weight(low) >= target > weight(high) on ordered bit patterns (int64).
+    The invariant is weight(low) >= target > weight(high), on ordered bit patterns (int64).
     """
     steps = tl.arange(0, PIVOTS) + 1
     while high - low > 1:
@@ -117,7 +118,7 @@ def _search_logit(
             inside = logits[:, None] >= pivots[None, :]
             weights += tl.sum(tl.where(inside, weight[:, None], 0), axis=0)
             first += TILE
-        # Weights fall from pivot to pivot, so the number of heavy pivots names the interval.
+        # Weights fall from pivot to pivot, so the number of heavy pivots selects the interval.
         heavy = tl.sum((weights >= target).to(tl.int64), axis=0)
         high = tl.where(heavy < PIVOTS, low + width * (heavy + 1) // (PIVOTS + 1), high)
         low = low + width * heavy // (PIVOTS + 1)
@@ -126,7 +127,7 @@ def _search_logit(
 
 @triton.jit
 def _tie_id(row_ptr, vocab, logit, rank, TILE: tl.constexpr):
-    """Returns the id of the ``rank``-th token (from 1, by id) whose logit is ``logit``."""
+    """Return the id of the ``rank``-th token (from 1, by id) whose logit is ``logit``."""
     found = vocab
     before = rank * 0
     first = vocab * 0
@@ -136,7 +137,7 @@ def _tie_id(row_ptr, vocab, logit, rank, TILE: tl.constexpr):
         order = before + tl.cumsum(equal.to(tl.int64), axis=0)
         found = tl.minimum(found, tl.min(tl.where(equal & (order == rank), ids, vocab), axis=0))
         before += tl.sum(equal.to(tl.int64), axis=0)
-        # Once found, skip the rest.
+        # Stop at the first tile that has it.
         first = tl.where(found < vocab, vocab, first + TILE)
     return found
 
@@ -156,7 +157,7 @@ def _cutoff_kernel(
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid (rows): writes the last kept pair (float32 logit, int32 id) and the float32 floor."""
+    """Write the last kept pair (float32 logit, int32 id) and the float32 floor; grid (rows)."""
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     temperature = tl.load(temperature_ptr + row)
@@ -189,7 +190,7 @@ def _cutoff_kernel(
             ties = vocab.to(tl.int64)
         if has_top_p:
             above = _weight_above(row_ptr, vocab, temperature, top, cut_logit, True, TILE)
-            # Without top-k the ties are tokens at -inf, which weigh nothing.
+            # Without top-k the ties are tokens at -inf, whose weight is 0.
             total = above + ties * _weight(cut_logit, temperature, top, True)
             target = _mass_target(top_p, total)
             cut_logit = _search_logit(
@@ -208,7 +209,7 @@ def _cutoff_kernel(
 
 @triton.jit
 def _mass_target(top_p, total):
-    """Returns ``max(1, ceil(p * total))`` in double precision, as the reference does."""
+    """Return ``max(1, ceil(p * total))`` in double precision, as the reference does."""
     product = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     return tl.minimum(tl.maximum(product, 1), total)
 
@@ -229,7 +230,7 @@ def _tile_winner_kernel(
     tile_arg_ptr,
     TILE: tl.constexpr,
 ):
-    """Grid (rows, tiles): writes the best score of the tile and the lowest id that has it."""
+    """Write the best score of a tile and the lowest id that has it; grid (rows, tiles)."""
     row = tl.program_id(0)
     tile = tl.program_id(1)
     first = tile * TILE
@@ -247,7 +248,7 @@ def _tile_winner_kernel(
         kept = (logits > cut_logit) | ((logits == cut_logit) & (ids <= cut_id))
         kept = kept & (scaled >= floor) & (ids < vocab)
         scores = tl.where(kept, scaled, float("-inf"))
-        # Behind a top-p few tiles have a token left, and noise is what takes time.
+        # After a top-p few tiles have a token left, and noise takes most of the time.
         if tl.max(scores, axis=0) > float("-inf"):
             scores += gumbel_tile(key, position, _PURPOSE_OUTPUT, first, TILE)
     best, offset = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
@@ -258,7 +259,7 @@ def _tile_winner_kernel(
 
 @triton.jit
 def _row_winner_kernel(tile_max_ptr, tile_arg_ptr, num_tiles, token_ptr, TILES: tl.constexpr):
-    """Grid (rows): writes the token (int64) of the best tile, the first one among equals."""
+    """Write the token (int64) of the best tile, the first among equals; grid (rows)."""
     row = tl.program_id(0)
     tiles = tl.arange(0, TILES)
     slots = row.to(tl.int64) * num_tiles + tiles
@@ -268,8 +269,10 @@ def _row_winner_kernel(tile_max_ptr, tile_arg_ptr, num_tiles, token_ptr, TILES: 
     tl.store(token_ptr + row, token.to(tl.int64))
 
 
-def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torch.Tensor:
-    """As ``sample_verify_ref.sample``: the token of every row, int64 ``[rows]``.
+def sample(logits: Tensor, rows: RowSampling, *, tile: int = 4096) -> Tensor:
+    """Sample as ``sample_verify_ref.sample`` does, without a device synchronisation.
+
+    Reads each logit once; rows with top-k or top-p read theirs again from cache while they search.
 
     Args:
       logits: float32, bfloat16 or float16 ``[rows, vocab]``, unit stride along the vocabulary; not
@@ -277,8 +280,8 @@ def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torc
       rows: parameters per row, with the dtypes that ``RowSampling`` states.
       tile: logits per program, a power of two. Does not change the result.
 
-    Never synchronises with the device. Reads each logit once; rows with top-k or top-p read theirs
-    again from cache while they search.
+    Returns:
+      The token of every row, int64 ``[rows]``.
     """
     num_rows, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, tile)
@@ -305,7 +308,7 @@ def sample(logits: torch.Tensor, rows: RowSampling, *, tile: int = 4096) -> torc
         PIVOTS=4,
         TILE=min(tile, 1024),
         num_warps=8,
-        # Two rows on a multiprocessor at least: one searches while the other waits.
+        # At least two rows on a multiprocessor: one searches while the other waits.
         maxnreg=96,
     )
     _tile_winner_kernel[(num_rows, num_tiles)](

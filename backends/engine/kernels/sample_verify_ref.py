@@ -1,32 +1,32 @@
-"""Verification is sampling: the torch definition of "the token at a position" and of acceptance.
+"""Coupled verification is sampling: the torch definition of the token at a position.
 
 The token of a row (one output position of one sequence) is
 
     T = 0:  argmax(logits)
     T > 0:  argmax over kept tokens of (logits / T + g),   g = Gumbel(seed, choice, position, token)
 
-which has exactly the law softmax(logits / T) restricted to the kept tokens; the lowest id wins
-ties. A draft token is accepted iff it equals the token of its position, so the text does not depend
-on what was drafted (``accept_walk_ref``).
+The token has exactly the distribution softmax(logits / T) restricted to the kept tokens; the lowest
+id wins ties. A draft token is accepted if and only if it equals the token of its position, so the
+text does not depend on the drafts (``accept_walk_ref``).
 
 Filters apply in the order temperature, top-k, top-p, min-p and keep prefixes of one order: logit
 descending, id ascending. A cut-off is therefore a pair (logit, id), nothing is renormalised, and
 top-k = 1 equals greedy exactly:
 
     top-k   the first k tokens
-    top-p   of those, the shortest prefix whose mass is at least p of their mass (one at least)
+    top-p   of those, the shortest prefix with at least p of their mass (at least one token)
     min-p   of those, tokens with logits / T >= max + ln(min_p)
 
-Mass is counted in integers, floor(exp(logits / T - max) * 2**40): integer sums do not depend on
-their order, so neither the number of rows, nor the tiling, nor the algorithm can move a cut-off. A
+Mass is counted in integers, floor(exp(logits / T - max) * 2**40). Integer sums do not depend on
+their order, so neither the number of rows nor the tiling nor the algorithm can move a cut-off. A
 vocabulary of 2**18 fits in 58 bits and loses at most 2**-22 of the largest weight.
 
-Preconditions: logits are free of NaN and +inf (-inf marks forbidden tokens), logits / T is finite
-where logits are.
+Preconditions: logits are free of NaN and +inf (-inf marks forbidden tokens), and logits / T is
+finite for finite logits.
 
 Cost of the torch functions per row of V float32: greedy reads 4V bytes once; sampling adds the
-noise (``noise``) and three passes; only rows with top-k or top-p look for a cut-off, in the 256
-largest logits first and by sorting the row if those do not hold it.
+noise (``noise``) and three passes. Only rows with top-k or top-p search a cut-off, first in the 256
+largest logits, then in the sorted row.
 
 Source: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative
 Decoding" (arXiv 2408.07978).
@@ -38,6 +38,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftgate.backends.engine.kernels import noise
 
@@ -48,37 +49,40 @@ _CANDIDATES: Final = 256
 
 
 class RowSampling(NamedTuple):
-    """Sampling parameters, one entry per row of logits; all tensors are ``[rows]``."""
+    """Sampling parameters, one entry per row of logits; all tensors are ``[rows]``.
 
-    temperature: torch.Tensor
-    """float32; 0 is greedy, without noise and filters."""
-    top_k: torch.Tensor
-    """int32; 0 (or less, or the vocabulary and more) is off."""
-    top_p: torch.Tensor
-    """float32; 1 (or more) is off."""
-    min_p: torch.Tensor
-    """float32 in [0, 1]; 0 is off."""
-    seed: torch.Tensor
-    """int64, the bit pattern of an unsigned 64-bit seed."""
-    choice: torch.Tensor
-    """int32, index of the completion among ``n``."""
-    position: torch.Tensor
-    """int32, absolute position in the sequence of the token being sampled."""
+    Attributes:
+      temperature: float32; 0 is greedy, without noise and filters.
+      top_k: int32; off unless it is from 1 to the vocabulary's size - 1.
+      top_p: float32; 1 or more is off.
+      min_p: float32 in [0, 1]; 0 is off.
+      seed: int64, the bit pattern of an unsigned 64-bit seed.
+      choice: int32, index of the completion among ``n``.
+      position: int32, absolute position in the sequence of the token being sampled.
+    """
 
-    def select(self, rows: torch.Tensor) -> RowSampling:
-        """Returns the parameters of some rows, given by index."""
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+
+    def select(self, rows: Tensor) -> RowSampling:
+        """Return the parameters of some rows, given by index."""
         return RowSampling(*(tensor[rows] for tensor in self))
 
 
-def sample(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """Returns the token of every row.
+def sample(logits: Tensor, rows: RowSampling) -> Tensor:
+    """Return the token of every row.
 
     Args:
       logits: float32, bfloat16 or float16 ``[rows, vocab]``, contiguous; not modified.
       rows: parameters per row.
 
     Returns:
-      int64 ``[rows]``. A row's token depends on that row alone.
+      int64 ``[rows]``. The token of a row depends on that row alone.
     """
     logits = logits.float()
     drawn = rows.temperature > 0
@@ -93,10 +97,10 @@ def sample(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     return tokens
 
 
-def filtered_scores(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """Returns ``logits / T`` with -inf for tokens that the filters remove: float32 [rows, vocab].
+def filtered_scores(logits: Tensor, rows: RowSampling) -> Tensor:
+    """Return ``logits / T`` with -inf for tokens that the filters remove: float32 [rows, vocab].
 
-    Every temperature must be positive. softmax of the result is the law that ``sample`` draws from.
+    Every temperature must be positive. ``sample`` draws from the softmax of the result.
     """
     scores = logits / rows.temperature[:, None]
     vocab = logits.shape[1]
@@ -115,18 +119,18 @@ def filtered_scores(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     return scores
 
 
-def _argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Returns the first index of the maximum of every row."""
+def _argmax(scores: Tensor) -> Tensor:
+    """Return the first index of the maximum of every row."""
     if scores.device.type == "cpu":
-        # On a CPU torch documents the first one, and it is one pass.
+        # On a CPU torch returns the first one, in one pass.
         return scores.argmax(dim=1)
     ids = torch.arange(scores.shape[1], device=scores.device)
     best = scores.amax(dim=1, keepdim=True)
     return torch.where(scores == best, ids, scores.shape[1] - 1).amin(dim=1)
 
 
-def _sample_drawn(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
-    """The token of rows that are all at a positive temperature."""
+def _sample_drawn(logits: Tensor, rows: RowSampling) -> Tensor:
+    """Return the token of rows that all have a positive temperature."""
     scores = filtered_scores(logits, rows)
     scores += noise.gumbel(
         rows.seed, rows.choice, rows.position, noise.PURPOSE_OUTPUT, logits.shape[1]
@@ -134,15 +138,15 @@ def _sample_drawn(logits: torch.Tensor, rows: RowSampling) -> torch.Tensor:
     return _argmax(scores)
 
 
-def _is_cut(logits: torch.Tensor, logit: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Returns which tokens come after the pair (logit, token) of their row: bool [rows, vocab]."""
+def _is_cut(logits: Tensor, logit: Tensor, token: Tensor) -> Tensor:
+    """Return which tokens are after the pair (logit, token) of their row: bool [rows, vocab]."""
     ids = torch.arange(logits.shape[1], device=logits.device)
     limit = logit[:, None]
     return (logits < limit) | ((logits == limit) & (ids > token[:, None]))
 
 
-def _cutoffs(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the last kept pair of every row: float32 logit [rows], int64 id [rows]."""
+def _cutoffs(logits: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+    """Return the last kept pair of every row: float32 logit [rows], int64 id [rows]."""
     vocab = logits.shape[1]
     width = min(vocab, _CANDIDATES)
     logit, ties, found = _cutoffs_among(logits, rows, width)
@@ -152,13 +156,11 @@ def _cutoffs(logits: torch.Tensor, rows: RowSampling) -> tuple[torch.Tensor, tor
     return logit, _tie_ids(logits, logit, ties)
 
 
-def _cutoffs_among(
-    logits: torch.Tensor, rows: RowSampling, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Looks for cut-offs among the ``width`` largest logits of every row.
+def _cutoffs_among(logits: Tensor, rows: RowSampling, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Search the cut-offs among the ``width`` largest logits of every row.
 
     Returns:
-      The logit of the last kept token, how many tokens of that very logit are kept, and whether the
+      The logit of the last kept token, the number of kept tokens with that logit, and whether the
       cut-off was found; all ``[rows]``.
     """
     vocab = logits.shape[1]
@@ -175,10 +177,10 @@ def _cutoffs_among(
     if width < vocab and bool((has_top_p & (limit == vocab)).any()):
         everything = _mass(logits / temperature - top).sum(dim=1, keepdim=True)
         total = torch.where(limit == vocab, everything, total)
-    target = mass_target(rows.top_p[:, None], total)
+    target = _mass_target(rows.top_p[:, None], total)
     kept = torch.where(has_top_p, (mass < target).sum(dim=1, keepdim=True) + 1, limit)
     found = kept <= width
-    # A top-k that does not fit the candidates leaves top-p without its total.
+    # Without all top-k tokens among the candidates, the total of top-p is unknown.
     found &= (limit <= width) | (limit == vocab)
     kept = kept.clamp_(max=width)
     logit = values.gather(1, kept - 1)
@@ -186,27 +188,27 @@ def _cutoffs_among(
     return logit[:, 0], ties[:, 0], found[:, 0]
 
 
-def _largest(logits: torch.Tensor, width: int) -> torch.Tensor:
-    """Returns the ``width`` largest logits of every row, falling: float32 [rows, width]."""
+def _largest(logits: Tensor, width: int) -> Tensor:
+    """Return the ``width`` largest logits of every row, descending: float32 [rows, width]."""
     if width < logits.shape[1] or logits.device.type != "cpu":
         return logits.topk(width, dim=1).values
     # NumPy sorts a row of 4096 in 44 us, torch in 250 us (one thread, AVX-512).
     return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
 
 
-def _mass(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Returns ``floor(exp(x) * 2**40)`` as int64; overwrites its argument."""
+def _mass(log_ratio: Tensor) -> Tensor:
+    """Return ``floor(exp(x) * 2**40)`` as int64; overwrites its argument."""
     return log_ratio.exp_().mul_(MASS_UNIT).to(torch.int64)
 
 
-def mass_target(top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Returns the integer mass that top-p must reach: ``max(1, ceil(p * total))``, int64."""
+def _mass_target(top_p: Tensor, total: Tensor) -> Tensor:
+    """Return the integer mass that top-p must reach: ``max(1, ceil(p * total))``, int64."""
     product = top_p.to(torch.float64) * total.to(torch.float64)
     return torch.minimum(product.ceil_().to(torch.int64).clamp_(min=1), total)
 
 
-def _tie_ids(logits: torch.Tensor, logit: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
-    """Returns the id of the ``ties``-th token (from 1, by id) whose logit is ``logit``."""
+def _tie_ids(logits: Tensor, logit: Tensor, ties: Tensor) -> Tensor:
+    """Return the id of the ``ties``-th token (from 1, by id) whose logit is ``logit``."""
     equal = logits == logit[:, None]
     token = torch.full_like(ties, logits.shape[1])
     partial = (equal.sum(dim=1) != ties).nonzero()[:, 0]

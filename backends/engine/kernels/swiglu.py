@@ -1,6 +1,6 @@
-"""The gated activation in Triton, elementwise; the definition is in ``swiglu_ref``.
+"""The gated activation in Triton, elementwise; ``swiglu_ref`` is the definition.
 
-An element depends on its gate and its up alone, so neither the batch nor the tiling moves a bit.
+An element depends only on its gate and up values, so neither batch nor tiling changes a bit.
 
 Bytes per row: 3 * intermediate * element size. Floor: these bytes over the memory's bandwidth; 64
 rows of 14336 in bfloat16 are 5.5 MB, 1.1 us at 4.8 TB/s.
@@ -13,6 +13,7 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # 16 bytes of bfloat16 per thread.
 _TILE: Final = 1024
@@ -20,7 +21,7 @@ _TILE: Final = 1024
 
 @triton.jit
 def _swiglu_kernel(out_ptr, gate_up_ptr, intermediate, TILE: tl.constexpr):
-    """Grid (rows, tiles): writes a tile of a row."""
+    """Write a tile of a row; grid (rows, tiles)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < intermediate
@@ -31,17 +32,20 @@ def _swiglu_kernel(out_ptr, gate_up_ptr, intermediate, TILE: tl.constexpr):
     tl.store(out_ptr + row * intermediate + columns, gated, mask=inside)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """As ``swiglu_ref.swiglu``; never synchronises with the device.
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Gate rows as ``swiglu_ref.swiglu`` does, without a device synchronisation.
 
     Args:
       gate_up: float32, float16 or bfloat16 ``[rows, 2 * intermediate]``, contiguous.
 
     Returns:
       ``[rows, intermediate]`` in the dtype of gate_up.
+
+    Raises:
+      ValueError: if the rows are odd or not contiguous.
     """
     if gate_up.shape[1] % 2 or not gate_up.is_contiguous():
-        raise ValueError("gate and up need to lie side by side in contiguous rows")
+        raise ValueError("swiglu needs contiguous rows of as many gate as up values")
     rows, intermediate = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, intermediate), dtype=gate_up.dtype, device=gate_up.device)
     if rows:

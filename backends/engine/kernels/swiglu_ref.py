@@ -2,8 +2,8 @@
 
     swiglu(gate, up) = silu(gate) * up,      silu(x) = x / (1 + exp(-x))
 
-Computed in float32 and rounded once, to the dtype of the input; the decoder's CPU path in bfloat16
-rounds silu(gate) too.
+All arithmetic is in float32 and rounded once, to the dtype of the input. The decoder's CPU path in
+bfloat16 also rounds silu(gate).
 
 Source: Shazeer, "GLU variants improve Transformer" (arXiv 2002.05202).
 """
@@ -11,14 +11,15 @@ Source: Shazeer, "GLU variants improve Transformer" (arXiv 2002.05202).
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Returns ``silu(gate) * up``.
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return ``silu(gate) * up``.
 
     Args:
-      gate_up: ``[rows, 2 * intermediate]``, the gates of a row, then its ups.
+      gate_up: ``[rows, 2 * intermediate]``, the gate values of a row, then its up values.
 
     Returns:
       ``[rows, intermediate]`` in the dtype of gate_up.

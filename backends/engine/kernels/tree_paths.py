@@ -1,6 +1,6 @@
-"""Places on the paths of draft trees, in Triton; the definitions are in ``tree_paths_ref``.
+"""Positions and slots on the paths of draft trees in Triton; defined by ``tree_paths_ref``.
 
-Pieces of attention, which calls them in its own program: they read and write no memory.
+Attention inlines these functions; they read and write no memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def leaves_of_rows(ancestors, real, ROWS: tl.constexpr):
-    """As ``tree_paths_ref.leaves_of_rows``; ancestors int64, real int1 [ROWS]."""
+    """Find leaves as ``tree_paths_ref.leaves_of_rows`` does; ancestors int64, real int1 [ROWS]."""
     rows = tl.arange(0, ROWS)
     descends = real[None, :] & ((ancestors[:, None] & ~ancestors[None, :]) == 0)
     return tl.max(tl.where(descends, rows[None, :], -1), axis=1)
@@ -19,7 +19,7 @@ def leaves_of_rows(ancestors, real, ROWS: tl.constexpr):
 
 @triton.jit
 def _popcounts(bits):
-    """Returns how many bits are set in each field of 2, 4, 8, 16 and all 32 bits of an int32."""
+    """Count the bits that are set in each field of 2, 4, 8, 16 and all 32 bits of an int32."""
     by_2 = bits - ((bits >> 1) & 0x55555555)
     by_4 = (by_2 & 0x33333333) + ((by_2 >> 2) & 0x33333333)
     by_8 = (by_4 + (by_4 >> 4)) & 0x0F0F0F0F
@@ -29,7 +29,7 @@ def _popcounts(bits):
 
 @triton.jit
 def _skip(bit, rank, counts, WIDTH: tl.constexpr):
-    """Goes on by WIDTH bits where no more than ``rank`` are set in them, and takes those off."""
+    """Skip WIDTH bits if at most ``rank`` of them are set, and reduce the rank by those."""
     count = (counts >> bit) & (WIDTH * 2 - 1)
     passes = rank >= count
     return tl.where(passes, bit + WIDTH, bit), tl.where(passes, rank - count, rank)
@@ -37,10 +37,11 @@ def _skip(bit, rank, counts, WIDTH: tl.constexpr):
 
 @triton.jit
 def _place_of_bit(path, rank):
-    """Returns the place in an int64 of its set bit number ``rank``, int32 of any shape; from 0.
+    """Return the index of set bit number ``rank`` (int32 of any shape, from 0) of an int64.
 
     Descends by the counts of set bits in fields of 32, 16, ... 1 bits: six steps, few registers.
-    For a rank that no set bit has, some place. Source: S. Anderson, "Bit twiddling hacks".
+    The result is arbitrary if the int64 has fewer set bits. Source: S. Anderson, "Bit twiddling
+    hacks".
     """
     low = path.to(tl.int32)
     high = (path >> 32).to(tl.int32)
@@ -59,6 +60,6 @@ def _place_of_bit(path, rank):
 
 @triton.jit
 def path_slots(positions, draft_start, path):
-    """As ``tree_paths_ref.path_slots``; positions int32 of any shape, path an int64 scalar."""
+    """Find slots as ``tree_paths_ref.path_slots`` does; positions int32, path an int64 scalar."""
     draft = _place_of_bit(path, positions - draft_start)
     return tl.where(positions < draft_start, positions, draft_start + draft)

@@ -55,8 +55,7 @@ class TritonOperators:
         eps = self._config.rms_norm_eps
         if delta is None:
             return rms_norm(hidden, weight, eps)
-        normed, _ = add_rms_norm(delta, hidden, weight, eps, summed=hidden)
-        return normed
+        return add_rms_norm(delta, hidden, weight, eps)
 
     def turn_and_store(
         self, step: TritonStep, fused: Tensor, layer_kv: Tensor, qk_norm: Tensor | None

@@ -1,1 +1,1 @@
-"""The state store in Redis: scripts that run in the server (`lua/`), and their client."""
+"""The state store in Redis: Lua scripts that run on the server, and their client."""

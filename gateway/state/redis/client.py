@@ -17,45 +17,48 @@ from redis.backoff import NoBackoff
 from draftgate.gateway.state.redis.url import RedisUrl, Topology, read_redis_url
 
 CONNECT_S: Final = 1.0
-"""For a connection, with TLS and names to be looked up. Nobody waits for it: calls have a deadline
-of their own (`gateway.state.calls`)."""
+"""Timeout of a connection, with TLS and name resolution.
+
+No request waits for it, because calls have their own deadline (`gateway.state.calls`)."""
 
 ANSWER_S: Final = 1.0
-"""An answer that takes longer does not come: the connection is given up. So no more calls linger
-with a server that is stuck than come within a second."""
+"""Timeout of an answer, after which the connection is closed.
+
+It bounds the calls that a stuck server collects to those of one second."""
 
 RETRIES: Final = 1
-"""At once, on a new connection: the old one may be of a server that was restarted since. All
-scripts may be run twice."""
+"""Immediate retries on a new connection, because the server may have restarted.
+
+Every script may run twice."""
 
 BROKEN: Final = (exceptions.ConnectionError, exceptions.TimeoutError, RuntimeError)
-"""What a connection that broke may raise: uvloop's transports raise RuntimeError where they are
-written to after a reset."""
+"""Errors of a broken connection. uvloop's transports raise RuntimeError when written to after a
+reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A client, and what there is to close, in this order."""
+    """A client, and what to close with it, in this order."""
 
     client: Redis | RedisCluster
     closing: tuple[Callable[[], Awaitable[None]], ...]
 
 
 def open_client(address: str) -> Connected:
-    """Return a client for an address of `gateway.state.redis.url`; it connects when it is used.
+    """Return a client for an address (`gateway.state.redis.url`); it connects on first use.
 
     Raises:
-        ValueError: it is none, or an option is not known.
+        ValueError: the address is invalid, or an option is unknown.
     """
     url = read_redis_url(address)
     try:
         return _OPENERS[url.topology](url)
-    except TypeError:  # which names the argument that an option became
+    except TypeError:  # redis-py raises it for an unknown option
         raise ValueError("the address of the state store has an unknown option") from None
 
 
 def _options() -> dict[str, Any]:
-    """What all connections have. The older protocol asks for no answers beside its own."""
+    """Options of all connections. RESP2 has no push messages beside the answers."""
     return {
         "decode_responses": True,
         "protocol": 2,
@@ -66,7 +69,7 @@ def _options() -> dict[str, Any]:
 
 
 def _given(url: RedisUrl) -> dict[str, Any]:
-    """What the address says of user, password, database, TLS and options."""
+    """User, password, database, TLS and options of the address."""
     given: dict[str, Any] = {**parse_url(url.plain)}
     if given.pop("connection_class", None) is SSLConnection:
         given["ssl"] = True
@@ -94,7 +97,7 @@ def _sentinel(url: RedisUrl) -> Connected:
 
 
 def _try_options(client: Redis) -> None:
-    """Make a connection as the pool will, without connecting, for the sake of a TypeError."""
+    """Build a connection as the pool will, without connecting, to raise TypeError early."""
     pool = client.connection_pool
     pool.connection_class(**pool.connection_kwargs)
 

@@ -1,18 +1,18 @@
-"""The state store in Redis: one script, one round trip, for each call of the contract.
+"""The state store in Redis: each call of the contract is one script and one round trip.
 
-What lies in the server is described in docs/guide/cluster.md. Keys are those of one pool.
+docs/guide/cluster.md describes the keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from redis.exceptions import RedisError
 
 from draftgate.gateway.state.redis.client import BROKEN, Connected, open_client
-from draftgate.gateway.state.redis.scripts import NAMES, read_lua, script_text
 from draftgate.gateway.state.store import (
     FORGET_S,
     STALE_S,
@@ -26,6 +26,8 @@ from draftgate.gateway.state.store import (
     WorkerView,
 )
 
+_LUA: Final = Path(__file__).with_name("lua")
+_SCRIPTS: Final = ("report", "withdraw", "snapshot", "reserve", "renew", "release")
 _VIEW_FIELDS: Final = 4
 _REPORT: Final = msgspec.json.Decoder(WorkerReport)
 
@@ -36,28 +38,28 @@ class RedisStore:
     outage = None
 
     def __init__(self, connected: Connected, pool: str, gateway_id: str, clock: str = "") -> None:
-        """Use a client, which this store closes.
+        """Use a client, which is closed with this store.
 
         Args:
-            pool: whose keys these are.
-            gateway_id: of this node, among those that renew leases.
-            clock: Lua instead of `lua/clock.lua`.
+            pool: name of the pool; a prefix of all keys.
+            gateway_id: the name of this node among those that renew leases.
+            clock: Lua source that replaces `lua/clock.lua`.
         """
         self._client = connected.client
         self._closing = connected.closing
         self._pool = f"draftgate:{{{pool}}}:"
         self._gateway_id = gateway_id
-        clock = clock or read_lua("clock")
+        clock = clock or _read_lua("clock")
         self._scripts = {
-            name: self._client.register_script(script_text(name, clock)) for name in NAMES
+            name: self._client.register_script(_script(name, clock)) for name in _SCRIPTS
         }
 
     @classmethod
     def at(cls, address: str, pool: str, gateway_id: str) -> RedisStore:
-        """Return the store of a pool at an address of `gateway.state.redis.url`.
+        """Return the store of a pool at an address (`gateway.state.redis.url`).
 
         Raises:
-            ValueError: the address is none.
+            ValueError: the address is invalid.
         """
         return cls(open_client(address), pool, gateway_id)
 
@@ -73,7 +75,7 @@ class RedisStore:
         await self._run("withdraw", (worker_id, epoch, seq))
 
     async def snapshot(self) -> Snapshot:
-        """See `Store`. A report that this version cannot read is left out."""
+        """See `Store`. Reports that this version cannot read are left out."""
         gateways, *fields = await self._run("snapshot", (_us(FORGET_S), _us(STALE_S)))
         rows = zip(*[iter(fields)] * _VIEW_FIELDS, strict=True)
         views = (_view(*row) for row in rows)
@@ -117,7 +119,7 @@ class RedisStore:
         """Run a script.
 
         Raises:
-            StoreError: there is no answer, or it is an error.
+            StoreError: the server did not answer, or answered with an error.
         """
         try:
             return await self._scripts[name]((self._pool,), args)
@@ -134,3 +136,13 @@ def _view(report: str, age_us: int, leased_tokens: int, behind_tokens: int) -> W
 
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def _script(name: str, clock: str) -> str:
+    """Return the source of a script with the helpers that it uses."""
+    forget = f"local FORGET_MS = {round(FORGET_S * 1000)}\n"
+    return "\n".join((clock, forget, _read_lua("common"), _read_lua(name)))
+
+
+def _read_lua(name: str) -> str:
+    return (_LUA / f"{name}.lua").read_text(encoding="utf-8")

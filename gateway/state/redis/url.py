@@ -1,13 +1,13 @@
-"""Addresses of Redis: one server, a Sentinel's service, a Cluster. No connection is made here.
+"""Addresses of Redis: a single server, a service of Sentinels, or a Redis Cluster.
 
     redis://[[USER]:PASSWORD@]HOST[:6379][/DB]
     unix://[[USER]:PASSWORD@]/PATH[?db=DB]
     redis+sentinel://[[USER]:PASSWORD@]HOST[:26379][,HOST[:26379]...]/SERVICE[/DB]
     redis+cluster://[[USER]:PASSWORD@]HOST[:6379][,HOST[:6379]...]
 
-`rediss` in place of `redis` is TLS. What follows `?` is an option of redis-py's connections, as
-`ssl_ca_certs=FILE`; Sentinels with a password of their own take `sentinel_username` and
-`sentinel_password` there.
+`rediss` in place of `redis` enables TLS. Options of redis-py's connections follow `?`, such as
+`ssl_ca_certs=FILE`; `sentinel_username` and `sentinel_password` are for Sentinels with their own
+password.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 
 class Topology(StrEnum):
-    """How the servers of a store belong together."""
+    """How the servers of a store are arranged."""
 
     SINGLE = "single"
     SENTINEL = "sentinel"
@@ -36,13 +36,13 @@ _EXPECTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """An address that was read.
+    """A parsed address.
 
     Attributes:
-        plain: of redis-py's own form: scheme, user, password, database and options; its host
-            stands for the first of `hosts`.
-        hosts: of servers or Sentinels, with ports; empty for a Unix socket.
-        service: the name under which Sentinels know the servers; "" elsewhere.
+        plain: URL in redis-py's form, with scheme, user, password, database and options; its host
+            is the first of `hosts`.
+        hosts: hosts and ports of servers or Sentinels; empty for a Unix socket.
+        service: the service name of the Sentinels; otherwise "".
     """
 
     topology: Topology
@@ -52,10 +52,10 @@ class RedisUrl:
 
 
 def read_redis_url(text: str) -> RedisUrl:
-    """Read an address.
+    """Parse an address.
 
     Raises:
-        ValueError: it is none; the message does not quote it, as it may hold a password.
+        ValueError: it is invalid. The message does not quote it, because it may contain a password.
     """
     try:
         return _read(text)

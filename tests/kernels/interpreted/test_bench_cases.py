@@ -22,7 +22,6 @@ _TINY = Sizes(
     hidden=48,
     intermediate=40,
     vocab=300,
-    looked_up=4,
 )
 _CASES = list(cases(Inputs(_TINY, "cpu", torch.float32)))
 

@@ -26,8 +26,9 @@ def test_norm_equals_the_reference(hidden: int) -> None:
     x, residual, weight = normal((3, hidden), 1), normal((3, hidden), 2), normal((hidden,), 3)
     expected = rms_norm_ref.rms_norm(x, weight, _EPS)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, _EPS), expected, rtol=1e-6, atol=0)
-    normed, summed = rms_norm.add_rms_norm(x, residual, weight, _EPS)
-    expected, expected_sum = rms_norm_ref.add_rms_norm(x, residual, weight, _EPS)
+    summed, expected_sum = residual.clone(), residual.clone()
+    normed = rms_norm.add_rms_norm(x, summed, weight, _EPS)
+    expected = rms_norm_ref.add_rms_norm(x, expected_sum, weight, _EPS)
     torch.testing.assert_close(normed, expected, rtol=1e-6, atol=0)
     assert torch.equal(summed, expected_sum)
 
@@ -43,12 +44,9 @@ def test_eps_counts_where_rows_are_small(scale: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_sum_changes_no_bit(dtype: torch.dtype) -> None:
     """The fused norm has the bits of a norm of the sum, which is rounded before it is normed."""
-    x, residual, weight = (
-        normal((4, 90), 6, dtype) * 1.7,
-        normal((4, 90), 7, dtype),
-        normal((90,), 8, dtype),
-    )
-    normed, summed = rms_norm.add_rms_norm(x, residual, weight, _EPS)
+    x, weight = normal((4, 90), 6, dtype) * 1.7, normal((90,), 8, dtype)
+    summed = normal((4, 90), 7, dtype)
+    normed = rms_norm.add_rms_norm(x, summed, weight, _EPS)
     assert torch.equal(normed, rms_norm.rms_norm(summed, weight, _EPS))
 
 
@@ -160,7 +158,7 @@ def test_unsupported_layouts_are_refused() -> None:
     qkv, *rest = rope_case(3, 4, 2, 16, normed=False).arguments()
     with pytest.raises(ValueError, match="strips of heads"):
         rope_kv.rope_kv(qkv[:, :64].contiguous(), *rest, qk_norm=None, eps=0.0)
-    with pytest.raises(ValueError, match="row for each head"):
+    with pytest.raises(ValueError, match="row for each query and key head"):
         rope_kv.rope_kv(qkv, *rest, qk_norm=normal((4, 16), 16), eps=0.0)
     with pytest.raises(ValueError, match="strips of the KV memory"):
         rope_kv.rope_kv(qkv, *rest[:-1], rest[-1].double(), qk_norm=None, eps=0.0)

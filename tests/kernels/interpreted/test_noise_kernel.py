@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftgate.backends.engine.kernels import noise, noise_triton
+from draftgate.backends.engine.kernels import noise
+from tests.kernels import noise_kernel
 
 
 def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -18,14 +19,14 @@ def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_words_and_uniforms_equal_the_reference(num_tokens: int) -> None:
     """Triton's Philox keyed by the seed draws the words of the reference, whatever the size."""
     arguments = (*_rows(), noise.PURPOSE_ACCEPT, num_tokens)
-    words = noise_triton.philox_words(*arguments)
+    words = noise_kernel.philox_words(*arguments)
     assert torch.equal(words, noise.philox_words(*arguments))
-    assert torch.equal(noise_triton.uniform(*arguments), noise.uniform(*arguments))
+    assert torch.equal(noise_kernel.uniform(*arguments), noise.uniform(*arguments))
 
 
 def test_gumbel_equals_the_reference() -> None:
     """The Gumbel noise of both agrees to float32 rounding."""
     arguments = (*_rows(), noise.PURPOSE_OUTPUT, 1001)
     torch.testing.assert_close(
-        noise_triton.gumbel(*arguments), noise.gumbel(*arguments), rtol=1e-6, atol=3e-7
+        noise_kernel.gumbel(*arguments), noise.gumbel(*arguments), rtol=1e-6, atol=3e-7
     )

@@ -11,7 +11,6 @@ from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kernels import paged_attention_ref
 from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
-from draftgate.backends.engine.kernels.paged_attention_sizes import scratch_floats
 from draftgate.backends.engine.kv_pool import KvPool
 from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.kernels.attention_cases import AttentionCase, attention_case
@@ -130,15 +129,13 @@ def test_wide_offsets_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(paged_attention(*case.arguments(), **case.keywords()), narrow)
 
 
-def test_context_bound_may_be_given() -> None:
-    """A bound on the context changes the grid and not the result."""
+def test_wider_block_tables_change_no_bit() -> None:
+    """The width of the tables bounds the grid and does not change the result."""
     case = attention_case([1, 2], [40, 70], query_heads=4, kv_heads=4, head_dim=16)
-    wide = torch.nn.functional.pad(case.block_tables, (0, 20), value=-1)
-    case = replace(case, block_tables=wide)
+    wide = replace(case, block_tables=torch.nn.functional.pad(case.block_tables, (0, 20), value=-1))
     keywords = {**case.keywords(), "split_size": 64, "parallel_splits": True}
-    bounded = paged_attention(*case.arguments(), **keywords, max_context=70)
-    free = paged_attention(*case.arguments(), **keywords)
-    assert torch.equal(bounded, free)
+    narrow = paged_attention(*case.arguments(), **keywords)
+    assert torch.equal(paged_attention(*wide.arguments(), **keywords), narrow)
 
 
 def test_layers_of_the_pool_are_read_as_they_lie() -> None:
@@ -158,23 +155,6 @@ def test_layers_of_the_pool_are_read_as_they_lie() -> None:
         layer[:, : case.layer_kv.shape[1]] = case.layer_kv
         _equals_the_reference(replace(case, layer_kv=layer), None, parallel=True)
     assert view.page_tokens == 32
-
-
-def test_given_scratch_is_used() -> None:
-    """Splits in parallel go through the caller's scratch, of exactly the size that is told."""
-    case = attention_case([1, 2], [200, 70], query_heads=4, kv_heads=2, head_dim=16, seed=6)
-    keywords = {**case.keywords(), "split_size": 64, "max_context": 200, "parallel_splits": True}
-    expected = paged_attention(*case.arguments(), **keywords)
-    needed = scratch_floats(3, 4, 16, 200, 64)
-    scratch = torch.full((needed + 5,), torch.nan)
-    out = paged_attention(*case.arguments(), **keywords, scratch=scratch)
-    assert torch.equal(out, expected)
-    assert scratch[:needed].isfinite().any()
-    assert scratch[needed:].isnan().all()
-    with pytest.raises(ValueError, match="this launch needs"):
-        paged_attention(*case.arguments(), **keywords, scratch=scratch[: needed - 1])
-    with pytest.raises(ValueError, match="float32"):
-        paged_attention(*case.arguments(), **keywords, scratch=scratch.double())
 
 
 def test_unsupported_layouts_are_refused() -> None:

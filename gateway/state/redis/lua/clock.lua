@@ -1,4 +1,4 @@
--- The store's time: the server's, in microseconds. (Tests put another function in this place.)
+-- The time of the store in microseconds: that of the server. Tests replace this file.
 local function now_us()
   local time = redis.call('TIME')
   return time[1] * 1000000 + time[2]

@@ -1,19 +1,19 @@
--- What the scripts share: it stands in front of each of them, behind the clock and
--- FORGET_MS (gateway/state/redis/scripts.py).
+-- Helpers of all scripts. The client puts them in front of each script, after the clock and
+-- FORGET_MS (gateway/state/redis/store.py).
 --
--- KEYS[1] is 'draftgate:{POOL}:'. All keys of a pool begin with it; its braces put them into one
--- slot, so that scripts may make their names, in a Cluster too. Instants and numbers of leases are
--- microseconds, whole numbers far below 2^53, which a Lua number holds exactly.
+-- KEYS[1] is 'draftgate:{POOL}:', the prefix of all keys of a pool. Its braces put the keys into one
+-- slot, so that scripts may build key names, in a Redis Cluster as well. Times and lease numbers are
+-- microseconds: integers far below 2^53, which a Lua number represents exactly.
 
 local POOL = KEYS[1]
-local HEARD = POOL .. 'hb'        -- sorted set: worker -> instant of its last report
+local HEARD = POOL .. 'hb'        -- sorted set: worker -> time of its last report
 local LEASES = POOL .. 'leases'   -- hash: request -> 'NUMBER TOKENS WORKER'
-local EXPIRY = POOL .. 'expiry'   -- sorted set: request -> instant at which its lease ends
-local LEASED = POOL .. 'leased'   -- hash: worker -> tokens of its leases, 0 left out
-local NUMBER = POOL .. 'number'   -- string: the last number of a lease
-local GATEWAYS = POOL .. 'gateways' -- sorted set: gateway -> instant of its last renewal
+local EXPIRY = POOL .. 'expiry'   -- sorted set: request -> time at which its lease ends
+local LEASED = POOL .. 'leased'   -- hash: worker -> tokens of its leases, without zeros
+local NUMBER = POOL .. 'number'   -- string: the highest lease number
+local GATEWAYS = POOL .. 'gateways' -- sorted set: gateway -> time of its last renewal
 
--- Leases that one call ends, which takes 2.7 ms (Redis 6.2, Zen 4, 2026-11-22); the next goes on.
+-- Maximum leases that one call ends; it takes 2.7 ms (Redis 6.2, AMD Zen 4, 2026-11-22).
 local MOST_PRUNED = 1000
 
 -- Hash of a worker: epoch, seq, capacity_tokens, watermark, report.
@@ -24,7 +24,7 @@ local function lease_key(worker) return POOL .. 'lease:' .. worker end
 
 local function digits(number) return ('%.0f'):format(number) end
 
--- Write the lease of a request that has none. O(log leases)
+-- Add the lease of a request that has none. O(log leases)
 local function put(request, worker, tokens, number, expires)
   redis.call('HSET', LEASES, request, number .. ' ' .. tokens .. ' ' .. worker)
   redis.call('ZADD', EXPIRY, expires, request)
@@ -45,14 +45,14 @@ local function drop(request)
   end
 end
 
--- End what has expired. O(log leases) for each
+-- End expired leases. O(log leases) for each
 local function prune(now)
   local over = redis.call('ZRANGEBYSCORE', EXPIRY, '-inf', now, 'LIMIT', 0, MOST_PRUNED)
   for _, request in ipairs(over) do drop(request) end
 end
 
--- Return the tokens leased to a worker behind a number. O(log leases + those behind)
-local function behind(worker, number)
+-- Return the tokens of a worker's leases above a number. O(log leases + leases above it)
+local function tokens_above(worker, number)
   local tokens = 0
   for _, lease in ipairs(redis.call('ZRANGEBYSCORE', lease_key(worker), '(' .. number, '+inf')) do
     tokens = tokens + lease:match('^%d+')
@@ -60,8 +60,8 @@ local function behind(worker, number)
   return tokens
 end
 
--- Return whether an epoch of a worker is in force, that is, no newer one is known. A newer one than
--- was known begins: the leases of the older end, its report is forgotten. O(1), else O(its leases)
+-- Return whether no newer epoch of the worker is known. If the epoch itself is new, end the leases
+-- of the older one and delete its report. O(1), or O(its leases) for a new epoch
 local function enter(worker, epoch)
   local key = worker_key(worker)
   local known = redis.call('HGET', key, 'epoch')
@@ -78,7 +78,7 @@ local function enter(worker, epoch)
   return true
 end
 
--- Return whether a report of an epoch that is in force is newer than the last; remember it as such.
+-- Return whether a report of the current epoch is newer than the last one, and record its seq.
 local function follows(worker, seq)
   local last = redis.call('HGET', worker_key(worker), 'seq')
   if last and tonumber(seq) <= tonumber(last) then return false end
@@ -86,13 +86,13 @@ local function follows(worker, seq)
   return true
 end
 
--- Return the last number that a lease had, or that somebody says one had.
+-- Return the highest known lease number.
 local function last_number()
   return tonumber(redis.call('GET', NUMBER) or 0)
 end
 
--- Let numbers of leases go on behind one that somebody knows: after a loss of memory they would
--- lie below the watermarks of workers.
-local function go_on_behind(number)
+-- Continue lease numbers above a known one. Otherwise new numbers would be below the watermarks of
+-- workers after the server has lost its memory.
+local function continue_above(number)
   if tonumber(number) > last_number() then redis.call('SET', NUMBER, number) end
 end

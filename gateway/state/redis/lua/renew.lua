@@ -1,4 +1,4 @@
--- A gateway says which leases it holds: they live on, and come back where they were lost.
+-- Extend the leases that a gateway holds, and restore those that were lost.
 -- O(leases given x log leases)
 -- ARGV: gateway, ttl in us, then for each lease: request, worker, epoch, tokens, number
 -- Returns the requests whose worker has a newer epoch.
@@ -9,7 +9,7 @@ prune(now)
 redis.call('ZADD', GATEWAYS, now, gateway)
 
 local fenced = {}
-local entered = {} -- worker -> the epoch that was found in force: it is asked for once
+local entered = {} -- worker -> its current epoch, looked up once
 for at = 3, #ARGV, 5 do
   local request, worker, epoch = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local tokens, number = ARGV[at + 3], ARGV[at + 4]
@@ -21,7 +21,7 @@ for at = 3, #ARGV, 5 do
   else
     drop(request)
     put(request, worker, tokens, number, now + ttl_us)
-    go_on_behind(number)
+    continue_above(number)
   end
 end
 return fenced

@@ -1,4 +1,4 @@
--- A worker says what it has to do. O(log workers), and O(its older leases) at a new epoch
+-- Replace the report of a worker. O(log workers), and O(its older leases) for a new epoch
 -- ARGV: worker, epoch, seq, capacity in tokens, watermark, the report as JSON
 -- Returns 1, or 0 for a report that is late or of an older epoch.
 
@@ -7,5 +7,5 @@ if not enter(worker, epoch) or not follows(worker, seq) then return 0 end
 redis.call('HSET', worker_key(worker),
   'capacity_tokens', capacity, 'watermark', watermark, 'report', report)
 redis.call('ZADD', HEARD, now_us(), worker)
-go_on_behind(watermark)
+continue_above(watermark)
 return 1

@@ -1,8 +1,8 @@
--- Lease tokens of one of the offered workers to a request.
--- O(offers x (log workers + log leases) + leases behind the watermarks)
+-- Lease tokens of the best of the offered workers to a request.
+-- O(offers x (log workers + log leases) + leases above the watermarks)
 -- ARGV: request, tokens, ttl in us, staleness in us,
 --       then for each offer: worker, epoch, watermark, score, score per token
--- Returns {1, index of the offer from 0, number, tokens behind it} or {0, why not}.
+-- Returns {1, index of the offer from 0, number, tokens above its watermark} or {0, reason}.
 
 local request, tokens, ttl_us, stale_us = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local FIRST, FIELDS = 5, 5
@@ -29,7 +29,7 @@ for at = FIRST, #ARGV, FIELDS do
   local worker, epoch, watermark = ARGV[at], ARGV[at + 1], ARGV[at + 2]
   local refused = refusal(worker, epoch, now)
   if not refused then
-    local leased = behind(worker, watermark)
+    local leased = tokens_above(worker, watermark)
     local score = ARGV[at + 3] + ARGV[at + 4] * leased
     if not best or score < least then best, least, behind_best = at, score, leased end
   elseif at == FIRST or RANK[refused] < RANK[why] then

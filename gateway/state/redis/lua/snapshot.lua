@@ -1,6 +1,6 @@
--- All workers that were heard of lately. O(workers x log leases + leases behind the watermarks)
--- ARGV: what is too long ago for a worker, for a gateway, in us
--- Returns {gateways, then for each worker: report, age in us, tokens leased, of these behind}.
+-- Return all workers with a recent report. O(workers x log leases + leases above the watermarks)
+-- ARGV: maximum age of a worker's report and of a gateway's renewal, in us
+-- Returns {gateways, then for each worker: report, age in us, leased tokens, of these above its watermark}.
 
 local forget_us, stale_us = ARGV[1], ARGV[2]
 local now = now_us()
@@ -17,7 +17,7 @@ for at = 1, #heard, 2 do
     table.insert(found, known[1])
     table.insert(found, now - heard[at + 1])
     table.insert(found, tonumber(redis.call('HGET', LEASED, worker) or 0))
-    table.insert(found, behind(worker, known[2]))
+    table.insert(found, tokens_above(worker, known[2]))
   end
 end
 return found

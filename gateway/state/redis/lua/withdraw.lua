@@ -1,4 +1,4 @@
--- A worker leaves: it is no longer offered, its leases stay. O(log workers)
+-- Remove a worker from the pool; its leases stay. O(log workers)
 -- ARGV: worker, epoch, seq
 
 local worker, epoch, seq = unpack(ARGV)
