@@ -46,7 +46,7 @@ def start(
     ] = False,
 ) -> None:
     """Start workers that join a pool, and drain them on Ctrl-C or SIGTERM."""
-    from draftgate.gateway.launch.words import Need
+    from draftgate.gateway.launch.messages import Need
 
     given = config_from(settings)
     need = Need(cpus_per_worker, gpus_per_worker, max_restarts, detach)

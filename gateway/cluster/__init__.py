@@ -1,1 +1,1 @@
-"""A node among others: what it tells of its workers, who may use them, and whom it finds."""
+"""Membership of a pool: discovery of other nodes' workers, heartbeats, addresses, access."""

@@ -1,7 +1,8 @@
-"""Which nodes may use this one's workers: those that know the cluster's secret.
+"""Which nodes may use this node's workers: those that know the secret of the cluster.
 
-Without a secret only this machine's own processes may, and only where clients need no key either.
-A browser's may not: a page from anywhere can make it open connections to this machine.
+Without a secret, only processes on this machine may, and only if clients need no API key either.
+Requests with an `Origin` are refused, because any web page can make a browser connect to this
+machine.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from draftgate.backends.peer.proof import ProofChecker, SharedSecret, secret_of
 from draftgate.gateway.config import ServeConfig
 
 NO_PROOF: Final = ""
-"""The answer to a peer of which no proof is asked."""
+"""The answer to a peer that needs no proof."""
 
 
 class PeerAccess:
-    """Decides who is a peer."""
+    """Authenticates peers."""
 
     def __init__(self, secret: SharedSecret | None, now_s: Callable[[], float] = time.time) -> None:
-        """Ask for proofs of a secret; None asks for none."""
+        """Require proofs of a secret; None requires none."""
         self._proofs = None if secret is None else ProofChecker(secret)
         self._now_s = now_s
 
     def admit(self, path: str, headers: Mapping[str, str]) -> str | None:
-        """Return the answer to a request's proof, which counts once; None for strangers."""
+        """Return the answer to a request's proof, or None to refuse it. A proof is valid once."""
         if "Origin" in headers:
             return None
         if self._proofs is None:
@@ -36,13 +37,13 @@ class PeerAccess:
 
 
 def peer_access(config: ServeConfig, *, keys: bool) -> PeerAccess | None:
-    """Return who may use this node's workers; None if no other node may.
+    """Return the access control for peers, or None if no other node may use the workers.
 
     Args:
-        keys: whether clients need one.
+        keys: whether clients need an API key.
 
     Raises:
-        ValueError: the secret is named, but not set, or too short.
+        ValueError: the variable with the secret is not set, or the secret is too short.
     """
     secret = secret_of(config.peer_secret_env)
     if secret is None and (keys or not is_loopback(config.host)):
@@ -51,7 +52,7 @@ def peer_access(config: ServeConfig, *, keys: bool) -> PeerAccess | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address to listen on."""
+    """Return whether only this machine can connect to a listen address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Where other nodes reach this one."""
+"""The address at which other nodes reach this one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _WILDCARDS: Final = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}  # noqa: 
 
 
 async def advertised_url(config: ServeConfig, port: int) -> str:
-    """Return the address that a node which joins a pool tells the others.
+    """Return the URL that a node of a pool advertises.
 
-    What it was told to, else where it listens; if that is everywhere, the address from which it
-    reaches the state store.
+    It is `--advertise`, or the address that the node listens on. For a wildcard address it is the
+    local address of a connection to the state store.
 
     Args:
-        port: where it listens.
+        port: the port that the node listens on.
 
     Raises:
-        ValueError: it cannot tell; the message says what to do.
+        ValueError: the address cannot be determined; the message says what to do.
     """
     if config.advertise is not None:
         return config.advertise.rstrip("/")
@@ -39,21 +39,23 @@ async def advertised_url(config: ServeConfig, port: int) -> str:
 
 
 def is_local(url: str, join: str) -> bool:
-    """Return whether an address is of this machine alone, though the state store is elsewhere."""
+    """Return whether a URL is a loopback address although the state store is on another host."""
     hosts = [host for host, _ in read_redis_url(join).hosts]
     return is_loopback(URL(url).host or "") and not all(map(is_loopback, hosts))
 
 
 def _outward(family: socket.AddressFamily, hosts: Sequence[tuple[str, int]]) -> str:
-    """Return the address of this machine from which others are reached, the first that answers.
+    """Return the local address of a connection to the first host that resolves.
 
-    A UDP socket that is connected has one, and nothing is sent.
+    Connecting a UDP socket assigns a local address without sending anything.
     """
     for host, port in (*hosts, (socket.gethostname(), 9)):
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             try:
                 probe.connect((host, port))
-            except OSError:  # no such name now, or none of this family
+            except OSError:  # the name does not resolve, or not in this family
                 continue
             return str(probe.getsockname()[0])
-    raise ValueError("where other nodes reach this one is not known: say it with --advertise URL")
+    raise ValueError(
+        "cannot determine the address at which other nodes reach this one: set --advertise URL"
+    )

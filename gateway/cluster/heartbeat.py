@@ -1,6 +1,6 @@
-"""The heartbeat of a node: once a second it tells of its workers, and looks for those of others.
+"""The heartbeat of a node: once a second it reports its workers and looks for those of others.
 
-It renews the leases that the node holds, too.
+It also renews the leases that the node holds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Heartbeat:
     """Publishes the loads of a node's own workers, renews leases, writes decisions.
 
     Attributes:
-        url: of the node, where others reach it; "" if none may.
+        url: the URL at which other nodes reach this one; "" if none may.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Heartbeat:
         decisions: Decisions,
         members: Members | None = None,
     ) -> None:
-        """Beat for a fleet; it need not have started yet.
+        """Serve a fleet, which need not have started yet.
 
         Args:
-            members: looks for others' workers; None where nobody does.
+            members: discovery of other nodes' workers; None without a pool.
         """
         self._fleet = fleet
         self._store = store
@@ -52,14 +52,14 @@ class Heartbeat:
         self._decisions = decisions
         self._members = members
         self.url = ""
-        self._numbers = count()  # of reports
+        self._numbers = count()  # sequence numbers of reports
         self._left = False
-        self._lost: set[str] = set()  # workers that broke, as far as was told
-        self._fenced: set[str] = set()  # those whose reports count for nothing, likewise
+        self._lost: set[str] = set()  # failed workers that have been logged
+        self._fenced: set[str] = set()  # fenced workers that have been logged
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Beat as long as this context lasts."""
+        """Run the heartbeat within this context."""
         beats = asyncio.create_task(self.run())
         try:
             yield
@@ -68,44 +68,44 @@ class Heartbeat:
             await asyncio.wait({beats})
 
     async def run(self) -> None:
-        """Beat until cancelled. Survives errors."""
+        """Run until cancelled. Errors are logged."""
         while True:
             try:
                 await self.beat()
                 await self.write_decisions()
-            except Exception as error:  # noqa: BLE001 - a heartbeat that stops looks like death
+            except Exception as error:  # noqa: BLE001 - other nodes would take a stopped heartbeat for a dead node
                 log(logging.ERROR, "heartbeat failed", error=error)
             await asyncio.sleep(HEARTBEAT_S)
 
     async def beat(self) -> None:
-        """Tell the store of the workers and leases; send on who can go."""
-        self._queue.pump()  # memory becomes free without an end that this node sees
+        """Report workers, renew leases, and dispatch queued requests that fit now."""
+        self._queue.pump()  # memory can become free without an event on this node
         for number, worker in enumerate(self._fleet.own):
             if not self._left:
-                await self._tell_of(worker, number)
+                await self._report(worker, number)
         await self._leases.renew()
         if self._members is not None:
             await self._members.look()
 
     async def leave(self) -> None:
-        """Take the workers out of the pool; further beats renew leases of what still runs."""
+        """Withdraw the workers from the pool; later beats only renew leases of running requests."""
         self._left = True
         for worker in self._fleet.own:
             await self._withdraw(worker)
 
     async def write_decisions(self) -> None:
-        """Write what was decided to the file, if there is one. Survives errors."""
+        """Write recorded decisions to the file, if one is configured. Errors are logged."""
         if not self._decisions.unwritten:
             return
         try:
             await asyncio.to_thread(self._decisions.write)
         except OSError as error:
-            log(logging.ERROR, "decisions cannot be written", error=error)
+            log(logging.ERROR, "cannot write decisions", error=error)
 
-    async def _tell_of(self, worker: FleetWorker, number: int) -> None:
+    async def _report(self, worker: FleetWorker, number: int) -> None:
         worker_id, failure = worker.worker_id, worker.backend.failure
         if failure is None:
-            if worker_id in self._lost:  # an upstream
+            if worker_id in self._lost:  # an upstream that recovered
                 self._lost.discard(worker_id)
                 log(logging.INFO, "worker is back", worker=worker_id)
             await self._publish(worker, number)
@@ -126,14 +126,14 @@ class Heartbeat:
             self._fenced.discard(worker.worker_id)
         elif worker.worker_id not in self._fenced:
             self._fenced.add(worker.worker_id)
-            log(logging.ERROR, "another life of the worker has begun", worker=worker.worker_id)
+            log(logging.ERROR, "a newer epoch of the worker exists", worker=worker.worker_id)
 
     async def _withdraw(self, worker: FleetWorker) -> None:
         await self._store.withdraw(worker.worker_id, worker.epoch, next(self._numbers))
 
 
 def report_of(worker: FleetWorker, seq: int, address: str) -> WorkerReport:
-    """Return what there is to tell of a worker now."""
+    """Return the current report of a worker."""
     card, load = worker.backend.card, worker.backend.load()
     return WorkerReport(
         worker.worker_id,

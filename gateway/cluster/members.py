@@ -1,9 +1,9 @@
-"""Discovery: the workers of other nodes, found in the state store and linked to.
+"""Discovery: find the workers of other nodes in the state store and link to them.
 
-Once a second the store is asked who is there. A worker that is new gets a link; once that stands it
-belongs to the fleet. From then on the link says how it is, ten times a second, whatever becomes of
-the store. It is left when the store no longer knows it, or knows a later life of it, and the link
-has ended, too: a store that loses its memory costs nobody a stream.
+The store is read once a second. Each new worker gets a peer link, and joins the fleet once the link
+is up. From then on the link reports its load ten times a second, independently of the store. A
+worker is removed when the store no longer lists it, or lists a later epoch, and its link has ended.
+A store that loses its memory therefore interrupts no stream.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from draftgate.gateway.state.store import STALE_S, Snapshot, Store, WorkerReport
 from draftgate.gateway.telemetry.logs import log
 
 LOOK_S: Final = 1.0
-"""Between two looks: as often as workers report."""
+"""Interval of reading the store: that of the workers' reports."""
 
 REFUSED_S: Final = 30.0
-"""After which a worker is tried again that would not be linked to: somebody may have mended what
-was wrong, such as a secret. (Chosen.)"""
+"""Time until a worker that refused a link is tried again.
+
+Its configuration, such as the secret, may have been corrected. (Chosen, not tuned.)"""
 
 Reach = Callable[[WorkerReport], PeerBackend]
-"""Returns the backend that reaches a worker, in the life that it reports."""
+"""Returns the backend for a worker, in the epoch of its report."""
 
 
 @dataclass(slots=True)
 class _Model:
-    """What the workers of a node's fleet serve.
+    """The model that the workers of a node serve.
 
     Attributes:
-        digest: of its tokenizer's files; "" while that is not known.
+        digest: hash of the tokenizer's files; "" while unknown.
     """
 
     model_id: str
@@ -45,7 +46,7 @@ class _Model:
     digest: str = ""
 
     def mismatch(self, model_id: str, max_model_len: int) -> str | None:
-        """Return why who serves this does not belong here; None if it does."""
+        """Return why a worker of this model cannot join, or None if it can."""
         if model_id != self.model_id:
             return f"it serves {model_id!r}, not {self.model_id!r}"
         if max_model_len < self.max_model_len:
@@ -54,17 +55,17 @@ class _Model:
 
 
 class _Member:
-    """A worker of another node, in one of its lives."""
+    """A worker of another node, in one epoch."""
 
     def __init__(self, report: WorkerReport, backend: PeerBackend) -> None:
         self.worker = PeerWorker(report.worker_id, backend, report.epoch)
         self.backend = backend
         self.joining: asyncio.Task[None] | None = None
-        self.refused_s: float | None = None  # when it would not be linked to
+        self.refused_s: float | None = None  # when it refused the link
 
     @property
     def is_over(self) -> bool:
-        """Whether it is lost, or says that it stops, with nothing of this node's left there."""
+        """Whether its link has ended and no sequence of this node is left on it."""
         busy = self.worker.usage.sequences
         return self.backend.failure is not None and not busy
 
@@ -75,10 +76,10 @@ class Members:
     def __init__(
         self, fleet: Fleet, store: Store, reach: Reach, changed: Callable[[], None]
     ) -> None:
-        """Find none yet.
+        """Start without members.
 
         Args:
-            changed: is called when a worker has come, or has told its load.
+            changed: called when a worker has joined, or has reported its load.
         """
         self._fleet = fleet
         fleet.discovers = True
@@ -86,15 +87,13 @@ class Members:
         self._reach = reach
         self._changed = changed
         self._members: dict[str, _Member] = {}
-        self._strangers: dict[
-            str, str
-        ] = {}  # workers that do not belong here: lives that were told
-        self._serves: _Model | None = None  # what belongs here, for good
+        self._strangers: dict[str, str] = {}  # rejected workers, with the epoch that was logged
+        self._serves: _Model | None = None  # the model of this node, once known
         self._came = asyncio.Event()
         self._leaving = set[asyncio.Task[None]]()
 
     async def first(self) -> None:
-        """Return once there is a worker: for a node that has none of its own."""
+        """Wait for the first worker; for a node that has none of its own."""
         while not self._fleet.workers:
             self._came.clear()
             await self.look()
@@ -102,12 +101,12 @@ class Members:
                 async with asyncio.timeout(LOOK_S):
                     await self._came.wait()
             except TimeoutError:
-                pass  # ask again who is there
+                pass  # read the store again
 
     async def look(self) -> None:
-        """Ask the store who is there; begin with those that are new, leave those that are gone."""
+        """Read the store; link to new workers and remove those that are gone."""
         snapshot = await self._store.snapshot()
-        # Without the store nobody knows what other gateways send; with it, reservations settle it.
+        # Reservations account for other gateways; without the store, count the gateways instead.
         self._fleet.rivals = snapshot.gateways - 1 if snapshot.degraded else 0
         there = self._theirs(snapshot)
         for worker_id, member in tuple(self._members.items()):
@@ -125,13 +124,13 @@ class Members:
                 self._join(view.report)
 
     async def close(self) -> None:
-        """Leave all."""
+        """Remove all members."""
         for member in tuple(self._members.values()):
             self._leave(member)
         await asyncio.gather(*self._leaving)
 
     def _theirs(self, snapshot: Snapshot) -> dict[str, WorkerView]:
-        """Return the workers that others offer."""
+        """Return the workers of other nodes."""
         own = {worker.worker_id for worker in self._fleet.own}
         return {
             view.worker_id: view
@@ -140,7 +139,7 @@ class Members:
         }
 
     def _belongs(self, view: WorkerView) -> bool:
-        """Return whether a worker that is new is to be linked to; why not is logged once."""
+        """Return whether a new worker may join; the reason against it is logged once."""
         report = view.report
         if view.age_s > STALE_S:
             return False
@@ -149,16 +148,16 @@ class Members:
             return True
         if self._strangers.get(report.worker_id) != report.epoch:
             self._strangers[report.worker_id] = report.epoch
-            log(logging.ERROR, "a worker of the pool is left out", worker=report.worker_id, why=why)
+            log(logging.ERROR, "ignoring a worker of the pool", worker=report.worker_id, why=why)
         return False
 
     def _mismatch(self, report: WorkerReport) -> str | None:
-        """Return why a worker cannot take what this node's others take; None if it may."""
+        """Return why a worker cannot serve this node's requests, or None if it can."""
         serves = self._known()
         return None if serves is None else serves.mismatch(report.model_id, report.max_model_len)
 
     def _known(self) -> _Model | None:
-        """Return what this node serves, as far as it is known."""
+        """Return the model of this node, or None while it is unknown."""
         if self._serves is None and self._fleet.own:
             card = self._fleet.card
             self._serves = _Model(card.model_id, card.max_model_len)
@@ -174,7 +173,7 @@ class Members:
         member.joining = asyncio.create_task(self._link(member), name="join a worker")
 
     async def _link(self, member: _Member) -> None:
-        """Link to a worker, and let the fleet have it. Never raises."""
+        """Link to a worker and add it to the fleet. Errors are logged."""
         worker, backend = member.worker, member.backend
         try:
             await backend.start()
@@ -183,7 +182,7 @@ class Members:
             member.refused_s = _now_s()
             log(
                 logging.ERROR,
-                "a worker is out of reach",
+                "cannot link to a worker",
                 worker=worker.worker_id,
                 reason=str(error),
             )
@@ -196,28 +195,28 @@ class Members:
         self._changed()
 
     async def _check(self, backend: PeerBackend) -> None:
-        """Return if a worker has the fleet's model, and token ids mean the same to it.
+        """Check that a worker has the fleet's model and tokenizer.
 
-        The first one of a node that has none of its own settles what that is.
+        On a node without a worker of its own, the first worker determines both.
 
         Raises:
-            BackendFailed: it has not, or they do not.
+            BackendFailed: it has another model or tokenizer.
         """
         card, digest = backend.card, backend.tokenizer_digest
         serves = self._known()
-        if serves is not None and not serves.digest:  # its own model's
+        if serves is not None and not serves.digest:  # that of its own worker
             files = self._fleet.tokenizer.files
             serves.digest = await asyncio.to_thread(lambda: files_digest(files()))
-        if self._serves is None:  # still: of several first ones, one is it
+        if self._serves is None:  # several workers may be linking at once; the first one wins
             self._serves = _Model(card.model_id, card.max_model_len, digest)
         why = self._serves.mismatch(card.model_id, card.max_model_len)
         if why is not None:
             raise BackendFailed(why)
         if self._serves.digest != digest:
-            raise BackendFailed("its tokenizer is another one")
+            raise BackendFailed("it has another tokenizer")
 
     def _leave(self, member: _Member) -> None:
-        """Send to a worker no more; what still runs there ends."""
+        """Remove a worker from the fleet and close its link."""
         worker = member.worker
         if member.joining is not None:
             member.joining.cancel()

@@ -1,6 +1,6 @@
-"""Workers as actors of a Ray cluster: Ray says where and restarts, Redis says who is there.
+"""Workers as actors of a Ray cluster: Ray places and restarts them, Redis makes them known.
 
     draftgate ray start ──> launcher ──Ray──> actor (one per worker) ──pipes──> child: serve
 
-Only `cluster` and `actor` import Ray, and nothing outside this room does.
+Only `cluster` and `actor` import Ray.
 """

@@ -1,7 +1,7 @@
-"""The actor of a worker: it starts the worker's process, says how that is, and ends with it.
+"""The actor of a worker: it starts the worker's process, reports its status, and exits with it.
 
-What Ray restarts is the actor. So it dies when its child has died, the child ends when the actor
-has, and every life of a worker is a new process with a new epoch.
+Ray restarts actors, not processes. Therefore the actor exits when its child has exited, and the
+child exits with the actor. Each restart of a worker is a new process with a new epoch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import msgspec
 import ray
 from msgspec.structs import replace
 
-from draftgate.gateway.launch.words import Notice, Order, WorkerStatus
+from draftgate.gateway.launch.messages import Notice, Order, WorkerStatus
 
 PAUSE_S: Final = 5.0
-"""Before a worker is given back to Ray that did not even load: Ray restarts at once, for ever.
-(Chosen: some seconds are nothing beside loading, and keep a machine cool.)"""
+"""Pause before Ray may restart a worker that failed to load, because Ray would restart at once and
+without limit. (Chosen: short compared with loading.)"""
 
 DIED: Final = 1
 
 
 class WorkerActor:
-    """Has one worker's process as its child. Ray calls its methods in threads."""
+    """Runs one worker's process as its child. Ray calls its methods in threads."""
 
     def __init__(self, order: bytes) -> None:
-        """Start the child at this Ray node's address; it loads while this returns."""
+        """Start the child at the address of this Ray node, without waiting until it has loaded."""
         given = Order.decoded(order)
         context = ray.get_runtime_context()
         self._host = str(ray.util.get_node_ip_address())
@@ -46,13 +46,13 @@ class WorkerActor:
         self._watch.start()
 
     def status(self) -> WorkerStatus:
-        """Say how the worker is."""
+        """Return the status of the worker."""
         return WorkerStatus(self._host, self._gpus, self._child.pid, self._again, self._notice)
 
     def stop(self) -> int:
-        """Drain the worker and end its process; return its exit status.
+        """Drain the worker, end its process, and return its exit status.
 
-        Called again while the first call waits, it stops at once.
+        A second call during the first one stops the worker without draining.
         """
         self._stopping = True
         self._child.terminate()
@@ -60,7 +60,7 @@ class WorkerActor:
         return self._child.wait()
 
     def _until_end(self) -> None:
-        """Listen to the child; die with it, unless that was asked for, or it never could start."""
+        """Read the child's notices; exit with it, unless it was stopped or could never start."""
         assert self._child.stdout is not None
         for line in self._child.stdout:
             self._notice = msgspec.json.decode(line, type=Notice)
@@ -69,11 +69,11 @@ class WorkerActor:
         if self._stopping:
             return
         if not self._was_ready and not self._again:
-            # Something is wrong with the order: the launcher hears of it, and Ray does not retry.
+            # The order itself is wrong: report it to the launcher instead of letting Ray retry.
             reason = self._notice.failure or f"exit status {status}"
             self._notice = Notice(failure=reason)
             return
-        sys.stderr.write(f"draftgate: a worker has ended with status {status}: Ray restarts it\n")
+        sys.stderr.write(f"draftgate: a worker exited with status {status}; Ray restarts it\n")
         sys.stderr.flush()
         if not self._was_ready:
             time.sleep(PAUSE_S)
@@ -81,17 +81,17 @@ class WorkerActor:
 
 
 def _was_restarted(context: Any) -> bool:
-    with warnings.catch_warnings():  # Ray's property asks another one, which is deprecated
+    with warnings.catch_warnings():  # Ray's property uses a deprecated one
         warnings.simplefilter("ignore")
         return bool(context.was_current_actor_reconstructed)
 
 
 def _start(order: Order, gpus: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """Start a child; it has its order when this returns."""
+    """Start a child and send it its order."""
     environment = dict(os.environ)
-    if not gpus:  # Ray leaves the variable alone then, and the child would see all of them
+    if not gpus:  # Ray then leaves the variable unset, and the child would see all GPUs
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    # A session of its own: signals to the group of Ray's processes are not meant for it.
+    # In its own session, so that signals to Ray's process group do not reach it.
     child = subprocess.Popen(
         [sys.executable, "-m", "draftgate.gateway.launch.child"],
         stdin=subprocess.PIPE,
@@ -100,7 +100,7 @@ def _start(order: Order, gpus: tuple[str, ...]) -> subprocess.Popen[bytes]:
         start_new_session=True,
     )
     assert child.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already, as whoever watches it will see
+    with suppress(BrokenPipeError):  # it has exited already, which the watching thread notices
         child.stdin.write(order.encoded() + b"\n")
         child.stdin.flush()
     return child

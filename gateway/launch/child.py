@@ -1,10 +1,10 @@
-"""A worker's process: `draftgate serve`, with an actor of Ray at the other end of its pipes.
+"""A worker's process: `draftgate serve`, connected by pipes to its Ray actor.
 
-It is a process of its own, not a part of the actor's: its event loop is disturbed by no thread of
-Ray's, signals reach it as everywhere, and what breaks it leaves somebody to say so. Its order comes
-as one line on stdin; what it has to tell goes out as lines on stdout. When stdin ends the actor is
-gone and Ray has given cores and GPU to somebody else: it leaves the pool and stops at once, and its
-streams go on elsewhere.
+It is separate from the actor's process, so that no thread of Ray disturbs its event loop, signals
+work as usual, and the actor survives to report a crash. It reads its order as one line from stdin
+and writes notices as lines to stdout. The end of stdin means that the actor is gone and that Ray
+has given its cores and GPU away. The process then leaves the pool and stops at once; its streams
+continue on other workers.
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
 from draftgate.gateway.cli.loading import loading_shown, stderr
 from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.launch.words import Notice, Order
+from draftgate.gateway.launch.messages import Notice, Order
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import configure
 
 FAILED: Final = 1
 
 LOOK_S: Final = 1.0
-"""Between two looks at the pool: as often as workers report."""
+"""Interval of checking the pool: that of the workers' reports."""
 
 HURRY_S: Final = 10.0
-"""How long an orphan may take to stop before it is cut off: its GPU may be another's by now.
-Without streams to wait for that is the time of a few connections. (Chosen, not tuned.)"""
+"""Time to stop after the actor is gone, before the process exits by force.
+
+Its GPU may already belong to another actor, and there are no streams to wait for. (Chosen, not
+tuned.)"""
 
 AGAIN_S: Final = 0.2
 
 
 def main() -> None:
-    """Serve what stdin says until SIGTERM, or until stdin ends."""
-    told = _Telling()
+    """Serve the order from stdin until SIGTERM, or until stdin ends."""
+    notices = _NoticeWriter()
     try:
         with open(0, "rb", buffering=0, closefd=False) as stdin:
             order = Order.decoded(stdin.readline())
         threading.Thread(target=_end_with_actor, name="end with the actor", daemon=True).start()
-        _run(order, told)
+        _run(order, notices)
     except (StartError, NodeFailed, ValueError, msgspec.DecodeError) as error:
-        told.say(Notice(failure=str(error)))
+        notices.write(Notice(failure=str(error)))
         sys.stderr.write(f"draftgate: {error}\n")
         sys.exit(FAILED)
 
 
-def _run(order: Order, told: _Telling) -> None:
+def _run(order: Order, notices: _NoticeWriter) -> None:
     config = order.config
     if config.peer_secret_env is not None and order.secret is not None:
         os.environ[config.peer_secret_env] = order.secret
@@ -64,36 +66,36 @@ def _run(order: Order, told: _Telling) -> None:
         watching = set[asyncio.Task[None]]()
 
         def on_ready(where: Listening) -> None:
-            watching.add(asyncio.create_task(_tell(where, told)))
+            watching.add(asyncio.create_task(_report(where, notices)))
 
         runner.run(serve(config, lambda fleet: loading_shown(fleet, config, stderr()), on_ready))
 
 
 def _check_reachable(config: ServeConfig) -> None:
-    """Return if other nodes may use this one's worker: else it would sit there for nobody.
+    """Check that other nodes may use this worker.
 
     Raises:
         StartError: they may not.
     """
     keys = bool(config.api_keys or config.api_keys_file)
     if peer_access(config, keys=keys) is None:
-        raise StartError("no other node could use this worker: give --peer-secret-env NAME")
+        raise StartError("no other node may use this worker: set --peer-secret-env NAME")
 
 
-async def _tell(where: Listening, told: _Telling) -> None:
-    """Tell where the node is, and whether its pool knows it, whenever that changes."""
+async def _report(where: Listening, notices: _NoticeWriter) -> None:
+    """Report the node's URL, and whether its pool lists it, whenever they change."""
     joined = False
     while True:
         joined = await _is_joined(where.node, joined)
-        told.say(Notice(where.url, joined))
+        notices.write(Notice(where.url, joined))
         await asyncio.sleep(LOOK_S)
 
 
 async def _is_joined(node: Node, before: bool) -> bool:
-    """Return whether the pool has this node's worker in its present life.
+    """Return whether the pool lists this node's worker in its current epoch.
 
     Args:
-        before: what was so, and stays so where the store does not answer.
+        before: the previous answer, which is kept if the store does not answer.
     """
     snapshot = await node.store.snapshot()
     if snapshot.degraded:
@@ -102,31 +104,31 @@ async def _is_joined(node: Node, before: bool) -> bool:
     return all(there.get(worker.worker_id) == worker.epoch for worker in node.fleet.own)
 
 
-class _Telling:
-    """Lines to the actor. What else prints to stdout goes to stderr from now on."""
+class _NoticeWriter:
+    """Writes notices to the actor, and redirects other output from stdout to stderr."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self._last: Notice | None = None
 
-    def say(self, notice: Notice) -> None:
-        """Tell something, unless it was the last thing told."""
+    def write(self, notice: Notice) -> None:
+        """Write a notice, unless it equals the last one."""
         if notice == self._last:
             return
         self._last = notice
         try:
             self._out.write(msgspec.json.encode(notice).decode() + "\n")
-        except OSError:  # nobody listens: stdin says so, too
+        except OSError:  # the actor is gone; stdin ends as well
             return
 
 
 def _end_with_actor() -> None:
-    """Wait for the end of stdin; then stop this process, by force if it takes long."""
-    # Not sys.stdin: a thread that waits there holds a lock which the interpreter needs at its end.
+    """Wait for the end of stdin, then stop this process, if necessary by force."""
+    # Not sys.stdin: a thread that waits there holds a lock that the interpreter needs to exit.
     while os.read(0, 64):
         pass
-    # The second one waits for no streams. Two that come together would count as one.
+    # The second signal skips draining. Two signals at once would count as one.
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(AGAIN_S)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The actors of a pool in a Ray cluster: start them, find them, ask them, end them."""
+"""Start, find, query and end the actors of a pool in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
 from draftgate.gateway.launch.actor import WorkerActor
+from draftgate.gateway.launch.messages import Need, Order, Restarting, WorkerGone, WorkerStatus
 from draftgate.gateway.launch.plan import number_in
-from draftgate.gateway.launch.words import Need, Order, Restarting, WorkerGone, WorkerStatus
 
 NAMESPACE: Final = "draftgate"
-"""Of Ray: names of actors mean something within it."""
+"""The Ray namespace of the actors' names."""
 
 CALLS: Final = 4
-"""Calls of an actor side by side: a status while two are waiting for the worker to stop."""
+"""Concurrent calls of an actor: a status besides two calls that wait for the worker to stop."""
 
 ANSWER_S: Final = 5.0
-"""How long the head of a cluster may take to accept a connection, as Ray's own first try."""
+"""Timeout of a connection to the head of a Ray cluster, as in Ray's own first attempt."""
 
 
 class NoCluster(Exception):
-    """There is no Ray cluster to launch in; the message is one line."""
+    """No Ray cluster was found; the message is one line."""
 
 
 class NameTaken(Exception):
-    """A worker of that name runs in this cluster already; the message is one line."""
+    """A worker of that name already runs in the cluster; the message is one line."""
 
 
 def connect(address: str) -> None:
-    """Become a driver of the Ray cluster at an address; `auto` finds this machine's.
+    """Connect to the Ray cluster at an address; `auto` finds the one on this machine.
 
     Raises:
-        NoCluster: there is none.
+        NoCluster: no cluster was found.
     """
     try:
         _check_answers(address)
@@ -47,10 +47,10 @@ def connect(address: str) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Return unless nobody listens there: Ray itself would go on trying for minutes.
+    """Check that a server listens at the address, because Ray itself would retry for minutes.
 
     Raises:
-        OSError: nobody does.
+        OSError: the connection failed.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
@@ -58,33 +58,33 @@ def _check_answers(address: str) -> None:
 
 
 class Actor:
-    """One actor, which may not have been placed yet."""
+    """An actor, which Ray may not have placed yet."""
 
     def __init__(self, name: str, handle: Any) -> None:
-        """Take Ray's handle of it."""
+        """Wrap a Ray handle."""
         self.name = name
         self._handle = handle
 
     async def status(self) -> WorkerStatus:
-        """Return what it says, once it has been placed.
+        """Return its status, once Ray has placed it.
 
         Raises:
-            Restarting, WorkerGone: it has ended.
+            Restarting, WorkerGone: the actor has exited.
         """
         status: WorkerStatus = await _answer(self._handle.status.remote())
         return status
 
     async def stop(self) -> int:
-        """Drain its worker, or hurry it the second time; return the exit status of its process.
+        """Drain its worker, or stop it at once on the second call; return the exit status.
 
         Raises:
-            Restarting, WorkerGone: there is none.
+            Restarting, WorkerGone: the actor has exited.
         """
         code: int = await _answer(self._handle.stop.remote())
         return code
 
     def end(self) -> None:
-        """End it for good, whatever it does. Idempotent."""
+        """End the actor without a restart. Idempotent."""
         ray.kill(self._handle, no_restart=True)
 
 
@@ -98,13 +98,13 @@ async def _answer(call: Awaitable[Any]) -> Any:
 
 
 def start(orders: Mapping[str, Order], need: Need) -> list[Actor]:
-    """Ask Ray for actors with a worker each; they are placed as soon as there is room.
+    """Create an actor for each worker; Ray places them as resources become available.
 
     Args:
-        orders: what each is to serve, by its name.
+        orders: the order of each worker, by its name.
 
     Raises:
-        NameTaken: there is one of that name; none has been started then.
+        NameTaken: a worker of that name exists; none has been started.
     """
     actors: list[Actor] = []
     for name, order in orders.items():
@@ -113,7 +113,7 @@ def start(orders: Mapping[str, Order], need: Need) -> list[Actor]:
         except ValueError:
             for actor in actors:
                 actor.end()
-            raise NameTaken(f"the worker {name} runs in this Ray cluster already") from None
+            raise NameTaken(f"the worker {name} already runs in this Ray cluster") from None
     return actors
 
 
@@ -125,21 +125,21 @@ def _start(name: str, order: Order, need: Need) -> Actor:
         max_restarts=need.restarts,
         max_concurrency=CALLS,
         lifetime="detached" if need.detached else None,
-        # As many machines as there are: the end of one is the end of few workers.
+        # Over as many machines as possible, so that the loss of one ends few workers.
         scheduling_strategy="SPREAD",
     )
     return Actor(name, options.remote(order.encoded()))
 
 
 def found(pool: str) -> dict[int, Actor]:
-    """Return the actors of a pool's workers by their numbers, which rise."""
+    """Return the actors of a pool by worker number, in increasing order."""
     names = {number_in(pool, name): name for name in ray.util.list_named_actors()}
     numbers = sorted(number for number in names if number is not None)
     return {number: Actor(names[number], ray.get_actor(names[number])) for number in numbers}
 
 
 def disconnect() -> None:
-    """Leave the cluster. Actors that are not detached end with this."""
+    """Disconnect from the cluster. Actors that are not detached exit."""
     ray.shutdown()
 
 

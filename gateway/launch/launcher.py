@@ -1,4 +1,4 @@
-"""Follows the workers of a pool, says how they are, and drains them at the end. One event loop."""
+"""Follow the workers of a pool, print their state, and drain them at the end."""
 
 from __future__ import annotations
 
@@ -6,57 +6,73 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from enum import StrEnum
 from typing import Final, Protocol
 
 from draftgate.gateway.app import Signals, until_signal
-from draftgate.gateway.launch.shown import OVER, State, line_of, state_of
-from draftgate.gateway.launch.words import Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.launch.messages import Restarting, WorkerGone, WorkerStatus
 
 LOOK_S: Final = 1.0
-"""Between two questions to a worker."""
+"""Interval of asking a worker for its status."""
 
 ANSWER_S: Final = 5.0
-"""How long a worker that runs may take to say how it is. Who does not answer has not been placed:
-actors answer within milliseconds. (Chosen.)"""
+"""Timeout of a status. Actors answer within milliseconds, so one that does not has not been placed.
+(Chosen, not tuned.)"""
 
 LAST_S: Final = 15.0
-"""How long workers may take to stop after the second signal; their processes are to take 10 s."""
+"""Time for workers to stop after the second signal; their processes take at most 10 s."""
 
 FINE: Final = frozenset({0, -signal.SIGTERM})
-"""Exit statuses of a worker that was asked to stop; the second one is from before it listened."""
+"""Exit statuses of a stopped worker; the second one if it did not listen yet."""
+
+
+class State(StrEnum):
+    """The state of a worker."""
+
+    WAITING = "waits for Ray"
+    LOADING = "loading"
+    READY = "ready, not in the pool"
+    JOINED = "joined"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    LOST = "lost"
+    STOPPED = "stopped"
+
+
+OVER: Final = frozenset({State.FAILED, State.LOST, State.STOPPED})
+"""Final states."""
 
 
 class Actor(Protocol):
-    """A worker's actor, as `gateway.launch.cluster` has it."""
+    """A worker's actor; `gateway.launch.cluster.Actor` is the implementation on Ray."""
 
     name: str
 
     async def status(self) -> WorkerStatus:
-        """Return what it says.
+        """Return its status.
 
         Raises:
-            Restarting, WorkerGone: it has ended.
+            Restarting, WorkerGone: the actor has exited.
         """
         ...
 
     async def stop(self) -> int:
-        """Drain it, or hurry it the second time; return the exit status of its process.
+        """Drain the worker, or stop it at once on the second call; return the exit status.
 
         Raises:
-            Restarting, WorkerGone: there is none.
+            Restarting, WorkerGone: the actor has exited.
         """
         ...
 
     def end(self) -> None:
-        """End it for good. Idempotent."""
+        """End the actor without a restart. Idempotent."""
         ...
 
 
 class LaunchedWorker:
-    """A worker as the launcher sees it."""
+    """A worker with the state that the launcher last saw and printed."""
 
     def __init__(self, actor: Actor, show: Callable[[str], None]) -> None:
-        """Begin without a word from it."""
         self.actor = actor
         self.state = State.WAITING
         self._show = show
@@ -64,7 +80,7 @@ class LaunchedWorker:
         self._shown = ""
 
     async def look(self) -> None:
-        """Ask it how it is; returns once it has been placed."""
+        """Ask for its status; waits until Ray has placed it."""
         try:
             status = await self.actor.status()
         except Restarting:
@@ -76,7 +92,7 @@ class LaunchedWorker:
             self._note(state_of(status))
 
     async def stop(self) -> None:
-        """Drain it if it serves, and end its actor; show what became of it."""
+        """Drain the worker if it serves, end its actor, and print the outcome."""
         if self.state not in {State.READY, State.JOINED}:
             self.end()
             return
@@ -92,13 +108,13 @@ class LaunchedWorker:
         self.actor.end()
 
     async def hurry(self) -> None:
-        """Let one that is being stopped wait for its streams no longer."""
+        """Stop waiting for the streams of a worker that drains."""
         if self.state not in OVER:
             with suppress(Restarting, WorkerGone):
                 await self.actor.stop()
 
     def end(self) -> None:
-        """End its actor without draining."""
+        """End the actor without draining."""
         self.actor.end()
         if self.state not in OVER:
             self._note(State.STOPPED)
@@ -112,10 +128,10 @@ class LaunchedWorker:
 
 
 class Launcher:
-    """All workers of a pool. Its methods are called in turn, on one event loop."""
+    """All workers of a pool. Call its methods one after another, on one event loop."""
 
     def __init__(self, actors: Sequence[Actor], show: Callable[[str], None]) -> None:
-        """Take the workers, wherever they are in their lives.
+        """Manage workers in any state.
 
         Args:
             show: prints a line.
@@ -125,7 +141,7 @@ class Launcher:
 
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
-        """Ask all again and again as long as this context lasts."""
+        """Ask all workers for their status repeatedly within this context."""
         tasks = [asyncio.create_task(self._follow(worker)) for worker in self.workers]
         try:
             yield
@@ -135,16 +151,16 @@ class Launcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def all_joined(self) -> bool:
-        """Wait until every worker has joined, or one is over; return whether they have."""
+        """Wait until all workers have joined, or one has ended; return whether all have joined."""
         await self._until(lambda: self._are({State.JOINED}) or self._any_over())
         return not self._any_over()
 
     async def all_over(self) -> None:
-        """Wait until there is no worker any more."""
+        """Wait until all workers have ended."""
         await self._until(lambda: self._are(OVER))
 
     async def look_once(self) -> None:
-        """Ask all once; who has not been placed does not answer."""
+        """Ask all workers once; those that Ray has not placed do not answer."""
 
         async def look(worker: LaunchedWorker) -> None:
             with suppress(TimeoutError):
@@ -154,10 +170,10 @@ class Launcher:
         await asyncio.gather(*map(look, self.workers))
 
     async def stop(self, hurry: asyncio.Event) -> bool:
-        """Drain all side by side; return whether all ended as they should.
+        """Drain all workers concurrently; return whether all stopped cleanly.
 
         Args:
-            hurry: once set, open streams are waited for no longer.
+            hurry: once set, open streams are no longer waited for.
         """
         tasks = {asyncio.create_task(worker.stop()) for worker in self.workers}
         hurried = asyncio.create_task(hurry.wait())
@@ -200,8 +216,7 @@ async def _all(tasks: set[asyncio.Task[None]]) -> None:
 async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detached: bool) -> bool:
     """Follow new workers until a signal, then drain them; return whether all went well.
 
-    Detached ones are left to themselves as soon as all have joined. If one cannot start, the others
-    are stopped, too: it was asked for by mistake.
+    Detached workers keep running once all have joined. If one cannot start, the others are stopped.
     """
     signals = Signals()
     launcher = Launcher(actors, show)
@@ -212,7 +227,7 @@ async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detach
             nonlocal joined
             joined = await launcher.all_joined()
             if joined:
-                show(f"all {len(actors)} have joined")
+                show(f"all {len(actors)} workers have joined")
                 if not detached:
                     await launcher.all_over()
 
@@ -224,7 +239,7 @@ async def launch(actors: Sequence[Actor], show: Callable[[str], None], *, detach
 
 
 async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
-    """Drain workers that run; return whether all ended as they should."""
+    """Drain running workers; return whether all stopped cleanly."""
     signals = Signals()
     launcher = Launcher(actors, show)
     await launcher.look_once()
@@ -232,10 +247,40 @@ async def stop(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
 
 
 async def look(actors: Sequence[Actor], show: Callable[[str], None]) -> bool:
-    """Show how workers are; return whether all have joined."""
+    """Print the state of workers; return whether all have joined."""
     launcher = Launcher(actors, show)
     await launcher.look_once()
     for worker in launcher.workers:
         if worker.state is State.WAITING:
             show(line_of(worker.actor.name, worker.state, None))
     return all(worker.state is State.JOINED for worker in launcher.workers)
+
+
+def state_of(status: WorkerStatus) -> State:
+    """Return the state that a status stands for."""
+    notice = status.notice
+    if notice.failure and not status.again:
+        return State.FAILED
+    if not notice.url:
+        return State.LOADING
+    return State.JOINED if notice.joined else State.READY
+
+
+def line_of(name: str, state: State, status: WorkerStatus | None, reason: str = "") -> str:
+    """Return the line that is printed about a worker.
+
+    Args:
+        status: its last status; None before the first.
+        reason: why it ended; a failure in `status` takes precedence.
+    """
+    words = [f"{name:12} {state.value:22}"]
+    if status is not None:
+        reason = status.notice.failure or reason
+        words.append(status.notice.url or status.host)
+        if status.gpus:
+            words.append("GPU " + ",".join(status.gpus))
+        if status.again and state not in OVER:
+            words.append("(restarted)")
+    if reason and state in OVER:
+        words.append(f"({reason})")
+    return " ".join(words).rstrip()

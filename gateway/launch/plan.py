@@ -1,4 +1,4 @@
-"""What each worker is to serve, from the settings of all. Pure."""
+"""The order of each worker, derived from the settings that all share."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Final
 from msgspec.structs import replace
 
 from draftgate.gateway.config import ConfigError, EffectiveConfig
-from draftgate.gateway.launch.words import Order
+from draftgate.gateway.launch.messages import Order
 
 _DECIDED: Final = {
     "host": "workers listen at the address of their Ray node",
     "advertise": "workers advertise the address of their Ray node",
-    "no_worker": "a gateway needs no Ray: start it with `draftgate serve --no-worker --join`",
-    "upstream": "a node in front of upstreams is a gateway, and has no worker for others",
+    "no_worker": "a gateway does not need Ray: start it with `draftgate serve --no-worker --join`",
+    "upstream": "a node with upstreams is a gateway and has no worker for other nodes",
 }
-"""Settings that are not the launcher's to give, and why."""
+"""Settings that the launcher does not accept, and why."""
 
 LAST_PORT: Final = 65535
 
 
 def name_of(pool: str, number: int) -> str:
-    """Return the name of an actor of a pool; a pool's own name has no slash in it."""
+    """Return the name of an actor; names of pools contain no slash."""
     return f"{pool}/{number}"
 
 
 def number_in(pool: str, name: str) -> int | None:
-    """Return which of a pool's actors a name means; None if it is none of them."""
+    """Return the number in the name of an actor of this pool; None for other names."""
     of, _, number = name.rpartition("/")
     return int(number) if of == pool and number.isdecimal() else None
 
@@ -35,29 +35,30 @@ def number_in(pool: str, name: str) -> int | None:
 def orders_of(
     given: EffectiveConfig, numbers: Sequence[int], cpus: float, environ: Mapping[str, str]
 ) -> dict[str, Order]:
-    """Return what each worker is to serve, by the name of its actor.
+    """Return the order of each worker, by the name of its actor.
 
-    Ports count up from `--port`, so that a worker which is restarted on the same machine is the
-    same to the pool; without it each life takes a free one. Threads are the cores that Ray gives:
-    with equal ones all workers are of one numerics class, whatever machines they are on.
+    Ports count up from `--port`, so that a worker keeps its id when it restarts on the same
+    machine; without `--port` each start takes a free one. Each worker uses as many threads as Ray
+    gives it cores, so that all workers have one numerics class.
 
     Args:
-        numbers: of the workers within the pool, rising.
-        cpus: cores of each.
-        environ: where the peers' secret is looked for.
+        numbers: numbers of the workers in the pool, increasing.
+        cpus: cores per worker.
+        environ: environment variables that may hold the peer secret.
 
     Raises:
-        ConfigError: a setting is missing, or not for workers of Ray.
+        ConfigError: a setting is missing, or not allowed for workers on Ray.
     """
     config, origins = given.config, given.origins
     for name, why in _DECIDED.items():
         if origins[name] != "default":
             raise ConfigError(f"{origins[name]}: {why}")
     if config.join is None:
-        raise ConfigError("--join is missing: the Redis in which gateways find the workers")
+        raise ConfigError("--join is missing: set the Redis in which gateways find the workers")
     first = 0 if origins["port"] == "default" else config.port
-    if first + max(numbers) > LAST_PORT:
-        raise ConfigError(f"{origins['port']}: there are no {max(numbers)} ports behind {first}")
+    last = first + max(numbers)
+    if last > LAST_PORT:
+        raise ConfigError(f"{origins['port']}: the last worker would need port {last}")
     threads = max(1, int(cpus)) if config.threads is None else config.threads
     secret = environ.get(config.peer_secret_env) if config.peer_secret_env else None
     return {

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from draftgate.gateway.config import ServeConfig
-from draftgate.gateway.launch.words import Notice, Order
+from draftgate.gateway.launch.messages import Notice, Order
 from tests.gateway.redis_server import RedisServer
 
 PATIENCE_S = 60.0
@@ -88,7 +88,7 @@ async def test_it_says_why_it_cannot_start(redis_server: RedisServer) -> None:
     """The reason is told to the actor and stands on stderr, too; the status is 1."""
     for settings, why in (
         ({"model": "/nowhere/model"}, "/nowhere/model"),
-        ({"host": "0.0.0.0"}, "no other node could use this worker: give --peer-secret-env NAME"),
+        ({"host": "0.0.0.0"}, "no other node may use this worker: set --peer-secret-env NAME"),
         ({"peer_secret_env": "NOT_THERE"}, "NOT_THERE"),
     ):
         async with child(join=redis_server.url, **settings) as process:

@@ -12,7 +12,7 @@ import pytest
 
 from draftgate.gateway.launch import launcher as launching
 from draftgate.gateway.launch.launcher import launch, look, stop
-from draftgate.gateway.launch.words import Notice, Restarting, WorkerGone, WorkerStatus
+from draftgate.gateway.launch.messages import Notice, Restarting, WorkerGone, WorkerStatus
 from tests.gateway.harness import until
 
 JOINED = Notice("http://10.0.0.2:5", joined=True)
@@ -72,7 +72,7 @@ async def during(
 async def test_a_signal_drains_all_and_that_is_a_success() -> None:
     """Each is asked to stop once, then its actor is ended."""
     actors, lines = [PlayedActor("p/0"), PlayedActor("p/1")], list[str]()
-    assert await during(lines, actors, send, once="all 2 have joined")
+    assert await during(lines, actors, send, once="all 2 workers have joined")
     assert [(actor.stops, actor.ended) for actor in actors] == [(1, True)] * 2
     assert [line.split()[1] for line in lines[-2:]] == ["stopped"] * 2
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from draftgate.gateway.config import ConfigError, effective_config
+from draftgate.gateway.launch.launcher import State, line_of, state_of
+from draftgate.gateway.launch.messages import Notice, Order, WorkerStatus
 from draftgate.gateway.launch.plan import name_of, number_in, orders_of
-from draftgate.gateway.launch.shown import State, line_of, state_of
-from draftgate.gateway.launch.words import Notice, Order, WorkerStatus
 
 JOIN = {"join": "redis://:hush@10.0.0.1:6379"}
 
@@ -29,7 +29,7 @@ def test_ports_are_free_ones_or_count_up() -> None:
     """Without `--port` each life takes one that is free; with it a worker's is always the same."""
     assert [order.config.port for order in orders()] == [0, 0, 0]
     assert [order.config.port for order in orders(range(2, 4), port="8100")] == [8102, 8103]
-    with pytest.raises(ConfigError, match="--port: there are no 2 ports behind 65534"):
+    with pytest.raises(ConfigError, match="--port: the last worker would need port"):
         orders(port="65534")
 
 
@@ -45,8 +45,8 @@ def test_threads_are_the_cores_that_ray_gives() -> None:
     [
         ({"host": "10.0.0.9"}, "--host: workers listen at"),
         ({"advertise": "http://10.0.0.9:1"}, "--advertise: workers advertise"),
-        ({"no_worker": "true"}, "--no-worker: a gateway needs no Ray"),
-        ({"backend": "openai", "upstream": "http://x:1"}, "--upstream: a node in front of"),
+        ({"no_worker": "true"}, "--no-worker: a gateway does not need Ray"),
+        ({"backend": "openai", "upstream": "http://x:1"}, "--upstream: a node with upstreams"),
     ],
 )
 def test_what_ray_decides_is_refused(flags: dict[str, str], said: str) -> None:
