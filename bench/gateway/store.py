@@ -30,7 +30,6 @@ from draftgate.gateway.state.redis.client import Connected, open_client
 from draftgate.gateway.state.redis.store import RedisStore
 from draftgate.gateway.state.store import LeaseCandidate, Store, WorkerReport, new_epoch
 from draftgate.loadgen.report.html import html_table
-from draftgate.policies.types import WorkerLoad
 
 LANES: Final = (1, 4, 16)
 WORKERS: Final = 8
@@ -81,9 +80,8 @@ class Subject:
     async def report(self) -> None:
         """Tell of every worker once."""
         self._seq += 1
-        load = WorkerLoad(0, 0, 8, 8, 0.0, 0.5, ())
         for offer in self.offers:
-            report = WorkerReport(offer.worker_id, self._epoch, self._seq, load, 10**9)
+            report = WorkerReport(offer.worker_id, self._epoch, self._seq, 10**9)
             await self.store.publish(report)
 
     async def request(self, name: str, waits: Waits) -> None:

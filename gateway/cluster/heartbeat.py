@@ -139,11 +139,9 @@ def report_of(worker: FleetWorker, seq: int, address: str) -> WorkerReport:
         worker.worker_id,
         worker.epoch,
         seq,
-        load,
         capacity_tokens=load.kv_blocks_total * load.kv_block_tokens,
         watermark=worker.watermark,
         address=address,
         model_id=card.model_id,
-        numerics_class=card.numerics_class,
         max_model_len=card.max_model_len,
     )

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from draftgate.policies.types import WorkerLoad
-
 STALE_S: Final = 3.0
 """A worker without a report for this long gets no leases: three heartbeats of 1 s are missing.
 
@@ -34,27 +32,25 @@ It is twice the life of a lease that is not renewed, and the longest lease."""
 class WorkerReport:
     """What a worker publishes about itself.
 
+    Its load is not part of the report: links to the worker carry that (`backends.remote_worker`).
+
     Attributes:
         epoch: from `new_epoch`; later epochs compare greater as text.
         seq: increases with each report of an epoch; reports out of order are dropped.
-        load: its load, in the units of `WorkerLoad`.
         capacity_tokens: tokens of prompts and outputs that its KV memory holds; 0 if unknown.
-        watermark: number of the last lease that `load` includes; 0 before the first.
+        watermark: number of the last lease whose request had reached it; 0 before the first.
         address: URL at which other nodes reach it; "" if only its own gateway does.
         model_id: the name clients use.
-        numerics_class: workers of one class compute the same bits; None without that promise.
         max_model_len: the longest sequence, prompt and output together, in tokens.
     """
 
     worker_id: str
     epoch: str
     seq: int
-    load: WorkerLoad
     capacity_tokens: int = 0
     watermark: int = 0
     address: str = ""
     model_id: str = ""
-    numerics_class: str | None = None
     max_model_len: int = 0
 
 
@@ -66,7 +62,7 @@ class WorkerView:
         report: the latest one.
         age_s: seconds since the report.
         leased_tokens: tokens of prompt and output in all living leases.
-        behind_tokens: the part of them that `report.load` does not include yet.
+        behind_tokens: the part of them behind the report's watermark.
     """
 
     report: WorkerReport
@@ -78,11 +74,6 @@ class WorkerView:
     def worker_id(self) -> str:
         """The id of the worker."""
         return self.report.worker_id
-
-    @property
-    def load(self) -> WorkerLoad:
-        """The load in its latest report."""
-        return self.report.load
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftgate.gateway.state.store import FORGET_S, STALE_S, Lease, Refusal, Store
-from draftgate.policies.types import WorkerLoad, WorkerSpeed
 from tests.gateway.stores import (
-    IDLE,
     Timed,
     granted,
     leased_tokens,
@@ -16,8 +14,6 @@ from tests.gateway.stores import (
     reserve,
     views,
 )
-
-BUSY = WorkerLoad(8, 3, 1, 10, 0.25, 0.7, ("ngram", "draft_model"), speed=WorkerSpeed(0.01, 2e-4))
 
 
 class StoreContract:
@@ -40,22 +36,22 @@ class StoreContract:
         await store.publish(report("b"))
         await store.publish(report("a"))
         await timed.pass_time(2.0)
-        last = report("b", seq=1, load=BUSY, numerics_class="n", max_model_len=99, model_id="m")
+        last = report("b", seq=1, capacity_tokens=7, max_model_len=99, model_id="m")
         assert await store.publish(last)
         await timed.pass_time(0.5)
         found = (await store.snapshot()).workers
         assert [view.report for view in found] == [report("a"), last]
         assert [view.age_s for view in found] == pytest.approx([2.5, 0.5])
-        assert [(view.worker_id, view.load) for view in found] == [("a", IDLE), ("b", BUSY)]
+        assert [view.worker_id for view in found] == ["a", "b"]
 
     async def test_a_late_report_changes_nothing(self, timed: Timed, store: Store) -> None:
         """What was overtaken on its way is dropped, and does not make a worker look alive."""
-        await store.publish(report(seq=5, load=BUSY))
+        await store.publish(report(seq=5, max_model_len=99))
         await timed.pass_time(1.0)
         for seq in (5, 4):
             assert not await store.publish(report(seq=seq))
         view = (await views(store))["w"]
-        assert (view.load, view.age_s) == (BUSY, pytest.approx(1.0))
+        assert (view.report.max_model_len, view.age_s) == (99, pytest.approx(1.0))
 
     async def test_a_worker_that_leaves_is_gone_until_it_reports_again(self, store: Store) -> None:
         """Leaving twice is no error; reports from before do not bring it back, a later one does."""

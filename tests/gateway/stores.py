@@ -15,10 +15,8 @@ from draftgate.gateway.state.store import (
     WorkerReport,
     WorkerView,
 )
-from draftgate.policies.types import WorkerLoad
 
 BEGIN_US: Final = 1_763_800_000_000_000
-IDLE: Final = WorkerLoad(0, 0, 10, 10, 0.0, 0.5, ("ngram",))
 
 POOL: Final = "test"
 CLOCK_KEY: Final = f"draftgate:{{{POOL}}}:clock"
@@ -84,7 +82,7 @@ Timed = TimedMemory | TimedRedis
 
 def report(worker_id: str = "w", epoch: str = "1", seq: int = 0, **fields: object) -> WorkerReport:
     """A report of an idle worker of 1,000 tokens, which others reach."""
-    values = {"load": IDLE, "capacity_tokens": 1000, "address": "http://w:8000", **fields}
+    values = {"capacity_tokens": 1000, "address": "http://w:8000", **fields}
     return WorkerReport(worker_id, epoch, seq, **values)
 
 

@@ -131,7 +131,7 @@ async def test_a_report_of_a_version_to_come_does_no_harm(
     await pool.publish(report("b"))
     body = redis_server.command("HGET", "draftgate:{p}:w:a", "report")
     redis_server.command("HSET", "draftgate:{p}:w:a", "report", body[:-1] + ',"new": 1}')
-    redis_server.command("HSET", "draftgate:{p}:w:b", "report", '{"load": "?"}')
+    redis_server.command("HSET", "draftgate:{p}:w:b", "report", '{"model_id": 7}')
     assert (await views(pool))["a"].report == report("a")
     assert set(await views(pool)) == {"a"}
 

@@ -61,9 +61,7 @@ class Reported:
         self.load, self.at_s = self.backend.load(), loop_time_s()
         self.watermark, self.seq = self.arrived, self.seq + 1
         capacity_tokens = self.load.kv_blocks_total * self.load.kv_block_tokens
-        return WorkerReport(
-            self.worker_id, "", self.seq, self.load, capacity_tokens, self.watermark
-        )
+        return WorkerReport(self.worker_id, "", self.seq, capacity_tokens, self.watermark)
 
 
 class Seen(FleetWorker):
