@@ -4,89 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
 from draftgate.policies.types import WorkerLoad
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """How a worker in this process is set up. Field metadata is in `gateway.config`.
-
-    Attributes:
-        model: directory of a checkpoint in Hugging Face layout, or its name on the hub; None is
-            the shipped model.
-        speculation: the policy that decides each step, as `off`, `fixed:K` or `auto`.
-        batching: the policy that says how many prompt tokens join a step, as `slack`.
-        proposer: name of the only proposer to use; None offers whatever is there.
-        draft_model: directory or hub's name of a draft model with the model's vocabulary; None is
-            the shipped one beside the shipped model, else there is none.
-        draft_window_tokens: most tokens back that each layer of the draft model looks; None leaves
-            it to the model, but for the shipped one.
-        ngram_corpus_tokens: tokens of finished requests that n-gram drafts of the same tenant may
-            look in; 0 keeps none.
-        sparse_budget_tokens: tokens of a sequence that sparse self-speculation reads.
-        sparse_sink_tokens: of these, the first ones of the sequence.
-        verify: `coupled` ties the text to the seed; `rejection` accepts more of a sampled draft.
-        exact: promise equal bits for any batching, also where that costs time (contract).
-        dtype: `auto`, `float32`, `bfloat16` or `float16`.
-        device: `auto`, `cpu` or `cuda`.
-        device_index: which of the machine's devices this worker uses.
-        num_workers: workers of this process, itself included: on a CPU they share the memory.
-        max_model_len: bound on prompt plus output; None is the model's own.
-        max_num_seqs: most sequences in a batch.
-        max_step_tokens: token budget of a step: decodes, draft slots and prefill chunks.
-        kv_bytes: memory for the KV cache; None measures what is free.
-        gpu_memory_utilization: share of a GPU's memory that weights, activations and KV cache may
-            take together when `kv_bytes` is None.
-        threads: threads of a CPU worker; None is one per core.
-        own_process: run the engine in a process of its own, so that serving many streams does not
-            take Python's time from it.
-        profile: step costs of the simulator, a shipped name or a file.
-        sim_service_ms: constant service time per request of the simulator; None uses the profile.
-        sim_acceptance: chance that the simulator accepts a draft token.
-        upstream: address of the server that runs the requests, for backends that forward.
-        upstream_api_key_env: environment variable that holds the upstream's key; None sends none.
-        upstream_concurrency: most requests the upstream runs at once; 0 leaves it to what it tells.
-        upstream_speculates: whether the upstream drafts for every request; None leaves it to what
-            it tells.
-        peer_secret_env: environment variable that holds the secret which the nodes of a cluster
-            share; None where there is none.
-    """
-
-    model: str | None = None
-    speculation: str = "auto"
-    batching: str = "slack"
-    proposer: str | None = None
-    draft_model: str | None = None
-    draft_window_tokens: int | None = None
-    ngram_corpus_tokens: int = 0
-    sparse_budget_tokens: int = 512
-    sparse_sink_tokens: int = 16
-    verify: str = "coupled"
-    exact: bool = False
-    dtype: str = "auto"
-    device: str = "auto"
-    device_index: int = 0
-    num_workers: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_step_tokens: int = 512
-    kv_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    threads: int | None = None
-    own_process: bool = False
-    profile: str = "cpu-demo"
-    sim_service_ms: float | None = None
-    sim_acceptance: float = 0.6
-    upstream: str | None = None
-    upstream_api_key_env: str | None = None
-    upstream_concurrency: int = 0
-    upstream_speculates: bool | None = None
-    peer_secret_env: str | None = None
 
 
 class WorkerHandle(Protocol):

@@ -7,7 +7,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import cast
 
-from draftgate.backends.base import Backend, Upstream, WorkerConfig
+from draftgate.backends.base import Backend, Upstream
+from draftgate.backends.worker_config import WorkerConfig
 
 BACKEND_GROUP = "draftgate.backends"
 

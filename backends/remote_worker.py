@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.token_ids import TokenIds, from_bytes, to_bytes
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 Received = TypeVar("Received")

@@ -15,11 +15,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final, cast
 
-from draftgate.backends.base import Backend, Upstream, WorkerConfig
+from draftgate.backends.base import Backend, Upstream
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.state.store import new_epoch
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, with_other_gateways
 from draftgate.policies.routing import Candidate

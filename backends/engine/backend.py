@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final, Protocol
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.engine.loop import EngineLoop, LoopEvents
 from draftgate.backends.engine.process import EngineProcess
 from draftgate.backends.engine.served import ServedModel
@@ -17,6 +16,7 @@ from draftgate.backends.errors import BackendError, BackendFailed
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 

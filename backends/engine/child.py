@@ -12,7 +12,6 @@ import sys
 from contextlib import suppress
 from typing import Final
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.loop import EngineLoop
@@ -30,6 +29,7 @@ from draftgate.backends.remote_worker import (
     Update,
 )
 from draftgate.backends.types import Delta
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 STOP_S: Final = 5.0

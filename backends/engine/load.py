@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
@@ -39,6 +38,7 @@ from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import batching_policy, speculation_policy
 
 VERIFICATIONS: Final[dict[str, Verify]] = {"coupled": "coupled", "rejection": "rejection"}

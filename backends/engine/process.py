@@ -15,7 +15,6 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.checkpoints import find_checkpoint
 from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.engine.loop import LoopEvents
@@ -36,6 +35,7 @@ from draftgate.backends.remote_worker import (
 )
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, Pace
+from draftgate.backends.worker_config import WorkerConfig
 
 STOP_S: Final = 10.0
 """How long a process may take to end once it was told to; then it is killed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import Final
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.proposer import DraftRequest, Proposer
@@ -13,6 +12,7 @@ from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PROMPTS: Final = (

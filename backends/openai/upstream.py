@@ -13,7 +13,7 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from draftgate.backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall, WorkerConfig
+from draftgate.backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall
 from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
@@ -22,6 +22,7 @@ from draftgate.backends.openai.pauses import Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
 from draftgate.backends.reasons import plain_reason
 from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 CONNECT_S: Final = 5.0

@@ -16,7 +16,6 @@ from typing import Final
 
 import aiohttp
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.errors import BackendFailed, CheckpointError, WorkerLeft
 from draftgate.backends.peer.channel import WORKER_PATH
@@ -35,6 +34,7 @@ from draftgate.backends.remote_worker import (
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.resilience.breaker import Breaker, Patience
 from draftgate.policies.types import WorkerLoad
 

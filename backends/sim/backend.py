@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
-from draftgate.backends.base import WorkerConfig
+from msgspec import structs
+
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.sim.clock import Clock, LoopClock
 from draftgate.backends.sim.executor import SimExecutor
@@ -14,6 +14,7 @@ from draftgate.backends.sim.parts import Builder, StepWorker, serving_parts
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
 
 
@@ -134,4 +135,4 @@ class SimBackend:
 
 def _one_at_a_time(config: WorkerConfig) -> WorkerConfig:
     """Return the configuration of a single server: a queue in front of one constant service."""
-    return replace(config, max_num_seqs=1)
+    return structs.replace(config, max_num_seqs=1)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.kv_blocks import KvBlocks
@@ -26,6 +25,7 @@ from draftgate.backends.sim.service import ServiceDevice, constant_service
 from draftgate.backends.sim.truth import Truth, printable_vocabulary
 from draftgate.backends.tokenizer import Tokenizer, read_json
 from draftgate.backends.types import Capabilities, Delta, GenerationRequest, ModelCard, Pace
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import batching_policy, speculation_policy
 from draftgate.policies.types import SpeculationMode, WorkerLoad
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
@@ -30,6 +29,7 @@ from draftgate.backends.sim.truth import Truth
 from draftgate.backends.sim.worker import Ledger, TextlessWorker
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import ModelCard
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import batching_policy, speculation_policy
 from draftgate.policies.types import SpeculationMode

@@ -15,11 +15,11 @@ import msgspec
 
 from bench.edge.targets import INSTANT
 from bench.harness.processes import answer_lines
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.clock import LoopClock
 from draftgate.backends.sim.parts import serving_parts
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 OFF: Final = SpeculationPlan("off", SpeculationMode.AUTO, None, 0, "measured alone")

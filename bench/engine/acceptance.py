@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 from bench.engine.proposers import KV_BYTES, TEMPERATURES, tasks
 from bench.engine.speculation import loop_start
 from bench.harness.provenance import provenance
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.drafts import NO_DRAFT, Draft
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.proposer import DraftRequest, Proposer
@@ -30,6 +29,7 @@ from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.token_ids import TokenIds, compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 SLOTS: Final = 16

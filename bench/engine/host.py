@@ -22,7 +22,6 @@ from typing import Any, Final
 import torch
 
 from bench.harness.provenance import provenance
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.engine.inputs import build_inputs, feed_of
 from draftgate.backends.engine.load import LoadedEngine, load_engine
@@ -31,6 +30,7 @@ from draftgate.backends.engine.sampler import row_sampling, walk
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView
 

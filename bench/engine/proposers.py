@@ -21,7 +21,6 @@ from typing import Any, Final, NamedTuple
 
 from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.core.steps import SequenceWork
 from draftgate.backends.engine.load import LoadedEngine, load_engine
@@ -29,6 +28,7 @@ from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 from training.corpus import held_out_files
 

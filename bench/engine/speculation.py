@@ -26,11 +26,11 @@ from typing import Any
 
 from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView
 
@@ -244,7 +244,7 @@ def _engines(args: argparse.Namespace) -> dict[str, LoadedEngine]:
             engines[policy] = engines[next(reversed(engines))]
             continue
         config = WorkerConfig(
-            chosen, speculation=policy, proposer=args.proposer, kv_bytes=args.kv_bytes
+            model=chosen, speculation=policy, proposer=args.proposer, kv_bytes=args.kv_bytes
         )
         engines[policy] = load_engine(config)
     return {policy: engines[policy] for policy in args.policies}

@@ -24,10 +24,10 @@ from statistics import median
 from typing import Any, Final
 
 from bench.harness.provenance import provenance
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.types import RequestView
 

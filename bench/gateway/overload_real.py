@@ -41,7 +41,7 @@ from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.overload import TIMES
 from bench.simulation.overload_clients import OVERLOAD_S, PATIENCE, Client, Overload
 from bench.simulation.overload_figures import figures
-from draftgate.backends.base import WorkerConfig
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.sending.sse import SseParser

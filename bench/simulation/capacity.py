@@ -14,18 +14,20 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from msgspec import structs
+
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.lengths import Drawn
 from bench.simulation.search import STEP, grid_rate, highest_place, nearest_place
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.profile import Profile, load_profile
 from draftgate.backends.sim.simulated import World
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
@@ -201,7 +203,7 @@ def _searched(
     near = nearest_place(args.near)
     named = product(*(named.split(",") for named in (args.slo, args.speculation, args.batching)))
     for slo, speculation, batching in named:
-        told = replace(config, batching=batching, speculation=speculation)
+        told = structs.replace(config, batching=batching, speculation=speculation)
         began_s = time.process_time()
         found, near = capacity(Setting(drawn, told, slos[slo]), near)
         row = _row(slo, speculation, batching, found)

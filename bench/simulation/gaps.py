@@ -15,9 +15,9 @@ from typing import Any, Final
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.capacity import SLO_CONTEXT, SLO_SEQUENCES, slo_seconds
 from bench.simulation.lengths import Drawn
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.simulated import World
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
 from draftgate.loadgen.measuring.metrics import chunk_gaps_s, ttft_s
 from draftgate.loadgen.planning.traces import TraceRow

@@ -18,7 +18,7 @@ from typing import Any, Final
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.overload_clients import Overload
 from bench.simulation.overload_figures import figures
-from draftgate.backends.base import WorkerConfig
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel
 
 FACTORS: Final = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 3.0)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.clock import run_virtual
 from draftgate.backends.sim.simulated import World
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules
 from draftgate.gateway.cli.simulate.cluster import Cluster, started
 from draftgate.gateway.cli.simulate.prompts import job_of

@@ -22,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from draftgate.backends.base import WorkerConfig
+from msgspec import structs
+
 from draftgate.backends.provenance import command_line
 from draftgate.backends.registry import backend_factory
 from draftgate.backends.shipped import SHIPPED_MODEL
@@ -30,6 +31,7 @@ from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.simulated import World
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.gateway.cli.simulate.cluster import Cluster, send, simulate, started
 from draftgate.gateway.cli.simulate.prompts import job_of
@@ -90,7 +92,7 @@ def predict(load: Load, speculation: str) -> dict[str, Any]:
         real = asyncio.run(_engine_run(config, planned, to_job))
         _measure_profile(profiles[1])
         predicted = [
-            _simulated(replace(config, profile=str(path)), load.seed, planned, to_job)
+            _simulated(structs.replace(config, profile=str(path)), load.seed, planned, to_job)
             for path in profiles
         ]
         sources = [load_profile(str(path)).source for path in profiles]

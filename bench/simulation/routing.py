@@ -23,9 +23,9 @@ from typing import Any, Final, NamedTuple
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.recorded import Recorded
 from bench.simulation.routing_report import body, line
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.simulated import World
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means, differences, estimate
 from draftgate.loadgen.measuring.metrics import (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from draftgate.gateway.config import EffectiveConfig, Setting, load_config, settings
+from draftgate.gateway.config import EffectiveConfig, Setting, effective_config, settings
 
 R = TypeVar("R")
 
@@ -23,7 +24,7 @@ def with_settings(*, gateway: bool = True) -> Callable[[Callable[..., R]], Calla
     Args:
         gateway: with False, settings of the HTTP server are left out.
     """
-    chosen = [setting for setting in settings() if gateway or not setting.gateway]
+    chosen = [setting for setting in settings() if gateway or not setting.server]
 
     def decorate(command: Callable[..., R]) -> Callable[..., R]:
         hints = get_type_hints(command, include_extras=True)
@@ -52,14 +53,14 @@ def config_from(values: dict[str, Any]) -> EffectiveConfig:
     """
     flags = {name: None if value == [] else value for name, value in values.items()}
     file = flags.pop("config", None)
-    return load_config(flags, file)
+    return effective_config(flags, os.environ, file)
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
     info: Any
     if setting.name == "model":
         info = typer.Argument(help=setting.help, metavar="MODEL", show_default=False)
-    elif setting.boolean:
+    elif setting.type is bool:
         # Both ways: a flag must be able to win over the environment and the file.
         both = f"{setting.flag}/--no-{setting.flag[2:]}"
         info = typer.Option(both, help=setting.help, show_default=False)
@@ -117,4 +118,4 @@ def metavar(setting: Setting) -> str:
         return "POLICY"
     if setting.kind == "pool":
         return "NAME"
-    return "NUMBER" if setting.numeric else "TEXT"
+    return "NUMBER" if setting.type in {int, float} else "TEXT"

@@ -37,7 +37,7 @@ def settings_page(all_settings: Sequence[Setting]) -> str:
     rows = [
         (
             f"`{setting.flag}`",
-            "" if setting.boolean else _code(metavar(setting)),
+            "" if setting.type is bool else _code(metavar(setting)),
             _code(shown_default(setting)),
             f"`{setting.variable}`",
             setting.help + ("; secret" if setting.secret else ""),

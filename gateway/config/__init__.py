@@ -1,11 +1,10 @@
-"""Settings: what there is to set (`schema`), and what is in force (`reading`)."""
+"""Settings: their declarations (`schema`), and how they are read (`reading`)."""
 
 from draftgate.gateway.config.reading import (
     ConfigError,
     EffectiveConfig,
     Setting,
     effective_config,
-    load_config,
     settings,
 )
 from draftgate.gateway.config.schema import ServeConfig
@@ -16,6 +15,5 @@ __all__ = [
     "ServeConfig",
     "Setting",
     "effective_config",
-    "load_config",
     "settings",
 ]

@@ -1,66 +1,69 @@
-"""What is in force: a flag wins over the environment, that over the file, that over the default."""
+"""The effective settings: a flag wins over the environment, that over the file and the default."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
-from msgspec import Meta
 
-from draftgate.backends.registry import backend_names
-from draftgate.gateway.config.schema import ServeConfig
+from draftgate.gateway.config.schema import SERVER_PANELS, ServeConfig
 from draftgate.gateway.config.values import (
     MASK,
-    check_pool,
-    check_url,
-    indices,
-    masked_url,
-    size_bytes,
-    texts,
-    urls,
-)
-from draftgate.gateway.state.redis.url import read_redis_url
-from draftgate.policies.registry import (
-    admission_policy,
-    batching_policy,
-    ordering_policy,
-    routing_policy,
-    speculation_policy,
+    mask_url,
+    read_bytes,
+    read_indices,
+    read_texts,
+    read_urls,
 )
 
 ENV_PREFIX: Final = "DRAFTGATE_"
 
 CONFIG_VARIABLE: Final = ENV_PREFIX + "CONFIG"
-"""Names the file, as `--config` does."""
+"""Names the configuration file, like `--config`."""
 
-_OF_KUBERNETES: Final = re.compile(
+_KUBERNETES_LINK: Final = re.compile(
     ENV_PREFIX
     + r"([A-Z0-9_]+?_)??(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
-"""What it puts into every pod for a service whose name begins with ours; see `_linked`."""
 
-_POLICIES: Final[Mapping[str, Callable[[str], object]]] = {
-    "speculation": speculation_policy,
-    "batching": batching_policy,
-    "ordering": ordering_policy,
-    "admission": admission_policy,
-    "routing": routing_policy,
+_READERS: Final[Mapping[str, Callable[[object], object]]] = {
+    "bytes": read_bytes,
+    "indices": read_indices,
+    "list": read_texts,
+    "urls": read_urls,
 }
-"""Kinds of settings that name a policy; each refuses names that it does not know."""
+"""What converts a value before its type is checked, by the kind of setting."""
 
-_TEXTS: Final[Mapping[str, Callable[[str], object]]] = {
-    "url": check_url,
-    "store": read_redis_url,
-    "pool": check_pool,
+_CHECKS: Final = {
+    "backend": "draftgate.gateway.config.values:check_backend",
+    "pool": "draftgate.gateway.config.values:check_pool",
+    "url": "draftgate.gateway.config.values:check_url",
+    "store": "draftgate.gateway.state.redis.url:read_redis_url",
+    "speculation": "draftgate.policies.registry:speculation_policy",
+    "batching": "draftgate.policies.registry:batching_policy",
+    "ordering": "draftgate.policies.registry:ordering_policy",
+    "admission": "draftgate.policies.registry:admission_policy",
+    "routing": "draftgate.policies.registry:routing_policy",
 }
-"""Kinds of settings that have a form; each refuses what has another."""
+"""What rejects an invalid text, by the kind of setting. Policies import numpy, so each is imported
+only when a value has to be checked."""
+
+_TYPE_NAMES: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+}
+"""How messages call the types that msgspec names."""
 
 
 class ConfigError(ValueError):
@@ -75,120 +78,111 @@ class Setting:
     annotation: Any
     default: Any
     help: str
-    kind: str
-    choices: tuple[str, ...]
-    gateway: bool
+    panel: str = ""
+    kind: str = ""
+    choices: tuple[str, ...] = ()
     secret: bool = False
 
     @property
     def flag(self) -> str:
-        """The command line's name for it."""
+        """The name on the command line."""
         return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
 
     @property
-    def numeric(self) -> bool:
-        """Whether it is a number."""
-        return _annotated(self.annotation).__origin__ in (int, float)
-
-    @property
-    def boolean(self) -> bool:
-        """Whether it is on or off."""
-        return _annotated(self.annotation).__origin__ is bool
-
-    @property
     def variable(self) -> str:
-        """The environment's name for it."""
+        """The name in the environment."""
         return ENV_PREFIX + self.name.upper()
 
+    @property
+    def type(self) -> Any:
+        """The type of the value, without its bounds and without None."""
+        return _annotated(self.annotation).__origin__
+
+    @property
+    def server(self) -> bool:
+        """Whether it concerns the server only, not the model."""
+        return self.panel in SERVER_PANELS
+
     def public(self, value: Any) -> Any:
-        """Return a value as anybody may see it: a secret is masked, and that in an address."""
+        """Return a value with its secrets masked."""
         if self.kind == "store" and value is not None:
-            return masked_url(str(value))
+            return mask_url(str(value))
         return MASK if self.secret and value not in (None, ()) else value
 
     def shown(self, value: object) -> str:
-        """Return a value as a flag would have it, masked if it is secret; `-` for none."""
+        """Return a value as a flag takes it, masked if it is secret; `-` for None."""
         value = self.public(value)
         if isinstance(value, tuple):
             return ",".join(map(str, value)) or "-"
         return "-" if value is None else str(value)
 
     def read(self, value: object, source: str) -> Any:
-        """Return the value checked and converted.
+        """Return the value, checked and converted.
 
         Raises:
-            ConfigError: it does not fit; the message begins with `source`.
+            ConfigError: the value is invalid; the message begins with `source`.
         """
         try:
-            if isinstance(value, str) and self.kind == "bytes":
-                value = size_bytes(value)
-            if self.kind == "indices":
-                value = indices(value)
-            if self.kind == "list":
-                value = texts(value)
-            if self.kind == "urls":
-                value = urls(value)
-            if value is False and self.kind == "speculation":
-                value = "off"  # which is how YAML spells false
-            if isinstance(value, str) and self.choices:
+            if self.kind in _READERS:
+                value = _READERS[self.kind](value)
+            elif self.kind == "speculation" and value is False:
+                value = "off"  # YAML reads a bare `off` as false
+            elif isinstance(value, str) and self.choices:
                 value = value.lower()
             checked = msgspec.convert(value, self.annotation, strict=False)
             self._check(checked)
         except ValueError as error:
-            reason = str(error).partition(", got ")[0].replace("`", "")
-            reason = reason[:1].lower() + reason[1:]
-            given = self.public(value)
-            raise ConfigError(f"{source}: {reason} (given: {given!r})") from None
+            raise ConfigError(
+                f"{source}: {_plain(error)} (given: {self.public(value)!r})"
+            ) from None
         return checked
 
     def _check(self, value: object) -> None:
-        choices = self.choices
-        if self.kind == "backend":
-            choices = backend_names()
-        if self.kind in _POLICIES:
-            _POLICIES[self.kind](str(value))
-        if self.kind in _TEXTS and value is not None:
-            _TEXTS[self.kind](str(value))
+        if value is not None and self.kind in _CHECKS:
+            resolve_name(_CHECKS[self.kind])(str(value))
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("expected a finite number")
-        if choices and value not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}")
+        if self.choices and value not in self.choices:
+            raise ValueError(f"expected one of {', '.join(self.choices)}")
 
 
 @dataclass(frozen=True, slots=True)
 class EffectiveConfig:
-    """The settings in force, and where each one comes from."""
+    """The effective settings, and the origin of each."""
 
     config: ServeConfig
     origins: Mapping[str, str]
 
 
+@cache
 def settings() -> tuple[Setting, ...]:
     """Return every setting, in the order of the struct."""
     hints = get_type_hints(ServeConfig, include_extras=True)
     found = []
     for field in msgspec.structs.fields(ServeConfig):
-        annotation = hints[field.name]
-        meta: Meta = _annotated(annotation).__metadata__[0]
-        extra = meta.extra or {}
+        meta: msgspec.Meta = _annotated(hints[field.name]).__metadata__[0]
         found.append(
             Setting(
                 field.name,
-                annotation,
+                hints[field.name],
                 field.default,
                 meta.description or "",
-                str(extra["kind"]),
-                tuple(extra["choices"]),
-                bool(extra["gateway"]),
-                bool(extra["secret"]),
+                **(meta.extra or {}),
             )
         )
     return tuple(found)
 
 
 def _annotated(annotation: Any) -> Any:
-    """Return `Annotated[T, meta]` of itself, or of `Annotated[T, meta] | None`."""
+    """Return `Annotated[T, meta]` from itself, or from `Annotated[T, meta] | None`."""
     return annotation if hasattr(annotation, "__metadata__") else get_args(annotation)[0]
+
+
+def _plain(error: ValueError) -> str:
+    """Return the reason of an error without the names of Python's types."""
+    reason = str(error).partition(", got ")[0].replace(" | null", "")
+    reason = re.sub(r"`(\w+)`", lambda match: _TYPE_NAMES.get(match[1], match[1]), reason)
+    return reason[:1].lower() + reason[1:]
 
 
 def effective_config(
@@ -199,20 +193,21 @@ def effective_config(
     Args:
         flags: values by field name; None means the flag was not given.
         environ: the environment.
-        file: the YAML file; None looks at `DRAFTGATE_CONFIG`.
+        file: the YAML file; None uses `DRAFTGATE_CONFIG`.
 
     Raises:
-        ConfigError: a key or a variable of ours is unknown, or a value bad.
+        ConfigError: a key or a `DRAFTGATE_` variable is unknown, or a value is invalid.
     """
-    environ = {name: value for name, value in environ.items() if not _linked(name, value)}
+    environ = {name: value for name, value in environ.items() if not _is_link(name, value)}
     ours = (name for name in environ if name.startswith(ENV_PREFIX))
-    known = {*(setting.variable for setting in settings()), CONFIG_VARIABLE}
-    _check_known(ours, known, "unknown variable", ENV_PREFIX)
+    known = settings()
+    variables = {*(setting.variable for setting in known), CONFIG_VARIABLE}
+    _check_known(ours, variables, "unknown variable", ENV_PREFIX)
     path = file or environ.get(CONFIG_VARIABLE)
-    from_file = _read_file(Path(path)) if path else {}
+    from_file = _read_file(Path(path), {setting.name for setting in known}) if path else {}
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for setting in settings():
+    for setting in known:
         raw, origin = setting.default, "default"
         if flags.get(setting.name) is not None:
             raw, origin = flags[setting.name], setting.flag
@@ -225,12 +220,7 @@ def effective_config(
     return EffectiveConfig(ServeConfig(**values), origins)
 
 
-def load_config(flags: Mapping[str, object], file: str | None = None) -> EffectiveConfig:
-    """Return `effective_config` of this process's environment."""
-    return effective_config(flags, os.environ, file)
-
-
-def _read_file(path: Path) -> dict[str, object]:
+def _read_file(path: Path, known: set[str]) -> dict[str, object]:
     import yaml
 
     try:
@@ -245,36 +235,34 @@ def _read_file(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: a mapping of settings was expected")
     found = {str(key).replace("-", "_"): value for key, value in content.items()}
-    _check_known(found, {setting.name for setting in settings()}, f"{path}: unknown key")
+    _check_known(found, known, f"{path}: unknown key")
     return found
 
 
 def _check_known(names: Iterable[str], known: set[str], what: str, prefix: str = "") -> None:
-    """Return if all names are known.
+    """Reject unknown names.
 
     Args:
-        what: how the message begins; what may have been meant follows.
-        prefix: of all names, which makes none of them like another.
+        what: how the message begins; a suggestion follows.
+        prefix: common to all names, and ignored when the nearest one is sought.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a name is unknown.
     """
     for name in names:
         if name not in known:
             bare = sorted(one.removeprefix(prefix) for one in known)
             near = get_close_matches(name.removeprefix(prefix), bare, n=1)
-            hint = f"did you mean {prefix + near[0]!r}?" if near else f"known: {_listed(known)}"
+            listed = ", ".join(sorted(known))
+            hint = f"did you mean {prefix + near[0]!r}?" if near else f"known: {listed}"
             raise ConfigError(f"{what} {name!r}; {hint}")
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-def _linked(name: str, value: str) -> bool:
+def _is_link(name: str, value: str) -> bool:
     """Whether Kubernetes set a variable, for a service called `draftgate` or `draftgate-...`.
 
-    So it may set DRAFTGATE_PORT, which is a setting of ours too: to `tcp://10.0.0.1:80`.
+    It sets such variables in every pod. One may be DRAFTGATE_PORT, which is a setting too, but
+    with a value like `tcp://10.0.0.1:80`.
     """
-    match = _OF_KUBERNETES.fullmatch(name)
+    match = _KUBERNETES_LINK.fullmatch(name)
     return match is not None and (match[2] != "PORT" or "://" in value)

@@ -1,4 +1,4 @@
-"""Values of settings that a text stands for: sizes, indices, lists of texts, addresses."""
+"""Values of settings that are written as text: sizes, indices, lists, addresses and names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 from urllib.parse import urlsplit
 
 
-def indices(value: object) -> list[int]:
-    """Read different indices from 0 on: the text `0,1`, one number, or a list of them.
+def read_indices(value: object) -> list[int]:
+    """Read distinct indices: the text `0,1`, one number, or a list of numbers.
 
     Raises:
-        ValueError: they are none.
+        ValueError: the value is not a list of distinct indices.
     """
     items = value.split(",") if isinstance(value, str) else value
     try:
@@ -24,13 +24,13 @@ def indices(value: object) -> list[int]:
     return found
 
 
-def texts(value: object) -> object:
-    """Read several texts: one with commas between them, or a list, whose entries stay as they are.
+def read_texts(value: object) -> object:
+    """Read several texts: one text with commas, or a list, whose entries are not split.
 
-    What is neither is returned as it is: whoever checks types complains about it.
+    Any other value is returned unchanged, for the type check to reject.
 
     Raises:
-        ValueError: one of them is empty.
+        ValueError: one of the texts is empty.
     """
     if not isinstance(value, str):
         return value
@@ -40,26 +40,11 @@ def texts(value: object) -> object:
     return found
 
 
-def check_url(text: str) -> None:
-    """Return if a text is the address of an HTTP server.
+def read_urls(value: object) -> list[str]:
+    """Read addresses of servers: a text with commas, or a list.
 
     Raises:
-        ValueError: it is none.
-    """
-    try:
-        parts = urlsplit(text)
-        fine = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none, an unclosed bracket
-        fine = False
-    if not fine:
-        raise ValueError("expected an address such as http://127.0.0.1:4318")
-
-
-def urls(value: object) -> list[str]:
-    """Read addresses of servers: a text with commas between them, or a list.
-
-    Raises:
-        ValueError: one is no http or https address, or stands twice.
+        ValueError: an entry is not an HTTP address, or occurs twice.
     """
     items = value if isinstance(value, list | tuple) else str(value).split(",")
     found = [str(item).strip().rstrip("/") for item in items]
@@ -79,41 +64,70 @@ _UNITS: Final = {
 }  # fmt: skip
 
 
-def size_bytes(text: str) -> int:
-    """Read a size: `1073741824`, `512MiB`, `1.5 GB`.
+def read_bytes(value: object) -> object:
+    """Read a size such as `1073741824`, `512MiB` or `1.5 GB`; only texts are converted.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a size.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?(?:ib)?)b?", text.strip().lower())
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?(?:ib)?)b?", value.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError("expected a size in bytes, such as 512MiB or 1GiB")
     return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
-MASK: Final = "********"
-"""In the place of what is secret."""
+def check_url(text: str) -> None:
+    """Accept the address of an HTTP server.
 
-
-def masked_url(text: str) -> str:
-    """Return an address, or what was meant to be one, without what could be a password.
-
-    That is all between the scheme and the last `@`, which a password may hold as well, and the
-    values of options whose names speak of one.
+    Raises:
+        ValueError: the text is not one.
     """
-    scheme, parted, rest = text.partition("://")
-    if not parted:
-        scheme, rest = "", text
-    secret, at, open_part = rest.rpartition("@")
-    shown = f"{scheme}{parted}{MASK}@{open_part}" if at and secret else text
-    return re.sub(r"([?&][^=&]*password[^=&]*=)[^&]*", rf"\g<1>{MASK}", shown, flags=re.IGNORECASE)
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port, or an unclosed bracket
+        valid = False
+    if not valid:
+        raise ValueError("expected an address such as http://127.0.0.1:4318")
 
 
 def check_pool(text: str) -> None:
-    """Return if a text can be the name of a pool, which is part of keys in Redis.
+    """Accept the name of a pool, which becomes part of keys in Redis.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the name has other characters, or is too long.
     """
     if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text) is None:
         raise ValueError("expected a name of letters, digits, dots, dashes, underscores")
+
+
+def check_backend(name: str) -> None:
+    """Accept the name of a built-in or installed backend.
+
+    Raises:
+        ValueError: no backend has this name.
+    """
+    from draftgate.backends.registry import backend_names
+
+    if name not in backend_names():
+        raise ValueError(f"expected one of {', '.join(backend_names())}")
+
+
+MASK: Final = "********"
+"""Shown in place of a secret."""
+
+
+def mask_url(text: str) -> str:
+    """Return an address, valid or not, without its passwords.
+
+    Everything between the scheme and the last `@` is masked, because a password may contain `@`,
+    and so is the value of each option whose name contains `password`.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        scheme, rest = "", text
+    secret, at, visible = rest.rpartition("@")
+    shown = f"{scheme}{separator}{MASK}@{visible}" if at and secret else text
+    return re.sub(r"([?&][^=&]*password[^=&]*=)[^&]*", rf"\g<1>{MASK}", shown, flags=re.IGNORECASE)

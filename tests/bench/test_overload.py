@@ -6,7 +6,7 @@ import pytest
 
 from bench.simulation.overload_clients import Client, Overload
 from bench.simulation.overload_figures import figures, goodput_rps, most_running
-from draftgate.backends.base import WorkerConfig
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel
 
 SEATS = 16

@@ -23,8 +23,8 @@ from bench.simulation.search import (
     highest_place,
     nearest_place,
 )
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.gateway.cli.simulate.experiment import Outcome
 from draftgate.loadgen.planning.traces import TraceRow, read_trace

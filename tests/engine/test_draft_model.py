@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from bench.harness.prompts import held_out_prompts
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftRequest
@@ -24,6 +23,7 @@ from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftMod
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_MODEL
 from draftgate.backends.types import ResumedChoice
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation import Off

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.sentence_transformers import why_not_embedded
 from draftgate.backends.errors import CheckpointError, RequestRejected
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import FinishReason, GenerationRequest
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation import Off
 from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
@@ -247,7 +247,7 @@ CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)
 @pytest.mark.parametrize("own_process", [False, True], ids=["thread", "process"])
 async def test_a_backend_streams_one_delta(own_process: bool, alone: dict[str, bytes]) -> None:
     """In a thread and across the socket of an own process: the same bytes, and nothing else."""
-    backend = EngineBackend(replace(CONFIG, own_process=own_process))
+    backend = EngineBackend(structs.replace(CONFIG, own_process=own_process))
     await backend.start()
     try:
         capabilities = backend.card.capabilities
@@ -269,7 +269,7 @@ async def test_a_checkpoint_that_pools_otherwise_generates_alone(
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(MEAN))
-    backend = EngineBackend(replace(CONFIG, model=str(tmp_path), own_process=own_process))
+    backend = EngineBackend(structs.replace(CONFIG, model=str(tmp_path), own_process=own_process))
     await backend.start()
     try:
         assert not backend.card.capabilities.embeddings

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.backend import EngineBackend
@@ -27,6 +26,7 @@ from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import FinishReason
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.speculation import Fixed, Off
 from tests.engine.harness import (

@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.engine import process
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.testing import check_backend, collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, GrammarKind, GrammarSpec, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import ServiceLevel, SpeculationMode, SpeculationPlan
 
 CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1, own_process=True)
@@ -43,7 +44,7 @@ async def test_it_keeps_the_contract_of_backends() -> None:
 
 async def test_texts_are_those_of_an_engine_in_this_process() -> None:
     """Where an engine runs changes no output, under a grammar neither."""
-    here, there = EngineBackend(replace(CONFIG, own_process=False)), EngineBackend(CONFIG)
+    here, there = EngineBackend(structs.replace(CONFIG, own_process=False)), EngineBackend(CONFIG)
     await asyncio.gather(here.start(), there.start())
     try:
         assert here.card.numerics_class == there.card.numerics_class
@@ -119,7 +120,7 @@ def test_whoever_submits_waits_for_no_socket(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_a_missing_checkpoint_fails_the_start(tmp_path: Path) -> None:
     """`start` raises the loader's own error, as in this process."""
-    backend = EngineBackend(replace(CONFIG, model=str(tmp_path / "nowhere")))
+    backend = EngineBackend(structs.replace(CONFIG, model=str(tmp_path / "nowhere")))
     with pytest.raises(CheckpointError, match="nowhere"):
         await backend.start()
     await backend.stop()
@@ -127,7 +128,7 @@ async def test_a_missing_checkpoint_fails_the_start(tmp_path: Path) -> None:
 
 async def test_a_setting_that_does_not_fit_fails_the_start() -> None:
     """A wrong setting is named, not reported as a broken engine."""
-    backend = EngineBackend(replace(CONFIG, kv_bytes=1))
+    backend = EngineBackend(structs.replace(CONFIG, kv_bytes=1))
     with pytest.raises(ValueError, match="kv_bytes"):
         await backend.start()
     await backend.stop()

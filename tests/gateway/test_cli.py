@@ -52,7 +52,11 @@ def test_every_setting_is_a_flag_of_serve() -> None:
 @pytest.mark.parametrize(
     ("arguments", "env", "message"),
     [
-        (["serve", "--port", "many"], {}, "draftgate: --port: expected int (given: 'many')\n"),
+        (
+            ["serve", "--port", "many"],
+            {},
+            "draftgate: --port: expected a whole number (given",
+        ),
         (["serve"], {"DRAFTGATE_DTYPE": "x"}, "draftgate: DRAFTGATE_DTYPE: expected one of"),
         (["generate", "x", "--backend", "y"], {}, "draftgate: --backend: expected one of"),
         (["config", "show", "--config", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
@@ -125,11 +129,12 @@ def test_a_list_flag_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     import typer
     from typer.testing import CliRunner
 
-    peers = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "x", "list", (), gateway=True)
+    peers = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "x", kind="list")
     monkeypatch.setattr("draftgate.gateway.cli.options.settings", lambda: (peers,))
     seen: list[object] = []
     monkeypatch.setattr(
-        "draftgate.gateway.cli.options.load_config", lambda flags, _file: seen.append(flags)
+        "draftgate.gateway.cli.options.effective_config",
+        lambda flags, _environ, _file: seen.append(flags),
     )
     app = typer.Typer()
 

@@ -8,14 +8,14 @@ from typing import Annotated
 import pytest
 from msgspec import Meta
 
-from draftgate.backends.base import WorkerConfig
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.configuration import as_json_text, as_lines
 from draftgate.gateway.cli.reference import PAGES
 from draftgate.gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "Peers", "list", (), gateway=True)
-KEY = Setting("key", Annotated[str, Meta(min_length=9)], "", "Key", "", (), True, secret=True)
+PEERS = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "Peers", kind="list")
+KEY = Setting("key", Annotated[str, Meta(min_length=9)], "", "Key", secret=True)
 
 
 def test_a_flag_wins_over_environment_file_and_default(tmp_path: Path) -> None:
@@ -48,13 +48,13 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"port": "70000"}, "--port: expected int <= 65535"),
-        ({"port": "-1"}, "--port: expected int >= 0"),
-        ({"port": "http"}, "--port: expected int"),
-        ({"max_num_seqs": "0"}, "--max-num-seqs: expected int >= 1"),
+        ({"port": "70000"}, "--port: expected a whole number <= 65535"),
+        ({"port": "-1"}, "--port: expected a whole number >= 0"),
+        ({"port": "http"}, "--port: expected a whole number"),
+        ({"max_num_seqs": "0"}, "--max-num-seqs: expected a whole number >= 1"),
         ({"kv_bytes": "lots"}, "--kv-bytes: expected a size in bytes"),
         ({"kv_bytes": "-5MiB"}, "--kv-bytes: expected a size in bytes"),
-        ({"sim_acceptance": "1.5"}, "--sim-acceptance: expected float <= 1"),
+        ({"sim_acceptance": "1.5"}, "--sim-acceptance: expected a number <= 1"),
         ({"sim_acceptance": "nan"}, "--sim-acceptance"),
         ({"drain_timeout_s": "inf"}, "--drain-timeout-s: expected a finite number"),
         ({"dtype": "float64"}, "--dtype: expected one of auto, float32, bfloat16, float16"),
@@ -67,10 +67,10 @@ def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
         ({"upstream": "localhost:8001"}, "--upstream: expected addresses such as http://localhost"),
         ({"upstream": "http://a,http://a/"}, "--upstream: expected different addresses"),
         ({"upstream": ""}, "--upstream: expected addresses"),
-        ({"upstream_concurrency": "-1"}, "--upstream-concurrency: expected int >= 0"),
-        ({"exact": "perhaps"}, "--exact: expected bool"),
-        ({"gpu_memory_utilization": "0"}, "--gpu-memory-utilization: expected float > 0"),
-        ({"gpu_memory_utilization": "1.1"}, "--gpu-memory-utilization: expected float <= 1"),
+        ({"upstream_concurrency": "-1"}, "--upstream-concurrency: expected a whole number >= 0"),
+        ({"exact": "perhaps"}, "--exact: expected true or false"),
+        ({"gpu_memory_utilization": "0"}, "--gpu-memory-utilization: expected a number > 0"),
+        ({"gpu_memory_utilization": "1.1"}, "--gpu-memory-utilization: expected a number <= 1"),
         ({"backend": "cloud"}, "--backend: expected one of"),
         ({"speculation": "fixed:0"}, "--speculation: fixed:K needs K from 1 to 64"),
         ({"batching": "fixed:0"}, "--batching: fixed:TOKENS needs 1 token or more"),
@@ -99,16 +99,16 @@ def test_a_bad_value_is_one_line_that_names_its_source(
         ("prot: 1\n", "unknown key 'prot'; did you mean 'port'?"),
         ("max-num-seq: 1\n", "unknown key 'max_num_seq'; did you mean 'max_num_seqs'?"),
         ("zzz: 1\n", "unknown key 'zzz'; known: admission, "),
-        ("model: 5\n", "model: expected str"),
-        ("host: true\n", "host: expected str"),
-        ("port: null\n", "port: expected int"),
-        ("port: 80.5\n", "port: expected int"),
-        ("exact: perhaps\n", "exact: expected bool"),
-        ("sim_acceptance: [1]\n", "sim_acceptance: expected float"),
+        ("model: 5\n", "model: expected text"),
+        ("host: true\n", "host: expected text"),
+        ("port: null\n", "port: expected a whole number"),
+        ("port: 80.5\n", "port: expected a whole number"),
+        ("exact: perhaps\n", "exact: expected true or false"),
+        ("sim_acceptance: [1]\n", "sim_acceptance: expected a number"),
         ("- port\n", "a mapping of settings was expected"),
         ("port: [1\n", "not YAML"),
-        ("port: many\n", "port: expected int"),
-        ("port: true\n", "port: expected int"),
+        ("port: many\n", "port: expected a whole number"),
+        ("port: true\n", "port: expected a whole number"),
         ("devices: true\n", "devices: expected different indices"),
         ("devices: [0, 0]\n", "devices: expected different indices"),
     ],
@@ -161,7 +161,7 @@ def test_the_worker_gets_its_share() -> None:
     (worker,) = config.worker_configs()
     assert worker.model == "~/m"
     assert (worker.threads, worker.kv_bytes) == (2, 5 << 20)
-    own = set(WorkerConfig.__dataclass_fields__) - {"device_index", "num_workers"}
+    own = set(WorkerConfig.__struct_fields__) - {"device_index", "num_workers"}
     assert own <= set(ServeConfig.__struct_fields__)
     assert ServeConfig().worker_configs() == (WorkerConfig(),)
 
@@ -227,7 +227,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
         "DRAFTGATE_WEB_PORT_80_TCP_PORT": "80",
     }
     assert effective_config({}, environ).config == ServeConfig()
-    with pytest.raises(ConfigError, match="DRAFTGATE_PORT: expected int"):
+    with pytest.raises(ConfigError, match="DRAFTGATE_PORT: expected a whole number"):
         effective_config({}, {"DRAFTGATE_PORT": "http"})
     with pytest.raises(ConfigError, match="unknown variable 'DRAFTGATE_WEB_PORT'"):
         effective_config({}, {"DRAFTGATE_WEB_PORT": "80"})

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.shipped import SHIPPED_MODEL
@@ -18,6 +18,7 @@ from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import FinishReason, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.policies.quotas import Quota, Totals
 from draftgate.policies.resilience.failover import Cause, GivenUp
@@ -127,7 +128,7 @@ def test_wherever_workers_break_the_client_gets_what_it_would_have_got(
     one = job(prompts, n, seed=seed, logprobs=logprobs, min_tokens=min_tokens)
     if stop is not None:
         one = stopped_at(one, *stop)
-    config = replace(CONFIG, speculation=speculation)
+    config = structs.replace(CONFIG, speculation=speculation)
     plain = outcome(one, config=config)
     broken = outcome(one, behind(first), behind(second), workers=4, config=config)
     assert broken.choices == plain.choices
@@ -143,7 +144,7 @@ def test_wherever_workers_break_the_client_gets_what_it_would_have_got(
 @pytest.mark.parametrize("speculation", ["off", "fixed:3"])
 def test_it_goes_on_from_each_token(speculation: str) -> None:
     """At every position of an output: what was said is kept, and what follows is the same."""
-    config = replace(CONFIG, speculation=speculation)
+    config = structs.replace(CONFIG, speculation=speculation)
     plain = outcome(job(), config=config)
     at_once = 1 if speculation == "off" else 4  # tokens of a step, at most
     for position in range(MOST_TOKENS + 1 - at_once):

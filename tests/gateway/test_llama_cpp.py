@@ -10,9 +10,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.upstream_testing import check_upstream
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import client, running, until
 from tests.gateway.llama_server import SEAT_TOKENS, SEATS, LlamaServer, find_server, llama_server

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.state.guarded import GuardedStore

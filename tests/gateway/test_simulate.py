@@ -9,9 +9,10 @@ from random import Random
 from statistics import median
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
-from draftgate.backends.base import WorkerConfig
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
 from draftgate.gateway.cli.simulate.experiment import Setup, run_experiment
 from draftgate.gateway.cli.simulate.intervals import batch_means, estimate
@@ -148,7 +149,7 @@ def test_workers_batch_by_the_policy_that_was_named(policy, text_file) -> None:
     longest_s, first_s = {}, {}
     for batching in ("fixed:64", "prefill_first"):
         one = setup(text_file, workload="rag", rate_rps=6.0, requests=30, policies=(policy,))
-        one = replace(one, workers=1, config=replace(one.config, batching=batching))
+        one = replace(one, workers=1, config=structs.replace(one.config, batching=batching))
         results = run_experiment(one)
         told = as_json(one, results)
         assert told["settings"]["batching"] == batching

@@ -15,10 +15,10 @@ from random import Random
 
 import pytest
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.service import ServiceDevice, constant_service
 from draftgate.backends.sim.simulated import World
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec

@@ -14,10 +14,10 @@ from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.openai.upstream import OpenAIUpstream
 from draftgate.backends.types import Capabilities
 from draftgate.backends.upstream_testing import check_upstream
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening, StartError, build_node, start_workers
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.telemetry.otel import OtelTracing

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.openai.metrics import DraftCounters, EngineMetrics, read_metrics
 from draftgate.backends.openai.monitor import MISSING_S
 from draftgate.backends.openai.upstream import OpenAIUpstream
@@ -20,6 +19,7 @@ from draftgate.backends.openai.upstream_load import (
     RecentDrafts,
     UpstreamLoad,
 )
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening
 from draftgate.policies.speculation.upstream_speculation import DraftMeans, expected_accepted
 from draftgate.policies.types import WorkerLoad

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftgate.backends.base import WorkerConfig
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening, StartError, build_node
 from draftgate.gateway.config import ServeConfig
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
@@ -229,7 +229,7 @@ def test_the_setting_names_upstreams() -> None:
     untold = ServeConfig(backend="openai", upstream=both)
     assert [one.upstream_speculates for one in untold.worker_configs()] == [None, None]
     wrong = ServeConfig(backend="openai", upstream=both, upstream_speculates=("http://c",))
-    with pytest.raises(StartError, match="http://c is no --upstream"):
+    with pytest.raises(StartError, match="http://c is not one of the --upstream URLs"):
         build_node(wrong)
 
 

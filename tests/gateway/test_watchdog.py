@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.types import GenerationRequest, Pace, Phases
@@ -129,7 +130,7 @@ def test_a_long_prompt_is_no_silence() -> None:
 
     async def scenario() -> None:
         told = Told()
-        config = replace(CONFIG, max_step_tokens=16)
+        config = structs.replace(CONFIG, max_step_tokens=16)
         async with dispatching(simulated({0: slow}), 2, config=config) as there:
             async with there.dispatcher.run(one, watch=told) as run:
                 await anext(run.deltas)

@@ -14,8 +14,9 @@ from random import Random
 from typing import Any, TypeVar
 
 import pytest
+from msgspec import structs
 
-from draftgate.backends.base import Backend, WorkerConfig
+from draftgate.backends.base import Backend
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.sim import parts
 from draftgate.backends.sim.backend import SimBackend
@@ -23,6 +24,7 @@ from draftgate.backends.sim.clock import Clock, run_virtual
 from draftgate.backends.sim.executor import SimExecutor
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, TokenLogprob
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.dispatch.admission import Bounds
@@ -111,7 +113,7 @@ def simulated(
 
     def factory(config: WorkerConfig) -> Backend:
         index = config.device_index
-        own = replace(config, profile=(profiles or {}).get(index, config.profile))
+        own = structs.replace(config, profile=(profiles or {}).get(index, config.profile))
 
         def build(config: WorkerConfig, clock: Clock) -> parts.Parts:
             made = parts.serving_parts(config, clock)
@@ -174,7 +176,7 @@ async def dispatching(
 ) -> AsyncIterator[Dispatched]:
     """Start workers behind a dispatcher, as a node does, without HTTP; on any clock."""
     config = config or WorkerConfig()
-    configs = [replace(config, device_index=index) for index in range(workers)]
+    configs = [structs.replace(config, device_index=index) for index in range(workers)]
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)

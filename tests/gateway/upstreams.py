@@ -10,8 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.openai.upstream import OpenAIUpstream
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import running
 

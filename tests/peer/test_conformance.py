@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.testing import check_backend, collect, make_request
 from draftgate.backends.types import GrammarKind, GrammarSpec, Pace, ResumedChoice
+from draftgate.backends.worker_config import WorkerConfig
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,

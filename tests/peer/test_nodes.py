@@ -165,7 +165,7 @@ def test_peers_need_an_address() -> None:
 def test_a_peer_is_made_by_name_without_torch() -> None:
     """A gateway needs none to send requests to those that do."""
     code = (
-        "import sys; from draftgate.backends.base import WorkerConfig\n"
+        "import sys; from draftgate.backends.worker_config import WorkerConfig\n"
         "from draftgate.backends.registry import create_backend\n"
         "create_backend('peer', WorkerConfig(upstream='http://127.0.0.1:1'))\n"
         "print('torch' in sys.modules)"

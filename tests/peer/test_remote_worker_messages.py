@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends import token_ids
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.engine.channel import SocketChannel
 from draftgate.backends.peer.backend import LinkIds
 from draftgate.backends.remote_worker import (
@@ -50,6 +49,7 @@ from draftgate.backends.types import (
     Task,
     TokenLogprob,
 )
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import (
     ServiceLevel,
     SpeculationMode,

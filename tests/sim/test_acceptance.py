@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.acceptance import ReplayedAcceptance
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.clock import run_virtual
@@ -16,6 +15,7 @@ from draftgate.backends.sim.recording import SHIPPED, Drafts, load_recording
 from draftgate.backends.sim.simulated import World, proposer_names
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 

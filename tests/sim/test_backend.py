@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.registry import create_backend
 from draftgate.backends.sim.backend import SimBackend
@@ -30,6 +29,7 @@ from draftgate.backends.testing import (
     make_request,
 )
 from draftgate.backends.types import Capabilities, Pace
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 ROOT = Path(__file__).parents[2]

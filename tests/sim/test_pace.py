@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.clock import LoopClock, run_virtual
 from draftgate.backends.sim.simulated import World
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, Pace, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PAUSE_S = 5.0

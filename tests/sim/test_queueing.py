@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.clock import LoopClock, run_virtual
 from draftgate.backends.testing import collect, make_request
+from draftgate.backends.worker_config import WorkerConfig
 
 SERVICE_S = 0.01
 

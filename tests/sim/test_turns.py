@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.prefix_cache import extend_chain
 from draftgate.backends.sim.clock import LoopClock
 from draftgate.backends.sim.parts import BLOCK_TOKENS, Parts, serving_parts
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 STEP_TOKENS = 1024

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Final
 
-from draftgate.backends.base import WorkerConfig
 from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
@@ -21,6 +20,7 @@ from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftMod
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.engine.proposers.sparse_self import SparseSelfProposer
 from draftgate.backends.engine.warmup import measure_depths
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 
 PROPOSER_GROUP: Final = "draftgate.proposers"

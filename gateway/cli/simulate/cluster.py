@@ -6,18 +6,20 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Final
 
-from draftgate.backends.base import WorkerConfig
+from msgspec import structs
+
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.clock import LoopClock, run_virtual
 from draftgate.backends.sim.simulated import World, simulation_policy
 from draftgate.backends.sim.worker import Deliveries
 from draftgate.backends.types import Delta
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules, build_dispatcher
 from draftgate.gateway.cli.simulate.prompts import job_of
 from draftgate.gateway.cli.simulate.records import record_of, refusal_of
@@ -59,7 +61,9 @@ class Cluster:
         """The workers' configurations."""
         profiles = self.profiles or (self.config.profile,)
         return [
-            replace(self.config, device_index=index, profile=profiles[index % len(profiles)])
+            structs.replace(
+                self.config, device_index=index, profile=profiles[index % len(profiles)]
+            )
             for index in range(self.workers)
         ]
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from draftgate.backends.base import WorkerConfig
+from msgspec import structs
+
 from draftgate.backends.sim.simulated import World
+from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means
 from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
@@ -129,7 +131,7 @@ def _simulate_all(
 def _run(setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], told: Told) -> LoadRun:
     """Simulate one policy with one seed, on which all that is random depends."""
     load = replace(setup.load, seed=seed)
-    config = replace(setup.config, speculation=policy)
+    config = structs.replace(setup.config, speculation=policy)
     plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
     world = World(seed, setup.belief_error, setup.truth == "roofline")
     rules = replace(EVERYBODY_WAITS, routing=setup.routing)

@@ -75,7 +75,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     ] = None,
 ) -> None:
     """Run a load through dispatcher and schedulers in virtual time, under one or more policies."""
-    from draftgate.backends.base import WorkerConfig
+    from draftgate.backends.worker_config import WorkerConfig
     from draftgate.gateway.cli.simulate.command import Output, run_simulate
     from draftgate.gateway.cli.simulate.experiment import Setup
     from draftgate.loadgen.planning.plan import Load
