@@ -26,7 +26,7 @@ from draftgate.policies.quotas import Ledger, Quota
 from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
 from draftgate.policies.resilience.failover import MOST_RESUMES
 from draftgate.policies.resilience.retry_budget import RetryBudget
-from draftgate.policies.routing import Draw
+from draftgate.policies.routing.types import Draw
 
 
 @dataclass(frozen=True, slots=True)

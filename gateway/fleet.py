@@ -23,7 +23,7 @@ from draftgate.backends.types import Delta, GenerationRequest, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.state.store import new_epoch
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, with_other_gateways
-from draftgate.policies.routing import Candidate
+from draftgate.policies.routing.types import Candidate
 
 NO_WORKER: Final = "there is no worker"
 

@@ -1,5 +1,4 @@
-"""Decisions, without I/O: values in, values out.
+"""Decisions: values in, values out. No clock, randomness, I/O or device.
 
-No clock, no randomness, no device: time and random sources are arguments. This package also
-holds the core value types (`policies.types`) which the backends and the gateway speak.
+Third-party policies implement `protocols`, and `testing` checks them.
 """

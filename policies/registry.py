@@ -1,20 +1,23 @@
 """Policies by name, including those of other packages (entry points).
 
-The one place of `policies` that looks outside its arguments.
+The only module of `policies` that reads anything besides its arguments.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Final, Generic, TypeGuard, TypeVar
+from typing import Final, Generic, TypeVar
 
-from draftgate.policies.admission import Bounded, Deadline, Unbounded
+import msgspec
+
+from draftgate.policies.admission.bounded import Bounded, Unbounded
+from draftgate.policies.admission.deadline import Deadline
 from draftgate.policies.batching import DecodeFirst, FixedBudget, PrefillFirst, Slack
-from draftgate.policies.ordering import Fair, edf, fcfs
+from draftgate.policies.ordering.fair import Fair
+from draftgate.policies.ordering.single import edf, fcfs
 from draftgate.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
@@ -22,17 +25,17 @@ from draftgate.policies.protocols import (
     RoutingPolicy,
     SpeculationPolicy,
 )
-from draftgate.policies.routing import (
-    LeastCost,
+from draftgate.policies.routing.least_cost import LeastCost
+from draftgate.policies.routing.scoring import (
     least_loaded,
     power_of_two,
     prefix_affinity,
     round_robin,
     weighted,
 )
-from draftgate.policies.speculation import (
+from draftgate.policies.speculation.auto import Auto
+from draftgate.policies.speculation.baselines import (
     AdaptiveVerification,
-    Auto,
     Fixed,
     Off,
     SmartSpec,
@@ -65,27 +68,17 @@ def _threshold_by_batch(argument: str) -> SpeculationPolicy:
             "draft tokens]"
         )
     try:
-        rows = json.loads(Path(argument).read_bytes())
+        rows = msgspec.json.decode(Path(argument).read_bytes(), type=list[tuple[int, int, int]])
+        return ThresholdByBatch(f"threshold_by_batch:{Path(argument).name}", tuple(rows))
     except OSError as error:
         raise ValueError(f"cannot read {argument}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{argument} is no JSON: {error}") from error
-    if not _is_table(rows):
-        raise ValueError(f"{argument} must hold rows of three whole numbers, as [[1, 8, 5]]")
-    try:
-        return ThresholdByBatch(
-            f"threshold_by_batch:{Path(argument).name}",
-            tuple((row[0], row[1], row[2]) for row in rows),
-        )
+    except msgspec.ValidationError as error:
+        expected = "rows of three whole numbers, as [[1, 8, 5]]"
+        raise ValueError(f"{argument} must hold {expected}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{argument} is not JSON: {error}") from error
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from error
-
-
-def _is_table(rows: object) -> TypeGuard[list[list[int]]]:
-    return isinstance(rows, list) and all(
-        isinstance(row, list) and len(row) == 3 and all(type(number) is int for number in row)
-        for row in rows
-    )
 
 
 def _fixed_budget(argument: str) -> BatchingPolicy:
@@ -109,37 +102,35 @@ def _without_argument(factory: Callable[[], Policy]) -> Callable[[str], Policy]:
 
 @dataclass(frozen=True, slots=True)
 class _Family(Generic[Policy]):
-    """Policies of one kind.
+    """Policies of one kind; entry points of `draftgate.policies.KIND` add to them.
 
     Attributes:
-        kind: in words.
-        group: of the entry points that add to them.
-        built_in: factories by name, called with the argument (empty if there is none).
-        spelt: how those are written that take an argument.
+        kind: e.g. "speculation".
+        built_in: factories, called with the argument of the name ("" without one).
+        arguments: how the argument of a policy is written in messages, by name.
     """
 
     kind: str
-    group: str
     built_in: Mapping[str, Callable[[str], Policy]]
-    spelt: Mapping[str, str]
+    arguments: Mapping[str, str]
 
     def build(self, spec: str) -> Policy:
-        """Build the policy that `NAME` or `NAME:ARGUMENT` names."""
         name, _, argument = spec.partition(":")
         if name in self.built_in:
             return self.built_in[name](argument)
-        found = {entry.name: entry for entry in entry_points(group=self.group)}
+        found = {
+            entry.name: entry for entry in entry_points(group=f"draftgate.policies.{self.kind}")
+        }
         if name in found:
             policy: Policy = found[name].load()(argument)
             return policy
-        names = self.built_in.keys() | found.keys()
-        known = ", ".join(sorted(self.spelt.get(one, one) for one in names))
+        names = sorted(self.built_in.keys() | found.keys())
+        known = ", ".join(one + self.arguments.get(one, "") for one in names)
         raise ValueError(f"unknown {self.kind} policy {spec!r}; known: {known}")
 
 
 _SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
     "speculation",
-    "draftgate.policies.speculation",
     {
         "off": _without_argument(Off),
         "fixed": _fixed,
@@ -148,28 +139,22 @@ _SPECULATION: Final[_Family[SpeculationPolicy]] = _Family(
         "threshold_by_batch": _threshold_by_batch,
         "adaptive_verification": _without_argument(AdaptiveVerification),
     },
-    {
-        "auto": "auto[:unweighted]",
-        "fixed": "fixed:K",
-        "threshold_by_batch": "threshold_by_batch:FILE",
-    },
+    {"auto": "[:unweighted]", "fixed": ":K", "threshold_by_batch": ":FILE"},
 )
 
 _BATCHING: Final[_Family[BatchingPolicy]] = _Family(
     "batching",
-    "draftgate.policies.batching",
     {
         "slack": _without_argument(Slack),
         "fixed": _fixed_budget,
         "prefill_first": _without_argument(PrefillFirst),
         "decode_first": _without_argument(DecodeFirst),
     },
-    {"fixed": "fixed:TOKENS"},
+    {"fixed": ":TOKENS"},
 )
 
 _ORDERING: Final[_Family[OrderingPolicy]] = _Family(
     "ordering",
-    "draftgate.policies.ordering",
     {
         "fair": _without_argument(Fair),
         "fcfs": _without_argument(fcfs),
@@ -180,7 +165,6 @@ _ORDERING: Final[_Family[OrderingPolicy]] = _Family(
 
 _ADMISSION: Final[_Family[AdmissionPolicy]] = _Family(
     "admission",
-    "draftgate.policies.admission",
     {
         "deadline": _without_argument(Deadline),
         "bounded": _without_argument(Bounded),
@@ -191,7 +175,6 @@ _ADMISSION: Final[_Family[AdmissionPolicy]] = _Family(
 
 _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
     "routing",
-    "draftgate.policies.routing",
     {
         "least_cost": _least_cost,
         "least_loaded": _without_argument(least_loaded),
@@ -200,63 +183,41 @@ _ROUTING: Final[_Family[RoutingPolicy]] = _Family(
         "round_robin": _without_argument(round_robin),
         "weighted": weighted,
     },
-    {"least_cost": "least_cost[:undrafted]", "weighted": "weighted:SCORER=WEIGHT,..."},
+    {"least_cost": "[:undrafted]", "weighted": ":SCORER=WEIGHT,..."},
 )
 
 
 def speculation_policy(spec: str) -> SpeculationPolicy:
     """Build the policy that `NAME` or `NAME:ARGUMENT` names, e.g. `auto` or `fixed:4`.
 
-    A name that is not built in is looked up among the entry points of
-    `draftgate.policies.speculation`: a factory called with the argument (empty if there is none).
+    A name that is not built in is taken from the entry points of `draftgate.policies.speculation`:
+    factories that are called with the argument ("" without one).
 
     Raises:
-        ValueError: no such policy, or the argument does not fit it. The message lists the names.
+        ValueError: the policy is unknown (the message lists the names), or the argument is wrong.
     """
     return _SPECULATION.build(spec)
 
 
 def batching_policy(spec: str) -> BatchingPolicy:
-    """Build the batching policy of that name, e.g. `slack` or `fixed:512`.
-
-    Others come in by the entry points of `draftgate.policies.batching`, as speculation policies do.
-
-    Raises:
-        ValueError: no such policy, or the argument does not fit it. The message lists the names.
-    """
+    """Build the batching policy of that name, e.g. `slack` or `fixed:512`, as above."""
     return _BATCHING.build(spec)
 
 
 def ordering_policy(spec: str) -> OrderingPolicy:
-    """Build an empty queue of that discipline, e.g. `fair`; each queue needs one of its own.
-
-    Others come in by the entry points of `draftgate.policies.ordering`.
-
-    Raises:
-        ValueError: no such policy, or the argument does not fit it. The message lists the names.
-    """
+    """Build an empty queue of that policy, e.g. `fair`, as above; each queue needs its own."""
     return _ORDERING.build(spec)
 
 
 def admission_policy(spec: str) -> AdmissionPolicy:
-    """Build the admission policy of that name, e.g. `deadline`; it remembers whom it refused.
-
-    Others come in by the entry points of `draftgate.policies.admission`.
-
-    Raises:
-        ValueError: no such policy, or the argument does not fit it. The message lists the names.
-    """
+    """Build the admission policy of that name, e.g. `deadline`, as above."""
     return _ADMISSION.build(spec)
 
 
 def routing_policy(spec: str) -> RoutingPolicy:
     """Build the routing policy of that name, e.g. `least_cost` or `weighted:prefix=2,load=1`.
 
-    It has placed nothing yet; each gateway needs one of its own. Others come in by the entry points
-    of `draftgate.policies.routing`.
-
-    Raises:
-        ValueError: no such policy, or the argument does not fit it. The message lists the names.
+    As above. Each gateway needs its own, because policies remember what they placed.
     """
     name, colon, argument = spec.partition(":")
     if name == "price":  # its name in 0.1.0

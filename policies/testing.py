@@ -10,7 +10,6 @@ from itertools import cycle
 from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView, Refused
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.costs.step_cost import StepCost
-from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.protocols import (
     AdmissionPolicy,
     BatchingPolicy,
@@ -29,6 +28,7 @@ from draftgate.policies.types import (
     ServiceLevel,
     SpeculationMode,
     StepView,
+    Ticket,
     WorkerLoad,
     WorkerSpeed,
 )

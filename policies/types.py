@@ -288,3 +288,29 @@ class BatchView:
     prompt_kv_tokens: int = 0
     within_s: float | None = None
     cost_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request in the queue, as far as its order depends on it.
+
+    Attributes:
+        key: identifies the request; unique, ascending with arrival.
+        arrived_s: when it arrived.
+        deadline_s: when it should start at the latest.
+        priority: its class; lower ones come first (as in vLLM).
+        tenant: its tenant.
+        share: the weight of the tenant among tenants, more than 0.
+        work_s: seconds of the whole pool that it takes, by which it delays all after it; 0 if
+            unknown.
+        returning: whether it was started once, and lost its worker.
+    """
+
+    key: int
+    arrived_s: float
+    deadline_s: float
+    priority: int = 0
+    tenant: str = ""
+    share: float = 1.0
+    work_s: float = 0.0
+    returning: bool = False

@@ -15,7 +15,7 @@ from draftgate.backends.types import StepTrace
 from draftgate.policies.costs.drafting_cost import DraftingMeter, StepDrafting
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.speculation import MOST_FIXED
+from draftgate.policies.speculation.baselines import MOST_FIXED
 from draftgate.policies.speculation.price import rate, slot_price
 from draftgate.policies.speculation.weights import weight
 from draftgate.policies.types import StepView

@@ -24,7 +24,7 @@ from draftgate.backends.engine.runner import ModelRunner
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from draftgate.policies.costs.step_cost import StepCost
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import RequestView, WorkerLoad
 
 TOKEN_BUCKETS: Final = tuple(

@@ -15,8 +15,9 @@ from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence as Tokens
 from draftgate.backends.sim.proposer import SimProposer
 from draftgate.policies.costs.step_cost import StepCost
-from draftgate.policies.speculation import MAX_DRAFT_TOKENS, Fixed
 from draftgate.policies.speculation.allocation import allocate
+from draftgate.policies.speculation.baselines import Fixed
+from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
 from draftgate.policies.types import RequestView, SpeculationPlan, StepView, WorkerLoad
 
 NAME: Final = "oracle"

@@ -39,7 +39,7 @@ from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import RequestView, WorkerLoad
 
 MODES: Final = {

@@ -32,7 +32,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ModelCard, ResumedChoice, SamplingParams
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import RequestView, WorkerLoad
 
 LEAST_LENGTH: Final = TIMED_CONTEXT + TIMED_SLOTS + 1

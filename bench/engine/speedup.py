@@ -27,7 +27,7 @@ from bench.engine.serving import (
 )
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import MAX_DRAFT_TOKENS
+from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 

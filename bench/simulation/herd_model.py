@@ -4,14 +4,14 @@ A worker is its backlog of tokens, worked off at a constant rate. Each gateway h
 of its own and sees every worker as it was a while ago, and what it has itself sent since. With
 leases the workers that its policy offers go to a ledger which all gateways share and which is
 always fresh; the least score with what is leased there takes the request, as a state store does it
-in one round trip (`policies.routing.choosing.settled`). What gateways see before they ask is a
+in one round trip (`least_with_leases`). What gateways see before they ask is a
 snapshot of the store, with the leases behind the reports as they were then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import fmean
@@ -20,8 +20,7 @@ from typing import Final, NamedTuple
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
-from draftgate.policies.routing import Candidate, Candidates, RouteView
-from draftgate.policies.routing.selection import settled
+from draftgate.policies.routing.types import Candidate, Candidates, Route, RouteView
 from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 MEMORY_TOKENS: Final = 1 << 30
@@ -166,7 +165,7 @@ class Gateway:
                 name: backlog.came_until(now_s) - backlog.came_until(now_s - age_s[name])
                 for name, backlog in workers.items()
             }
-            chosen = settled(route.offers, behind).worker_id
+            chosen = least_with_leases(route, behind)
         self._policy.placed(request, seen[chosen])
         self._sent.setdefault(chosen, []).append((now_s, tokens))
         return chosen
@@ -195,6 +194,14 @@ class Gateway:
         while sent and sent[0][0] <= since_s:
             del sent[0]
         return sum(tokens for _, tokens in sent)
+
+
+def least_with_leases(route: Route, leased_tokens: Mapping[str, int]) -> str:
+    """Return the worker whose score is least with all tokens leased there."""
+    return min(
+        route.offers,
+        key=lambda offer: offer.score + offer.score_per_token * leased_tokens[offer.worker_id],
+    ).worker_id
 
 
 class Imbalance(NamedTuple):

@@ -15,7 +15,7 @@ import typer
 from draftgate.gateway.dispatch.decisions import KEPT, Decision, DecisionList, read_decisions
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.routing import Route
+from draftgate.policies.routing.types import Route
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 FAILED = 1

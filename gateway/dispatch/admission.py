@@ -20,10 +20,9 @@ from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.types import AdmissionView, Admitted, QueueView, Refused
 from draftgate.policies.admission.wait_forecast import pool_of, work_s
 from draftgate.policies.capacity import CapacityNeed
-from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.quotas import Ledger, Shortage
-from draftgate.policies.types import ANYTIME, ServiceLevel
+from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from draftgate.gateway.telemetry.span_attributes import (
     describe_route,
 )
 from draftgate.gateway.telemetry.worker_spans import WorkerSpans, dispatch_span
-from draftgate.policies.routing import RouteView
+from draftgate.policies.routing.types import RouteView
 
 
 class _Booked(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.routing import Route
+from draftgate.policies.routing.types import Route
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000

@@ -34,7 +34,7 @@ from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, has_capacity
 from draftgate.policies.resilience.retry_budget import RetryBudget
-from draftgate.policies.routing import RouteView
+from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView
 
 MOST_ATTEMPTS: Final = 3

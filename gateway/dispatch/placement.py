@@ -18,7 +18,7 @@ from draftgate.gateway.offload import offload
 from draftgate.gateway.state.store import Reservation
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.routing import RouteView
+from draftgate.policies.routing.types import RouteView
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
 from draftgate.policies.speculation.cluster_price import MeanNeed, projected
 from draftgate.policies.types import (

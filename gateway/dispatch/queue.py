@@ -19,8 +19,8 @@ from draftgate.gateway.dispatch.routing import Routed, Router, View
 from draftgate.gateway.errors import QueueTimeout
 from draftgate.gateway.fleet import Fleet
 from draftgate.policies.capacity import CapacityNeed, has_capacity
-from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.protocols import OrderingPolicy
+from draftgate.policies.types import Ticket
 
 
 @dataclass(frozen=True, slots=True)

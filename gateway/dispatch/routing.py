@@ -8,7 +8,7 @@ from typing import NamedTuple
 from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
-from draftgate.policies.routing import Candidates, Draw, Route, RouteView
+from draftgate.policies.routing.types import Candidates, Draw, Route, RouteView
 
 View = Callable[[], RouteView]
 """Returns what is known of a request by now; asked only where there is a choice to be made."""

@@ -12,7 +12,7 @@ from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.metrics import Metrics
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.routing import Route
+from draftgate.policies.routing.types import Route
 from draftgate.policies.speculation.upstream_speculation import PoolState, ReplicaPool, choose_pool
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 

@@ -1,22 +1,23 @@
-"""Tenants of one class of priority, served by their shares.
+"""Tenants of one priority class, served by their shares.
 
 Start-time fair queueing (Goyal, Vin, Cheng: SIGCOMM 1996). Virtual time counts the work that a
-share of 1 was served. A tenant has a start tag, where its service has come to, and taking a request
-moves it by work / share:
+share of 1 has been served. Each tenant has a start tag, its position in virtual time, which each
+served request moves by work / share:
 
-    start = max(virtual time, start of its last + work of its last / share)   when it begins to wait
-    virtual time = the least start of those who wait
+    start = max(virtual time, start of its last + work of its last / share)  when it begins to wait
+    virtual time = the least start of the waiting tenants
 
-Tenants whose start is less than a lag behind the least are even; of these, the earliest deadline is
-next. (With no lag, a tenant's second request waits for everybody's first ones, however much later
-these came: queues are short where deadlines are promised.) So whoever was away gains no credit, who
-comes back at once pays for what it took, and of two tenants that both wait for the whole of any
-interval
+Tenants whose start is within a lag of the least are even; among these, the earliest deadline is
+next. Without a lag, a tenant's second request would wait for the first requests of all others,
+however much later they arrived: queues are short where deadlines are promised.
+
+So a tenant that was away gains no credit, and one that returns at once still pays for what it took.
+While two tenants both wait, however long,
 
     |served_a / share_a - served_b / share_b| <= lag + largest_a / share_a + largest_b / share_b,
 
-their largest requests, however long it is. A class in which nobody waits any more is forgotten,
-with all that was served: there was room for everybody.
+with their largest requests. An empty class is forgotten with all that it served: there was capacity
+for everybody.
 """
 
 from __future__ import annotations
@@ -25,77 +26,78 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from draftgate.policies.ordering.prefix_sum_queue import Place, PrefixSumQueue
-from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.types import Ticket
 
 LEAST_WORK_S: Final = 1e-3
-"""A request counts as so much at least: where nobody knows what requests take, all count alike."""
+"""Least work of a request: if work is unknown, all requests count alike."""
 
 LAG_S: Final = 0.5
-"""Tenants whose service is no further apart are even, and the earliest deadline among them is next.
-Strict turns let newcomers overtake a second request that was promised its time: 92 to 97% of the
-promises were kept, with this 97 to 99% (simulated, tests/policies/overload.py, 2026-11-21)."""
+"""Tenants whose service differs by no more are even, and the earliest deadline among them is next.
+With strict turns, new requests overtake a second request that was promised its time: 92 to 97% of
+the promises were kept, with the lag 97 to 99% (simulated, tests/policies/overload.py,
+2026-11-21)."""
 
 MOST_DEBTORS: Final = 4096
-"""Tenants that do not wait and whose last service is remembered, half a megabyte or so. Beyond it
-those who are nearest to being even are forgiven."""
+"""Tenants without waiting requests whose service is remembered, about half a megabyte. Beyond it,
+those that are nearest to even are forgotten."""
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """Who waits of a tenant, by deadline, and where its service has come to."""
+    """A tenant's start tag, its share, and its waiting requests by deadline."""
 
     start: float
     share: float
-    line: PrefixSumQueue = field(default_factory=PrefixSumQueue)
+    queue: PrefixSumQueue = field(default_factory=PrefixSumQueue)
 
 
 class FairClass:
-    """Who waits of one class."""
+    """The waiting requests of one class."""
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._tenants: dict[str, _Tenant] = {}
-        self._debtors: dict[str, float] = {}  # where those have come to who do not wait
+        self._debtors: dict[str, float] = {}  # start tags of tenants without waiting requests
         self._virtual = 0.0
 
     def __bool__(self) -> bool:
-        """Return whether anybody waits."""
+        """Return whether a request waits."""
         return bool(self._tenants)
 
     @property
     def work_s(self) -> float:
-        """Seconds of the pool that all who wait take."""
-        return sum(tenant.line.work_s for tenant in self._tenants.values())
+        """Seconds of the pool that all waiting requests take."""
+        return sum(tenant.queue.work_s for tenant in self._tenants.values())
 
     def push(self, ticket: Ticket) -> None:
-        """Let a request wait."""
+        """Add a request."""
         tenant = self._tenants.get(ticket.tenant)
         if tenant is None:
-            start = self._start(ticket.tenant)
+            start = self._new_start(ticket.tenant)
             self._debtors.pop(ticket.tenant, None)
             tenant = self._tenants[ticket.tenant] = _Tenant(start, ticket.share)
         tenant.share = ticket.share
-        tenant.line.add(_place(ticket), ticket.work_s)
+        tenant.queue.insert(_place(ticket), ticket.work_s)
 
     def choose(self) -> int:
-        """Return the key of who is next: the earliest deadline of the tenants who are even."""
-        even = self._furthest_behind() + LAG_S
+        """Return the key of the next request: the earliest deadline of the even tenants."""
+        even = self._least_start() + LAG_S
         tenants = self._tenants.values()
-        return min(tenant.line.first() for tenant in tenants if tenant.start <= even)[1]
+        return min(tenant.queue.first() for tenant in tenants if tenant.start <= even)[1]
 
     def remove(self, ticket: Ticket) -> None:
-        """Take out a request that was not served."""
+        """Remove a request that was not served."""
         tenant = self._tenants[ticket.tenant]
-        tenant.line.discard(_place(ticket))
-        if not tenant.line:
+        tenant.queue.remove(_place(ticket))
+        if not tenant.queue:
             del self._tenants[ticket.tenant]
             self._debtors[ticket.tenant] = tenant.start
             if len(self._debtors) > MOST_DEBTORS:
-                self._forgive()
+                by_debt = sorted(self._debtors.items(), key=lambda item: item[1])
+                self._debtors = dict(by_debt[len(by_debt) // 2 :])
 
     def serve(self, ticket: Ticket) -> None:
-        """Take out a request that is served now, and charge its tenant."""
-        self._virtual = self._furthest_behind()
+        """Remove a request that is served now, and charge its tenant."""
+        self._virtual = self._least_start()
         tenant = self._tenants[ticket.tenant]
         tenant.start += max(ticket.work_s, LEAST_WORK_S) / ticket.share
         self.remove(ticket)
@@ -103,39 +105,33 @@ class FairClass:
     def ahead_s(self, ticket: Ticket) -> float:
         """Return the work that would be served before a ticket.
 
-        By generalised processor sharing: until its tenant has been served what waits of it with
-        earlier deadlines, and the ticket itself, each other tenant is served as much by its share;
-        what has an earlier deadline a lag further, what has a later one a lag less. So no backlog
-        of another, however long, delays a newcomer by more than a lag and its own service at its
-        share.
+        Follows generalised processor sharing. While the tenant is served its requests with earlier
+        deadlines and the ticket itself, each other tenant is served as much in proportion to its
+        share: a lag more of what has an earlier deadline, a lag less of what has a later one. So
+        another tenant's backlog, however long, delays a new request by at most a lag and the time
+        of its own service at its share.
         """
         own, before_s = self._tenants.get(ticket.tenant), 0.0
-        start = self._start(ticket.tenant)
-        if own is not None:
-            start, before_s = own.start, own.line.before(_place(ticket))
-        until = start + (before_s + max(ticket.work_s, LEAST_WORK_S)) / ticket.share
+        start = self._new_start(ticket.tenant)
         place, others_s = _place(ticket), 0.0
+        if own is not None:
+            start, before_s = own.start, own.queue.work_before(place)
+        until = start + (before_s + max(ticket.work_s, LEAST_WORK_S)) / ticket.share
         for name, tenant in self._tenants.items():
             gap = until - tenant.start
             if name == ticket.tenant or gap <= -LAG_S:
                 continue
-            later_s = min(tenant.line.work_s, max(gap - LAG_S, 0.0) * tenant.share)
-            sooner_s = min(tenant.line.before(place), (gap + LAG_S) * tenant.share)
+            later_s = min(tenant.queue.work_s, max(gap - LAG_S, 0.0) * tenant.share)
+            sooner_s = min(tenant.queue.work_before(place), (gap + LAG_S) * tenant.share)
             others_s += max(sooner_s, later_s)
         return before_s + others_s
 
-    def _furthest_behind(self) -> float:
-        """Return where the tenant has come to that is furthest behind of those who wait."""
+    def _least_start(self) -> float:
         return min(tenant.start for tenant in self._tenants.values())
 
-    def _start(self, name: str) -> float:
-        """Return where a tenant begins that does not wait."""
+    def _new_start(self, name: str) -> float:
+        """Return the start tag of a tenant that begins to wait."""
         return max(self._virtual, self._debtors.get(name, 0.0))
-
-    def _forgive(self) -> None:
-        """Forget the half of the debtors that is nearest to being even."""
-        by_debt = sorted(self._debtors.items(), key=lambda item: item[1])
-        self._debtors = dict(by_debt[len(by_debt) // 2 :])
 
 
 def _place(ticket: Ticket) -> Place:

@@ -1,4 +1,4 @@
-"""Waiting work in order, with the sum of what stands before a place."""
+"""A sorted queue that knows the work before every place."""
 
 from __future__ import annotations
 
@@ -6,58 +6,51 @@ from bisect import bisect_left
 from typing import Final
 
 PIECE: Final = 256
-"""Most entries of a piece: adding up one takes 2 microseconds, and ten thousand make forty pieces
-(chosen on one core of a Zen 4 EPYC, 2026-11-21; 128 to 512 are alike)."""
+"""Most entries of a piece: summing one takes 2 microseconds, and ten thousand entries make forty
+pieces (chosen on one core of a Zen 4 EPYC, 2026-11-21; 128 to 512 are equally fast)."""
 
 Place = tuple[float, int]
-"""An instant by which entries are ordered, and the key of the ticket, which settles ties."""
+"""The time by which entries are sorted, and the key of the ticket, which settles ties."""
 
 
 class PrefixSumQueue:
     """Keys with their work, sorted by place.
 
-    A list of sorted pieces, each with its sum, so that entering, leaving and asking for what is
-    before a place take O(log n + n / PIECE + PIECE), all but the logarithm inside of built-ins.
+    A list of sorted pieces, each with its sum. Inserting, removing and summing up to a place take
+    O(log n + n / PIECE + PIECE), all but the logarithm inside built-in functions.
     """
 
     def __init__(self) -> None:
-        """Begin empty."""
         self._pieces: list[list[tuple[float, int, float]]] = []
         self._sums: list[float] = []
         self._length = 0
 
     def __len__(self) -> int:
-        """Return how many entries there are."""
+        """Return the number of entries."""
         return self._length
 
     @property
     def work_s(self) -> float:
-        """What all of them take."""
+        """The work of all entries."""
         return sum(self._sums)
 
     def first(self) -> Place:
-        """Return the first place; there must be one."""
+        """Return the first place; the queue must not be empty."""
         return self._pieces[0][0][:2]
 
-    def add(self, place: Place, work_s: float) -> None:
-        """Enter a key at its place; it must not be there."""
+    def insert(self, place: Place, work_s: float) -> None:
+        """Insert a key at its place, where it must not be yet."""
         self._length += 1
-        if not self._pieces:
-            self._pieces.append([])
-            self._sums.append(0.0)
-            index = 0
-        else:
-            index = min(self._piece_of(place), len(self._pieces) - 1)
-        piece = self._pieces[index]
+        index = max(min(self._piece_of(place), len(self._pieces) - 1), 0)
+        piece = self._pieces[index] if self._pieces else []
         piece.insert(bisect_left(piece, place), (*place, work_s))
-        self._sums[index] = _sum(piece)
-        if len(piece) > PIECE:
-            half = len(piece) // 2
-            self._pieces[index : index + 1] = [piece[:half], piece[half:]]
-            self._sums[index : index + 1] = [_sum(piece[:half]), _sum(piece[half:])]
+        half = len(piece) // 2
+        parts = [piece] if len(piece) <= PIECE else [piece[:half], piece[half:]]
+        self._pieces[index : index + 1] = parts
+        self._sums[index : index + 1] = map(_sum, parts)
 
-    def discard(self, place: Place) -> None:
-        """Take out the key at its place; it must be there."""
+    def remove(self, place: Place) -> None:
+        """Remove the key at its place, where it must be."""
         index = self._piece_of(place)
         piece = self._pieces[index]
         del piece[bisect_left(piece, place)]
@@ -67,21 +60,20 @@ class PrefixSumQueue:
         else:
             del self._pieces[index], self._sums[index]
 
-    def before(self, place: Place) -> float:
-        """Return the work of all that stand before a place."""
-        if not self._pieces or place <= self._pieces[0][0]:
-            return 0.0
+    def work_before(self, place: Place) -> float:
+        """Return the work of all entries before a place."""
         index = self._piece_of(place)
-        whole = sum(self._sums[:index])
+        before_s = sum(self._sums[:index], 0.0)
         if index == len(self._pieces):
-            return whole
+            return before_s
         piece = self._pieces[index]
-        return whole + _sum(piece[: bisect_left(piece, place)])
+        return before_s + _sum(piece[: bisect_left(piece, place)])
 
     def _piece_of(self, place: Place) -> int:
-        """Return the first piece that ends at the place or behind it."""
+        """Return the index of the first piece that ends at the place or after it."""
         return bisect_left(self._pieces, place, key=lambda piece: piece[-1][:2])
 
 
 def _sum(piece: list[tuple[float, int, float]]) -> float:
+    # Not a running sum: rounding errors of many insertions and removals would pile up.
     return sum([work_s for _, _, work_s in piece])

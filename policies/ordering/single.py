@@ -1,4 +1,4 @@
-"""One line for all: the baselines."""
+"""`fcfs` and `edf`: one queue for all, in the order of one time of each ticket."""
 
 from __future__ import annotations
 
@@ -6,65 +6,65 @@ from collections import Counter
 from collections.abc import Callable
 
 from draftgate.policies.ordering.prefix_sum_queue import Place, PrefixSumQueue
-from draftgate.policies.ordering.ticket import Ticket
+from draftgate.policies.types import Ticket
 
 
 class SingleQueue:
-    """Everybody in one line, by one instant of their tickets; classes and tenants do not count."""
+    """All tickets in one queue; classes and tenants do not count.
 
-    def __init__(self, name: str, instant: Callable[[Ticket], float]) -> None:
-        """Begin empty, ordered by what `instant` says of a ticket."""
-        self._name = name
-        self._instant = instant
-        self._tickets: dict[int, Ticket] = {}
+    Attributes:
+        tickets: the waiting tickets by key.
+    """
+
+    def __init__(self, name: str, time_of: Callable[[Ticket], float]) -> None:
+        """Create an empty queue, sorted by `time_of` each ticket."""
+        self.name = name
+        self.tickets: dict[int, Ticket] = {}
+        self._time_of = time_of
         self._tenants = Counter[str]()
-        self._line = PrefixSumQueue()
-
-    @property
-    def name(self) -> str:
-        return self._name
+        self._queue = PrefixSumQueue()
 
     @property
     def work_s(self) -> float:
-        return self._line.work_s
+        return self._queue.work_s
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self.tickets)
 
     def push(self, ticket: Ticket) -> None:
-        if ticket.key in self._tickets:
+        if ticket.key in self.tickets:
             raise ValueError(f"{ticket.key} waits already")
-        self._tickets[ticket.key] = ticket
+        self.tickets[ticket.key] = ticket
         self._tenants[ticket.tenant] += 1
-        self._line.add(self._place(ticket), ticket.work_s)
+        self._queue.insert(self._place(ticket), ticket.work_s)
 
     def remove(self, key: int) -> Ticket | None:
-        ticket = self._tickets.pop(key, None)
+        ticket = self.tickets.pop(key, None)
         if ticket is not None:
-            self._line.discard(self._place(ticket))
+            self._queue.remove(self._place(ticket))
             self._tenants[ticket.tenant] -= 1
             if not self._tenants[ticket.tenant]:
                 del self._tenants[ticket.tenant]
         return ticket
 
     def choose(self, now_s: float) -> Ticket | None:
-        return self._tickets[self._line.first()[1]] if self._tickets else None
+        return self.tickets[self._queue.first()[1]] if self.tickets else None
 
     def take(self, now_s: float) -> Ticket | None:
         chosen = self.choose(now_s)
         return None if chosen is None else self.remove(chosen.key)
 
     def ahead_s(self, ticket: Ticket, now_s: float) -> float:
-        return self._line.before(self._place(ticket))
+        return self.class_ahead_s(ticket)
 
     def class_ahead_s(self, ticket: Ticket) -> float:
-        return self._line.before(self._place(ticket))
+        return self._queue.work_before(self._place(ticket))
 
     def queued_of(self, tenant: str) -> int:
         return self._tenants[tenant]
 
     def _place(self, ticket: Ticket) -> Place:
-        return self._instant(ticket), ticket.key
+        return self._time_of(ticket), ticket.key
 
 
 def fcfs() -> SingleQueue:
@@ -73,5 +73,5 @@ def fcfs() -> SingleQueue:
 
 
 def edf() -> SingleQueue:
-    """Earliest deadline first: best where all can be met, useless where not (Liu, Layland 1973)."""
+    """Earliest deadline first: optimal if all can be met (Liu, Layland 1973), useless otherwise."""
     return SingleQueue("edf", lambda ticket: ticket.deadline_s)

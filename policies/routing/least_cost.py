@@ -1,105 +1,104 @@
-"""`least_cost`: each request goes where it costs least, to itself and to all who are there."""
+"""`least_cost`: each request goes where it costs least time, its own and that of all others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final, TypeAlias
+from typing import Final
 
-from draftgate.policies.routing.placements import Placements
+from draftgate.policies.routing.placement_history import PlacementHistory
 from draftgate.policies.routing.prediction import Prediction, predict
-from draftgate.policies.routing.scored import MOST_OFFERS, Scored
-from draftgate.policies.routing.scorers import cached_tokens
-from draftgate.policies.routing.selection import Offers, ranked, spread
-from draftgate.policies.routing.types import Candidate, Candidates, Draw, Route, RouteView
+from draftgate.policies.routing.scoring import MOST_OFFERS, WeightedScores
+from draftgate.policies.routing.selection import Ranking, rank, spread
+from draftgate.policies.routing.types import (
+    Candidate,
+    Candidates,
+    Draw,
+    Route,
+    RouteView,
+    ScoredWorker,
+)
 
-WITHIN: Final = 0.05
-"""A worker that costs at most so much more than the best one, has no more to do and as much of the
-prompt is its equal: speeds are measured, and idle workers that are alike never measure quite the
-same."""
-
-_There: TypeAlias = Mapping[str, tuple[Candidate, Prediction]]
-"""The candidates by id, with what is predicted there."""
+TIE_MARGIN: Final = 0.05
+"""A worker is equal to the best one if it costs at most this share more, is no busier and has as
+much of the prompt cached. Identical idle workers never measure quite the same speed."""
 
 
 class LeastCost:
     """The least cost in seconds wins (`prediction`).
 
-    Where a request runs and how far drafts pay there is one decision, for the worker's price is in
-    both. Where no speed is known, cached prompts and tokens decide, as by `prefix_affinity`.
+    The cost contains the worker's price, so the choice of a worker and how far drafts pay there are
+    one decision. Until a speed is known, cached prompts and tokens decide, as in `prefix_affinity`.
     """
 
     reads_prompts = True
 
     def __init__(self, name: str = "least_cost", *, drafts: bool = True) -> None:
-        """Remember nothing yet.
+        """Create a policy that has placed nothing.
 
         Args:
             drafts: whether the gain of drafting at a worker's price counts; not for `:undrafted`.
         """
         self.name = name
         self._drafts = drafts
-        self._placements = Placements()
-        self._blind = Scored(name, {"prefix": 2.0, "load": 1.0}, placements=self._placements)
+        self._history = PlacementHistory()
+        self._fallback = WeightedScores(name, {"prefix": 2.0, "load": 1.0}, history=self._history)
 
     def route(self, request: RouteView, candidates: Candidates, draw: Draw) -> Route:
-        """Take the least cost, or one that rivals leave."""
-        workers, memory = candidates.workers, self._placements
-        cached = [cached_tokens(request, worker, memory.index) for worker in workers]
+        workers, history = candidates.workers, self._history
+        cached = [history.cached_tokens(request, worker) for worker in workers]
         gateways = candidates.rivals + 1
-        found = predict(request, workers, cached, gateways=gateways, drafts=self._drafts)
-        if found is None:
-            route = self._blind.route(request, candidates, draw)
+        predictions = predict(request, workers, cached, gateways=gateways, drafts=self._drafts)
+        if predictions is None:
+            route = self._fallback.route(request, candidates, draw)
             return replace(route, reason=f"no speed is known yet; {route.reason}")
-        there = {one.worker_id: (one, told) for one, told in zip(workers, found, strict=True)}
-        offers: Offers = ranked(candidates, [told.score for told in found], memory.last)
+        ids = [worker.worker_id for worker in workers]
+        by_id = dict(zip(ids, zip(workers, predictions, strict=True), strict=True))
+        offers: Ranking = rank(candidates, [p.score for p in predictions], history.last_worker)
         if candidates.rivals:
-            offers, how = spread(request, candidates, offers, draw), "drawn"
+            how, offers = "drawn", spread(request, candidates, offers, draw)
         else:
-            offers, how = _in_turn(offers, there, memory.last), "best"
-        _, predicted = there[offers[0].worker_id]
+            how, chosen = "best", _next_of_equals(offers, by_id, history.last_worker)
+            offers = [chosen, *(offer for offer in offers if offer is not chosen)]
+        _, best = by_id[offers[0].worker_id]
+        reason = (
+            f"{how} of {len(workers)}: TTFT {best.ttft_s:.3f} s, TPOT {best.tpot_s * 1e3:.1f} ms"
+        )
+        if best.cached_tokens:
+            reason += f", {best.cached_tokens} of {request.request.prompt_tokens} tokens cached"
         return Route(
             self.name,
             tuple(offers[:MOST_OFFERS]),
-            _reason(request, predicted, f"{how} of {len(workers)}"),
-            predicted.ttft_s,
-            predicted.tpot_s,
-            predicted.cached_tokens,
-            predicted.draft_tokens if self._drafts else None,
+            reason,
+            best.ttft_s,
+            best.tpot_s,
+            best.cached_tokens,
+            best.draft_tokens if self._drafts else None,
         )
 
     def placed(self, request: RouteView, worker: Candidate) -> None:
-        """Remember whose turn it was, and who has seen the prompt."""
-        self._placements.note(request, worker)
+        self._fallback.placed(request, worker)
 
 
-def _in_turn(offers: Offers, there: _There, last: str) -> Offers:
-    """Return the offers with the next in turn of the best one's equals first."""
-    most = offers[0].level + WITHIN * abs(offers[0].level)
-    best, predicted = there[offers[0].worker_id]
-    equals = [offers[0]]
-    for offer in offers[1:]:
-        one, told = there[offer.worker_id]
+def _next_of_equals(
+    offers: Ranking, by_id: dict[str, tuple[Candidate, Prediction]], last_worker: str
+) -> ScoredWorker:
+    """Return whose turn it is among the best worker and its equals."""
+    most = offers[0].level + TIE_MARGIN * abs(offers[0].level)
+    best, best_prediction = by_id[offers[0].worker_id]
+    equals = []
+    for offer in offers:
+        worker, prediction = by_id[offer.worker_id]
         if offer.level > most:
             break
-        if told.cached_tokens >= predicted.cached_tokens and _no_busier(one, best):
+        if prediction.cached_tokens >= best_prediction.cached_tokens and _no_busier(worker, best):
             equals.append(offer)
-    chosen = min(equals, key=lambda offer: (offer.worker_id <= last, offer.worker_id))
-    return [chosen, *(offer for offer in offers if offer is not chosen)]
+    return min(equals, key=lambda offer: (offer.worker_id <= last_worker, offer.worker_id))
 
 
 def _no_busier(one: Candidate, other: Candidate) -> bool:
-    """Return whether a worker has no more to do than another, whatever one looks at."""
+    """Return whether a worker has no more to do than another by any count."""
     return (
         one.tokens + one.leased_tokens <= other.tokens + other.leased_tokens
         and one.sequences <= other.sequences
         and one.prompt_tokens <= other.prompt_tokens
     )
-
-
-def _reason(request: RouteView, predicted: Prediction, how: str) -> str:
-    """Return in words what is predicted where it goes."""
-    words = f"{how}: TTFT {predicted.ttft_s:.3f} s, TPOT {predicted.tpot_s * 1e3:.1f} ms"
-    if predicted.cached_tokens:
-        words += f", {predicted.cached_tokens} of {request.request.prompt_tokens} tokens cached"
-    return words

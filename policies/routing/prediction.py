@@ -1,29 +1,30 @@
-"""What a request would find on each worker, and what it would take from those that are there.
+"""Predicted latency of a request on each worker, and what it costs the requests there.
 
-    TTFT   = (prompt tokens ahead + own ones that are not cached) x step_token_s + a step
-             + wait for a seat
+    TTFT   = (prompt tokens ahead + own uncached ones) x step_token_s + a step
+             + wait for a free sequence
     TPOT   = step / tokens,    step = step_s + others in the batch x step_sequence_s
-    tokens = 1 + sum over slots of what each survives with, less the worker's price
-    others = those in the batch x (own tokens to compute x step_token_s
+    tokens = 1 + sum over slots of (survival - price)
+    others = others in the batch x (own tokens to compute x step_token_s
              + output / tokens x step_sequence_s)
     cost   = TTFT + output x TPOT + others
 
-Speeds are those of the worker's step costs (`WorkerSpeed`), not the means of what it did last: an
-idle worker would be taken for as slow as it was when it was busy, and get no chance to say
-otherwise. For the same reason workers of one numerics class, which are alike, have the means of
-their class, and all have the same acceptance. `tokens` is what drafts bring for what they cost all
-others there. `others` is what everybody there loses by the request, all together (a congestion
-charge; Pigou 1920): without it everybody goes to the fastest worker until that is no better than
-the slowest.
+`tokens` are those of a step, less what its drafts cost the other requests. `others` is the time
+that all other requests lose together (a congestion charge; Pigou 1920). Without it every request
+would go to the fastest worker until that is no better than the slowest.
 
-What is ahead by an old load has been worked on since, and so has what was leased meanwhile, as far
-as there was so much. Leases come on top of a score one by one, so the time in which they are worked
-on is taken off before they are known: all that has passed where workers have on average as much to
-do, so that one whose load was empty is below nothing. Against taking off no more than was ahead,
-requests find less work before them where workers have pauses, and no more where they have none: by
-heartbeats (ages of 0 to 1 s) a mean of 11 ms in place of 32 at a load of 0.1, 71 for 147 at 0.3 and
-707 for 756 at 0.7 with leases, of 2.9 for 3.5, 41 for 75 and 755 for 747 without (the model of
-`draftgate bench herd --utilisation`, a seed of ten bursts, 2026-11-22).
+Speeds come from the step costs of each worker (`WorkerSpeed`), not from its last steps. Otherwise
+an idle worker would seem as slow as it was when busy, and get no chance to show otherwise. For the
+same reason, workers of one numerics class use the mean speed of the class, and all workers the mean
+acceptance.
+
+By the time of the decision a worker has processed part of the prompts in an old load, and part of
+the leases since. Leases are added to a score later, one by one, so the time for processing them is
+subtracted in advance: all of the time since the report, if workers have that much to do on average.
+A worker with an empty load can therefore score below zero. Compared with subtracting at most what
+was ahead in the load, requests find less work before them if workers have pauses, and no more if
+they have none. With reports 0 to 1 s old and leases, the mean is 11 instead of 32 ms at a load of
+0.1, 71 instead of 147 at 0.3 and 707 instead of 756 at 0.7; without leases 2.9 instead of 3.5, 41
+instead of 75 and 755 instead of 747 (`draftgate bench herd --utilisation`, ten bursts, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -38,16 +39,22 @@ from draftgate.policies.routing.selection import Score
 from draftgate.policies.routing.types import Candidate, RouteView
 from draftgate.policies.speculation.draft_forecast import forecast
 from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer
-from draftgate.policies.types import ANY_PROPOSER, SpeculationMode, WorkerLoad, WorkerSpeed
+from draftgate.policies.types import (
+    ANY_PROPOSER,
+    RequestView,
+    SpeculationMode,
+    WorkerLoad,
+    WorkerSpeed,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted of a request on a worker, leases behind its load left out.
+    """The predicted course of a request on a worker, without leases that its load does not include.
 
     Attributes:
-        score: the cost in seconds, and what each token leased there adds to it.
-        draft_tokens: slots of a step that would pay.
+        score: the cost in seconds, and what each leased token adds to it.
+        draft_tokens: slots per step that would pay.
     """
 
     score: Score
@@ -65,55 +72,58 @@ def predict(
     gateways: int = 1,
     drafts: bool = True,
 ) -> list[Prediction] | None:
-    """Return what is predicted on each worker; None where no one's speed is known.
+    """Return a prediction for each worker; None if no speed is known.
 
     Args:
-        cached_tokens: of the prompt, by worker.
-        gateways: that are taken to have leased as much as is known here, this one included.
-        drafts: whether what drafting brings and costs counts.
+        cached_tokens: prompt tokens in each worker's cache.
+        gateways: number of gateways that have leased as much as this one, itself included.
+        drafts: whether the gain and the cost of drafts count.
     """
     speeds = _speeds(workers)
     if speeds is None:
         return None
-    chances = _Chances(request, fmean(worker.load.acceptance for worker in workers))
-    found = []
-    ahead_s = _ahead_s(request, workers, speeds, gateways)
-    for there in zip(workers, speeds, ahead_s, cached_tokens, strict=True):
-        slots, tokens = chances.drafted(there[0].load) if drafts else (0, 1.0)
-        found.append(_on(request, *there, slots, tokens))
-    return found
-
-
-def _ahead_s(
-    request: RouteView, workers: Sequence[Candidate], speeds: Sequence[WorkerSpeed], gateways: int
-) -> list[float]:
-    """Return the seconds of prompts ahead by each load, less what was worked on since then.
-
-    Below 0 by what will have been worked on of the leases behind it, which come on top. They are
-    taken to be of requests like this one.
-    """
-    prompt_share = request.request.prompt_tokens / max(request.most_tokens, 1)
-    told_s, leased_s = [], 0.0
-    for worker, speed in zip(workers, speeds, strict=True):
-        told_s.append(worker.prompt_tokens * speed.step_token_s)
-        leased_s += worker.leased_tokens * prompt_share * speed.step_token_s
-    busy_s = (sum(told_s) + gateways * leased_s) / len(workers)
+    acceptance = fmean(worker.load.acceptance for worker in workers)
+    by_proposers = {worker.load.proposers: worker.load for worker in workers}
+    chances = {
+        proposers: _acceptance_chance(request.request, load, acceptance) if drafts else 0.0
+        for proposers, load in by_proposers.items()
+    }
+    ahead_s = _prompts_ahead_s(request, workers, speeds, gateways)
     return [
-        ahead_s - min(worker.age_s, max(ahead_s, busy_s))
-        for worker, ahead_s in zip(workers, told_s, strict=True)
+        _predict_on(request, *each, chances[each[0].load.proposers])
+        for each in zip(workers, speeds, ahead_s, cached_tokens, strict=True)
     ]
 
 
-def _on(
+def _prompts_ahead_s(
+    request: RouteView, workers: Sequence[Candidate], speeds: Sequence[WorkerSpeed], gateways: int
+) -> list[float]:
+    """Return the seconds of prompts ahead on each worker, less the time that has passed.
+
+    Below 0 by what will have been processed of the leases, which are added later. Leases are taken
+    to be of requests like this one.
+    """
+    prompt_share = request.request.prompt_tokens / max(request.most_tokens, 1)
+    reported_s, leased_s = [], 0.0
+    for worker, speed in zip(workers, speeds, strict=True):
+        reported_s.append(worker.prompt_tokens * speed.step_token_s)
+        leased_s += worker.leased_tokens * prompt_share * speed.step_token_s
+    busy_s = (sum(reported_s) + gateways * leased_s) / len(workers)
+    return [
+        ahead_s - min(worker.age_s, max(ahead_s, busy_s))
+        for worker, ahead_s in zip(workers, reported_s, strict=True)
+    ]
+
+
+def _predict_on(
     request: RouteView,
     worker: Candidate,
     speed: WorkerSpeed,
     ahead_s: float,
     cached: int,
-    slots: int,
-    tokens: float,
+    chance: float,
 ) -> Prediction:
-    """Return what is predicted on a worker where each step brings so many tokens."""
+    slots, tokens = _drafted(request.request, worker.load.price, chance)
     limit, mine, there = worker.load.max_sequences, request.sequences, worker.sequences
     batch = min(there + mine, limit or there + mine)
     step_s = speed.step_s + (batch - 1) * speed.step_sequence_s
@@ -129,62 +139,48 @@ def _on(
     return Prediction(score, ttft_s, step_s / tokens, cached, slots)
 
 
-class _Chances:
-    """How a request's drafts would fare, by what a worker can draft with."""
+def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, float]:
+    """Return the slots that pay, and the tokens of a step less what the slots cost others."""
+    slots, tokens, survival = 0, 1.0, chance
+    most = capped(MAX_DRAFT_TOKENS, request)
+    while slots < most and survival > price:
+        slots += 1
+        tokens += survival - price
+        survival *= chance
+    return slots, tokens
 
-    def __init__(self, request: RouteView, usual: float) -> None:
-        """Look at a request; `usual` is the acceptance of those of which nothing is known."""
-        self._request = request.request
-        self._usual = usual
-        self._most = capped(MAX_DRAFT_TOKENS, self._request)
-        self._by_proposers: dict[tuple[str, ...], float] = {}
 
-    def drafted(self, load: WorkerLoad) -> tuple[int, float]:
-        """Return the slots that pay, and the tokens of a step less what the slots cost others."""
-        if load.proposers not in self._by_proposers:
-            self._by_proposers[load.proposers] = self._chance(load)
-        chance = survival = self._by_proposers[load.proposers]
-        slots, tokens = 0, 1.0
-        while slots < self._most and survival > load.price:
-            slots += 1
-            tokens += survival - load.price
-            survival *= chance
-        return slots, tokens
-
-    def _chance(self, load: WorkerLoad) -> float:
-        """Return the chance of a drafted token, all before it being right; 0 without drafts."""
-        proposer, _ = choose_proposer(self._request, load)
-        if proposer is None:
-            return 0.0
-        if self._request.mode is SpeculationMode.AUTO and len(load.proposers) > 1:
-            proposer = ANY_PROPOSER
-        return forecast(
-            self._request, structs.replace(load, acceptance=self._usual), proposer
-        ).acceptance
+def _acceptance_chance(request: RequestView, load: WorkerLoad, acceptance: float) -> float:
+    """Return the chance that a drafted token is accepted if all before it are; 0 without drafts."""
+    proposer, _ = choose_proposer(request, load)
+    if proposer is None:
+        return 0.0
+    if request.mode is SpeculationMode.AUTO and len(load.proposers) > 1:
+        proposer = ANY_PROPOSER
+    return forecast(request, structs.replace(load, acceptance=acceptance), proposer).acceptance
 
 
 def _speeds(workers: Sequence[Candidate]) -> list[WorkerSpeed] | None:
-    """Return the speed of each worker, the mean of all where it is not known; None if none is."""
-    known: dict[str, list[WorkerSpeed]] = {}
+    """Return the speed of each worker, the mean of all if it is unknown; None if none is known."""
+    by_kind: dict[str, list[WorkerSpeed]] = {}
     for worker in workers:
         if worker.load.speed.step_s > 0.0:
-            known.setdefault(_kind(worker), []).append(worker.load.speed)
-    if not known:
+            by_kind.setdefault(_kind(worker), []).append(worker.load.speed)
+    if not by_kind:
         return None
-    means = {kind: _mean(speeds) for kind, speeds in known.items()}
-    unknown = _mean([speed for speeds in known.values() for speed in speeds])
+    means = {kind: _mean(speeds) for kind, speeds in by_kind.items()}
+    overall = _mean([speed for speeds in by_kind.values() for speed in speeds])
     found = []
     for worker in workers:
-        mean, own = means.get(_kind(worker), unknown), worker.load.speed
-        # What one more costs depends on the contexts of those that are there.
-        found.append(
-            replace(mean, step_sequence_s=own.step_sequence_s) if own.step_s > 0.0 else mean
-        )
+        mean, own = means.get(_kind(worker), overall), worker.load.speed
+        if own.step_s > 0.0:  # the cost of one more sequence depends on the contexts there
+            mean = replace(mean, step_sequence_s=own.step_sequence_s)
+        found.append(mean)
     return found
 
 
 def _kind(worker: Candidate) -> str:
-    """Return what workers that are alike have in common; only its id where nothing is promised."""
+    """Return what equal workers have in common; its id for a worker without a numerics class."""
     return worker.numerics_class or f"only {worker.worker_id}"
 
 

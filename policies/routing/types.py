@@ -14,16 +14,16 @@ Draw = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class RouteView:
-    """A request that is to be placed.
+    """A request that needs a worker.
 
     Attributes:
-        request: what is known of it: lengths, service level, how drafts of its tenant fared.
-        most_tokens: of prompt and output of all its sequences: what is leased for it.
-        output_tokens: expected of each sequence.
+        request: its lengths, service level and the record of its tenant's drafts.
+        most_tokens: prompt and output tokens of all its sequences, which a lease reserves.
+        output_tokens: expected output tokens of each sequence.
         sequences: its choices.
-        tenant: whose it is.
-        block_hashes: of its prompt's full KV blocks, each standing for all before it, the tenant
-            included, so no two tenants have one in common; empty where nobody computed them.
+        tenant: its tenant.
+        block_hashes: hashes of the prompt's full KV blocks. Each covers all blocks before it and
+            the tenant, so no two tenants share one. Empty if they were not computed.
         block_tokens: tokens of such a block.
     """
 
@@ -38,16 +38,15 @@ class RouteView:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that has room for the request.
+    """A worker with capacity for the request.
 
     Attributes:
-        usage: its load, and what this gateway has sent there that has not ended.
-        sent_tokens: of prompt and output that these take at most.
-        leased_tokens: of prompt and output, as far as is known here, of requests that the load does
-            not include yet.
-        age_s: how old the load is; 0 of a worker in this process.
-        numerics_class: in which its texts are what others' are; None where nothing is promised.
-        own: whether it is this process's.
+        usage: its load, and the unfinished requests that this gateway sent there.
+        sent_tokens: most prompt and output tokens of these requests.
+        leased_tokens: prompt and output tokens of known requests that the load does not include.
+        age_s: age of the load; 0 for a worker in this process.
+        numerics_class: workers of one class generate identical texts; None without that promise.
+        own: whether the worker belongs to this process.
     """
 
     worker_id: str
@@ -60,24 +59,24 @@ class Candidate:
 
     @property
     def load(self) -> WorkerLoad:
-        """What it says of itself."""
+        """The load that the worker reports."""
         return self.usage.load
 
     @property
     def sequences(self) -> int:
-        """Sequences there: those this gateway sent that need a seat, or those that it tells of."""
+        """Sequences on the worker: those that this gateway sent, or more if it reports more."""
         return max(active_sequences(self.usage), self.load.running + self.load.waiting)
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens ahead of a newcomer, by the larger count likewise."""
+        """Prompt tokens ahead of a new request, by the larger count likewise."""
         return max(self.load.prompt_tokens, self.usage.unstarted_prompt_tokens)
 
     @property
     def tokens(self) -> int:
-        """Tokens on it, leases left out: those this gateway sent, or what its memory holds.
+        """Tokens on the worker without leases: those sent there, or those in its memory.
 
-        The larger: the one counts what is still to come, the other what others have sent.
+        The larger of the two: the first includes tokens still to come, the second other gateways'.
         """
         load = self.load
         return max(
@@ -87,12 +86,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Where a request may go.
+    """The workers that a request may go to.
 
     Attributes:
         workers: at least one, each once.
-        rivals: other gateways that place requests on the same workers, unseen until the next report
-            of those. 0 where there are none, or where an atomic reservation settles who goes where.
+        rivals: other gateways that place requests on the same workers, unseen until the next
+            report. 0 without any, or if an atomic reservation settles who goes where.
     """
 
     workers: tuple[Candidate, ...]
@@ -101,11 +100,11 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class ScoredWorker:
-    """What it would cost to place the request on a worker; the least score wins.
+    """The cost of placing the request on a worker, in the policy's unit; the least wins.
 
     Attributes:
-        score: by what is known of the worker but for leases behind its load, in the policy's unit.
-        score_per_token: by how much it rises with each token leased there, 0 or more.
+        score: the cost, without leases that the load does not include.
+        score_per_token: by how much it rises with each leased token, 0 or more.
         leased_tokens, age_s: the candidate's, for the record.
     """
 
@@ -117,7 +116,7 @@ class ScoredWorker:
 
     @property
     def level(self) -> float:
-        """The score with the leases that are known here."""
+        """The score with the known leases."""
         return self.score + self.score_per_token * self.leased_tokens
 
 
@@ -127,12 +126,12 @@ class Route:
 
     Attributes:
         policy: the name of the policy that decided.
-        offers: the worker that was chosen, then those that might be taken instead, best first: a
-            state store that knows all leases takes the one of least score with these.
+        offers: the chosen worker, then alternatives, best first. A state store that knows all
+            leases takes the one with the least score including them.
         reason: the decision in words.
-        ttft_s, tpot_s: predicted on the chosen worker; None where nothing was predicted.
-        cached_tokens: of the prompt, as far as known to be in the chosen worker's cache.
-        draft_tokens: slots of each step that would pay there; None where the price was not asked.
+        ttft_s, tpot_s: predicted on the chosen worker; None without a prediction.
+        cached_tokens: prompt tokens that are probably in the chosen worker's cache.
+        draft_tokens: slots per step that would pay there; None if prices were not looked at.
     """
 
     policy: str

@@ -39,7 +39,7 @@ from draftgate.backends.types import (
 )
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import (
     RequestView,
     SpeculationMode,

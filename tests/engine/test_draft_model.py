@@ -26,7 +26,7 @@ from draftgate.backends.types import ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import Model, Setup, request, run
 from tests.engine.proposing import every_proposer, shipped_draft

@@ -22,7 +22,7 @@ from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import FinishReason, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
 from tests.engine.harness import Engine, Model, Setup, request, to_embed
 from tests.engine.test_families import random_model

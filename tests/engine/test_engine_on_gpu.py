@@ -28,7 +28,7 @@ from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import FinishReason
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.speculation import Fixed, Off
+from draftgate.policies.speculation.baselines import Fixed, Off
 from tests.engine.harness import (
     MAX_MODEL_LEN,
     HostileProposer,

@@ -31,7 +31,7 @@ from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.policies.costs.step_cost_fit import StepCostFit
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import Model, RandomSlots, Setup, request, run
 from tests.engine.oracles import adjusted
 from tests.kernels.laws import ALPHA, filtered_law, p_value

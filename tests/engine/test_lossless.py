@@ -10,7 +10,7 @@ import pytest
 from bench.harness.prompts import held_out_prompts
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import (
     Model,

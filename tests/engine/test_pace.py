@@ -10,7 +10,7 @@ from draftgate.backends.core.pipeline import Pipeline
 from draftgate.backends.types import Delta, Pace
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, note, request
 from tests.engine.tiny import VOCAB, TinyEngine, cpu_engine, tiny_config, tiny_weights, tokens_of
 

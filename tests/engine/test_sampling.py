@@ -16,7 +16,7 @@ from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from tests.engine import oracles
 from tests.engine.harness import (
     Model,

@@ -30,7 +30,7 @@ from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import (
     COST,
     Engine,

@@ -14,7 +14,7 @@ from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.proposers.ngram import NgramProposer
 from draftgate.backends.types import FinishReason, GenerationRequest, ResumedChoice
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request
 from tests.engine.proposing import every_proposer, mixed

@@ -17,7 +17,7 @@ from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import Off
+from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import Engine, Model, RandomSlots, Setup, request, run
 from tests.engine.proposing import every_proposer_and_a_hostile_one, mixed
 

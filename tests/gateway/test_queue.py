@@ -21,11 +21,10 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.fair import STARVATION_S
-from draftgate.policies.ordering.ticket import Ticket
 from draftgate.policies.quotas import Ledger
 from draftgate.policies.registry import ordering_policy, routing_policy
-from draftgate.policies.routing import RouteView
-from draftgate.policies.types import RequestView, WorkerLoad
+from draftgate.policies.routing.types import RouteView
+from draftgate.policies.types import RequestView, Ticket, WorkerLoad
 
 
 class Backend:

@@ -20,7 +20,7 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.gateway.telemetry.otel import OtelTracing
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.registry import routing_policy
-from draftgate.policies.routing import RouteView
+from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView
 from tests.gateway.harness import ScriptedBackend, client, placed, running
 from tests.gateway.test_cli import draftgate

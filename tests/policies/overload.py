@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from bench.simulation.hindsight import Stay, starts_s
-from draftgate.policies.admission import AdmissionView, Admitted, PoolView, QueueView
-from draftgate.policies.ordering import Ticket
+from draftgate.policies.admission.types import AdmissionView, Admitted, PoolView, QueueView
 from draftgate.policies.registry import admission_policy, ordering_policy
-from draftgate.policies.types import ServiceLevel, WorkerSpeed
+from draftgate.policies.types import ServiceLevel, Ticket, WorkerSpeed
 
 TPOT_S = 0.02
 PROMPT_TOKEN_S = 1e-4

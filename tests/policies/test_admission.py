@@ -9,20 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from draftgate.policies.admission import (
+from draftgate.policies.admission.appointments import Appointments, Booking
+from draftgate.policies.admission.class_drain import Classes
+from draftgate.policies.admission.output_history import OutputHistory
+from draftgate.policies.admission.refusals import TENANT_ALPHA
+from draftgate.policies.admission.types import (
     AdmissionView,
     Admitted,
     PoolView,
     QueueView,
     RefusalKind,
     Refused,
-    pool_of,
 )
-from draftgate.policies.admission.appointments import Appointments, Booking
-from draftgate.policies.admission.class_drain import Classes
-from draftgate.policies.admission.output_history import OutputHistory
-from draftgate.policies.admission.refusals import TENANT_ALPHA
-from draftgate.policies.admission.wait_forecast import WaitError, forecast
+from draftgate.policies.admission.wait_forecast import WaitError, forecast, pool_of
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.registry import admission_policy
 from draftgate.policies.testing import check_admission

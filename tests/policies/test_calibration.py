@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.policies.calibration import brier_score, calibration_error, reliability
+from tests.policies.calibration import brier_score, calibration_error, reliability
 
 
 def test_brier_score_is_the_mean_squared_difference() -> None:

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftgate.policies.ordering import Fair, Ticket
+from draftgate.policies.ordering.fair import Fair
 from draftgate.policies.ordering.fair_class import LAG_S
 from draftgate.policies.ordering.prefix_sum_queue import PIECE, PrefixSumQueue
 from draftgate.policies.protocols import OrderingPolicy
 from draftgate.policies.registry import ordering_policy
 from draftgate.policies.testing import check_ordering
+from draftgate.policies.types import Ticket
 
 PATIENT = 1e9  # nobody is overdue
 
@@ -60,11 +61,11 @@ def test_a_line_is_sorted_and_adds_up(moves) -> None:
     """After any entering and leaving a line knows its first, and the work before each place."""
     line, there = PrefixSumQueue(), {}
     for key, (at_s, leaves) in enumerate(moves):
-        line.add((at_s, key), at_s)
+        line.insert((at_s, key), at_s)
         there[(at_s, key)] = at_s
         if leaves:
             victim = sorted(there)[len(there) // 2]
-            line.discard(victim)
+            line.remove(victim)
             del there[victim]
     assert len(line) == len(there)
     assert line.work_s == pytest.approx(sum(there.values()))
@@ -72,7 +73,7 @@ def test_a_line_is_sorted_and_adds_up(moves) -> None:
         assert line.first() == min(there)
     for place in (*list(there)[:5], (5.0, -1), (11.0, 0)):
         before = sum(work_s for other, work_s in there.items() if other < place)
-        assert line.before(place) == pytest.approx(before)
+        assert line.work_before(place) == pytest.approx(before)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -81,12 +82,12 @@ def test_a_long_line_is_as_a_short_one(seed) -> None:
     rng, line = random.Random(seed), PrefixSumQueue()
     places = [(rng.random(), key) for key in range(10 * PIECE)]
     for place in places:
-        line.add(place, place[0])
+        line.insert(place, place[0])
     for place in places[::3]:
-        line.discard(place)
+        line.remove(place)
     rest = sorted(set(places) - set(places[::3]))
     for index in range(0, len(rest), 97):
-        assert line.before(rest[index]) == pytest.approx(sum(at for at, _ in rest[:index]))
+        assert line.work_before(rest[index]) == pytest.approx(sum(at for at, _ in rest[:index]))
     assert line.first() == rest[0]
 
 

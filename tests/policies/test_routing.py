@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from draftgate.policies.capacity import WorkerUsage
 from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.registry import routing_policy
-from draftgate.policies.routing import Candidate, Candidates, Route, RouteView
+from draftgate.policies.routing.placement_history import STRIDE, PlacementHistory
 from draftgate.policies.routing.prediction import predict
-from draftgate.policies.routing.prefix_index import STRIDE, PrefixIndex
-from draftgate.policies.routing.scorers import OVERLOAD, SCORERS
-from draftgate.policies.routing.selection import filled, settled
+from draftgate.policies.routing.scoring import OVERLOAD, SCORERS
+from draftgate.policies.routing.selection import fill_levels
+from draftgate.policies.routing.types import Candidate, Candidates, Route, RouteView, ScoredWorker
 from draftgate.policies.testing import check_routing
 from draftgate.policies.types import (
     DraftCounts,
@@ -243,9 +243,9 @@ CHAINS = st.lists(
 def test_the_index_is_bounded_and_never_says_more_than_was_seen(notes, room) -> None:
     """However much is noted, no worker has more entries than its cache has room for, and a prompt
     is known only as far as some prompt of its tenant went to that worker."""
-    index, longest = PrefixIndex(), Counter[tuple[str, str]]()
+    index, longest = PlacementHistory(), Counter[tuple[str, str]]()
     for tenant, name, blocks in notes:
-        index.note(name, chain(tenant, blocks), room * STRIDE)
+        index.record(name, chain(tenant, blocks), room * STRIDE)
         longest[tenant, name] = max(longest[tenant, name], blocks)
         assert len(index) <= 3 * room
         known = index.cached_blocks(name, chain(tenant, blocks))
@@ -259,10 +259,10 @@ def test_the_index_is_bounded_and_never_says_more_than_was_seen(notes, room) -> 
 
 def test_the_index_forgets_workers_that_are_gone() -> None:
     """Workers that come and go for ever do not fill it."""
-    index = PrefixIndex(most_workers=3)
+    index = PlacementHistory(most_workers=3)
     for number in range(10):
-        index.note(f"w-{number}", chain("a", 80), 0)
-        index.note("stays", chain("b", 80), 0)
+        index.record(f"w-{number}", chain("a", 80), 0)
+        index.record("stays", chain("b", 80), 0)
     assert index.cached_blocks("stays", chain("b", 80)) == 80
     assert index.cached_blocks("w-9", chain("a", 80)) == 80
     assert index.cached_blocks("w-1", chain("a", 80)) == 0
@@ -394,7 +394,7 @@ def test_water_finds_its_level(there, tokens) -> None:
     above it already."""
     there.sort()
     levels, rises = [level for level, _ in there], [rise for _, rise in there]
-    fills = filled(levels, rises, tokens)
+    fills = fill_levels(levels, rises, tokens)
     assert sum(fills) == pytest.approx(tokens)
     surfaces = [
         level + rise * fill for level, rise, fill in zip(levels, rises, fills, strict=True) if fill
@@ -493,15 +493,23 @@ def test_time_takes_off_no_more_than_has_passed(there) -> None:
         assert aged.ttft_s > 0.0
 
 
+def _least_with(route: Route, leased: dict[str, int]) -> ScoredWorker:
+    """What a state store takes that knows all leases."""
+    return min(
+        route.offers,
+        key=lambda offer: offer.score + offer.score_per_token * leased[offer.worker_id],
+    )
+
+
 def test_a_reservation_takes_the_least_with_the_leases_it_knows() -> None:
     """Offers that were best by an old report give way to others as leases pile up behind it."""
     route = asked(routing_policy("least_cost"), carrying(0, 0, 0, 0))
     leased = dict.fromkeys((offer.worker_id for offer in route.offers), 0)
     for _ in range(40):
-        chosen = settled(route.offers, leased)
+        chosen = _least_with(route, leased)
         leased[chosen.worker_id] += ASKED.most_tokens
     assert set(leased.values()) == {10 * ASKED.most_tokens}
-    assert settled(route.offers, {}).worker_id == route.worker_id
+    assert _least_with(route, dict.fromkeys(leased, 0)).worker_id == route.worker_id
 
 
 def test_of_many_workers_the_best_64_are_offered() -> None:
@@ -522,7 +530,7 @@ def test_scores_are_from_0_to_1(there) -> None:
         for n, (sent, age_s, price) in enumerate(there)
     ]
     for scorer in SCORERS.values():
-        for score in scorer(ASKED, workers, PrefixIndex()):
+        for score in scorer(ASKED, workers, PlacementHistory()):
             assert 0.0 <= score.value <= 1.0
             assert score.per_token >= 0.0
 

@@ -13,15 +13,10 @@ from msgspec import structs
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.speculation import (
-    MAX_DRAFT_TOKENS,
-    AdaptiveVerification,
-    Auto,
-    Fixed,
-    Off,
-    SmartSpec,
-)
+from draftgate.policies.speculation.auto import Auto
+from draftgate.policies.speculation.baselines import AdaptiveVerification, Fixed, Off, SmartSpec
 from draftgate.policies.speculation.draft_forecast import GOOD_DRAFT
+from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS
 from draftgate.policies.testing import check_speculation
 from draftgate.policies.types import (
     ANY_PROPOSER,
@@ -223,13 +218,13 @@ def test_a_table_of_batch_sizes_is_followed(tmp_path) -> None:
     ("content", "words"),
     [
         (None, "cannot read"),
-        ("[[1, 2", "is no JSON"),
+        ("[[1, 2", "is not JSON"),
         ("{}", "rows of three whole numbers"),
         ("[[1, 2]]", "rows of three whole numbers"),
         ("[[1, 2, true]]", "rows of three whole numbers"),
         ("[]", "is empty"),
-        ("[[4, 2, 1]]", "is no row"),
-        ("[[1, 2, 65]]", "is no row"),
+        ("[[4, 2, 1]]", "is not a row"),
+        ("[[1, 2, 65]]", "is not a row"),
     ],
 )
 def test_a_damaged_table_is_refused_by_name(tmp_path, content, words) -> None:

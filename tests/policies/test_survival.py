@@ -10,7 +10,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from draftgate.policies.calibration import brier_score, calibration_error, reliability
 from draftgate.policies.speculation.survival import (
     EVIDENCE_EDGES,
     EVIDENCE_ROWS,
@@ -23,6 +22,7 @@ from draftgate.policies.speculation.survival import (
     evidence_row,
     outcome_row,
 )
+from tests.policies.calibration import brier_score, calibration_error, reliability
 
 drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 
