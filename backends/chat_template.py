@@ -1,12 +1,11 @@
-"""Chat templates: the jinja2 programs that lay out a conversation as the model was trained on it.
+"""Chat templates: Jinja programs that format a conversation as in the model's training data.
 
-They render to the characters that `transformers` 5 renders (its `apply_chat_template` with a
-generation prompt), for a model knows no other layout.
+The prompts are exactly those of `transformers` 5 (`apply_chat_template` with a generation prompt).
 
-Templates come with checkpoints, so they are strangers' code. The sandbox keeps them from the
-process; the length of what they write, of a repetition and of a `range` is bounded. Their time and
-the memory of their variables are not: a nest of loops that writes nothing, or a variable that
-doubles, can only be stopped by not loading that checkpoint.
+Templates are untrusted code, since they come with checkpoints. A sandbox isolates them from the
+process, and the lengths of their output, of repetitions and of ranges are bounded. Their time and
+the memory of their variables are not: do not load a checkpoint whose template loops without output
+or doubles a variable again and again.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from draftgate.backends.errors import CheckpointError, RequestRejected
 
 MAX_PROMPT_CHARS: Final = 1 << 24
-"""The longest prompt a template may write: about four million tokens, beyond any context."""
+"""Longest prompt of a template: about four million tokens, more than any context holds."""
 
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
-"""The names by which checkpoints with several templates tell which is for what."""
+"""Names of templates in checkpoints that have several."""
 
 TEMPLATE_FILES: Final = ("chat_template.jinja", "additional_chat_templates/*.jinja")
-"""Where a checkpoint has templates, beside its `tokenizer_config.json`."""
+"""Files of a checkpoint that hold templates, besides its `tokenizer_config.json`."""
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint, and its sibling for tools where it has one.
+    """The chat template of a checkpoint, with a separate one for tools if it has that.
 
-    Immutable, so it may render in any thread.
+    It is immutable, so it may render in any thread.
 
     Attributes:
-        for_tools: text of the template that renders tools; None if there is none at all.
+        for_tools: text of the template that renders tools; None without any template.
     """
 
     def __init__(
@@ -53,12 +52,12 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Compile it.
+        """Compile the templates.
 
         Args:
-            sources: template text by name; templates of other names than the two are never used.
-            special_tokens: token text by role, e.g. `bos_token`, as variables of the template.
-            now: the clock, in local time; some templates write today's date.
+            sources: text by name; only `DEFAULT` and `TOOL_USE` are used.
+            special_tokens: text by role, such as `bos_token`; they are variables of the templates.
+            now: clock in local time, since some templates write today's date.
 
         Raises:
             CheckpointError: a template does not compile.
@@ -76,20 +75,20 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt of a conversation, up to where the model's answer begins.
+        """Return the prompt of a conversation, up to the start of the model's answer.
 
         Args:
-            messages: plain JSON values; a key whose value is None counts as absent.
-            tools: JSON schemas of the functions on offer; None where the request has none.
+            messages: JSON values; a key whose value is None counts as absent.
+            tools: JSON schemas of functions; None if the request has none.
 
         Raises:
-            RequestRejected: there is no template, or it refuses the messages.
+            RequestRejected: there is no template, or it raised an error.
         """
         template = self._templates.get(DEFAULT if tools is None else TOOL_USE)
         template = template or self._templates.get(DEFAULT)
         if template is None:
             raise RequestRejected("this model has no chat template", param="messages")
-        # What is absent must be None, not undefined: templates ask `tools is not none`.
+        # Templates test `tools is not none`, so absent values must be None and not undefined.
         pieces = template.generate(
             self._special_tokens,
             messages=[{k: v for k, v in m.items() if v is not None} for m in messages],
@@ -104,15 +103,15 @@ class ChatTemplate:
                 chars += len(piece)
                 if chars > MAX_PROMPT_CHARS:
                     raise SecurityError(f"it writes more than {MAX_PROMPT_CHARS} characters")
-        except Exception as error:  # whatever a stranger's code may raise
-            raise RequestRejected(f"the chat template refuses: {error}", "messages") from error
+        except Exception as error:  # untrusted code may raise anything
+            raise RequestRejected(f"error in the chat template: {error}", "messages") from error
         return "".join(prompt)
 
 
 def template_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of a checkpoint's chat templates by name; empty if it has none.
+    """Return the texts of a checkpoint's chat templates by name; empty if it has none.
 
-    `chat_template.jinja` and `additional_chat_templates/*.jinja` come before the settings.
+    `chat_template.jinja` and `additional_chat_templates/*.jinja` take precedence over the settings.
 
     Args:
         directory: the checkpoint.
@@ -148,19 +147,19 @@ def _text(path: Path) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of jinja2, which lets no operator make a value of arbitrary size."""
+    """The sandbox of jinja2 with bounds on the results of operators."""
 
     intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return `left operator right` if it has a size worth computing."""
+        """Return `left operator right`, unless the result would be huge."""
         if _size(operator, left, right) > MAX_PROMPT_CHARS:
             raise SecurityError(f"a result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the length of a repeated sequence, or the bits of a power; 0 for small things."""
+    """Return the length of a repeated sequence, or the bits of a power; 0 for other results."""
     if operator == "**":
         both = isinstance(left, int) and isinstance(right, int)
         return left.bit_length() * right if both else 0
@@ -170,19 +169,19 @@ def _size(operator: str, left: Any, right: Any) -> int:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what the assistant wrote, for trainers; to us a mere scope."""
+    """`{% generation %}`: marks the assistant's text for training; here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
     def parse(self, parser: Parser) -> Scope:
-        """Return the block's body in a scope of its own."""
+        """Return the body of the block in its own scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return Scope(body, lineno=line)
 
 
 def _environment(now: Callable[[], datetime]) -> _Sandbox:
-    """Return what `transformers` gives templates: trimmed blocks, loop controls, four names."""
+    """Return the environment of `transformers`: trimmed blocks, loop controls, four names."""
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -195,7 +194,7 @@ def _environment(now: Callable[[], datetime]) -> _Sandbox:
 def _compiled(environment: _Sandbox, name: str, source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
-    except Exception as error:  # jinja2 folds constants, so strangers' code runs here, too
+    except Exception as error:  # jinja2 folds constants, so untrusted code runs here, too
         raise CheckpointError(f"damaged chat template {name!r}: {error}") from error
 
 
@@ -206,7 +205,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON for a model to read; jinja2's own filter escapes it for HTML."""
+    """Return JSON for a model; jinja2's own filter escapes it for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -217,5 +216,5 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> None:
-    """What templates call to refuse messages."""
+    """Raise an error for messages that the template does not support."""
     raise jinja2.TemplateError(message)

@@ -1,8 +1,8 @@
-"""Where a checkpoint lies: a directory of this machine, or a model hub's cache of it.
+"""Locations of checkpoints: the shipped model, directories, and the cache of the Hugging Face hub.
 
-Hub names go through `huggingface_hub`, which reads its own environment: `HF_TOKEN` for models
-behind a login, `HF_HOME` for where the cache lies, `HF_HUB_OFFLINE`, `HF_ENDPOINT`. What is in the
-cache is found without a network.
+Hub names are resolved by `huggingface_hub`, which reads its own environment variables: `HF_TOKEN`
+for gated models, `HF_HOME` for the cache, `HF_HUB_OFFLINE` and `HF_ENDPOINT`. Cached models are
+found without a network.
 """
 
 from __future__ import annotations
@@ -13,30 +13,44 @@ from pathlib import Path
 from typing import Final
 
 from draftgate.backends.errors import CheckpointError
-from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
+
+SHIPPED_MODEL: Final = Path(__file__).parent / "engine" / "demo" / "target"
+"""Directory of the shipped target model, in Hugging Face layout."""
+
+SHIPPED_DRAFT: Final = SHIPPED_MODEL.parent / "draft"
+"""Directory of its draft model."""
+
+SHIPPED_DRAFT_WINDOW: Final = 256
+"""Tokens that each layer of the shipped draft model looks back; its loss rises beyond 1,024.
+
+Accepted share of drafts of 4 tokens after 4,000 tokens, with a window of 128 / 256 / 512 / 1,024 /
+none: greedy 56 / 59 / 60 / 26 / 13 %, at temperature 0.8 35 / 36 / 37 / 22 / 12 %. After 100 to 240
+tokens it is 77 and 49 % with any window (`bench/engine/proposers.py`, 2026-11-21)."""
+
+SHIPPED_MODEL_ID: Final = "draftgate-demo"
+"""The name by which clients request the shipped model."""
 
 _HUB_NAME: Final = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 
 _SETTINGS: Final = ("*.json", "*.jinja")
 _WEIGHTS: Final = "*.safetensors"
-_LEFT_ALONE: Final = ("[!1]*/*.json", "*/*.safetensors", "consolidated*.safetensors")
-"""Copies of the weights for other programs, and what else lies in folders, but for how an embedding
-model pools (`1_Pooling`)."""
+_IGNORED: Final = ("[!1]*/*.json", "*/*.safetensors", "consolidated*.safetensors")
+"""Weights in other layouts, and subfolders except the pooling of embedding models (`1_Pooling`)."""
 
 
 def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint, downloaded if need be. May block for long.
+    """Return the directory of a checkpoint, and download it if necessary, which may take long.
 
-    May be called in any thread. Progress bars show where stderr is a terminal.
+    May be called in any thread. Progress bars appear if stderr is a terminal.
 
     Args:
-        name: a directory, which comes first, or a hub's `organisation/model`, which may end in
+        name: a directory, or else `organisation/model` on the hub, optionally followed by
             `@revision` (branch, tag or commit); None is the shipped model.
-        weights: False if only tokenizer and configuration are wanted.
+        weights: False downloads only tokenizer and configuration.
 
     Raises:
-        CheckpointError: there is none of that name, or the hub does not give it; the message says
-            what to do.
+        CheckpointError: there is no such checkpoint, or the hub refuses it; the message says what
+            to do.
     """
     if name is None:
         return SHIPPED_MODEL
@@ -46,7 +60,7 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
     hub = _HUB_NAME.fullmatch(name)
     if hub is None:
         raise CheckpointError(
-            f"no checkpoint: {directory} is not a directory, nor a hub's organisation/model"
+            f"no checkpoint: {directory} is neither a directory nor organisation/model on the hub"
         )
     patterns = (*_SETTINGS, _WEIGHTS) if weights else _SETTINGS
     directory = _download(name, hub["repo"], hub["revision"], patterns)
@@ -56,7 +70,7 @@ def find_checkpoint(name: str | None, *, weights: bool = True) -> Path:
 
 
 def checkpoint_id(name: str | None) -> str:
-    """Return what clients call the checkpoint that `find_checkpoint` finds by this name."""
+    """Return the name by which clients request the checkpoint `find_checkpoint(name)`."""
     if name is None:
         return SHIPPED_MODEL_ID
     directory, hub = Path(name).expanduser(), _HUB_NAME.fullmatch(name)
@@ -64,8 +78,8 @@ def checkpoint_id(name: str | None) -> str:
 
 
 def _download(name: str, repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    """Return the hub's snapshot of a model, which has at least the files of these patterns."""
-    # Only here, for most checkpoints are directories, and this is half a second.
+    """Return a snapshot of a model on the hub with the files that match these patterns."""
+    # Imported here because it takes half a second, and most checkpoints are directories.
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -77,27 +91,27 @@ def _download(name: str, repo: str, revision: str | None, patterns: tuple[str, .
                 repo,
                 revision=revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=list(_LEFT_ALONE),
+                ignore_patterns=list(_IGNORED),
             )
         )
-    except Exception as error:  # the library passes on what its HTTP clients and disks raise
+    except Exception as error:  # any error of the library's HTTP client or of the disk
         raise CheckpointError(f"no checkpoint: {name}: {_advice(error)}") from error
 
 
 def _advice(error: Exception) -> str:
-    """Return what went wrong and what to do about it."""
+    """Return what went wrong and how to fix it."""
     from huggingface_hub import errors
 
-    # The first that fits: a gated repository is a kind of one not found.
+    # The first match counts: a gated repository is also a repository that was not found.
     advice: dict[type[Exception], str] = {
-        errors.GatedRepoError: "its owner gives it only to those who accepted the licence; "
-        "accept it on the model's page and set HF_TOKEN to a token of that account",
-        errors.RepositoryNotFoundError: "is not a directory here, and the hub knows no such model; "
-        "if it is private, set HF_TOKEN to a token that may read it",
+        errors.GatedRepoError: "its owner requires a licence; accept it on the model's page and "
+        "set HF_TOKEN to a token of that account",
+        errors.RepositoryNotFoundError: "it is neither a directory here nor a model on the hub; "
+        "if the model is private, set HF_TOKEN to a token that may read it",
         errors.RevisionNotFoundError: "the hub has the model, but not this revision",
-        errors.LocalEntryNotFoundError: "is not a directory here, is not (or not all) in the "
-        "hub's cache, and the hub is out of reach; unset HF_HUB_OFFLINE, look at the network, or "
-        "pass a directory",
+        errors.LocalEntryNotFoundError: "it is not a directory here, is not complete in the hub's "
+        "cache, and the hub cannot be reached; unset HF_HUB_OFFLINE, check the network, or pass a "
+        "directory",
     }
     for kind, text in advice.items():
         if isinstance(error, kind):

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template."""
+"""A checkpoint's tokenizer, with its chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from draftgate.backends.chat_template import TEMPLATE_FILES, ChatTemplate, template_sources
 from draftgate.backends.errors import CheckpointError
-from draftgate.backends.token_texts import TokenTexts
 
 FILES: Final = (
     "tokenizer.json",
@@ -20,22 +19,27 @@ FILES: Final = (
     "special_tokens_map.json",
     *TEMPLATE_FILES,
 )
-"""Of a checkpoint, what a tokenizer is made from; `*` stands for part of a name."""
+"""Files of a checkpoint that define its tokenizer; `*` stands for part of a name."""
 
 BRIEF_TOKENS: Final = 1024
-"""Decoding so many holds other threads up for 0.1 ms (one core, Zen 4, 2026-11-21)."""
+"""Decoding this many tokens blocks other threads for 0.1 ms (one core, Zen 4, 2026-11-21)."""
+
+_REPLACEMENT: Final = "\ufffd"
+
+_LOCAL_DECODERS: Final = frozenset({"ByteLevel", "ByteFallback", "Fuse"})
+"""Decoders of the `tokenizers` library that map the bytes of one token at a time. `ByteFallback`
+replaces a whole run of invalid bytes, which does not matter after complete characters."""
 
 
 class Tokenizer:
     """`tokenizer.json`, its settings and the chat template of a Hugging Face directory.
 
-    Immutable after loading, so every method may be called in any thread.
+    It is immutable after loading, so every method may be called in any thread.
 
     Attributes:
-        vocabulary: ids by token, added ones too.
-        vocab_size: one more than the largest token id; an id below it may name no token, where
-            the vocabulary has gaps.
-        texts: what tokens add to a text by themselves.
+        vocabulary: ids by token, including added tokens.
+        vocab_size: the largest token id plus one; ids below it may be unused.
+        texts: what each token adds to a text by itself.
     """
 
     def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
@@ -43,7 +47,7 @@ class Tokenizer:
 
         Args:
             directory: the checkpoint.
-            now: the clock, in local time, of chat templates that write today's date.
+            now: clock in local time, for chat templates that write today's date.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -57,7 +61,7 @@ class Tokenizer:
             raise CheckpointError(f"damaged tokenizer {path}: {error}") from error
         self.vocabulary: dict[str, int] = self._fast.get_vocab()
         self.vocab_size: int = max(self.vocabulary.values(), default=-1) + 1
-        # Its own state: that of the whole tokenizer holds the vocabulary, and takes long.
+        # The state of the decoder alone: that of the tokenizer includes the vocabulary and is slow.
         decoder = self._fast.decoder and json.loads(self._fast.decoder.__getstate__())
         self.texts = TokenTexts(self.decode, decoder, self.encode("a", add_special_tokens=False))
         settings = read_json(directory / "tokenizer_config.json", missing={})
@@ -75,10 +79,10 @@ class Tokenizer:
         return json.dumps({**settings, "truncation": None, "padding": None})
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that it was made from, by path: another process can make it of them.
+        """Return the files that define it, by path, so that another process can load it.
 
         Raises:
-            CheckpointError: they cannot be read any more.
+            CheckpointError: they can no longer be read.
         """
         paths = sorted(path for pattern in FILES for path in self._directory.glob(pattern))
         try:
@@ -88,33 +92,33 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        # As a batch: a single text is tokenised without letting other threads run.
+        # As a batch, because encoding a single text does not release the GIL.
         (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; ids that name no token are skipped."""
+        """Return the text of token ids; unused ids are skipped."""
         ids = list(token_ids)
         if len(ids) <= BRIEF_TOKENS:
             text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
-        else:  # as a batch: see `encode`
+        else:  # as a batch, which releases the GIL
             (text,) = self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return one token's text; a partial character shows as U+FFFD."""
+        """Return the text of one token; an incomplete character becomes U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def special_id(self, name: str) -> int | None:
-        """Return the id of a special token by its role, e.g. `eos_token`, if it is set."""
+        """Return the id of a special token by its role, such as `eos_token`; None without one."""
         content = self._special_tokens.get(name)
         token_id: int | None = self._fast.token_to_id(content) if content else None
         return token_id
 
     @property
     def tool_template(self) -> str | None:
-        """The text of the chat template that renders tools; None if there is no template."""
+        """The text of the chat template that renders tools; None without a template."""
         return self._template.for_tools
 
     def render_chat(
@@ -122,19 +126,65 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return the prompt that the model's chat template makes of messages (and tools).
+        """Render messages, and tools, as a prompt with the model's chat template.
 
         Raises:
-            RequestRejected: the model has no template, or the template refuses the messages.
+            RequestRejected: the model has no template, or the template raised an error.
         """
         return self._template.render(messages, tools)
 
 
+class TokenTexts(dict[int, str | None]):
+    """The text that a token adds after complete characters, by id; None if that varies.
+
+    Entries are computed on first use, since most tokens of a large vocabulary are never used.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        decoder: Mapping[str, Any] | None,
+        anchor: Sequence[int],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            decode: computes the texts.
+            decoder: its settings, as in `tokenizer.json`.
+            anchor: tokens of complete characters to put before each token, because some decoders
+                strip the start of a text.
+        """
+        super().__init__()
+        self._decode = decode
+        self._anchor = tuple(anchor)
+        self._before = len(decode(anchor))
+        self._local = self._before > 0 and decoder is not None and _is_local(decoder)
+
+    def __missing__(self, token_id: int) -> str | None:
+        """Compute the text of a token, once."""
+        text: str | None = None
+        if self._local:
+            text = self._decode([*self._anchor, token_id])[self._before :]
+            if _REPLACEMENT in text:
+                text = None
+        self[token_id] = text
+        return text
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Return whether a relative path is one of `FILES`. Paths from a network may lead anywhere."""
+    path = PurePosixPath(name)
+    return any(
+        len(path.parts) == len(PurePosixPath(pattern).parts) and path.match(pattern)
+        for pattern in FILES
+    )
+
+
 def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a JSON object from a file; `missing` if there is no such file and it is given.
+    """Return the JSON object in a file, or `missing` if there is no such file.
 
     Raises:
-        CheckpointError: the file is missing without a default, or is not a JSON object.
+        CheckpointError: the file is missing and there is no default, or it holds no JSON object.
     """
     if not path.is_file():
         if missing is None:
@@ -150,9 +200,9 @@ def read_json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, An
 
 
 def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each special token by its role, as templates know it.
+    """Return the text of each special token by its role, which is its name in templates.
 
-    Checkpoints older than `added_tokens_decoder` keep the last word in `special_tokens_map.json`.
+    In checkpoints without `added_tokens_decoder`, `special_tokens_map.json` overrides the settings.
     """
     roles = dict(settings)
     if "added_tokens_decoder" not in settings:
@@ -168,10 +218,15 @@ def _special_tokens(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
     return {role: content for role, content in contents.items() if isinstance(content, str)}
 
 
-def is_tokenizer_file(name: str) -> bool:
-    """Return whether a relative path is one of `FILES`: a stranger's path may lead anywhere."""
-    path = PurePosixPath(name)
-    return any(
-        len(path.parts) == len(PurePosixPath(pattern).parts) and path.match(pattern)
-        for pattern in FILES
-    )
+def _is_local(decoder: Mapping[str, Any]) -> bool:
+    """Return whether the text of a token, complete characters given, depends on it alone."""
+    match decoder:
+        case {"type": "Sequence", "decoders": parts}:
+            return all(map(_is_local, parts))
+        case {"type": "Replace", "pattern": {"String": pattern}}:
+            return len(pattern) == 1
+        case {"type": "Strip", "stop": stop}:
+            return bool(stop == 0)
+        case {"type": kind}:
+            return kind in _LOCAL_DECODERS
+    return False

@@ -11,7 +11,13 @@ from typing import Final
 
 import torch
 
-from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
+from draftgate.backends.checkpoints import (
+    SHIPPED_DRAFT,
+    SHIPPED_DRAFT_WINDOW,
+    SHIPPED_MODEL_ID,
+    checkpoint_id,
+    find_checkpoint,
+)
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
@@ -35,7 +41,6 @@ from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_s
 from draftgate.backends.engine.weights import Weights, load_weights
 from draftgate.backends.errors import CheckpointError
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW, SHIPPED_MODEL_ID
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig

@@ -8,9 +8,9 @@ from typing import Final
 import aiohttp
 
 from draftgate.backends.base import TokenUsage
+from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamFailed
 from draftgate.backends.openai.events import EventScan, StreamEnding, usage_in
-from draftgate.backends.reasons import plain_reason
 
 _TAIL_BYTES: Final = 16 << 10
 """Kept of the end of a whole answer, where `usage` is."""
@@ -74,7 +74,7 @@ class HttpExchange:
                 if self.scan.ending is not None:
                     break
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamFailed(f"the answer broke off: {plain_reason(error)}") from error
+            raise UpstreamFailed(f"the answer broke off: {public_reason(error)}") from error
         if self.streaming and self.scan.ending is None:
             raise UpstreamFailed("the stream ended without [DONE]")
         if self.scan.ending is StreamEnding.UNFINISHED:

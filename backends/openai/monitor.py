@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import aiohttp
 
+from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.openai.metrics import EngineMetrics, read_metrics
-from draftgate.backends.reasons import plain_reason
 
 PROBE_S: Final = 2.0
 """Between health probes of an upstream that is well. An outage is three failures: it is noticed in
@@ -99,7 +99,7 @@ class UpstreamMonitor:
         except TimeoutError:
             return ProbeFailure(f"it did not answer in {PATIENCE_S:g} s", timeout=True)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return ProbeFailure(plain_reason(error), timeout=False)
+            return ProbeFailure(public_reason(error), timeout=False)
         return None
 
     async def metrics(self) -> EngineMetrics | None:

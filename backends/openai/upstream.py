@@ -14,13 +14,13 @@ import aiohttp
 from yarl import URL
 
 from draftgate.backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall
+from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.events import StreamEnding
 from draftgate.backends.openai.exchange import HttpExchange
 from draftgate.backends.openai.monitor import POLL_S, PROBE_S, UpstreamMonitor
 from draftgate.backends.openai.pauses import Pauses
 from draftgate.backends.openai.upstream_load import UpstreamLoad
-from draftgate.backends.reasons import plain_reason
 from draftgate.backends.types import Capabilities, ModelCard
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import WorkerLoad
@@ -209,7 +209,7 @@ class OpenAIUpstream:
                     allow_redirects=False,
                 )
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            reason = plain_reason(error)
+            reason = public_reason(error)
             timeout = isinstance(error, TimeoutError)
             self._pauses.breaker.failed(reason, self._clock(), timeout=timeout)
             raise UpstreamUnreachable(f"{self.url}: {reason}") from error

@@ -11,10 +11,10 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
+from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import BackendFailed
 from draftgate.backends.peer.channel import MOST_FRAME_BYTES, MOST_REPORT_BYTES, PeerChannel
 from draftgate.backends.peer.proof import Proof, SharedSecret, is_answer
-from draftgate.backends.reasons import plain_reason
 from draftgate.backends.remote_worker import (
     Command,
     FetchTokenizer,
@@ -230,7 +230,7 @@ async def _connected(
             raise PeerRefused("it does not accept peers, or has another secret") from None
         raise BackendFailed(f"it answered {error.status}") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise BackendFailed(plain_reason(error)) from None
+        raise BackendFailed(public_reason(error)) from None
 
 
 async def _ready(link: Link, proof: Proof | None) -> Ready:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID, checkpoint_id, find_checkpoint
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.core.worker import WorkerCore
-from draftgate.backends.shipped import SHIPPED_MODEL_ID
 from draftgate.backends.sim.acceptance import ConstantAcceptance
 from draftgate.backends.sim.clock import Clock
 from draftgate.backends.sim.device import Device, ProfileDevice

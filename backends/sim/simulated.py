@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.admission import Admission
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.sim.acceptance import ReplayedAcceptance
 from draftgate.backends.sim.belief import misjudged
 from draftgate.backends.sim.clock import Clock

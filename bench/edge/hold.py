@@ -24,7 +24,7 @@ import uvloop
 from bench.edge.crowd import KINDS
 from bench.edge.targets import paced_profile
 from bench.edge.watch import Hold, watched
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import build_node, listening, settle_interpreter, start_workers
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.telemetry.logs import configure

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
@@ -35,7 +36,6 @@ from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams

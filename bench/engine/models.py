@@ -18,9 +18,9 @@ from bench.engine.random_model import (
     arbitrary_prompts,
 )
 from bench.harness.prompts import held_out_prompts
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.weights import Weights, load_weights
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 
 SHAPE_82M: Final[dict[str, Any]] = {

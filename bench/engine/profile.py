@@ -6,9 +6,9 @@ from itertools import accumulate
 from typing import Any
 
 from bench.engine.models import Model
+from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.warmup import DEPTH_BUCKETS
-from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.policies.costs.step_cost import StepCost
 
 

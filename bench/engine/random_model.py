@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.weights import (
@@ -25,7 +26,6 @@ from draftgate.backends.engine.weights import (
     LayerWeights,
     Weights,
 )
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 
 _LLAMA_3: Final[dict[str, Any]] = {

@@ -22,12 +22,12 @@ from typing import Any, Final, cast
 from bench.engine.profile import without_pairs
 from bench.harness.prompts import held_out_prompts
 from bench.harness.provenance import provenance
+from draftgate.backends.checkpoints import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.warmup import measure_step_cost
-from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftgate.backends.provenance import command_line, commit
+from bench.harness.recording import command_line, commit
 
 BUSY_LIMIT = 0.1
 """Share of the machine others may use before a measurement is marked disturbed."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.harness.recording import command_line, commit
 from draftgate import __version__
-from draftgate.backends.provenance import command_line, commit
 from draftgate.loadgen.report.html import html_page
 
 

@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from draftgate.backends.provenance import command_line
+from bench.harness.recording import command_line
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.registry import backend_factory
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.sim.simulated import World
 from draftgate.backends.token_ids import compact

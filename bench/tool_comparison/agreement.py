@@ -34,7 +34,7 @@ from bench.tool_comparison.tools import (
     read_ours,
     tools,
 )
-from draftgate.backends.shipped import SHIPPED_MODEL_ID
+from draftgate.backends.checkpoints import SHIPPED_MODEL_ID
 
 GOAL: Final = 0.02
 """By how much the two may differ (issue 9)."""

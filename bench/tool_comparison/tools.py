@@ -18,7 +18,7 @@ from typing import Any, Final
 from bench.tool_comparison.cases import RATE, TPOT_LIMIT_MS, TTFT_LIMIT_MS, Case
 from bench.tool_comparison.mock import MODEL
 from bench.tool_comparison.rivals import PACKAGES, python_of
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 
 Figures = dict[str, float | None]
 """By name, `_ms`, `_rps` and `_tokens_per_s` at its end; None where a tool has none."""

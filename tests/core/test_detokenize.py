@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.detokenize import TextStream
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 
 

@@ -6,11 +6,11 @@ from functools import cache
 
 import pytest
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
 from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import RequestRejected
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, GenerationRequest, Pace
 from draftgate.policies.costs.step_cost import StepCost

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from tests.engine.harness import Model
 
 

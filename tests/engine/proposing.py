@@ -8,12 +8,12 @@ from functools import cache
 
 import torch
 
+from draftgate.backends.checkpoints import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.proposers.registry import ProposerSetup, make_proposers
 from draftgate.backends.engine.weights import load_weights
-from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_DRAFT_WINDOW
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import COST, MAX_MODEL_LEN, Engine, HostileProposer

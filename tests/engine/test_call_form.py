@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from draftgate.backends.call_form import CallForm, FunctionForm
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec
 from tests.engine.structured import completed, next_mask, tokens_in

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.checkpoint import Checkpoint, checkpoint_hash
 from draftgate.backends.engine.config import FAMILIES, read_model_config
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.numerics import choose_dtype
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.errors import CheckpointError
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.worker_config import WorkerConfig
 

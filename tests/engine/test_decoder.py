@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.runner import Runner
-from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import Table, blocks_of, logits_in_steps, runner_of, work
 
 

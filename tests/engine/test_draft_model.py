@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench.harness.prompts import held_out_prompts
+from draftgate.backends.checkpoints import SHIPPED_DRAFT, SHIPPED_MODEL
 from draftgate.backends.core.draft_pages import DraftPages
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.proposer import DraftRequest
@@ -21,7 +22,6 @@ from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.proposers.draft_model import DraftModel, DraftModelProposer
 from draftgate.backends.errors import CheckpointError
-from draftgate.backends.shipped import SHIPPED_DRAFT, SHIPPED_MODEL
 from draftgate.backends.types import ResumedChoice
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.costs.step_cost import StepCost

@@ -14,11 +14,11 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
 from draftgate.backends.engine.sentence_transformers import why_not_embedded
 from draftgate.backends.errors import CheckpointError, RequestRejected
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import FinishReason, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.proposer import Proposer
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.backend import EngineBackend
@@ -23,7 +24,6 @@ from draftgate.backends.engine.load import load_engine
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import FinishReason
 from draftgate.backends.worker_config import WorkerConfig

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine import linear as linear_module
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.inputs import AttentionSpan, attending
@@ -37,7 +38,6 @@ from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.warmup import exactness, windows_are_exact
 from draftgate.backends.engine.weights import load_weights
-from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import Table, blocks_of, logits_in_steps, runner_of
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -22,8 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import read_model_config
-from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
 
 FAMILIES = {

@@ -12,11 +12,11 @@ import pytest
 import tokenizers
 from tokenizers import models
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.grammar import MOST_COMPILED, LlGrammars
 from draftgate.backends.schema_bounds import MOST_PATTERN_CHARACTERS
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarSpec
 from tests.engine.published_schemas import random_schemas
@@ -336,7 +336,7 @@ def test_the_engine_runs_without_llguidance() -> None:
         "import backends.engine.load\n"
         "from draftgate.backends.grammar import LlGrammars\n"
         "from draftgate.backends.errors import RequestRejected\n"
-        "from draftgate.backends.shipped import SHIPPED_MODEL\n"
+        "from draftgate.backends.checkpoints import SHIPPED_MODEL\n"
         "from draftgate.backends.tokenizer import Tokenizer\n"
         "from draftgate.backends.types import GrammarKind, GrammarSpec\n"
         "try:\n"

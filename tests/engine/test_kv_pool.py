@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.draft_pages import DraftPages, DraftTable
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
 from draftgate.backends.engine.memory import available_bytes, measured_kv_bytes
-from draftgate.backends.shipped import SHIPPED_MODEL
 
 TARGET = read_model_config(SHIPPED_MODEL)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from bench.engine.loading import load_apart, random_checkpoint
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine import checkpoint, weights
 from draftgate.backends.engine.checkpoint import HASH_PIECE_BYTES, Checkpoint, checkpoint_hash
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.errors import CheckpointError
-from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
 
 LARGE = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import ModelConfig, read_model_config
 from draftgate.backends.engine.inputs import AttentionSpans, StepInputs
 from draftgate.backends.engine.kv_pool import KvPool
@@ -22,7 +23,6 @@ from draftgate.backends.engine.operators.native import native_operators
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
-from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import blocks_of, logits_in_steps
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
-from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.engine.feeding import Table, logits_in_steps, runner_of
 
 BLOCKS = 64

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.harness.prompts import held_out_prompts
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.types import GenerationRequest, ResumedChoice
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy

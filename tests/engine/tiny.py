@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.kv_blocks import KvBlocks
 from draftgate.backends.core.pipeline import Pipeline
@@ -23,7 +24,6 @@ from draftgate.backends.engine.operators.base import RotaryTables
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import LayerWeights, Weights
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import Delta, GenerationRequest
 from tests.engine.feeding import Table
 from tests.engine.harness import COST, Outcome, Setup, note

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 from aiohttp import web_app
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import BackendFailed, RequestRejected
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import (

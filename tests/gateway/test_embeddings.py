@@ -17,8 +17,8 @@ from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import Capabilities, Delta, FinishReason, Task
 from draftgate.gateway.app import Listening
 from draftgate.gateway.dispatch.prompts import PROMPTS_AT_ONCE

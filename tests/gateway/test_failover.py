@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import Listening
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.telemetry import metric_definitions as metric

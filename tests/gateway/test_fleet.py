@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.gateway.app import Listening, StartError, drain, start_workers
 from draftgate.gateway.config import ServeConfig

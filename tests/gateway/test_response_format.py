@@ -17,8 +17,8 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.grammar import LlGrammars
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.types import GrammarSpec
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import client, events, is_idle, running, until

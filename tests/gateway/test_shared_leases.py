@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 from openai import AsyncOpenAI
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from tests.gateway.harness import ScriptedBackend, client, events, running
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER, with_template

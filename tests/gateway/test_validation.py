@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import RequestRejected
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.limits import MAX_SEQUENCES

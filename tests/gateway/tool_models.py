@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 
 TEMPLATES = Path(__file__).parents[1] / "tokenizer" / "templates"
 

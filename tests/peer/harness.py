@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import MOST_COMMAND_BYTES, WORKER_PATH, PeerChannel
 from draftgate.backends.peer.proof import SharedSecret
@@ -19,7 +20,6 @@ from draftgate.backends.remote_worker import (
     TokenizerFiles,
     Update,
 )
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Capabilities, Delta, ModelCard
 from draftgate.gateway.app import Listening

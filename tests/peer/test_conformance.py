@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.errors import RequestRejected
 from draftgate.backends.peer.backend import PeerBackend
-from draftgate.backends.shipped import SHIPPED_MODEL
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.testing import check_backend, collect, make_request
 from draftgate.backends.types import GrammarKind, GrammarSpec, Pace, ResumedChoice

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import StartError, build_node, drain, start_workers
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.lifecycle import NodeState

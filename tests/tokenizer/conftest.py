@@ -1,4 +1,4 @@
-"""A clock that stands still, for both renderers of chat templates."""
+"""A fixed clock for both renderers of chat templates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.tokenizer.oracle import NOW
 
 
 class _Frozen(datetime):
-    """The `datetime` of a day that does not end during the test."""
+    """A `datetime` whose `now` is fixed."""
 
     @classmethod
     def now(cls, tz: object = None) -> datetime:

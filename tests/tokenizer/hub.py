@@ -1,4 +1,4 @@
-"""A model hub on the loopback: the three requests by which `huggingface_hub` gets a snapshot."""
+"""A local model hub that answers the three requests of `huggingface_hub` for a snapshot."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, bytes]] = {
 
 
 class Hub(NamedTuple):
-    """Where it listens, and what it was asked: method, path and token of every request."""
+    """Its address, and the method, path and token of every request."""
 
     url: str
     requests: list[tuple[str, str, str | None]]
@@ -80,15 +80,15 @@ print(json.dumps(found))
 
 
 def find(home: Path, *names: str | tuple[str, bool], **environment: str) -> tuple[list[str], str]:
-    """Look names up in a fresh process, for the library reads its environment once.
+    """Find checkpoints in a new process, since the library reads its environment once.
 
     Args:
-        home: of the cache.
-        names: of checkpoints, with False where their weights are not wanted.
-        environment: of the library, beside the home.
+        home: directory of the cache.
+        names: of checkpoints; a pair with False asks for no weights.
+        environment: further variables for the library.
 
     Returns:
-        For each name the directory or `error: ` and the message; and what went to stderr.
+        For each name the directory, or `error: ` and the message; and the output to stderr.
     """
     pairs = [name if isinstance(name, tuple) else (name, True) for name in names]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k}
@@ -104,7 +104,7 @@ def find(home: Path, *names: str | tuple[str, bool], **environment: str) -> tupl
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Repository, tree and files of `MODELS`."""
+    """Serves the repositories, trees and files of `MODELS`."""
 
     asked: list[tuple[str, str, str | None]]
 
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _answer(self) -> None:
         token = self.headers.get("Authorization")

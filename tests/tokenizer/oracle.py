@@ -1,4 +1,4 @@
-"""Checkpoints with the templates of the test, as we load them and as `transformers` does."""
+"""Checkpoints of tests, loaded by our tokenizer and by `transformers`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 
-NOW = datetime(2026, 2, 28, 23, 59, 59)  # noqa: DTZ001  # local time, as templates write it
+NOW = datetime(2026, 2, 28, 23, 59, 59)  # noqa: DTZ001  # templates write local time
 REFUSED = "(refused)"
 
 
 class Pair(NamedTuple):
-    """One checkpoint, loaded twice."""
+    """One checkpoint, loaded by both."""
 
     ours: Tokenizer
     theirs: PreTrainedTokenizerBase
 
     def both(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, str]:
-        """Return our prompt and theirs; a refusal is a prompt of its own."""
+        """Return our prompt and theirs; an error gives `REFUSED`."""
         return (
             _outcome(lambda: self.ours.render_chat(messages, tools)),
             _outcome(
@@ -40,9 +40,9 @@ def checkpoint(directory: Path, settings: dict[str, Any], **files: str) -> Path:
     """Write a tokenizer with these settings and templates.
 
     Args:
-        directory: where; made if need be.
-        settings: of `tokenizer_config.json`, beside the class.
-        files: text of template files: `chat_template`, or `more__rag` for one in the folder.
+        directory: created if necessary.
+        settings: of `tokenizer_config.json`, without the class.
+        files: texts of template files: `chat_template`, or `more__rag` for an additional one.
     """
     directory.mkdir(exist_ok=True)
     shutil.copy(SHIPPED_MODEL / "tokenizer.json", directory)
@@ -56,12 +56,12 @@ def checkpoint(directory: Path, settings: dict[str, Any], **files: str) -> Path:
 
 
 def load(directory: Path) -> Pair:
-    """Load a checkpoint twice."""
+    """Load a checkpoint with both."""
     return Pair(Tokenizer(directory, lambda: NOW), AutoTokenizer.from_pretrained(directory))
 
 
 def _outcome(render: Callable[[], str]) -> str:
     try:
         return render()
-    except Exception:  # noqa: BLE001  # of theirs anything a template raises comes through
+    except Exception:  # noqa: BLE001  # transformers passes on any error of a template
         return REFUSED

@@ -1,4 +1,4 @@
-"""Where templates and special tokens stand, what templates may use, and what they may not."""
+"""Chat templates: where they are found, what they may use, and how they are bounded."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ ABILITIES = {
 
 
 @pytest.mark.parametrize("ability", ABILITIES)
-def test_templates_find_what_transformers_gives_them(ability: str, tmp_path: Path) -> None:
-    """Filters, functions, tags, undefined names and whitespace mean the same, refusals too."""
+def test_template_features_match_transformers(ability: str, tmp_path: Path) -> None:
+    """Filters, functions, tags, undefined names, whitespace and errors are the same."""
     settings = {"bos_token": "<s>", "chat_template": ABILITIES[ability]}
     pair = load(checkpoint(tmp_path, settings))
     ours, theirs = pair.both(HELLO)
@@ -81,8 +81,8 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_templates_are_found_where_transformers_finds_them(place: str, tmp_path: Path) -> None:
-    """The same template is chosen of files and settings, with tools and without."""
+def test_chosen_template_matches_transformers(place: str, tmp_path: Path) -> None:
+    """Of files and settings the same template is chosen, with and without tools."""
     settings, files = PLACES[place]
     pair = load(checkpoint(tmp_path, settings, **files))
     ours, theirs = pair.both(HELLO)
@@ -112,8 +112,8 @@ SPECIALS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 @pytest.mark.parametrize("case", SPECIALS)
-def test_special_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """Each role has the text it has there, and a role without a token is undefined."""
+def test_special_tokens_match_transformers(case: str, tmp_path: Path) -> None:
+    """Each role has the same text, and a role without a token is undefined."""
     settings, legacy = SPECIALS[case]
     directory = checkpoint(tmp_path, settings | {"chat_template": SHOW})
     if legacy is not None:
@@ -134,11 +134,13 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_a_template_cannot_grow_without_end(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output, products, powers and ranges of absurd size are refused, not computed."""
+def test_huge_template_results_are_refused(bomb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output, products, powers and ranges of absurd size are not computed."""
     monkeypatch.setattr(chat_template, "MAX_PROMPT_CHARS", 1 << 16)
     template = ChatTemplate({"default": BOMBS[bomb]}, {})
-    with pytest.raises(RequestRejected, match=r"refuses: .*(large|than \d+ characters|too big)"):
+    with pytest.raises(
+        RequestRejected, match=r"chat template: .*(large|than \d+ characters|too big)"
+    ):
         template.render(HELLO)
 
 
@@ -151,8 +153,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_template_is_explained_on_loading(damage: str, tmp_path: Path) -> None:
-    """A template that is no template is named before a request can meet it."""
+def test_damaged_template_is_an_error_on_loading(damage: str, tmp_path: Path) -> None:
+    """The message names the template, before any request uses it."""
     settings, files, message = DAMAGE[damage]
     directory = checkpoint(tmp_path, settings, **files)
     with pytest.raises(CheckpointError, match=message):

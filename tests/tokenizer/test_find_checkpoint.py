@@ -1,4 +1,4 @@
-"""Names of checkpoints: directories, hub names, and what is said where neither helps."""
+"""Finding checkpoints by directory or hub name, and the errors for names that are neither."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.checkpoints import checkpoint_id, find_checkpoint
+from draftgate.backends.checkpoints import (
+    SHIPPED_MODEL,
+    SHIPPED_MODEL_ID,
+    checkpoint_id,
+    find_checkpoint,
+)
 from draftgate.backends.errors import CheckpointError
-from draftgate.backends.shipped import SHIPPED_MODEL, SHIPPED_MODEL_ID
 from draftgate.backends.tokenizer import Tokenizer
 from tests.tokenizer import hub
 from tests.tokenizer.hub import COMMIT, MODELS
@@ -28,7 +32,7 @@ LOADABLE = {
 
 
 def snapshot(home: Path, repo: str = MODEL) -> Path:
-    """Where the cache keeps a model."""
+    """The directory of a model in the cache."""
     return home / "hub" / f"models--{repo.replace('/', '--')}" / "snapshots" / COMMIT
 
 
@@ -40,8 +44,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_hub_name_is_downloaded_once(tmp_path: Path) -> None:
-    """Only what is loaded comes down; then the cache serves it, without any hub, too."""
+def test_hub_model_is_downloaded_once(tmp_path: Path) -> None:
+    """Only files that are loaded are downloaded; afterwards the cache works without a hub."""
     with hub.serving() as online:
         (first, by_tag, by_commit), stderr = hub.find(
             tmp_path, MODEL, f"{MODEL}@v1", f"{MODEL}@{COMMIT}", HF_ENDPOINT=online.url
@@ -58,8 +62,8 @@ def test_a_hub_name_is_downloaded_once(tmp_path: Path) -> None:
     assert unplugged == unreachable == first
 
 
-def test_a_tokenizer_alone_needs_no_weights(tmp_path: Path) -> None:
-    """Without weights a download brings settings only, of models in other formats as well."""
+def test_download_without_weights_has_only_settings(tmp_path: Path) -> None:
+    """It also works for models whose weights have other formats."""
     with hub.serving() as online:
         found, _ = hub.find(tmp_path, (MODEL, False), ("org/gguf", False), HF_ENDPOINT=online.url)
     assert found == [str(snapshot(tmp_path)), str(snapshot(tmp_path, "org/gguf"))]
@@ -67,39 +71,43 @@ def test_a_tokenizer_alone_needs_no_weights(tmp_path: Path) -> None:
     assert contents(Path(found[0])).keys() == light
 
 
-def test_a_token_of_the_environment_opens_a_gated_model(tmp_path: Path) -> None:
-    """HF_TOKEN goes to the hub; a model behind a licence is found with it."""
+def test_hf_token_gives_access_to_gated_model(tmp_path: Path) -> None:
+    """Every request to the hub carries HF_TOKEN."""
     with hub.serving() as online:
         found, _ = hub.find(tmp_path, "org/gated", HF_ENDPOINT=online.url, HF_TOKEN="hf_good")
     assert found == [str(snapshot(tmp_path, "org/gated"))]
     assert {token for _, _, token in online.requests} == {"Bearer hf_good"}
 
 
-def test_what_a_hub_does_not_give_is_explained(tmp_path: Path) -> None:
-    """Unknown, gated, of another format, of no such revision: each says what to do about it."""
+def test_hub_errors_say_what_to_do(tmp_path: Path) -> None:
+    """The model is unknown, gated, in another format, or lacks the revision."""
     names = ("org/nothing", "org/gated", "org/gguf", f"{MODEL}@v9")
     with hub.serving() as online:
         found, _ = hub.find(tmp_path, *names, HF_ENDPOINT=online.url)
     unknown, gated, other, revision = found
-    assert unknown.startswith("error: no checkpoint: org/nothing: is not a directory here, and")
+    assert unknown.startswith(
+        "error: no checkpoint: org/nothing: it is neither a directory here nor"
+    )
     assert "HF_TOKEN" in unknown
     assert "accept it on the model's page and set HF_TOKEN" in gated
     assert other.endswith("org/gguf has no *.safetensors files, only other formats")
     assert f"{MODEL}@v9: the hub has the model, but not this revision" in revision
 
 
-def test_a_model_that_is_not_in_the_cache_is_not_found_offline(tmp_path: Path) -> None:
-    """Without a hub the message names the cache, the switch and the other form of a name."""
+def test_uncached_model_is_not_found_offline(tmp_path: Path) -> None:
+    """The message mentions the cache, HF_HUB_OFFLINE and directories."""
     (offline,), _ = hub.find(tmp_path, MODEL, **OFFLINE)
     (unreachable,), _ = hub.find(tmp_path, MODEL, HF_ENDPOINT="http://127.0.0.1:1")
     for message in (offline, unreachable):
-        assert message.startswith(f"error: no checkpoint: {MODEL}: is not a directory here, is not")
+        assert message.startswith(
+            f"error: no checkpoint: {MODEL}: it is not a directory here, is not"
+        )
         assert "HF_HUB_OFFLINE" in message
         assert "pass a directory" in message
 
 
-def test_a_model_that_something_else_cached_is_found_offline(tmp_path: Path) -> None:
-    """A cache as other programs lay it out, links into blobs, needs nothing of ours."""
+def test_model_cached_by_another_program_is_found_offline(tmp_path: Path) -> None:
+    """The usual layout of the cache, with links into blobs, is enough."""
     blobs, refs = snapshot(tmp_path).parents[1] / "blobs", snapshot(tmp_path).parents[1] / "refs"
     for directory in (blobs, refs, snapshot(tmp_path)):
         directory.mkdir(parents=True)
@@ -112,8 +120,10 @@ def test_a_model_that_something_else_cached_is_found_offline(tmp_path: Path) -> 
     assert Tokenizer(Path(found)).vocab_size == Tokenizer(SHIPPED_MODEL).vocab_size
 
 
-def test_a_directory_comes_before_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that looks like a hub name is used, and is called by its own name."""
+def test_directory_takes_precedence_over_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory whose path looks like a hub name is used, under its own name."""
     (tmp_path / MODEL).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint(MODEL) == Path(MODEL)
@@ -131,20 +141,20 @@ def test_a_directory_comes_before_a_hub(tmp_path: Path, monkeypatch: pytest.Monk
         ("/models/mine/", "mine"),
     ],
 )
-def test_a_checkpoint_has_a_name_for_clients(name: str | None, called: str) -> None:
-    """Organisation and model from a hub, the last part of a path, and never a commit."""
+def test_model_id_for_clients(name: str | None, called: str) -> None:
+    """It is organisation and model of a hub name without the revision, or the last path part."""
     assert checkpoint_id(name) == called
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/where", "./no/where", "a/b/c", "a/b@", "-a/b"])
-def test_what_is_neither_directory_nor_hub_name_says_so(name: str) -> None:
-    """No hub is asked for a name it cannot have; the message tells both forms."""
-    with pytest.raises(CheckpointError, match=r"is not a directory, nor a hub's organisation/mo"):
+def test_name_that_is_neither_directory_nor_hub_name_is_an_error(name: str) -> None:
+    """The hub is not asked, and the message shows both forms of a name."""
+    with pytest.raises(CheckpointError, match="neither a directory nor organisation/model"):
         find_checkpoint(name)
 
 
 @pytest.mark.hub
-def test_a_published_model_comes_from_the_hub() -> None:
+def test_published_model_is_downloaded_from_the_hub() -> None:
     """The settings of a real model can be downloaded, and its template renders."""
     directory = find_checkpoint("Qwen/Qwen3-0.6B", weights=False)
     prompt = Tokenizer(directory).render_chat([{"role": "user", "content": "Hello"}])

@@ -1,4 +1,4 @@
-"""Published chat templates: every conversation renders as `transformers` renders it."""
+"""Published chat templates render conversations as `transformers` does."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """Every template in a checkpoint of its own."""
+    """Each template in its own checkpoint."""
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
     home = tmp_path_factory.mktemp("published")
     return {
@@ -73,13 +73,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", sorted(TEMPLATES))
-def test_a_published_template_renders_as_transformers_does(
+def test_published_template_matches_transformers(
     pairs: dict[str, Pair], template: str, conversation: str, tools: Any
 ) -> None:
-    """Character by character the same prompt, or both refuse the conversation."""
+    """Both give the same prompt, or both refuse the conversation."""
     ours, theirs = pairs[template].both(CONVERSATIONS[conversation], tools)
     assert ours == theirs
-    assert ours  # an empty prompt would be equal, too
+    assert ours  # two empty prompts would be equal, too
 
 
 @given(
@@ -94,20 +94,20 @@ def test_a_published_template_renders_as_transformers_does(
         max_size=5,
     ),
 )
-def test_any_conversation_renders_as_transformers_does(
+def test_random_conversation_matches_transformers(
     pairs: dict[str, Pair], template: str, messages: list[dict[str, str]]
 ) -> None:
-    """Roles in any order and texts of any characters make no difference between the two."""
+    """Roles come in any order, and texts have any characters."""
     ours, theirs = pairs[template].both(messages)
     assert ours == theirs
 
 
-def test_what_a_template_refuses_is_refused(pairs: dict[str, Pair]) -> None:
-    """Mistral's templates want roles to alternate: the oracle can refuse, and so do we."""
+def test_template_error_refuses_conversation(pairs: dict[str, Pair]) -> None:
+    """Mistral's templates require alternating roles, so both renderers refuse."""
     for name in ("mistral_v1", "mistral_v2v3", "mistral_v3_tekken"):
         assert pairs[name].both(CONVERSATIONS["two users"]) == (REFUSED, REFUSED)
 
 
-def test_a_template_writes_the_date_of_the_clock_it_is_given(pairs: dict[str, Pair]) -> None:
-    """Llama 3.2 tells the model the date, here the one of the injected clock."""
+def test_template_writes_date_of_injected_clock(pairs: dict[str, Pair]) -> None:
+    """The template of Llama 3.2 writes the date."""
     assert NOW.strftime("%d %b %Y") in pairs["llama3_2"].ours.render_chat([user("Hello")])

@@ -1,4 +1,4 @@
-"""Texts of single tokens, for decoders of several kinds."""
+"""Texts of single tokens with several kinds of decoders."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from draftgate.backends.core.detokenize import TextStream
-from draftgate.backends.token_texts import TokenTexts, _is_local
-from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.tokenizer import Tokenizer, TokenTexts, _is_local
 
 WORDS = ["▁the", "▁", "a", "é", "▁é", "\ufffd", "▁▁", "x▁y"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -21,7 +20,7 @@ INVALID = len(WORDS) + 0xFF
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory) -> Tokenizer:
-    """A tokenizer that decodes as those of Llama 2 and Mistral do."""
+    """A tokenizer with the decoder of Llama 2 and Mistral."""
     folder = tmp_path_factory.mktemp("sentencepiece")
     vocab = {token: place for place, token in enumerate([*WORDS, *BYTES])}
     fast = FastTokenizer(models.BPE(vocab, [], byte_fallback=True))
@@ -41,8 +40,8 @@ def sentencepiece(tmp_path_factory) -> Tokenizer:
 @example([0, *EMOJI, 0], [1])
 @example([INVALID, 2 + len(WORDS), *EMOJI, 0], [])
 @example([*EMOJI[:2], 0, *EMOJI[2:], INVALID, INVALID, INVALID, INVALID, INVALID, 0], [0])
-def test_pieces_are_those_of_decoding_all(sentencepiece: Tokenizer, ids, context) -> None:
-    """Also where bytes fall back and a start is stripped, tokens alone add what decoding adds."""
+def test_token_texts_agree_with_decoding_all_tokens(sentencepiece: Tokenizer, ids, context) -> None:
+    """This includes byte fallback and a decoder that strips the start."""
     fast, slow = (
         TextStream(sentencepiece.decode, (), context, alone=alone)
         for alone in (sentencepiece.texts.__getitem__, lambda _token: None)
@@ -61,7 +60,7 @@ def test_pieces_are_those_of_decoding_all(sentencepiece: Tokenizer, ids, context
         {"type": "Replace", "pattern": {"Regex": "."}, "content": "c"},
     ],
 )
-def test_where_tokens_change_each_other_none_is_looked_up(decoder) -> None:
-    """Decoders that join, clean up or strip at the end leave every text to decoding."""
+def test_context_dependent_decoder_has_no_token_texts(decoder) -> None:
+    """Decoders that join, clean up or strip the end leave every text to decoding."""
     assert not _is_local({"type": "Sequence", "decoders": [{"type": "Fuse"}, decoder]})
     assert TokenTexts(lambda ids: "a" * len(ids), decoder, [0])[1] is None

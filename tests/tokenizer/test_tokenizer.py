@@ -1,4 +1,4 @@
-"""The tokenizer's bounds."""
+"""The vocabulary of a tokenizer, and its behaviour in threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as FastTokenizer
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 
 
-def test_the_vocabulary_ends_after_its_largest_id(tmp_path: Path) -> None:
-    """Ids may have gaps: the bound counts ids, not tokens, and an id in a gap has no text."""
+def test_vocab_size_is_largest_id_plus_one(tmp_path: Path) -> None:
+    """Ids may have gaps, and an unused id has no text."""
     fast = FastTokenizer(models.WordLevel({"a": 0, "b": 7, "?": 3}, unk_token="?"))
     fast.add_special_tokens([AddedToken("<s>")])
     fast.save(str(tmp_path / "tokenizer.json"))
@@ -27,8 +27,8 @@ def test_the_vocabulary_ends_after_its_largest_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
-def test_other_threads_run_while_a_long_text_is_worked_on(work: str) -> None:
-    """Tokenising lets go of the interpreter: in a thread, it leaves the event loop alone."""
+def test_other_threads_run_during_long_encode_or_decode(work: str) -> None:
+    """Both release the GIL, so in a thread they do not block the event loop."""
     tokenizer = Tokenizer(SHIPPED_MODEL)
     given = "def f(x): return x + 1\n" * 20_000 if work == "encode" else [1000] * 1_000_000
     ended = threading.Event()
@@ -41,7 +41,7 @@ def test_other_threads_run_while_a_long_text_is_worked_on(work: str) -> None:
     thread.start()
     turns = 0
     while not ended.is_set():
-        time.sleep(0)  # lets go of the interpreter, and has to get it back
+        time.sleep(0)  # releases the GIL, and has to get it back
         turns += 1
     thread.join()
-    assert turns > 1000  # were it held: some tens, before and after
+    assert turns > 1000  # if they held the GIL it would be some tens

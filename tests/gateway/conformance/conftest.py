@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.gateway.app import Listening
 from tests.gateway.harness import running
 

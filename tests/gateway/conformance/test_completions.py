@@ -6,7 +6,7 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import Completion
 
-from draftgate.backends.shipped import SHIPPED_MODEL
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.app import Listening
 from tests.gateway.conformance.asks import PROMPT

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.kernels import paged_attention_ref
 from draftgate.backends.engine.kernels import paged_attention_sizes as sizes
 from draftgate.backends.engine.kernels.paged_attention import paged_attention
 from draftgate.backends.engine.kv_pool import KvPool
-from draftgate.backends.shipped import SHIPPED_MODEL
 from tests.kernels.attention_cases import AttentionCase, attention_case
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).

@@ -1,4 +1,4 @@
-"""Why an upstream did not answer, in words that anybody may read."""
+"""Reasons for failed connections that strangers may read, e.g. in `/health`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import aiohttp
 
 
-def plain_reason(error: Exception) -> str:
-    """Return what went wrong without saying where: strangers may ask for a node's health.
+def public_reason(error: Exception) -> str:
+    """Return what went wrong with a connection, without addresses and parts of answers.
 
-    aiohttp's own words quote addresses, names and parts of answers.
+    aiohttp's own messages quote both.
     """
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "its name cannot be resolved"
@@ -23,7 +23,7 @@ def plain_reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the body is incomplete"
     if isinstance(error, aiohttp.ClientConnectionError) and not isinstance(error, OSError):
-        return str(error) or "the connection broke"  # our own words: `HttpExchange.fail`
+        return str(error) or "the connection broke"  # a message of `HttpExchange.fail`
     if isinstance(error, OSError):
         return os.strerror(error.errno).lower() if error.errno else "it cannot be reached"
-    return f"it answers what cannot be read ({type(error).__name__})"
+    return f"its answer cannot be read ({type(error).__name__})"
