@@ -87,7 +87,7 @@ class Backend(WorkerHandle, Protocol):
         """
         ...
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change how far the worker goes on with a request, from one of its next steps on.
 
         No pace changes what is generated. Ids that are unknown, or have ended, are ignored.

@@ -243,7 +243,7 @@ async def check_unread_tokens(backend: Backend) -> None:
 
 async def check_pace(backend: Backend) -> None:
     """Check that a pace delays tokens and changes none, and that what is paused delays nobody."""
-    backend.pace("nobody", Pace.PAUSED)
+    backend.set_pace("nobody", Pace.PAUSED)
     seats = min(backend.load().max_sequences, 8) or 1
     requests = [make_request(backend, seed=s, max_tokens=48) for s in range(seats)]
     alone = [await collect(backend, request) for request in requests]
@@ -255,20 +255,20 @@ async def check_pace(backend: Backend) -> None:
         async with _patience():
             deltas[0].append(await anext(stream))
     for request_id in ids:
-        backend.pace(request_id, Pace.PAUSED)
+        backend.set_pace(request_id, Pace.PAUSED)
     # Steps under way when the pace changed are over when another request has run to its end.
     await collect(backend, make_request(backend, max_tokens=8))
     waiting = [backend.unread_tokens(request_id) for request_id in ids]
     await collect(backend, make_request(backend, max_tokens=24))
     assert [backend.unread_tokens(i) for i in ids] == waiting, "a paused request goes on"
     for place, request_id in enumerate(ids):
-        backend.pace(request_id, Pace.SPARING if place % 2 else Pace.FULL)
+        backend.set_pace(request_id, Pace.SPARING if place % 2 else Pace.FULL)
     for stream, deltas in zip(streams, told, strict=True):
         async with aclosing(stream):
             await _read(stream, deltas)
     assert [[_outcome(deltas[0])] for deltas in told] == alone, "a pace changes what is generated"
     for request_id in ids:
-        backend.pace(request_id, Pace.PAUSED)  # they have ended: no matter
+        backend.set_pace(request_id, Pace.PAUSED)  # they have ended: no matter
 
 
 async def check_embeddings(backend: Backend) -> None:

@@ -65,7 +65,7 @@ class Queues:
         sequence.move_to(SequenceState.FINISHED)
         self._free_blocks(sequence)
 
-    def pace(self, sequence: Sequence, pace: Pace) -> None:
+    def set_pace(self, sequence: Sequence, pace: Pace) -> None:
         """Change the pace of an open sequence.
 
         A running sequence leaves the batch at the next `park`: the step under way still counts.

@@ -122,10 +122,10 @@ class Scheduler:
         self._traced += sequence.request.traced
         self._queues.add(sequence)
 
-    def pace(self, sequence: Sequence, pace: Pace) -> None:
+    def set_pace(self, sequence: Sequence, pace: Pace) -> None:
         """Change a sequence's pace from the next step on; no-op if it has ended."""
         if sequence.state is not SequenceState.FINISHED:
-            self._queues.pace(sequence, pace)
+            self._queues.set_pace(sequence, pace)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence and free its blocks at once; no-op if it has ended already."""

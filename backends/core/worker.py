@@ -91,10 +91,10 @@ class WorkerCore:
             self._scheduler.finish(sequence, FinishReason.ABORT)
             self._texts.pop(sequence.key, None)
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace from the next step on; no-op if it is not open."""
         for sequence in self._requests.get(request_id, ()):
-            self._scheduler.pace(sequence, pace)
+            self._scheduler.set_pace(sequence, pace)
 
     @property
     def open_requests(self) -> tuple[str, ...]:

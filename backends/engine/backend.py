@@ -35,7 +35,7 @@ class EngineHost(Protocol):
         """End a request before the next step; no-op if it has ended. Any thread."""
         ...
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace before the next step; no-op if it has ended. Any thread."""
         ...
 
@@ -121,9 +121,9 @@ class EngineBackend:
         self._host.submit(request)
         return stream
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change how far the engine goes on with a request."""
-        self._host.pace(request_id, pace)
+        self._host.set_pace(request_id, pace)
 
     def unread_tokens(self, request_id: str) -> int:
         """Return how many tokens wait for a request's reader."""

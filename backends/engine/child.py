@@ -79,7 +79,7 @@ def main() -> None:
         elif isinstance(command, Cancel):
             loop.cancel(command.id)
         elif isinstance(command, SetPace):
-            loop.pace(command.id, command.pace)
+            loop.set_pace(command.id, command.pace)
     loop.stop()
     loop.join(STOP_S)
     os._exit(0)  # also in the middle of loading, which nothing else can cut short

@@ -69,9 +69,9 @@ class EngineLoop(threading.Thread):
         """End a request before the next step; no-op if it has ended. Any thread."""
         self._command(lambda worker: worker.cancel(request_id))
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace before the next step; no-op if it has ended. Any thread."""
-        self._command(lambda worker: worker.pace(request_id, pace))
+        self._command(lambda worker: worker.set_pace(request_id, pace))
 
     def stop(self) -> None:
         """Let the thread end after the step in progress. Any thread; idempotent."""

@@ -70,7 +70,7 @@ class EngineProcess(threading.Thread):
         """End a request before the next step; no-op if it has ended. Any thread."""
         self._commands.put(Cancel(request_id))
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change a request's pace before the next step; no-op if it has ended. Any thread."""
         self._commands.put(SetPace(request_id, pace))
 

@@ -232,7 +232,7 @@ class PeerBackend:
         self._link.send(Submit(self._ids.give(request.request_id), request, lease_number))
         return stream
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change the pace of a request at the peer."""
         link_id = self._ids.id_of(request_id)
         if self._link is not None and link_id is not None:

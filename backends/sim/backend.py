@@ -92,9 +92,9 @@ class SimBackend:
         self._wake.set()
         return stream
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change how far the worker goes on with a request."""
-        self._worker.pace(request_id, pace)
+        self._worker.set_pace(request_id, pace)
         self._wake.set()
 
     def unread_tokens(self, request_id: str) -> int:

@@ -54,7 +54,7 @@ class StepWorker(Protocol):
         """End a request and free its blocks at once; no-op if it has ended already."""
         ...
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """Change how far a request goes on, from the next step on; no-op if it is not open."""
         ...
 

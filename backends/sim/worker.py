@@ -77,10 +77,10 @@ class TextlessWorker:
         for sequence in self._requests.pop(request_id, ()):
             self._scheduler.finish(sequence, FinishReason.ABORT)
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         """See `StepWorker`."""
         for sequence in self._requests.get(request_id, ()):
-            self._scheduler.pace(sequence, pace)
+            self._scheduler.set_pace(sequence, pace)
 
     def load(self) -> WorkerLoad:
         """See `StepWorker`."""

@@ -127,7 +127,7 @@ class Attempts:
             with self._watchdog.watching(worker, run) as reading:
                 async with self._sent(run, placed, booked.reservation) as (deltas, spans):
                     if run.pace is not Pace.FULL:
-                        worker.generating.pace(request.request_id, run.pace)
+                        worker.generating.set_pace(request.request_id, run.pace)
                     reading.waits()
                     yield Attempt(run, placed, deltas, reading, spans, self._placer, first)
 

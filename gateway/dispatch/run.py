@@ -138,7 +138,7 @@ class Run:
         self.pace = pace
         for placed in self.placements:
             if placed is not None:
-                placed.worker.generating.pace(placed.request.request_id, pace)
+                placed.worker.generating.set_pace(placed.request.request_id, pace)
 
     def place(self, index: int, placement: Placement) -> None:
         """Note where a prompt goes. It is charged, and told, the first time."""

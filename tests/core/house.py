@@ -127,7 +127,7 @@ class House:
         """
         for sequence in self.open:
             if sequence.pace is Pace.PAUSED:
-                self.scheduler.pace(sequence, Pace.FULL)
+                self.scheduler.set_pace(sequence, Pace.FULL)
         tokens = sum(s.prompt_tokens + s.request.sampling.max_tokens for s in self.sequences)
         limit = self.steps + tokens * (len(self.sequences) + 1)
         while self.step() is not None:

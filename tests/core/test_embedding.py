@@ -111,16 +111,16 @@ def test_one_that_is_paused_waits_and_goes_on() -> None:
     house = House(num_blocks=16, max_step_tokens=16)
     paused, last = house.add(prompt=33, task=Task.EMBED), house.add(prompt=3, task=Task.EMBED)
     house.step()
-    house.scheduler.pace(paused, Pace.PAUSED)
+    house.scheduler.set_pace(paused, Pace.PAUSED)
     house.step()
     assert house.scheduler.running == ()
     assert last.finish_reason is FinishReason.STOP
     assert house.scheduler.load().paused == 1
-    house.scheduler.pace(paused, Pace.SPARING)
+    house.scheduler.set_pace(paused, Pace.SPARING)
     while paused.pending_tokens > 1:
         house.step()
     plan = house.scheduler.plan()
-    house.scheduler.pace(paused, Pace.PAUSED)
+    house.scheduler.set_pace(paused, Pace.PAUSED)
     house.apply(plan)
     house.check_results()
 

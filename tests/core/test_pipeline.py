@@ -236,10 +236,10 @@ def test_no_change_of_pace_changes_a_text(
         for turn in range(13):
             for when, index, pace in paces:
                 if when == turn and index < len(requests):
-                    bench.worker.pace(requests[index].request_id, pace)
+                    bench.worker.set_pace(requests[index].request_id, pace)
             bench.step()
         for one in requests:
-            bench.worker.pace(one.request_id, Pace.FULL)
+            bench.worker.set_pace(one.request_id, Pace.FULL)
         bench.run()
         return bench.told()
 

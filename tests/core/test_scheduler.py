@@ -100,7 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.house.scheduler.plan() if during_a_step else None
         if plan is not None:
             self.house.check_plan(plan)
-        self.house.scheduler.pace(sequence, pace)
+        self.house.scheduler.set_pace(sequence, pace)
         self.house.check_memory()
         if plan is not None:
             self.house.apply(plan)

@@ -174,13 +174,13 @@ def test_a_pace_is_for_every_choice_of_an_open_request() -> None:
     bench.worker.submit(slow)
     bench.worker.submit(fast)
     bench.step()
-    bench.worker.pace(slow.request_id, Pace.PAUSED)
-    bench.worker.pace("nobody", Pace.PAUSED)
+    bench.worker.set_pace(slow.request_id, Pace.PAUSED)
+    bench.worker.set_pace("nobody", Pace.PAUSED)
     while (deltas := bench.step()) is not None:
         assert {request_id for request_id, _ in deltas} == {fast.request_id}
     assert bench.worker.open_requests == (slow.request_id,)
     bench.worker.cancel(slow.request_id)
-    bench.worker.pace(slow.request_id, Pace.FULL)
+    bench.worker.set_pace(slow.request_id, Pace.FULL)
     assert bench.step() is None
     assert bench.blocks.num_free == bench.blocks.num_blocks
 

@@ -189,10 +189,10 @@ async def test_an_engine_of_paused_requests_sleeps(
     stream = backend.generate(wanted)
     first = await anext(stream)
     monkeypatch.setattr(EngineLoop, "_sleep", noted)
-    backend.pace(wanted.request_id, Pace.PAUSED)
+    backend.set_pace(wanted.request_id, Pace.PAUSED)
     assert await asyncio.to_thread(asleep.wait, 60)
     assert (backend.load().running, backend.load().paused) == (0, 1)
-    backend.pace(wanted.request_id, Pace.FULL)
+    backend.set_pace(wanted.request_id, Pace.FULL)
     rest = [token async for delta in stream for token in delta.token_ids]
     assert [*first.token_ids, *rest] == alone[0]
 

@@ -74,7 +74,7 @@ class Disturbed:
         spoke = (request_id, 0) in self.outcome.tokens
         self.resumed += spoke and before is Pace.PAUSED and pace is not Pace.PAUSED
         self._paces[request_id] = pace
-        self.engine.worker.pace(request_id, pace)
+        self.engine.worker.set_pace(request_id, pace)
 
     def _deliver(self, batch: list[tuple[str, Delta]]) -> None:
         for request_id, delta in batch:

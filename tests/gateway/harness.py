@@ -79,7 +79,7 @@ class ScriptedBackend:
         self.submitted.put_nowait(request)
         return stream
 
-    def pace(self, request_id: str, pace: Pace) -> None:
+    def set_pace(self, request_id: str, pace: Pace) -> None:
         self.paces.append((request_id, pace))
 
     def unread_tokens(self, request_id: str) -> int:

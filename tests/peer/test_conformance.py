@@ -124,8 +124,8 @@ async def test_a_pace_that_overtakes_its_request_holds(scripted: ScriptedBackend
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         wanted = make_request(backend)
         async with aclosing(backend.generate(wanted)):
-            backend.pace(wanted.request_id, Pace.SPARING)
-            backend.pace(wanted.request_id, Pace.PAUSED)
+            backend.set_pace(wanted.request_id, Pace.SPARING)
+            backend.set_pace(wanted.request_id, Pace.PAUSED)
             came = await scripted.submitted.get()
             await until(lambda: scripted.paces == [(came.request_id, Pace.PAUSED)])
 

@@ -94,16 +94,16 @@ class Moody(SimBackend):
 
 
 class Deaf(SimBackend):
-    def pace(self, request_id, pace):
+    def set_pace(self, request_id, pace):
         pass
 
 
 class Impatient(SimBackend):
     """What is paused for long enough never ends."""
 
-    def pace(self, request_id, pace):
+    def set_pace(self, request_id, pace):
         if pace is Pace.PAUSED:
-            super().pace(request_id, pace)
+            super().set_pace(request_id, pace)
 
 
 class Uncounting(SimBackend):
@@ -304,7 +304,7 @@ def test_a_worker_of_paused_requests_sleeps_until_one_goes_on() -> None:
         reading = [asyncio.ensure_future(collect(backend, request)) for request in requests]
         await LoopClock().sleep_s(5e-3)
         for request in requests:
-            backend.pace(request.request_id, Pace.PAUSED)
+            backend.set_pace(request.request_id, Pace.PAUSED)
         await LoopClock().sleep_s(1.0)
         planned, plan = [], backend._worker.plan
         backend._worker.plan = lambda now_s: (planned.append(now_s), plan(now_s))[1]
@@ -314,7 +314,7 @@ def test_a_worker_of_paused_requests_sleeps_until_one_goes_on() -> None:
         assert (load.running, load.waiting, load.paused) == (0, 0, 3)
         assert load.kv_blocks_free == load.kv_blocks_total
         for request in requests:
-            backend.pace(request.request_id, Pace.FULL)
+            backend.set_pace(request.request_id, Pace.FULL)
         assert await asyncio.gather(*reading) == alone
 
     run_with(WorkerConfig(), use)

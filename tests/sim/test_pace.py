@@ -38,9 +38,9 @@ def test_a_paused_request_of_a_simulation_gets_all_of_its_tokens_later() -> None
         await asyncio.sleep(0)
         while sum(world.ledger.came[slow.request_id].tokens) < TOKENS // 4:
             await LoopClock().sleep_s(1e-3)
-        backend.pace(slow.request_id, Pace.PAUSED)
+        backend.set_pace(slow.request_id, Pace.PAUSED)
         await LoopClock().sleep_s(PAUSE_S)
-        backend.pace(slow.request_id, Pace.SPARING)
+        backend.set_pace(slow.request_id, Pace.SPARING)
         await reading
         await backend.stop()
 

@@ -46,7 +46,7 @@ class PeerStream:
         """Set its pace on the worker, once it runs there."""
         self._pace = pace
         if self._runs:
-            self._worker.generating.pace(self._request.request_id, pace)
+            self._worker.generating.set_pace(self._request.request_id, pace)
 
     async def run(self, deliver: Callable[[Delta], Awaitable[None]]) -> None:
         """Run it and deliver its deltas; a cancel frees its capacity within one step.
