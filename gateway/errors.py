@@ -1,4 +1,4 @@
-"""Errors a client can see.
+"""The errors that a client can get.
 
     GatewayError              500  server_error
     ├── InvalidRequest        400  invalid_request_error
@@ -23,7 +23,7 @@
         ├── WorkerFailed           ... code worker_failed
         └── UpstreamUnavailable    ... code upstream_unavailable
 
-On the wire each is OpenAI's `{"error": {"message", "type", "param", "code"}}`.
+Each is sent as OpenAI's `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
@@ -42,20 +42,26 @@ from draftgate.backends.errors import (
 )
 
 LONGEST_MESSAGE: Final = 1000
-"""Characters of a message: some quote what the client sent, which may be as long as a body."""
+"""Characters of a message. Some quote what the client sent, which may be as long as a body."""
 
 
 class GatewayError(Exception):
-    """An error with an HTTP status and OpenAI's fields; by itself, a fault of ours.
+    """An error with an HTTP status and OpenAI's fields. This class itself is an internal error.
+
+    Subclasses state their status, type and code as keywords, and inherit those they leave out.
 
     Attributes:
-        param: path of the request parameter at fault, e.g. `messages[0].content`.
-        retry_after_s: seconds after which trying again may help; None sends no header.
+        param: path of the invalid parameter, e.g. `messages[0].content`.
+        retry_after_s: seconds after which a retry may succeed; None sends no header.
     """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
-    code: ClassVar[str | None] = "internal_error"
+    code: ClassVar[str] = "internal_error"
+
+    def __init_subclass__(cls, **fields: str | int) -> None:
+        for name, value in fields.items():
+            setattr(cls, name, value)
 
     def __init__(
         self, message: str, param: str | None = None, retry_after_s: float | None = None
@@ -68,35 +74,23 @@ class GatewayError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
-        """Return the JSON that clients parse."""
-        error = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
+        """Return the JSON of the response."""
+        fields = {"message": self.message, "type": self.type, "param": self.param}
+        return msgspec.json.encode({"error": {**fields, "code": self.code}})
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that go with it.
-
-        HTTP counts whole seconds, which are rounded up; OpenAI's clients look for milliseconds
-        first.
-        """
+        """Return the headers of the response."""
         if self.retry_after_s is None:
             return {}
+        # HTTP's header has whole seconds, rounded up. OpenAI's clients prefer the milliseconds.
         return {
             "Retry-After": str(math.ceil(self.retry_after_s)),
             "retry-after-ms": str(math.ceil(self.retry_after_s * 1e3)),
         }
 
 
-class InvalidRequest(GatewayError):
-    """The request is malformed or asks for what cannot be."""
-
-    status = 400
-    type = "invalid_request_error"
-    code = "invalid_value"
+class InvalidRequest(GatewayError, status=400, type="invalid_request_error", code="invalid_value"):
+    """The request is malformed or asks for something impossible."""
 
 
 def invalid(param: str, problem: str) -> InvalidRequest:
@@ -104,175 +98,124 @@ def invalid(param: str, problem: str) -> InvalidRequest:
     return InvalidRequest(f"{param}: {problem}", param)
 
 
-class Unsupported(InvalidRequest):
-    """A parameter that would change the output, and which is not supported yet."""
-
-    code = "unsupported_parameter"
+class Unsupported(InvalidRequest, code="unsupported_parameter"):
+    """A parameter would change the output, and is not supported yet."""
 
     def __init__(self, param: str, detail: str = "") -> None:
         super().__init__(f"{param}{detail} is not supported yet", param)
 
 
-class NoEmbeddings(InvalidRequest):
-    """What runs here has no hidden states to give, or not those that the checkpoint asks for."""
-
-    code = "unsupported"
+class NoEmbeddings(InvalidRequest, code="unsupported"):
+    """The backend has no hidden states, or not those that the checkpoint's embeddings need."""
 
     def __init__(self, backend: str, model: str) -> None:
-        super().__init__(f"the backend {backend!r} gives no embeddings of {model!r}", "model")
+        super().__init__(f"the backend {backend!r} has no embeddings of {model!r}", "model")
 
 
-class ContextTooLong(InvalidRequest):
-    """Prompt and output do not fit; the message has both numbers."""
-
-    code = "context_length_exceeded"
+class ContextTooLong(InvalidRequest, code="context_length_exceeded"):
+    """Prompt and output do not fit into the context; the message states both lengths."""
 
 
-class ModelNotFound(InvalidRequest):
-    """There is no model of that name."""
-
-    status = 404
-    code = "model_not_found"
+class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
+    """No model has this name."""
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(f"the model {asked!r} does not exist; served here: {served!r}", "model")
 
 
-class RouteNotFound(InvalidRequest):
-    """No such path."""
-
-    status = 404
-    code = "not_found"
+class RouteNotFound(InvalidRequest, status=404, code="not_found"):
+    """No endpoint has this path."""
 
 
-class MethodNotAllowed(InvalidRequest):
+class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
     """The path exists, but not for this method."""
-
-    status = 405
-    code = "method_not_allowed"
 
     def __init__(self, message: str, allowed: Sequence[str]) -> None:
         super().__init__(message)
         self._allowed = allowed
 
     def headers(self) -> dict[str, str]:
-        """Return the methods that the path takes (RFC 9110, 15.5.6)."""
+        """Return the methods of the path (RFC 9110, 15.5.6)."""
         return {"Allow": ", ".join(self._allowed)}
 
 
-class BodyTooLarge(InvalidRequest):
+class BodyTooLarge(InvalidRequest, status=413, code="body_too_large"):
     """The body exceeds `--max-body-bytes`."""
 
-    status = 413
-    code = "body_too_large"
 
-
-class Unauthorized(GatewayError):
-    """There is no such API key, or none was sent."""
-
-    status = 401
-    type = "invalid_request_error"
-    code = "invalid_api_key"
+class Unauthorized(GatewayError, status=401, type="invalid_request_error", code="invalid_api_key"):
+    """The request has no API key, or an unknown one."""
 
     def headers(self) -> dict[str, str]:
-        """Say how to authenticate: programs with a bearer token, browsers with a password."""
+        """Return how to authenticate: programs by a bearer token, browsers by a password."""
         return {"WWW-Authenticate": 'Bearer, Basic realm="draftgate"'}
 
 
-class TooMany(GatewayError):
-    """Not now: the client may come back after `retry_after_s`.
+class TooMany(GatewayError, status=429, type="rate_limit_error", code="too_many"):
+    """The request is refused for now; the client may retry after `retry_after_s`.
 
     Attributes:
-        kind: what stood against it, for figures.
+        kind: the reason, for metrics.
     """
-
-    status = 429
-    type = "rate_limit_error"
-    code = "too_many"
 
     def __init__(self, message: str, retry_after_s: float, kind: str | None = None) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
-        self.kind = kind or self.code or ""
+        self.kind = kind or self.code
 
 
-class QuotaExceeded(TooMany):
-    """The key's own quota does not allow it now."""
-
-    code = "rate_limit_exceeded"
+class QuotaExceeded(TooMany, code="rate_limit_exceeded"):
+    """The quota of the API key is used up."""
 
 
-class Overloaded(TooMany):
-    """It could not be answered in time: said before it waits in vain."""
-
-    code = "overloaded"
+class Overloaded(TooMany, code="overloaded"):
+    """The answer would come too late, so the request is refused before it waits."""
 
 
-class QueueTimeout(TooMany):
-    """It waited for as long as anything may."""
-
-    code = "queue_timeout"
+class QueueTimeout(TooMany, code="queue_timeout"):
+    """The request waited for the maximum time."""
 
 
-class NotOffered(GatewayError):
-    """What is asked for exists, but not with the backend of this node."""
-
-    status = 501
-    code = "not_offered"
+class UpstreamBusy(TooMany, code="upstream_busy"):
+    """Every upstream has asked for a pause."""
 
 
-class UpstreamBusy(TooMany):
-    """Every upstream has asked to be left alone for a while."""
-
-    code = "upstream_busy"
+class NotOffered(GatewayError, status=501, code="not_offered"):
+    """The backend of this node does not have this endpoint."""
 
 
-class UpstreamBroken(GatewayError):
-    """An upstream does not answer, broke while it did, or answered with an error of its own."""
-
-    status = 502
-    code = "upstream_failed"
+class UpstreamBroken(GatewayError, status=502, code="upstream_failed"):
+    """An upstream did not answer, broke off its answer, or answered an error of its own."""
 
 
-class Unavailable(GatewayError):
-    """This node takes no requests now; another one, or this one later, may."""
-
-    status = 503
-    code = "unavailable"
+class Unavailable(GatewayError, status=503, code="unavailable"):
+    """This node accepts no requests at present; another node may."""
 
 
-class Starting(Unavailable):
-    """The model is being loaded."""
-
-    code = "model_loading"
+class Starting(Unavailable, code="model_loading"):
+    """The model is loading."""
 
 
-class Draining(Unavailable):
-    """The node is about to stop and finishes only what it has begun."""
-
-    code = "draining"
+class Draining(Unavailable, code="draining"):
+    """The node is about to stop and only finishes its running requests."""
 
 
-class WorkerFailed(Unavailable):
-    """The worker broke, or stopped while the request ran."""
-
-    code = "worker_failed"
+class WorkerFailed(Unavailable, code="worker_failed"):
+    """The worker failed, or stopped while the request ran."""
 
 
-class UpstreamUnavailable(Unavailable):
-    """No upstream serves now."""
-
-    code = "upstream_unavailable"
+class UpstreamUnavailable(Unavailable, code="upstream_unavailable"):
+    """No upstream is available."""
 
 
 def as_gateway_error(error: Exception) -> GatewayError:
-    """Return what a client may see of any error. What is not ours to explain becomes a bare 500."""
+    """Return the error that a client gets for any exception; unknown ones become a bare 500."""
     if isinstance(error, GatewayError):
         return error
     if isinstance(error, RequestRejected):
         kind = InvalidRequest if error.limit_tokens is None else ContextTooLong
         return kind(str(error), error.param)
     if isinstance(error, UpstreamUnreachable):
-        return UpstreamBroken("the upstream does not answer")  # where it is, the log says
+        return UpstreamBroken("the upstream does not answer")  # its address is only in the log
     if isinstance(error, UpstreamFailed):
         return UpstreamBroken(f"the upstream failed: {error}")
     if isinstance(error, BackendFailed):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -26,11 +26,10 @@ from draftgate.gateway.http.context import (
     new_id,
     read_body,
 )
-from draftgate.gateway.http.heartbeats import Heartbeats
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
 from draftgate.gateway.http.requests.headers import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
-from draftgate.gateway.http.stream import UNBUFFERED, EventStream, one_ending
+from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, one_ending
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
@@ -126,14 +125,10 @@ async def _send(
         The response of a whole answer; None if the answer was sent as events.
     """
     async with AsyncExitStack() as stack:
-        beats = Heartbeats(events.write) if waits else None
-        try:
+        with Heartbeats(events) if waits else nullcontext() as beats:
             answer = await stack.enter_async_context(running)
             if beats is not None:
                 await beats.sent()
-        finally:
-            if beats is not None:
-                beats.stop()
         watch.forwarded(answer.worker_id, answer.plan)
         if answer.is_error:
             watch.fail(Ending.REJECTED, answer.status, None)

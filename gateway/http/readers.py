@@ -1,9 +1,9 @@
-"""Clients that read more slowly than their tokens come: back-pressure from socket to worker.
+"""Back-pressure from clients that read more slowly than their tokens are generated.
 
-What a client has not read waits in three places: in the kernel's queue of its socket, in the
-connection's buffer, and, as tokens, in the backend's stream, where it is merged to one chunk. The
-first two are kept small; while they are full the stream is not read. Streams that had to wait are
-looked at now and then, and their sequences go on at the pace of their readers (`policies/pacing`).
+Unread output waits in three places: in the kernel's send queue of the socket, in the buffer of the
+connection, and as tokens in the backend's stream, where they are merged into one delta. The first
+two are kept small, and while they are full the stream is not read. The readers of such streams are
+checked regularly, and their sequences slow down or pause accordingly (`policies/pacing`).
 """
 
 from __future__ import annotations
@@ -15,71 +15,59 @@ import logging
 import socket
 import termios
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.telemetry.logs import log
 from draftgate.policies.pacing import ReaderView, pace
 from draftgate.policies.types import Pace
 
 BUFFER_BYTES: Final = 16 << 10
-"""Of a stream's connection: some 70 chunks of a token each."""
+"""Buffer of a stream's connection: some 70 chunks of one token."""
 
 SEND_QUEUE_BYTES: Final = 32 << 10
-"""Of a stream's socket (Linux doubles it, for its own book-keeping): at a round trip of 100 ms it
-lets 320 kB/s pass, a thousand tokens a second."""
+"""Send queue of a stream's socket, which Linux doubles for its own bookkeeping. At a round trip of
+100 ms it allows 320 kB/s, or a thousand tokens per second."""
 
 CHUNK_BYTES: Final = 230
-"""Of a token's own chunk, about: what waits as tokens is counted as the bytes it would be."""
+"""Approximate size of a chunk with one token, to count waiting tokens as bytes."""
 
 LOOK_S: Final = 0.25
-"""Between two looks at a slow reader. What is generated meanwhile is a few dozen tokens."""
+"""Interval of the checks; a few dozen tokens are generated meanwhile."""
 
 LOOKS_AT_ONCE: Final = 200
-"""Slow readers that are looked at before others have their turn: each takes some 5 microseconds."""
-
-
-class Paced(Protocol):
-    """What is read slowly."""
-
-    @property
-    def unread_tokens(self) -> int:
-        """Tokens that were generated and nobody has read."""
-        ...
-
-    def set_pace(self, pace: Pace) -> None:
-        """Go on like this."""
-        ...
+"""Readers checked in one callback of the event loop. Each takes some 5 microseconds."""
 
 
 class SlowReaders:
-    """The readers of a node that had to be waited for. On the event loop's thread."""
+    """The slow readers of a node. Use on the event loop's thread."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        """Begin with none; `now_s` is the clock."""
+        """Start without readers; `now_s` is the clock."""
         self._now_s = now_s
-        self._readers: dict[Reader, None] = {}  # in the order in which they came
+        self._readers: dict[Reader, None] = {}  # an ordered set
         self._looking = False
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of slow readers."""
         return len(self._readers)
 
     def add(self, reader: Reader) -> None:
-        """Look at a reader from now on, until it has caught up."""
+        """Check a reader from now on, until it has caught up."""
         self._readers[reader] = None
         if not self._looking:
             self._looking = True
             asyncio.get_running_loop().call_later(LOOK_S, self._look, ())
 
     def discard(self, reader: Reader) -> None:
-        """Forget a reader: its stream has ended."""
+        """Stop checking a reader."""
         self._readers.pop(reader, None)
 
     def _look(self, left: tuple[Reader, ...]) -> None:
-        """Look at some readers, then at the others, then wait."""
+        """Check some of the readers that are left in this round, or begin a round."""
         now_s = self._now_s()
         turn = left or tuple(self._readers)
         for reader in turn[:LOOKS_AT_ONCE]:
@@ -95,59 +83,67 @@ class SlowReaders:
 
 
 class Reader:
-    """The client at the other end of one stream.
+    """The client that reads a stream.
 
     Attributes:
-        paced: what it reads; None while nothing comes.
-        written_bytes: what was written to its connection.
+        run: what it reads; None before the request runs.
+        written_bytes: bytes written to its connection.
     """
 
     def __init__(self, request: web.Request, slow: SlowReaders) -> None:
-        """Begin before anything is written to it."""
-        self.paced: Paced | None = None
+        self.run: Run | None = None
+        self.written_bytes = 0
         self._transport: Any = request.transport
         self._slow = slow
         self._pace = Pace.FULL
-        self.written_bytes = 0
-        self._read_bytes = 0  # as of the last look
+        self._read_bytes = 0  # at the last check
         self._made_bytes = 0.0
         self._looked_s: float | None = None
         self._moved_s = 0.0  # when it last took something
 
     async def drained(self, writer: AbstractStreamWriter) -> None:
-        """Wait until the client has made room for more, and look at it meanwhile.
+        """Wait until the buffers have room again, and check the reader meanwhile.
 
         Raises:
-            ConnectionResetError: it is gone.
+            ConnectionResetError: the client is gone.
         """
         self._slow.add(self)
         await writer.drain()
 
     def left(self) -> None:
-        """Stop looking at it: its stream has ended."""
+        """Stop checking it, because its stream has ended."""
         self._slow.discard(self)
 
     def adjust(self, now_s: float) -> bool:
         """Set the pace of its sequences; return whether it has caught up."""
-        if self.paced is None:
+        if self.run is None:
             return True
         unsent = self.unsent_bytes
-        view = self._view(now_s, unsent, self.paced.unread_tokens)
+        view = self._view(now_s, unsent, self.run.unread_tokens)
         chosen = pace(view, self._pace)
         if chosen is not self._pace:
             self._pace = chosen
-            self.paced.set_pace(chosen)
+            self.run.set_pace(chosen)
         return chosen is Pace.FULL and not view.waiting_tokens and unsent <= BUFFER_BYTES
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that wait in the connection's buffer and in the kernel."""
+        """Bytes in the connection's buffer and in the kernel's send queue."""
         if self._transport is None:
             return 0
         return int(self._transport.get_write_buffer_size()) + _queued_bytes(self._transport)
 
+    def limit_buffers(self) -> None:
+        """Keep the buffers of its connection small, so that little is sent ahead of it."""
+        if self._transport is None:
+            return
+        self._transport.set_write_buffer_limits(high=BUFFER_BYTES)
+        connection = self._transport.get_extra_info("socket")
+        if connection is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_QUEUE_BYTES)
+
     def _view(self, now_s: float, unsent: int, waiting_tokens: int) -> ReaderView:
-        """Return what is known of it, and remember that for the next look."""
+        """Return its rates since the last check, and begin the next interval."""
         read = self.written_bytes - unsent
         made = self.written_bytes + waiting_tokens * CHUNK_BYTES
         since_s = None if self._looked_s is None else max(now_s - self._looked_s, 1e-6)
@@ -164,27 +160,17 @@ class Reader:
         self._looked_s, self._read_bytes, self._made_bytes = now_s, read, made
         return view
 
-    def limit_buffers(self) -> None:
-        """Keep the buffers of its connection small, so that little is sent ahead of it."""
-        if self._transport is None:
-            return
-        self._transport.set_write_buffer_limits(high=BUFFER_BYTES)
-        connection = self._transport.get_extra_info("socket")
-        if connection is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_QUEUE_BYTES)
-
 
 def _caught_up(reader: Reader, now_s: float) -> bool:
-    """Look at a reader; one at which that fails is left alone, and the others are looked at."""
     try:
         return reader.adjust(now_s)
-    except Exception as error:  # noqa: BLE001 - nobody else's back-pressure may end with it
-        log(logging.ERROR, "a slow reader cannot be looked at", error=error)
+    except Exception as error:  # noqa: BLE001 - the other readers must still be checked
+        log(logging.ERROR, "a slow reader cannot be checked", error=error)
         return True
 
 
 def _queued_bytes(transport: Any) -> int:
-    """Return what the kernel has not sent, or the other side not acknowledged; 0 if it hides it."""
+    """Return the unacknowledged bytes in the kernel's send queue; 0 if unknown."""
     connection = transport.get_extra_info("socket")
     if connection is None or connection.fileno() < 0:
         return 0

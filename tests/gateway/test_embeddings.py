@@ -231,7 +231,7 @@ async def test_a_backend_without_embeddings_says_so() -> None:
         answer = await http.post("/v1/embeddings", json={"input": "x"})
     assert answer.status_code == 400
     assert answer.json()["error"] == {
-        "message": "the backend 'sim' gives no embeddings of 'draftgate-demo'",
+        "message": "the backend 'sim' has no embeddings of 'draftgate-demo'",
         "type": "invalid_request_error",
         "param": "model",
         "code": "unsupported",

@@ -12,7 +12,7 @@ from openai import APIError, AsyncOpenAI
 
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.app import Listening
-from draftgate.gateway.http import heartbeats
+from draftgate.gateway.http import stream
 from tests.gateway.harness import ScriptedBackend, client, events, post_raw, running, until
 
 FINAL = Delta(0, (1,), "", (), FinishReason.STOP)
@@ -221,7 +221,7 @@ async def test_waiting_for_the_first_token_sends_comments(
     scripted: ScriptedBackend, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A queued stream is kept alive by comments, which clients ignore."""
-    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     async with streaming(http) as lines:
         assert await anext(lines) == ": waiting"
         scripted.emit(await scripted.submitted.get(), "done", last=True)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import ResumedChoice
 from draftgate.gateway.app import Listening
-from draftgate.gateway.http import heartbeats
+from draftgate.gateway.http import stream
 from tests.gateway.harness import ScriptedBackend, client, events, is_idle, running, until
 from tests.gateway.tool_models import TOOLS, with_template
 
@@ -225,7 +225,7 @@ async def test_a_stream_that_waits_to_go_on_shows_signs_of_life(
     http: httpx.AsyncClient, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While no worker has room for what is left, comments keep the connection alive."""
-    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     one, other = pair
     one.max_sequences = other.max_sequences = 1
     asking = ask(http, COMPLETIONS, stream=True)

@@ -8,8 +8,8 @@ import json
 import pytest
 from aiohttp import web
 
-from draftgate.gateway.http import heartbeats
-from draftgate.gateway.http.heartbeats import COMMENT
+from draftgate.gateway.http import stream
+from draftgate.gateway.http.stream import COMMENT
 from tests.gateway.harness import client, events, is_idle, port_of, post_raw, running, until
 from tests.gateway.upstreams import (
     DONE,
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_closes_the_request_upstream(
 
 async def test_who_waits_long_for_an_upstream_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments come until the first byte does, and then the stream as it is."""
-    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
     answer = after(begin, stream_of(TOKEN, LAST, DONE))
     async with upstream(answer) as there, in_front(there) as where:
@@ -162,7 +162,7 @@ async def test_what_comes_in_place_of_a_stream_that_has_begun_is_one_error_event
     answer: Answering, told: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a comment an upstream's error passes as an event; of all else we say what it is."""
-    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
     async with upstream(after(begin, answer)) as there, in_front(there) as where:
         reader, writer = await post_raw(where, "/v1/completions", STREAM, "Connection: close\r\n")
@@ -186,7 +186,7 @@ async def test_a_break_within_what_comes_in_place_of_a_stream_is_one_error_event
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Half of a JSON document behind a comment does not reach the client."""
-    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.005)
+    monkeypatch.setattr(stream, "KEEPALIVE_S", 0.005)
     begin = asyncio.Event()
 
     async def half(request: web.Request) -> web.StreamResponse:
@@ -211,7 +211,7 @@ async def test_a_client_that_leaves_while_it_is_told_to_wait_is_a_cancel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is no failure of anybody's, and nothing is kept."""
-    monkeypatch.setattr(heartbeats, "KEEPALIVE_S", 0.001)
+    monkeypatch.setattr(stream, "KEEPALIVE_S", 0.001)
     async with upstream(held()) as there, in_front(there) as where, client(where) as http:
         reader, writer = await post_raw(where, "/v1/completions", STREAM)
         await reader.readuntil(COMMENT)

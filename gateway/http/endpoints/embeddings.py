@@ -23,7 +23,7 @@ from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
 from draftgate.gateway.http.requests.limits import Range, check_ranges
-from draftgate.gateway.http.requests.schemas import EmbeddingBody
+from draftgate.gateway.http.requests.schemas import EmbeddingBody, UnsupportedFields
 from draftgate.gateway.http.requests.validation import Call, prompts_of
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
@@ -83,7 +83,7 @@ def embedding_call(
     """
     wire = decode(body, _decoder)
     served.check_name(wire.model)
-    reject_unsupported(wire, 1)
+    reject_unsupported(wire, UnsupportedFields.__struct_fields__)
     check_ranges(wire)
     Range(1, size).check("dimensions", wire.dimensions)
     given = wire.input

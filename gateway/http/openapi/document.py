@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from draftgate import __version__
 from draftgate.gateway.errors import NotOffered, Unavailable
-from draftgate.gateway.http.context import NODE, json_response
+from draftgate.gateway.http.context import NODE, REQUEST_ID_HEADER, json_response
 from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
 from draftgate.gateway.http.openapi.schemas import components
 from draftgate.gateway.http.requests.headers import TPOT_HEADER, TTFT_HEADER
@@ -29,28 +29,29 @@ _INFO: Final = {
 }
 
 _ERRORS: Final = {
-    400: "A parameter is malformed, or not supported; it is named.",
-    401: "Keys are required here, and none was sent that is known.",
-    404: "There is no such model.",
+    400: "A parameter is malformed or not supported; the error names it.",
+    401: "API keys are required, and the request has no known key.",
+    404: "The model does not exist.",
     413: "The body is too large.",
-    429: "Not now: the key's quota is used up, or the answer would come too late.",
-    503: "The node takes no requests now; another one, or this one later, may.",
+    429: "Refused for now: the key's quota is used up, or the answer would come too late.",
+    503: "The node accepts no requests at present; another node may.",
 }
 
 _REQUEST_ID: Final = {
-    "description": "The request's id: the client's, if it sent one, else a new one.",
+    "description": "The request's id: the client's if it sent one, else a new one.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 128},
 }
 
-_RETRY_AFTER: Final = {
-    "description": "Seconds after which trying again may help.",
-    "schema": {"type": "integer", "minimum": 0},
-}
-
-
-_RETRY_AFTER_MS: Final = {
-    "description": "The same in milliseconds, not rounded up to seconds.",
-    "schema": {"type": "integer", "minimum": 0},
+_SECONDS: Final = {"type": "integer", "minimum": 0}
+_RETRY_HEADERS: Final = {
+    "Retry-After": {
+        "description": "Seconds after which a retry may succeed.",
+        "schema": _SECONDS,
+    },
+    "retry-after-ms": {
+        "description": "The same in milliseconds, not rounded up to seconds.",
+        "schema": _SECONDS,
+    },
 }
 
 _SCHEMES: Final = {
@@ -64,7 +65,7 @@ _SCHEMES: Final = {
 
 
 class ErrorDetail(Struct):
-    """What went wrong; `param` is the path of the parameter at fault."""
+    """What went wrong; `param` is the path of the invalid parameter."""
 
     message: str
     type: str
@@ -73,7 +74,7 @@ class ErrorDetail(Struct):
 
 
 class ErrorReply(Struct):
-    """Every error has this shape."""
+    """The body of every error."""
 
     error: ErrorDetail
 
@@ -92,20 +93,16 @@ def document(served: Served | None) -> bytes:
     """Return the document as JSON.
 
     Args:
-        served: the model, once it is loaded: its name and vocabulary are bounds, too.
+        served: the model, once it is loaded. Its name and vocabulary become bounds.
     """
-    types = {ErrorReply}
-    for operation in OPERATIONS:
-        parts = (operation.body, operation.reply, operation.events)
-        types |= {part for part in parts if part is not None and not isinstance(part, str | tuple)}
+    parts = {part for one in OPERATIONS for part in (one.body, one.reply, one.events)}
+    types = {ErrorReply, *(part for part in parts if isinstance(part, type))}
     ordered = sorted(types, key=lambda one: one.__name__)
     refs, schemas = components(ordered, served)
     by_type = dict(zip(ordered, refs, strict=True))
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        entry = _operation(operation, by_type)
-        if served is not None:
-            _name_model(entry["parameters"], served)
+        entry = _operation(operation, by_type, served)
         paths.setdefault(operation.path, {})[operation.method.lower()] = entry
     whole = {
         "openapi": "3.1.0",
@@ -114,25 +111,32 @@ def document(served: Served | None) -> bytes:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "headers": {"x-request-id": _REQUEST_ID},
+            "headers": {REQUEST_ID_HEADER: _REQUEST_ID},
             "securitySchemes": _SCHEMES,
         },
     }
     return msgspec.json.encode(whole)
 
 
-def _operation(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
-    parameters = [*map(copy.deepcopy, operation.parameters), _id_parameter()]
+def _operation(
+    operation: Operation, refs: Mapping[Any, Any], served: Served | None
+) -> dict[str, Any]:
+    parameters = [_with_model(one, served) for one in operation.parameters]
+    text = "An id for logs and the answer; a long or unprintable one is replaced."
+    parameters.append(_header(REQUEST_ID_HEADER, text, {"type": "string"}))
+    if operation.events is not None:
+        milliseconds = {"type": "number", "exclusiveMinimum": 0}
+        for name, token in ((TTFT_HEADER, "first token"), (TPOT_HEADER, "each further token")):
+            text = f"Target for the {token}, in milliseconds."
+            parameters.append(_header(name, text, milliseconds))
     entry: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
         "parameters": parameters,
         "responses": _responses(operation, refs),
     }
-    if not operation.open:  # where there are keys; where there are none, nobody needs one
+    if not operation.open:  # the empty scheme stands for nodes without keys
         entry["security"] = [{}, *({name: []} for name in _SCHEMES)]
-    if operation.events is not None:
-        parameters += [_target(TTFT_HEADER, "first token"), _target(TPOT_HEADER, "further tokens")]
     if operation.body is not None:
         examples = {name: {"value": body} for name, body in operation.examples.items()}
         content = {JSON: {"schema": refs[operation.body], "examples": examples}}
@@ -140,38 +144,38 @@ def _operation(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
     return entry
 
 
-def _name_model(parameters: list[dict[str, Any]], served: Served) -> None:
-    for parameter in parameters:
-        if parameter["name"] == "model":
-            parameter["schema"]["enum"] = [served.name]
+def _with_model(parameter: Mapping[str, Any], served: Served | None) -> Mapping[str, Any]:
+    if parameter["name"] != "model" or served is None:
+        return parameter
+    return {**parameter, "schema": {**parameter["schema"], "enum": [served.name]}}
 
 
-def _responses(operation: Operation, refs: dict[Any, Any]) -> dict[str, Any]:
+def _header(name: str, description: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
+def _responses(operation: Operation, refs: Mapping[Any, Any]) -> dict[str, Any]:
     reply = operation.reply
-    if isinstance(reply, str | tuple):
-        names = (reply,) if isinstance(reply, str) else reply
-        content: dict[str, Any] = {
-            name: {"schema": {"type": "object" if name == JSON else "string"}} for name in names
-        }
-    else:
+    if isinstance(reply, type):
         content = {JSON: {"schema": refs[reply]}}
+    else:
+        content = {
+            name: {"schema": {"type": "object" if name == JSON else "string"}} for name in reply
+        }
     if operation.events is not None:
         content["text/event-stream"] = {"schema": _event(refs[operation.events])}
     found = {"200": _response(operation.summary, content)}
     if operation.unready:
-        found["503"] = _response("The same, while it is not so.", content)
+        found["503"] = _response("The same, if the answer is no.", content)
     error = {JSON: {"schema": refs[ErrorReply]}}
     for status in operation.errors if operation.open else sorted({401, *operation.errors}):
         found[str(status)] = _response(_ERRORS[status], error)
         if status in {429, 503}:
-            found[str(status)]["headers"] |= {
-                "Retry-After": _RETRY_AFTER,
-                "retry-after-ms": _RETRY_AFTER_MS,
-            }
+            found[str(status)]["headers"] |= _RETRY_HEADERS
     return found
 
 
-def _event(data: dict[str, Any]) -> dict[str, Any]:
+def _event(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of each event of a stream."""
     text = "An event of a stream (`stream: true`). Chats and completions end with `[DONE]`."
     of_data = {"anyOf": [{"const": "[DONE]"}, {"contentMediaType": JSON, "contentSchema": data}]}
@@ -179,18 +183,6 @@ def _event(data: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "description": text, "properties": properties, "required": ["data"]}
 
 
-def _response(description: str, content: dict[str, Any]) -> dict[str, Any]:
-    headers = {"x-request-id": {"$ref": "#/components/headers/x-request-id"}}
+def _response(description: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    headers = {REQUEST_ID_HEADER: {"$ref": f"#/components/headers/{REQUEST_ID_HEADER}"}}
     return {"description": description, "headers": headers, "content": content}
-
-
-def _id_parameter() -> dict[str, Any]:
-    text = "An id for logs and the answer; one that is long or not printable is replaced."
-    schema = {"type": "string"}
-    return {"name": "x-request-id", "in": "header", "description": text, "schema": schema}
-
-
-def _target(name: str, what: str) -> dict[str, Any]:
-    text = f"How soon the {what} should come, in milliseconds."
-    schema = {"type": "number", "exclusiveMinimum": 0}
-    return {"name": name, "in": "header", "description": text, "schema": schema}

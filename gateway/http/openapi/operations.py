@@ -1,4 +1,4 @@
-"""The table of operations: what each path takes and answers."""
+"""The table of operations: what each path accepts and returns."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from draftgate.gateway.http.requests.schemas import (
 
 @dataclass(frozen=True)
 class Operation:
-    """What one method of one path does.
+    """One method of one path.
 
     Attributes:
-        reply: what it answers with 200: a struct, or the names of content types.
-        body: what it takes.
-        events: the data of its server-sent events, where it streams.
-        open: whether it needs no API key where there are some.
-        unready: whether it answers the same with 503 while the node takes no requests.
-        errors: statuses of answers in the shape of an error.
-        parameters: of path and query, as OpenAPI writes them.
-        examples: bodies by name; each of them works on any model.
+        reply: what it returns with 200: a struct, or content types.
+        body: what it accepts.
+        events: the data of its server-sent events, if it streams.
+        open: whether it needs no API key.
+        unready: whether it returns the same with 503 if the answer is no.
+        errors: statuses of its errors.
+        parameters: of path and query, as OpenAPI describes them.
+        examples: bodies by name; each works with any model.
     """
 
     method: str
     path: str
     summary: str
-    reply: Any
-    body: Any = None
-    events: Any = None
+    reply: type | tuple[str, ...]
+    body: type | None = None
+    events: type | None = None
     open: bool = False
     unready: bool = False
     errors: tuple[int, ...] = ()
@@ -62,9 +62,18 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """A name that no other operation has."""
+        """A unique name."""
         words = [w for w in self.path.replace("{", "").replace("}", "").split("/") if w != "v1"]
         return "_".join([self.method.lower(), *filter(None, words)])
+
+
+def _in_path(name: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", **schema}}
+
+
+def _in_query(name: str, description: str, default: int, most: int) -> dict[str, Any]:
+    schema = {"type": "integer", "minimum": 1, "maximum": most, "default": default}
+    return {"name": name, "in": "query", "description": description, "schema": schema}
 
 
 OF_BODIES: Final = (400, 404, 413, 503)
@@ -102,7 +111,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/completions",
-        "Goes on with a text, or with several.",
+        "Continues one or more texts.",
         CompletionReply,
         CompletionBody,
         CompletionReply,
@@ -135,7 +144,7 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/v1/embeddings",
-        "Embeds texts: the last token's hidden state, at length 1.",
+        "Embeds texts: the hidden state of the last token, normalised.",
         EmbeddingList,
         EmbeddingBody,
         errors=OF_GENERATION,
@@ -147,14 +156,12 @@ OPERATIONS: Final = (
         "Describes the model.",
         ModelReply,
         errors=(404, 503),
-        parameters=(
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}},
-        ),
+        parameters=(_in_path("model"),),
     ),
     Operation(
         "POST",
         "/tokenize",
-        "Tells the token ids of a prompt, or of messages in the model's chat template.",
+        "Returns the token ids of a prompt, or of messages in the model's chat template.",
         TokenizeReply,
         TokenizeBody,
         errors=OF_BODIES,
@@ -166,74 +173,42 @@ OPERATIONS: Final = (
     Operation(
         "POST",
         "/detokenize",
-        "Tells the text of token ids.",
+        "Returns the text of token ids.",
         DetokenizeReply,
         DetokenizeBody,
         errors=OF_BODIES,
         examples={"tokens": {"tokens": [5, 6, 7]}},
     ),
+    Operation("GET", "/health", "Whether the node works.", HealthReply, open=True, unready=True),
     Operation(
-        "GET",
-        "/health",
-        "Whether the process is worth keeping.",
-        HealthReply,
-        open=True,
-        unready=True,
-    ),
-    Operation(
-        "GET", "/ready", "Whether new requests are welcome.", ReadyReply, open=True, unready=True
+        "GET", "/ready", "Whether the node accepts requests.", ReadyReply, open=True, unready=True
     ),
     Operation("GET", "/version", "The version.", VersionReply, open=True),
-    Operation("GET", "/metrics", "Figures in Prometheus' text format.", "text/plain"),
+    Operation("GET", "/metrics", "The metrics, in Prometheus' text format.", ("text/plain",)),
     Operation(
         "GET",
         "/decisions",
-        "The latest decisions about speculation, and what they were made from.",
+        "The latest decisions about speculation, and their inputs.",
         DecisionList,
         errors=(400,),
-        parameters=(
-            {
-                "name": "limit",
-                "in": "query",
-                "schema": {"type": "integer", "minimum": 1, "maximum": KEPT, "default": SHOWN},
-            },
-        ),
+        parameters=(_in_query("limit", "Number of decisions.", SHOWN, KEPT),),
     ),
     Operation(
         "GET",
         "/live",
         "Samples of the node for its page: those of the last minutes, then one each second.",
-        "text/event-stream",
+        ("text/event-stream",),
         errors=(400,),
-        parameters=(
-            {
-                "name": "interval",
-                "in": "query",
-                "description": "Seconds between two samples.",
-                "schema": {
-                    "type": "integer",
-                    "minimum": 1,
-                    "maximum": MOST_INTERVAL_S,
-                    "default": 1,
-                },
-            },
-        ),
+        parameters=(_in_query("interval", "Seconds between two samples.", 1, MOST_INTERVAL_S),),
     ),
-    Operation("GET", "/", "The live page.", "text/html"),
+    Operation("GET", "/", "The live page.", ("text/html",)),
     Operation(
         "GET",
         "/web/{name}",
         "A file of the live page.",
         ("text/css", "text/html", "text/javascript", "image/svg+xml"),
         errors=(404,),
-        parameters=(
-            {
-                "name": "name",
-                "in": "path",
-                "required": True,
-                "schema": {"type": "string", "enum": file_names()},
-            },
-        ),
+        parameters=(_in_path("name", enum=file_names()),),
     ),
-    Operation("GET", "/openapi.json", "This document.", "application/json"),
+    Operation("GET", "/openapi.json", "This document.", ("application/json",)),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -19,9 +19,9 @@ from draftgate.gateway.http.requests.schemas import UnsupportedFields
 from draftgate.gateway.http.requests.tools import CHOICES
 from draftgate.gateway.served import Served
 
-REF: Final = "#/components/schemas/{name}"
-
 Schema = dict[str, Any]
+
+_REF: Final = "#/components/schemas/{name}"
 
 _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
     "Message.role": tuple(ROLES),
@@ -31,18 +31,21 @@ _ENUMS: Final[Mapping[str, tuple[str, ...]]] = {
     "tool_choice": CHOICES,
     "verbosity": ("medium",),
 }
-"""Texts of which only these are taken, by field or struct and field."""
+"""The allowed strings, by field or by struct and field."""
 
 _NEUTRAL_ONLY: Final = {
     "CompletionBody": (*UnsupportedFields.__struct_fields__, "tools", "tool_choice"),
     "ChatBody": UnsupportedFields.__struct_fields__,
     "ResponsesBody": UnsupportedResponsesFields.__struct_fields__,
 }
-"""Fields that cannot be honoured, by struct."""
+"""Fields that are not supported, by struct."""
+
+_TYPE_IS_OPTIONAL: Final = {"FlatNamedTool", "FlatTool", "NamedTool", "Tool", "ToolCallMessage"}
+"""Structs whose `type` has one value and distinguishes them from no other."""
 
 
 def _kinds(field: str, *kinds: tuple[str, Mapping[str, Schema]]) -> list[Schema]:
-    """Return alternatives of an object: what else must be there at which value of a field."""
+    """Return the alternatives of an object: the fields required with each value of one field."""
     return [
         {"properties": {field: {"const": value}, **more}, "required": [field, *more]}
         for value, more in kinds
@@ -53,10 +56,14 @@ _TEXT: Final = {"type": "string"}
 _NULL: Final = {"type": "null"}
 _CONTENT: Final = {"content": {"type": ["string", "array"]}}
 
+_BY_ROLE: Final = _kinds(
+    "role", *((role, {} if role == "assistant" else _CONTENT) for role in ROLES)
+)
+
 _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
-    "Message": _kinds("role", *((role, {} if role == "assistant" else _CONTENT) for role in ROLES)),
+    "Message": _BY_ROLE,
     "InputItem": [
-        *_kinds("role", *((role, {} if role == "assistant" else _CONTENT) for role in ROLES)),
+        *_BY_ROLE,
         *_kinds(
             "type",
             ("function_call", {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT}),
@@ -74,23 +81,22 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
         },
     ],
 }
-"""What validation demands beyond fields by themselves, by struct."""
+"""What validation requires of combinations of fields, by struct."""
 
 
 def components(types: Iterable[Any], served: Served | None) -> tuple[list[Schema], Schema]:
-    """Return the schemas of types, and those they refer to by name.
+    """Return the schemas of types, and by name the schemas to which they refer.
 
     Args:
-        types: structs, of requests and of replies.
-        served: the model, once it is loaded: its name and vocabulary are bounds, too.
+        types: structs of requests and replies.
+        served: the model, once it is loaded. Its name and vocabulary become bounds.
     """
-    found, named = msgspec.json.schema_components(types, ref_template=REF)
-    lone = _lone_kinds(found, named)
+    found, named = msgspec.json.schema_components(types, ref_template=_REF)
     for name, schema in named.items():
         for field, of_field in schema.get("properties", {}).items():
             schema["properties"][field] = _bounded(name, field, of_field, served)
         _require(name, schema)
-        if name in lone:
+        if name in _TYPE_IS_OPTIONAL:
             schema["required"].remove("type")
         if name in _ALTERNATIVES:
             schema["anyOf"] = _ALTERNATIVES[name]
@@ -99,34 +105,11 @@ def components(types: Iterable[Any], served: Served | None) -> tuple[list[Schema
     return list(found), named
 
 
-def _lone_kinds(found: Iterable[Schema], named: Mapping[str, Schema]) -> set[str]:
-    """Return the structs whose `type` has one value and tells nothing: it may be left out."""
-    told = set(_kinds_told([*found, *named.values()]))
-    tagged = {name for name, schema in named.items() if len(_types(schema)) == 1}
-    return {name for name in tagged if REF.format(name=name) not in told}
-
-
-def _types(schema: Schema) -> Sequence[str]:
-    """Return the values of the tag by which msgspec tells structs apart."""
-    of_type = schema.get("properties", {}).get("type", {})
-    return of_type["enum"] if of_type.keys() == {"enum"} else ()
-
-
-def _kinds_told(schema: object) -> Iterator[str]:
-    """Yield the references of which a `type` chooses one, anywhere in schemas."""
-    if isinstance(schema, dict):
-        yield from schema.get("discriminator", {}).get("mapping", {}).values()
-        schema = list(schema.values())
-    if isinstance(schema, list):
-        for part in schema:
-            yield from _kinds_told(part)
-
-
 def _bounded(name: str, field: str, schema: Schema, served: Served | None) -> Schema:
     """Return a field's schema with its bounds."""
     if field in _NEUTRAL_ONLY.get(name, ()):
         return {
-            "description": "Not supported: takes only values that change nothing.",
+            "description": "Not supported: only values that change nothing are accepted.",
             "enum": neutral_values(field),
         }
     if (name, field) == ("Message", "function_call"):
@@ -136,7 +119,7 @@ def _bounded(name: str, field: str, schema: Schema, served: Served | None) -> Sc
     if name == "DetokenizeBody" and field == "tokens":
         return {"type": "array", "items": _token(served)}
     if not name.endswith("Body") and field in RANGES and name != "SpeculationOptions":
-        return schema  # of a reply
+        return schema  # it belongs to a reply
     branches = schema.get("anyOf", [schema])
     for branch in branches:
         _restrict(branch, name, field)
@@ -146,7 +129,7 @@ def _bounded(name: str, field: str, schema: Schema, served: Served | None) -> Sc
 
 
 def _restrict(branch: Schema, name: str, field: str) -> None:
-    """Add what holds for values of one type."""
+    """Add the bounds of one type of a field's values."""
     kind = branch.get("type")
     if kind in {"integer", "number"} and field in RANGES:
         branch.update(RANGES[field].keywords())
@@ -158,7 +141,7 @@ def _restrict(branch: Schema, name: str, field: str) -> None:
 
 
 def _require(name: str, schema: Schema) -> None:
-    """Demand fields that decoding alone would not miss."""
+    """Require the fields that decoding alone does not require."""
     for field, of_field in schema.get("properties", {}).items():
         if f"{name}.{field}" in REQUIRED:
             schema.setdefault("required", []).append(field)
@@ -169,7 +152,7 @@ def _require(name: str, schema: Schema) -> None:
 
 
 def _prompt(served: Served | None) -> Schema:
-    """Return the four forms of a prompt."""
+    """Return the schema of a prompt: a text, texts, token ids, or lists of them."""
     ids = {"type": "array", "minItems": 1, "items": _token(served)}
     several = KEYWORDS["prompt"]["array"]
     texts = {"type": "array", **several, "items": {"type": "string"}}

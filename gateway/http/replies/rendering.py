@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from draftgate.backends.types import Delta, FinishReason, StepTrace, TokenLogprob
 from draftgate.gateway.errors import GatewayError
@@ -15,6 +15,8 @@ from draftgate.gateway.http.replies.shapes import (
     ChatChoice,
     ChatChunkChoice,
     CompletionChoice,
+    OptionalMetrics,
+    OptionalUsage,
     Reply,
     ResponseMetrics,
     Usage,
@@ -51,6 +53,9 @@ class WholeChoice:
             self.token_ids.extend(delta.token_ids)
 
 
+Choices = Sequence[WholeChoice]
+
+
 class Rendering(Protocol):
     """The answer to one request in the format of its endpoint; keeps track of what was sent.
 
@@ -58,17 +63,12 @@ class Rendering(Protocol):
     complete server-sent events, possibly none.
     """
 
-    def response(
-        self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
-    ) -> bytes:
+    def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """Return the JSON of the whole answer."""
         ...
 
     def chunk(
-        self,
-        delta: Delta,
-        usage: Usage | UnsetType = UNSET,
-        metrics: ResponseMetrics | UnsetType = UNSET,
+        self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
     ) -> bytes:
         """Return the events of a delta.
 
@@ -79,9 +79,7 @@ class Rendering(Protocol):
         """
         ...
 
-    def ending(
-        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
-    ) -> bytes:
+    def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
         """Return the events after the last delta."""
         ...
 
@@ -110,18 +108,13 @@ class ChunkRendering:
         # once. This saves 0.3 of 1.0 us per chunk (one core, Zen 4, 2026-11-21).
         self._head = self._reply(self._chunk_object, []).removesuffix(b"[]}") + b"["
 
-    def response(
-        self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
-    ) -> bytes:
+    def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """See `Rendering`."""
         rendered = [self._whole_choice(index, choice) for index, choice in enumerate(choices)]
         return self._reply(self._object, rendered, usage, metrics)
 
     def chunk(
-        self,
-        delta: Delta,
-        usage: Usage | UnsetType = UNSET,
-        metrics: ResponseMetrics | UnsetType = UNSET,
+        self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
     ) -> bytes:
         """See `Rendering`."""
         choice = self._chunk_choice(delta)
@@ -131,9 +124,7 @@ class ChunkRendering:
             return event(self._head + encode(choice) + b"]}")
         return event(self._reply(self._chunk_object, [choice], usage, metrics))
 
-    def ending(
-        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
-    ) -> bytes:
+    def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
         """See `Rendering`."""
         if usage is UNSET:
             return DONE
@@ -154,8 +145,8 @@ class ChunkRendering:
         self,
         kind: str,
         choices: list[Any],
-        usage: Usage | UnsetType = UNSET,
-        metrics: ResponseMetrics | UnsetType = UNSET,
+        usage: OptionalUsage = UNSET,
+        metrics: OptionalMetrics = UNSET,
     ) -> bytes:
         name = f"{self._prefix}-{self._call.job.request_id}"
         model = self._call.served.name

@@ -8,15 +8,20 @@ followed by a call, or a call by anything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field, structs
 
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.errors import GatewayError
-from draftgate.gateway.http.replies.rendering import WholeChoice, encode
-from draftgate.gateway.http.replies.shapes import ResponseMetrics, Usage
+from draftgate.gateway.http.replies.rendering import Choices, encode
+from draftgate.gateway.http.replies.shapes import (
+    OptionalMetrics,
+    OptionalUsage,
+    ResponseMetrics,
+    Usage,
+)
 from draftgate.gateway.http.requests.responses import ResponsesBody
 from draftgate.gateway.http.requests.validation import Call
 from draftgate.gateway.http.tools.parsing import CallParser, Piece, call_id
@@ -112,7 +117,7 @@ class ResponseReply(Struct):
     store: bool = False
     truncation: str = "disabled"
     previous_response_id: None = None
-    metrics: ResponseMetrics | UnsetType = UNSET
+    metrics: OptionalMetrics = UNSET
 
 
 class ResponseEvent(Struct):
@@ -148,9 +153,7 @@ class ResponseRendering:
         if (tools := call.tools) is not None:
             self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
 
-    def response(
-        self, choices: Sequence[WholeChoice], usage: Usage, metrics: ResponseMetrics
-    ) -> bytes:
+    def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
         """See `Rendering`."""
         (choice,) = choices
         self._reason = choice.finish_reason
@@ -159,10 +162,7 @@ class ResponseRendering:
         return encode(self._ended(usage, metrics))
 
     def chunk(
-        self,
-        delta: Delta,
-        usage: Usage | UnsetType = UNSET,
-        metrics: ResponseMetrics | UnsetType = UNSET,
+        self, delta: Delta, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET
     ) -> bytes:
         """See `Rendering`."""
         self._begin_response()
@@ -171,9 +171,7 @@ class ResponseRendering:
             self._read(delta.text)
         return self._take_events()
 
-    def ending(
-        self, usage: Usage | UnsetType = UNSET, metrics: ResponseMetrics | UnsetType = UNSET
-    ) -> bytes:
+    def ending(self, usage: OptionalUsage = UNSET, metrics: OptionalMetrics = UNSET) -> bytes:
         """See `Rendering`."""
         self._begin_response()
         self._finish_items()
@@ -285,9 +283,7 @@ class ResponseRendering:
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._call.job.request_id}_{len(self._items)}"
 
-    def _ended(
-        self, usage: Usage | UnsetType, metrics: ResponseMetrics | UnsetType
-    ) -> ResponseReply:
+    def _ended(self, usage: OptionalUsage, metrics: OptionalMetrics) -> ResponseReply:
         whole = self._reply(self._status)
         if whole.status == "incomplete":
             whole.incomplete_details = IncompleteDetails("max_output_tokens")

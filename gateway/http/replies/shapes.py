@@ -73,6 +73,10 @@ class ResponseMetrics(Struct):
     resumes: list[ResumeReply] | UnsetType = UNSET
 
 
+OptionalUsage = Usage | UnsetType
+OptionalMetrics = ResponseMetrics | UnsetType
+
+
 class TopLogprob(Struct):
     """A token and its log probability, chat form."""
 
@@ -207,8 +211,8 @@ class Reply(Struct, Generic[Choice]):
     created: int
     model: str
     choices: list[Choice]
-    usage: Usage | UnsetType = UNSET
-    metrics: ResponseMetrics | UnsetType = UNSET
+    usage: OptionalUsage = UNSET
+    metrics: OptionalMetrics = UNSET
 
 
 class ChatReply(Reply[ChatChoice]):

@@ -11,7 +11,6 @@ import msgspec
 
 from draftgate.backends.errors import RequestRejected
 from draftgate.gateway.errors import InvalidRequest, Unsupported
-from draftgate.gateway.http.requests.schemas import UnsupportedFields
 from draftgate.policies.types import SpeculationMode
 
 T = TypeVar("T")
@@ -55,22 +54,15 @@ def decode(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
-def reject_unsupported(wire: UnsupportedFields, n: int, *more: str) -> None:
-    """Raise `Unsupported` for an unsupported field whose value would change the output.
+def reject_unsupported(wire: msgspec.Struct, names: Iterable[str], n: int = 1) -> None:
+    """Raise `Unsupported` for a field whose value would change the output.
 
     Args:
         wire: the body.
+        names: of the fields that are not supported.
         n: number of choices, which `best_of` may equal.
-        more: further fields that this endpoint does not support.
     """
     neutral = {**ALSO_NEUTRAL, "best_of": (1, n)}
-    reject_changing(wire, (*UnsupportedFields.__struct_fields__, *more), neutral)
-
-
-def reject_changing(
-    wire: msgspec.Struct, names: Iterable[str], neutral: Mapping[str, tuple[Any, ...]]
-) -> None:
-    """Raise `Unsupported` for a field whose value is neither empty nor among its neutral ones."""
     for name in names:
         value = getattr(wire, name)
         empty = not value and not (value is False and name in _TRUE_BY_DEFAULT)
@@ -108,7 +100,7 @@ def named_as(params: Mapping[str, str]) -> Iterator[None]:
     """Rename the parameter in errors raised by the block to the client's name for it.
 
     Args:
-        params: the client's names of parameters; the first entry that fits is used.
+        params: the client's names of parameters and, by their paths, of parts of the request.
     """
     try:
         yield
@@ -125,12 +117,12 @@ def named_as(params: Mapping[str, str]) -> Iterator[None]:
 
 
 def client_name(param: str | None, params: Mapping[str, str]) -> str | None:
-    """Return the client's name of a parameter."""
+    """Return the client's name of a parameter; of several entries the longest that fits counts."""
     if param is None:
         return None
     if ".function" in params and re.match(r"(tools\[\d+\]|tool_choice)\.function\b", param):
         return param.replace(".function", params[".function"], 1)
-    for name, own in params.items():
+    for name in sorted(params, key=len, reverse=True):
         if param == name or param.startswith((f"{name}.", f"{name}[")):
-            return own + param[len(name) :]
+            return params[name] + param[len(name) :]
     return param

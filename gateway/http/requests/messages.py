@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -23,26 +22,10 @@ ROLES: Final = {
 }
 
 
-@dataclass(slots=True)
-class Place:
-    """Paths of the parts of a message in the request, for error messages.
-
-    Attributes:
-        message: path of the message.
-        calls: paths of its calls, if these are not part of the message.
-        content: name of its content, below the message's path.
-    """
-
-    message: str
-    calls: list[str] = field(default_factory=list)
-    content: str = "content"
-
-
 def chat_prompt(
     messages: Sequence[Message] | None,
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    places: Sequence[Place] | None = None,
 ) -> TokenIds:
     """Return the token ids of the prompt that a chat makes.
 
@@ -50,7 +33,6 @@ def chat_prompt(
         messages: as received.
         tokenizer: with the model's template.
         tools: functions on offer, in the form that templates expect.
-        places: of the messages in the request; None if they are its `messages`.
 
     Raises:
         InvalidRequest: a message is malformed.
@@ -58,13 +40,10 @@ def chat_prompt(
     """
     if not messages:
         raise invalid("messages", "must be given and not be empty")
-    if places is None:
-        places = [Place(f"messages[{i}]") for i in range(len(messages))]
-    placed = list(zip(messages, places, strict=True))
-    plain = [_plain(message, place) for message, place in placed]
+    plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if dialect_of(tokenizer.tool_template) is None:
-        for message, place in placed:
-            _check_no_call(message, place)
+        for i, message in enumerate(messages):
+            _check_no_call(message, f"messages[{i}]")
     # The template itself writes the special tokens.
     ids = tokenizer.encode(tokenizer.render_chat(plain, tools), add_special_tokens=False)
     if not ids:
@@ -72,50 +51,44 @@ def chat_prompt(
     return compact(ids)
 
 
-def _plain(message: Message, place: Place) -> dict[str, Any]:
+def _plain(message: Message, where: str) -> dict[str, Any]:
     """Return a message in the form that templates expect."""
-    where = place.message
     if message.role == "function":
         raise Unsupported(f"{where}.role", f" {message.role!r}")
     if message.role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role!r}")
     if message.function_call:
         raise Unsupported(f"{where}.function_call")
-    text = _text(message, f"{where}.{place.content}")
+    text = _text(message, f"{where}.content")
     plain: dict[str, Any] = {"role": ROLES[message.role], "content": text}
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        plain["tool_calls"] = [_call(call, _arguments_place(place, i)) for i, call in calls]
+        plain["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
+        ]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-def _arguments_place(place: Place, index: int) -> str:
-    if place.calls:
-        return f"{place.calls[index]}.arguments"
-    return f"{place.message}.tool_calls[{index}].function.arguments"
-
-
-def _call(call: ToolCallMessage, param: str) -> dict[str, Any]:
+def _call(call: ToolCallMessage, where: str) -> dict[str, Any]:
     """Return a call for the template, which itself writes the arguments as JSON."""
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise invalid(param, f"must be a JSON object: {error}") from None
+        problem = f"must be a JSON object: {error}"
+        raise invalid(f"{where}.function.arguments", problem) from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _check_no_call(message: Message, place: Place) -> None:
+def _check_no_call(message: Message, where: str) -> None:
     # This model's template would drop or misread a call.
     if message.role == "tool":
-        raise Unsupported(f"{place.message}.role", " 'tool' with this model")
+        raise Unsupported(f"{where}.role", " 'tool' with this model")
     if message.tool_calls:
-        param = place.calls[0] if place.calls else f"{place.message}.tool_calls"
-        raise Unsupported(param, " with this model")
+        raise Unsupported(f"{where}.tool_calls", " with this model")
 
 
 def _text(message: Message, where: str) -> str:

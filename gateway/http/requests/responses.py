@@ -10,14 +10,13 @@ import msgspec
 from msgspec import Struct
 
 from draftgate.gateway.errors import Unsupported, invalid
-from draftgate.gateway.http.requests.decoding import ALSO_NEUTRAL, decode, reject_changing
+from draftgate.gateway.http.requests.decoding import decode, named_as, reject_unsupported
 from draftgate.gateway.http.requests.limits import (
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
     check_ranges,
 )
-from draftgate.gateway.http.requests.messages import Place
 from draftgate.gateway.http.requests.schemas import (
     CalledFunction,
     ChatBody,
@@ -150,11 +149,11 @@ def responses_call(
     wire = decode(body, _decoder)
     served.check_name(wire.model)
     check_ranges(wire)
-    reject_changing(wire, UnsupportedResponsesFields.__struct_fields__, ALSO_NEUTRAL)
+    reject_unsupported(wire, UnsupportedResponsesFields.__struct_fields__)
     if wire.text is not None and wire.text.verbosity not in {None, "medium"}:
         raise Unsupported("text.verbosity")
     _check_metadata(wire.metadata or {})
-    messages, places = _messages(wire)
+    messages, paths = _messages(wire)
     choice = wire.tool_choice
     chat = ChatBody(
         messages=messages,
@@ -164,37 +163,37 @@ def responses_call(
         tool_choice=NamedTool(choice) if isinstance(choice, FlatNamedTool) else choice,
         **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
     )
-    call = call_of_chat(chat, served, request_id, service, places)
+    with named_as(paths):
+        call = call_of_chat(chat, served, request_id, service)
     return replace(call, include_usage=True, body=wire)
 
 
-def _messages(wire: ResponsesBody) -> tuple[list[Message], list[Place]]:
-    """Return the messages that the input stands for, and their places in the request."""
+def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:
+    """Return the messages that the input stands for, and the paths of their parts in the input."""
     if not wire.input:
         raise invalid("input", "must be given and not be empty")
     messages: list[Message] = []
-    places: list[Place] = []
+    paths: dict[str, str] = {}
     if wire.instructions is not None:
         messages.append(Message("system", wire.instructions))
-        places.append(Place("instructions"))
     if isinstance(wire.input, str):
-        return [*messages, Message("user", wire.input)], [*places, Place("input")]
+        return [*messages, Message("user", wire.input)], paths
     for index, item in enumerate(wire.input):
-        where = f"input[{index}]"
-        message = _message(item, where)
-        if item.type == "function_call" and messages and messages[-1].role == "assistant":
+        message = _message(item, f"input[{index}]")
+        calls = message.tool_calls or []
+        if calls and messages and messages[-1].role == "assistant":
             # Templates expect the calls of one answer in one message.
-            messages[-1].tool_calls = [
-                *(messages[-1].tool_calls or ()),
-                *(message.tool_calls or ()),
-            ]
-            places[-1].calls.append(where)
-            continue
-        messages.append(message)
-        calls = [where] if item.type == "function_call" else []
-        content = "output" if item.type == "function_call_output" else "content"
-        places.append(Place(where, calls, content))
-    return messages, places
+            calls = messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), *calls]
+        else:
+            messages.append(message)
+        where = f"messages[{len(messages) - 1}]"
+        if calls:
+            paths[f"{where}.tool_calls[{len(calls) - 1}].function"] = f"input[{index}]"
+            paths.setdefault(f"{where}.tool_calls", f"input[{index}]")
+        elif item.type == "function_call_output":
+            paths[f"{where}.content"] = f"input[{index}].output"
+        paths.setdefault(where, f"input[{index}]")
+    return messages, paths
 
 
 def _message(item: InputItem, where: str) -> Message:

@@ -26,7 +26,7 @@ from draftgate.gateway.http.requests.limits import (
     MAX_STOPS,
     check_ranges,
 )
-from draftgate.gateway.http.requests.messages import Place, chat_prompt
+from draftgate.gateway.http.requests.messages import chat_prompt
 from draftgate.gateway.http.requests.schemas import (
     ChatBody,
     CompletionBody,
@@ -37,6 +37,7 @@ from draftgate.gateway.http.requests.schemas import (
     ResponseFormat,
     SpeculationOptions,
     StreamOptions,
+    UnsupportedFields,
 )
 from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
 from draftgate.gateway.served import Served
@@ -90,27 +91,14 @@ def chat_call(
     return call_of_chat(decode(body, _chat_decoder), served, request_id, service)
 
 
-def call_of_chat(
-    wire: ChatBody,
-    served: Served,
-    request_id: str,
-    service: ServiceLevel,
-    places: Sequence[Place] | None = None,
-) -> Call:
-    """Return the call of a chat.
-
-    Args:
-        places: of its messages in the request; None if they are its `messages`.
-
-    Raises:
-        InvalidRequest, RequestRejected: as `chat_call`.
-    """
+def call_of_chat(wire: ChatBody, served: Served, request_id: str, service: ServiceLevel) -> Call:
+    """Return the call of a decoded chat; see `chat_call`."""
     served.check_name(wire.model)
     _check_common(wire)
-    reject_unsupported(wire, wire.n or 1)
+    reject_unsupported(wire, UnsupportedFields.__struct_fields__, wire.n or 1)
     tools = offered_tools(wire, served.tokenizer.tool_template)
     shown = None if tools is None else tools.shown
-    prompts = (chat_prompt(wire.messages, served.tokenizer, shown, places),)
+    prompts = (chat_prompt(wire.messages, served.tokenizer, shown),)
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
     job = _job(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
@@ -133,7 +121,8 @@ def completion_call(
     wire = decode(body, _completion_decoder)
     served.check_name(wire.model)
     _check_common(wire)
-    reject_unsupported(wire, wire.n or 1, "tools", "tool_choice")
+    unsupported = (*UnsupportedFields.__struct_fields__, "tools", "tool_choice")
+    reject_unsupported(wire, unsupported, wire.n or 1)
     prompts = prompts_of("prompt", wire.prompt, served)
     n = wire.n or 1
     if len(prompts) * n > MAX_SEQUENCES:
