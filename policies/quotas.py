@@ -1,23 +1,23 @@
-"""What tenants may use: an exact ledger of requests and tokens.
+"""Quotas of tenants: an exact ledger of requests and tokens.
 
-A request reserves the tokens it may use at most, and settles what it used; the rest is released and
-can be used at once. In whole numbers throughout, for each tenant at any instant,
+A request reserves the most tokens that it may use, and settles what it used. The rest is released
+and can be used at once. In whole numbers, for each tenant and at any time,
 
     reserved == settled + released + open.
 
-Limits are leaky buckets as meters (ATM Forum, Traffic Management 4.0, 1996: the generic cell rate
-algorithm), so there are no windows at whose edge twice as much would fit, or into which a refund
-could fall. A bucket is one instant, the theoretical arrival time: what is above `now` is in use,
-and drains at the quota's rate. To stay exact it is counted in units of 1 / rate nanoseconds: a
-minute is rate x 60e9 of them, and one request or token is 60e9.
+Limits are leaky buckets as meters (the generic cell rate algorithm: ATM Forum, Traffic Management
+4.0, 1996). There are no windows at whose edges twice as much would fit, or into which a refund
+could fall. A bucket is one time, the theoretical arrival time: the part after `now` is in use, and
+drains at the quota's rate. To stay exact, it counts in units of 1 / rate nanoseconds: a minute is
+rate x 60e9 units, and one request or token is 60e9.
 
-What is released leaves the bucket as if it had never been reserved. A reservation of n at t makes
-of the instant F the instant max(F, t) + n, so F is the latest of t_i + n_i + n_(i+1) + ... over all
-of them. Taking m off the j-th leaves
+Released units leave the bucket as if they had never been reserved. A reservation of n at t turns
+the time F into max(F, t) + n, so F is the latest of t_i + n_i + n_(i+1) + ... over all reservations
+i. Taking m off the j-th one leaves
 
-    max(F - m, F_j), where F_j is what F would be of the reservations behind the j-th alone,
+    max(F - m, F_j), where F_j is the F of the reservations after the j-th alone,
 
-and that is kept for each reservation that is open.
+which is kept for each open reservation.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from typing import Final, NamedTuple
 MINUTE_NS: Final = 60_000_000_000
 
 RETRY_GRACE_NS: Final = 1_000_000
-"""Added to the time until a request fits, so that it still does where clocks are read in floats."""
+"""Added to the time until a request fits, so that it still does if clocks are read as floats."""
 
 MOST_TENANTS: Final = 4096
-"""Tenants that are remembered, a few megabytes. Beyond it those are forgotten that were not heard
-of for longest, if nothing of theirs is open and their buckets are full: as if they were new."""
+"""Tenants to remember, a few megabytes. Beyond it the least recently used are forgotten, if they
+have no open reservations and their buckets are empty: as new tenants they would have the same."""
 
-_LOOKED_AT: Final = 8
-"""Old tenants that are looked at when there is a new one: more than one, so that they get fewer."""
+_FORGET_TRIES: Final = 8
+"""Old tenants to check for a new one: more than one, so that their number falls."""
 
 
 class Limit(StrEnum):
@@ -53,8 +53,11 @@ class Quota:
     """What a tenant may use.
 
     Attributes:
-        requests_per_minute, tokens_per_minute: None is no limit.
+        requests_per_minute, tokens_per_minute: None is unlimited.
         burst_requests, burst_tokens: most at once; None is a minute's worth.
+
+    Raises:
+        ValueError: a limit is not positive, or a burst has no rate.
     """
 
     requests_per_minute: int | None = None
@@ -63,23 +66,26 @@ class Quota:
     burst_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ValueError: a limit is not positive, or a burst has no limit to go with.
-        """
-        for limit, rate, burst in (
-            (Limit.REQUESTS, self.requests_per_minute, self.burst_requests),
-            (Limit.TOKENS, self.tokens_per_minute, self.burst_tokens),
-        ):
+        for limit, rate, burst in self._limits():
             if any(number is not None and number < 1 for number in (rate, burst)):
                 raise ValueError(f"a quota of {limit} must be 1 or more")
             if rate is None and burst is not None:
                 raise ValueError(f"a burst of {limit} needs {limit}_per_minute")
 
+    def buckets(self) -> dict[Limit, _Bucket]:
+        """Return an empty bucket for each limit."""
+        limits = self._limits()
+        return {limit: _Bucket(rate, burst or rate) for limit, rate, burst in limits if rate}
+
+    def _limits(self) -> tuple[tuple[Limit, int | None, int | None], ...]:
+        return (
+            (Limit.REQUESTS, self.requests_per_minute, self.burst_requests),
+            (Limit.TOKENS, self.tokens_per_minute, self.burst_tokens),
+        )
+
 
 UNLIMITED: Final = Quota()
-"""No limits; what is used is booked all the same."""
+"""No limits; usage is recorded all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +94,8 @@ class Shortage:
 
     Attributes:
         limit: which quota.
-        retry_after_s: after which this very request fits if nothing else is used; None if it is
-            larger than the quota can ever hold.
+        retry_after_s: seconds until it fits if nothing else is used; None if it is larger than the
+            quota can ever hold.
         asked, most: what it asked for, and the most that the quota can hold.
     """
 
@@ -100,7 +106,7 @@ class Shortage:
 
 
 class Totals(NamedTuple):
-    """Tokens of a tenant since it is known: `reserved == settled + released + open`, always."""
+    """Tokens of a tenant: `reserved == settled + released + open`, always."""
 
     reserved: int = 0
     settled: int = 0
@@ -110,13 +116,13 @@ class Totals(NamedTuple):
 
 @dataclass(slots=True)
 class _Bucket:
-    """A leaky bucket of one quota.
+    """The leaky bucket of one quota.
 
     Attributes:
-        rate: units a minute.
+        rate: units per minute.
         most: units that it holds.
         full_at: when all of it is free again, in 1 / rate nanoseconds.
-        behind: the same of what was added behind each open reservation alone, in their order.
+        behind: for each open reservation, `full_at` of what was added after it alone.
     """
 
     rate: int
@@ -125,7 +131,7 @@ class _Bucket:
     behind: dict[str, int] = field(default_factory=dict)
 
     def wait_ns(self, units: int, now_ns: int) -> int | None:
-        """Return the nanoseconds until so many units fit, 0 if they do, None if they never will."""
+        """Return the nanoseconds until the units fit, 0 if they do now, None if they never will."""
         if units > self.most:
             return None
         used = max(self.full_at - now_ns * self.rate, 0)
@@ -140,7 +146,7 @@ class _Bucket:
         }
 
     def close(self, request_id: str, units: int) -> None:
-        """Close a reservation and release so many of its units."""
+        """Close a reservation and release some of its units."""
         released, behind = units * MINUTE_NS, self.behind[request_id]
         for earlier, full_at in self.behind.items():
             if earlier == request_id:
@@ -152,35 +158,23 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Account:
-    requests: _Bucket | None
-    tokens: _Bucket | None
-    reserved: int = 0
-    settled: int = 0
-    released: int = 0
-    open_tokens: int = 0
+    buckets: dict[Limit, _Bucket]
+    totals: Totals = field(default_factory=Totals)
     open_requests: int = 0
 
-    def is_fresh(self, now_ns: int) -> bool:
-        """Return whether nothing is open and no quota is in use."""
-        buckets = [bucket for bucket in (self.requests, self.tokens) if bucket is not None]
+    def is_idle(self, now_ns: int) -> bool:
+        """Return whether nothing is open and all buckets are empty."""
+        buckets = self.buckets.values()
         return not self.open_requests and all(b.full_at <= now_ns * b.rate for b in buckets)
 
 
-def _account(quota: Quota) -> _Account:
-    requests, tokens = quota.requests_per_minute, quota.tokens_per_minute
-    return _Account(
-        None if requests is None else _Bucket(requests, quota.burst_requests or requests),
-        None if tokens is None else _Bucket(tokens, quota.burst_tokens or tokens),
-    )
-
-
 @dataclass(slots=True)
-class Ledger:
-    """Who has reserved, used and given back how much. Time never goes back; if it does, it stands.
+class QuotaLedger:
+    """What tenants have reserved, used and released. Time that goes back counts as standing still.
 
     Attributes:
         quotas: of tenants by name.
-        default: of all others.
+        default: of all other tenants.
     """
 
     quotas: Mapping[str, Quota] = field(default_factory=dict)
@@ -205,23 +199,23 @@ class Ledger:
             raise ValueError(f"cannot reserve {tokens} tokens")
         self._now_ns = max(self._now_ns, round(now_s * 1e9))
         account = self._account_of(tenant)
-        shortage = self._shortage(account, tokens)
+        units = {Limit.REQUESTS: 1, Limit.TOKENS: tokens}
+        shortage = self._shortage(account, units)
         if shortage is not None:
             return shortage
-        for bucket, units in ((account.requests, 1), (account.tokens, tokens)):
-            if bucket is not None:
-                bucket.add(units, self._now_ns)
-                bucket.behind[request_id] = 0
-        account.reserved += tokens
-        account.open_tokens += tokens
+        for limit, bucket in account.buckets.items():
+            bucket.add(units[limit], self._now_ns)
+            bucket.behind[request_id] = 0
+        reserved, settled, released, open_ = account.totals
+        account.totals = Totals(reserved + tokens, settled, released, open_ + tokens)
         account.open_requests += 1
         self._open[request_id] = tenant, tokens
         return None
 
     def settle(self, request_id: str, used_tokens: int) -> None:
-        """Book what a request used and release the rest; once, further calls change nothing.
+        """Record what a request used and release the rest; further calls change nothing.
 
-        What it used beyond its reservation is reserved now and counts against the quota.
+        Tokens beyond the reservation are reserved now and count against the quota.
 
         Raises:
             ValueError: tokens are negative.
@@ -231,67 +225,58 @@ class Ledger:
         self._close(request_id, used_tokens, released_requests=0)
 
     def release(self, request_id: str) -> None:
-        """Take a reservation back as if it had never been made: its request counts no more."""
+        """Undo a reservation: its request does not count either."""
         self._close(request_id, 0, released_requests=1)
 
     def totals(self, tenant: str) -> Totals:
-        """Return what became of a tenant's tokens; zeros if it is not known."""
+        """Return the totals of a tenant; zeros if it is unknown."""
         account = self._accounts.get(tenant)
-        if account is None:
-            return Totals()
-        return Totals(account.reserved, account.settled, account.released, account.open_tokens)
+        return Totals() if account is None else account.totals
 
     def _close(self, request_id: str, used: int, released_requests: int) -> None:
-        """Close a reservation, if it is open."""
         if request_id not in self._open:
             return
         tenant, tokens = self._open.pop(request_id)
         account = self._accounts[tenant]
         excess = max(used - tokens, 0)
-        account.reserved += excess
-        account.settled += used
-        account.released += tokens + excess - used
-        account.open_tokens -= tokens
+        unused = tokens + excess - used
+        reserved, settled, released, open_ = account.totals
+        account.totals = Totals(
+            reserved + excess, settled + used, released + unused, open_ - tokens
+        )
         account.open_requests -= 1
-        if account.requests is not None:
-            account.requests.close(request_id, released_requests)
-        if account.tokens is not None:
-            account.tokens.close(request_id, tokens + excess - used)
-            if excess:
-                account.tokens.add(excess, self._now_ns)
+        units = {Limit.REQUESTS: released_requests, Limit.TOKENS: unused}
+        for limit, bucket in account.buckets.items():
+            bucket.close(request_id, units[limit])
+            if excess and limit is Limit.TOKENS:
+                bucket.add(excess, self._now_ns)
 
-    def _shortage(self, account: _Account, tokens: int) -> Shortage | None:
+    def _shortage(self, account: _Account, units: Mapping[Limit, int]) -> Shortage | None:
         """Return the quota that a request has to wait for longest, if any."""
-        worst: Shortage | None = None
-        longest_ns = 0
-        for limit, bucket, asked in (
-            (Limit.REQUESTS, account.requests, 1),
-            (Limit.TOKENS, account.tokens, tokens),
-        ):
-            wait_ns = 0 if bucket is None else bucket.wait_ns(asked, self._now_ns)
-            if bucket is None or wait_ns == 0:
-                continue
+        longest: tuple[int, Shortage] | None = None
+        for limit, bucket in account.buckets.items():
+            asked = units[limit]
+            wait_ns = bucket.wait_ns(asked, self._now_ns)
             if wait_ns is None:
                 return Shortage(limit, None, asked, bucket.most)
-            if wait_ns > longest_ns:
-                longest_ns = wait_ns
-                worst = Shortage(limit, (wait_ns + RETRY_GRACE_NS) / 1e9, asked, bucket.most)
-        return worst
+            if wait_ns > (longest[0] if longest else 0):
+                retry_after_s = (wait_ns + RETRY_GRACE_NS) / 1e9
+                longest = wait_ns, Shortage(limit, retry_after_s, asked, bucket.most)
+        return longest and longest[1]
 
     def _account_of(self, tenant: str) -> _Account:
-        account = self._accounts.get(tenant)
-        if account is None:
-            self._forget()
-            account = self._accounts[tenant] = _account(self.quotas.get(tenant, self.default))
+        if tenant not in self._accounts:
+            self._forget_idle()
+            self._accounts[tenant] = _Account(self.quotas.get(tenant, self.default).buckets())
         self._accounts.move_to_end(tenant)
-        return account
+        return self._accounts[tenant]
 
-    def _forget(self) -> None:
-        """Make room for a new tenant, if there are too many and one can go unnoticed."""
+    def _forget_idle(self) -> None:
+        """Forget some idle tenants if there are too many."""
         if len(self._accounts) < self.most_tenants:
             return
-        for tenant in list(self._accounts)[:_LOOKED_AT]:
-            if self._accounts[tenant].is_fresh(self._now_ns):
+        for tenant in list(self._accounts)[:_FORGET_TRIES]:
+            if self._accounts[tenant].is_idle(self._now_ns):
                 del self._accounts[tenant]
             else:
                 self._accounts.move_to_end(tenant)

@@ -21,7 +21,7 @@ from draftgate.policies.admission.types import AdmissionView, Admitted, QueueVie
 from draftgate.policies.admission.wait_forecast import pool_of, work_s
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import AdmissionPolicy
-from draftgate.policies.quotas import Ledger, Shortage
+from draftgate.policies.quotas import QuotaLedger, Shortage
 from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 
 
@@ -103,7 +103,7 @@ class AdmissionController:
         fleet: Fleet,
         queue: CentralQueue,
         policy: AdmissionPolicy,
-        ledger: Ledger,
+        ledger: QuotaLedger,
         bounds: Bounds,
         now_s: Callable[[], float],
     ) -> None:
@@ -158,7 +158,9 @@ class AdmissionController:
         ask = entry.ask
         self.ledger.settle(ask.request_id, entry.prompt_tokens + entry.output_tokens)
         if entry.ended == sum(need.sequences for need in ask.needs):
-            self._outputs.learn(ask.tenant, entry.output_tokens // entry.ended, ask.max_tokens)
+            self._outputs.add_sequence(
+                ask.tenant, entry.output_tokens // entry.ended, ask.max_tokens
+            )
 
     def _reserve(self, ask: Ask, now_s: float) -> None:
         tokens = sum(need.most_tokens for need in ask.needs)

@@ -222,7 +222,7 @@ class Forwarder:
         Raises:
             GatewayError, UpstreamFailed: no upstream answers.
         """
-        self._budget.requested(_now_s())
+        self._budget.count_request(_now_s())
         tried: list[str] = []
         refusal: UpstreamRefusal | None = None
         failure: UpstreamFailed | None = None
@@ -251,7 +251,7 @@ class Forwarder:
         candidates = self._candidates(tried, place, again=not refused)
         if not candidates:
             return None
-        allowed = self._budget.take(_now_s())
+        allowed = self._budget.take_retry(_now_s())
         cause = "refused" if refused else "failed"
         self._metrics.add(metric.RETRIES, 1, cause, "allowed" if allowed else "denied")
         return self._choose(candidates, place) if allowed else None

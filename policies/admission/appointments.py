@@ -1,8 +1,8 @@
-"""When those who were refused come back.
+"""When refused requests return.
 
-Future time of the pool is one line. Who was admitted occupies it from now on, for W seconds; who
-was refused is booked behind them and all who were booked before, and told to come when so much of
-the line has drained that it can be let in. Clients are known by their requests' fingerprints.
+The future time of the pool is one line. Admitted requests occupy it for W seconds from now on.
+Refused ones are booked after them and after all earlier bookings, and told to return when enough
+of the line has drained to admit them. Clients are recognised by the fingerprints of their requests.
 """
 
 from __future__ import annotations
@@ -14,42 +14,41 @@ from heapq import heapify, heappop, heappush
 from typing import Final
 
 MOST_BOOKINGS: Final = 16384
-"""Bookings that are kept, five megabytes or so: more than a minute of three times what 100 requests
-a second can be served. Beyond it clients are told when to come, and not known when they do."""
+"""Bookings to keep, about five megabytes: more than a minute at three times a load of 100 requests
+per second. Beyond it clients are told when to return, but are not recognised when they do."""
 
 EARLY_S: Final = 0.05
-"""Who comes no earlier is on time: clients' clocks and timers."""
+"""A client that is no earlier is on time: clocks and timers differ."""
 
 LATE_S: Final = 1.5
-"""Who comes no later has kept its appointment: `Retry-After` has whole seconds, and networks take
-theirs. Who is later is let in all the same if there is room, but goes to the end of the line if
-there is none."""
+"""A client that is no later has kept its appointment: `Retry-After` has whole seconds, and networks
+add some delay. A later one is admitted if there is capacity, but otherwise loses its place."""
 
 GRACE_S: Final = 5.0
 GRACE_SHARE: Final = 0.25
-"""Who comes so many seconds and this share of its delay late is still expected: OpenAI's clients
-put a quarter of jitter on delays of their own."""
+"""A client is expected until this many seconds and this share of its delay after its time: OpenAI's
+clients add a quarter of jitter to their own delays."""
 
 SAME_BURST_S: Final = 0.25
-"""Equal requests that come so soon behind the first of them are others, not the same one coming
-back: OpenAI's clients wait half a second at least."""
+"""An equal request that arrives this soon after the first is another one, not the same returning:
+OpenAI's clients wait for at least half a second."""
 
 KEPT_AT_FIRST: Final = 0.8
-"""Share of appointments that are believed to be kept before any is due."""
+"""Share of appointments that are expected to be kept before any was due."""
 
 _LEARNING: Final = 0.02
-"""An appointment moves that share by a fiftieth of the way. (Chosen.)"""
+"""Weight of an appointment in that share: the last fifty decide. (Chosen.)"""
 
 
 @dataclass(slots=True)
 class Booking:
-    """A request that was told when to come back.
+    """A refused request with an appointment.
 
     Attributes:
-        due_s: when.
-        told_s: when it was told so.
-        again: it came in time once, and was sent away.
-        number: by which it is known here, once it is booked.
+        due_s: when it should return.
+        booked_s: when it was told so.
+        again: whether it returned on time before, and was refused again.
+        number: identifies the booking, once it is booked.
     """
 
     fingerprint: int
@@ -57,74 +56,77 @@ class Booking:
     tenant: str
     work_s: float
     due_s: float
-    told_s: float
+    booked_s: float
     again: bool = False
     number: int = 0
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether it may come now."""
+        """Return whether the client may return now."""
         return now_s >= self.due_s - EARLY_S
 
     def is_kept(self, now_s: float) -> bool:
-        """Return whether it would be in time now."""
+        """Return whether the client would be on time now."""
         return self.is_due(now_s) and now_s <= self.due_s + LATE_S
 
     @property
     def until_s(self) -> float:
-        """When it is no longer expected."""
-        return self.due_s + GRACE_S + GRACE_SHARE * (self.due_s - self.told_s)
+        """The time from which the client is not expected any more."""
+        return self.due_s + GRACE_S + GRACE_SHARE * (self.due_s - self.booked_s)
 
 
 @dataclass(slots=True)
-class _Booked:
-    """What a tenant has booked in a class."""
+class _TenantBookings:
+    """Sums over the bookings of a tenant in a class; `again_s` over those refused again."""
 
     share: float
     work_s: float = 0.0
+    again_s: float = 0.0
     bookings: int = 0
 
 
 class Appointments:
-    """Who is expected when, and how much of the pool they will take."""
+    """The bookings, and how much of the pool they will take.
+
+    Attributes:
+        kept_share: share of appointments that clients keep, learned.
+    """
 
     def __init__(self, most: int = MOST_BOOKINGS) -> None:
-        """Expect nobody."""
+        self.kept_share = KEPT_AT_FIRST
         self._most = most
-        self._of: dict[int, dict[int, Booking]] = {}  # by fingerprint, then by number
-        self._until = list[tuple[float, int, Booking]]()  # a heap; those who came are among them
-        self._booked: defaultdict[int, dict[str, _Booked]] = defaultdict(dict)
-        self._again_s: dict[int, float] = {}  # by class
+        self._by_fingerprint: dict[int, dict[int, Booking]] = {}  # then by number
+        self._by_end: list[tuple[float, int, Booking]] = []  # a heap; may hold closed ones
+        self._classes: defaultdict[int, dict[str, _TenantBookings]] = defaultdict(dict)
         self._count = 0
         self._number = 0
-        self.kept_share = KEPT_AT_FIRST
 
     def __len__(self) -> int:
-        """Return how many are expected."""
+        """Return the number of bookings."""
         return self._count
 
     @property
     def classes(self) -> Collection[int]:
-        """Return the classes of which somebody is expected."""
-        return self._booked.keys()
+        """The classes with bookings."""
+        return self._classes.keys()
 
     def expire(self, now_s: float) -> None:
-        """Give up on those who did not come."""
-        while self._until and self._until[0][0] < now_s:
-            _, number, booking = heappop(self._until)
-            if number in self._of.get(booking.fingerprint, {}):
+        """Drop bookings whose clients did not return."""
+        while self._by_end and self._by_end[0][0] < now_s:
+            _, number, booking = heappop(self._by_end)
+            if number in self._by_fingerprint.get(booking.fingerprint, {}):
                 self._drop(booking)
                 self._learn(kept=False)
 
     def find(self, fingerprint: int, now_s: float, retries: int | None) -> Booking | None:
-        """Return the appointment that a request comes for, the earliest of equal ones.
+        """Return the booking of a request, the earliest of equal ones; None without one.
 
-        None if it has none, or is another request that is equal to those which have. A fingerprint
-        of 0 is nobody's.
+        A request of the same burst as an equal one, or on its first try, has none of its own. The
+        fingerprint 0 belongs to no request.
         """
-        if not fingerprint or fingerprint not in self._of or retries == 0:
+        if not fingerprint or fingerprint not in self._by_fingerprint or retries == 0:
             return None
-        booking = min(self._of[fingerprint].values(), key=lambda one: one.due_s)
-        is_burst = now_s - booking.told_s < SAME_BURST_S
+        booking = min(self._by_fingerprint[fingerprint].values(), key=lambda one: one.due_s)
+        is_burst = now_s - booking.booked_s < SAME_BURST_S
         if retries is None and is_burst and not booking.is_due(now_s):
             return None
         return booking
@@ -132,76 +134,74 @@ class Appointments:
     def ahead_s(
         self, priority: int, tenant: str, share: float, work_s: float
     ) -> tuple[float, float]:
-        """Return how much of the line those take who are expected before a newcomer.
+        """Return the work of bookings before a new request: in better classes, and in its own.
 
-        Those of better classes, whole, and those of its own: there, tenants share the line as
-        `fair` would, so that the bookings of one do not send another's newcomers away.
+        In its own class tenants share the line as `fair` orders them, so the bookings of one tenant
+        do not turn away the new requests of another.
         """
         better_s = 0.0
-        for level, booked in self._booked.items():
+        for level, bookings in self._classes.items():
             if level < priority:
-                better_s += sum(one.work_s for one in booked.values())
-        tenants = self._booked.get(priority, {})
+                better_s += sum(one.work_s for one in bookings.values())
+        tenants = self._classes.get(priority, {})
         own_s = tenants[tenant].work_s if tenant in tenants else 0.0
         until = (own_s + work_s) / share
         others_s = (min(one.work_s, until * one.share) for n, one in tenants.items() if n != tenant)
         return better_s * self.kept_share, (own_s + sum(others_s)) * self.kept_share
 
     def again_s(self, priority: int) -> tuple[float, float]:
-        """Return how much of it those take who came in time and were sent away once more.
-
-        Those of better classes, and those of this one.
-        """
-        better_s = sum(work_s for level, work_s in self._again_s.items() if level < priority)
-        return better_s, self._again_s.get(priority, 0.0)
+        """Return the work of bookings refused again: in better classes, and in this one."""
+        by_class = {
+            level: sum(one.again_s for one in bookings.values())
+            for level, bookings in self._classes.items()
+        }
+        better_s = sum(again_s for level, again_s in by_class.items() if level < priority)
+        return better_s, by_class.get(priority, 0.0)
 
     def book(self, booking: Booking, share: float) -> None:
-        """Expect somebody who can be known again, if there is room."""
+        """Add a booking, unless its request cannot be recognised or there are too many.
+
+        Args:
+            share: the weight of its tenant.
+        """
         if not booking.fingerprint or self._count >= self._most:
             return
         self._number += 1
         self._count += 1
         booking.number = self._number
-        self._of.setdefault(booking.fingerprint, {})[self._number] = booking
-        heappush(self._until, (booking.until_s, self._number, booking))
-        booked = self._booked[booking.priority].setdefault(booking.tenant, _Booked(share))
-        booked.share = share
-        booked.work_s += booking.work_s
-        booked.bookings += 1
-        if booking.again:
-            again_s = self._again_s.get(booking.priority, 0.0)
-            self._again_s[booking.priority] = again_s + booking.work_s
+        self._by_fingerprint.setdefault(booking.fingerprint, {})[self._number] = booking
+        heappush(self._by_end, (booking.until_s, self._number, booking))
+        tenants = self._classes[booking.priority]
+        sums = tenants.setdefault(booking.tenant, _TenantBookings(share))
+        sums.share = share
+        sums.work_s += booking.work_s
+        sums.again_s += booking.work_s * booking.again
+        sums.bookings += 1
 
-    def strike(self, booking: Booking) -> None:
-        """Strike out who came: it is let in, or booked anew."""
+    def close(self, booking: Booking) -> None:
+        """Remove the booking of a request that returned; it is admitted or booked anew."""
         self._drop(booking)
-        self._tidy()
+        if len(self._by_end) > 2 * self._count + 64:  # most of the heap is closed
+            open_ = [one for equal in self._by_fingerprint.values() for one in equal.values()]
+            self._by_end = [(one.until_s, one.number, one) for one in open_]
+            heapify(self._by_end)
         if not booking.again:
             self._learn(kept=True)
 
-    def _tidy(self) -> None:
-        """Take those who came out of the heap, once they are most of it."""
-        if len(self._until) > 2 * self._count + 64:
-            expected = [one for equal in self._of.values() for one in equal.values()]
-            self._until = [(one.until_s, one.number, one) for one in expected]
-            heapify(self._until)
-
     def _drop(self, booking: Booking) -> None:
-        equal = self._of[booking.fingerprint]
+        equal = self._by_fingerprint[booking.fingerprint]
         del equal[booking.number]
         if not equal:
-            del self._of[booking.fingerprint]
-        if booking.again:
-            self._again_s[booking.priority] -= booking.work_s
-        tenants = self._booked[booking.priority]
-        booked = tenants[booking.tenant]
-        booked.work_s -= booking.work_s
-        booked.bookings -= 1
-        if not booked.bookings:
+            del self._by_fingerprint[booking.fingerprint]
+        tenants = self._classes[booking.priority]
+        sums = tenants[booking.tenant]
+        sums.work_s -= booking.work_s
+        sums.again_s -= booking.work_s * booking.again
+        sums.bookings -= 1
+        if not sums.bookings:
             del tenants[booking.tenant]
             if not tenants:
-                del self._booked[booking.priority]
-                self._again_s.pop(booking.priority, None)
+                del self._classes[booking.priority]
         self._count -= 1
 
     def _learn(self, *, kept: bool) -> None:

@@ -1,4 +1,4 @@
-"""How much of what they may generate the requests of a tenant do generate."""
+"""How much of their `max_tokens` the requests of a tenant generate."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import OrderedDict
 from typing import Final, NamedTuple
 
 MOST_TENANTS: Final = 4096
-"""Tenants that are remembered; those not heard of for longest go first."""
+"""Tenants to remember; the least recently used is forgotten first."""
 
 FORGETTING: Final = 0.98
-"""What a finished sequence leaves of all before it: the last fifty decide. (Chosen: lengths change
-with the application, within minutes.)"""
+"""Decay per finished sequence: the last fifty decide. (Chosen: lengths change with the application,
+within minutes.)"""
 
 PRIOR_SEQUENCES: Final = 5.0
-"""So many sequences of all tenants stand in for a tenant of which little is known, and so many that
-reach `max_tokens` for all: it is the safe guess."""
+"""Weight of the mean of all tenants in that of one tenant, and of the safe guess, `max_tokens`, in
+the mean of all; in sequences."""
 
 
 class _Ratio(NamedTuple):
-    """Sequences and the sum of their output / max_tokens; old ones count less."""
+    """A decaying number of sequences and the sum of their output / max_tokens."""
 
     sequences: float = 0.0
     used: float = 0.0
@@ -31,26 +31,25 @@ class _Ratio(NamedTuple):
 
 
 class OutputHistory:
-    """Remembers for each tenant, and for all, the ratio of output to `max_tokens`."""
+    """The mean ratio of output to `max_tokens`, for each tenant and for all."""
 
     def __init__(self, most_tenants: int = MOST_TENANTS) -> None:
-        """Remember nothing yet."""
         self._most = most_tenants
-        self._of_tenants = OrderedDict[str, _Ratio]()  # the latest last
-        self._of_all = _Ratio()
+        self._tenants = OrderedDict[str, _Ratio]()  # the latest last
+        self._all = _Ratio()
 
     def expected_tokens(self, tenant: str, max_tokens: int) -> float:
-        """Return the tokens that a sequence of a tenant is expected to generate."""
-        of_tenant = self._of_tenants.get(tenant, _Ratio())
-        return max_tokens * of_tenant.shrunk(self._of_all.shrunk(1.0))
+        """Return the expected output tokens of a sequence of a tenant."""
+        ratio = self._tenants.get(tenant, _Ratio())
+        return max_tokens * ratio.shrunk(self._all.shrunk(1.0))
 
-    def learn(self, tenant: str, output_tokens: int, max_tokens: int) -> None:
+    def add_sequence(self, tenant: str, output_tokens: int, max_tokens: int) -> None:
         """Learn from a sequence that ended by itself or at its limit."""
         if max_tokens < 1:
             return
         used = min(max(output_tokens / max_tokens, 0.0), 1.0)
-        self._of_tenants[tenant] = self._of_tenants.get(tenant, _Ratio()).plus(used)
-        self._of_tenants.move_to_end(tenant)
-        if len(self._of_tenants) > self._most:
-            self._of_tenants.popitem(last=False)
-        self._of_all = self._of_all.plus(used)
+        self._tenants[tenant] = self._tenants.get(tenant, _Ratio()).plus(used)
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > self._most:
+            self._tenants.popitem(last=False)
+        self._all = self._all.plus(used)

@@ -1,7 +1,7 @@
-"""What stands against a request beside its wait, and how it is told.
+"""Reasons to refuse a request, and their messages to clients.
 
-Each of these returns a refusal with the least seconds after which it could be otherwise; when to
-come back is for the policy to say.
+Each function returns a refusal with the least seconds after which the answer could change. The
+policy decides when the client should return.
 """
 
 from __future__ import annotations
@@ -9,39 +9,40 @@ from __future__ import annotations
 from typing import Final
 
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
-from draftgate.policies.admission.wait_forecast import Forecast
+from draftgate.policies.admission.wait_forecast import WaitForecast
 
 TENANT_ALPHA: Final = 8.0
-"""A tenant may have so many times the places that are free (dynamic thresholds: Choudhury, Hahne,
-IEEE/ACM Transactions on Networking, 1998). Alone it may fill eight ninths of the queue; of n that
-flood it each gets 8 / (1 + 8 n), and there is a place left for the next one."""
+"""A tenant may have this multiple of the free places in the queue (dynamic thresholds: Choudhury,
+Hahne, IEEE/ACM Transactions on Networking, 1998). Alone it may fill eight ninths of the queue. Of n
+tenants that flood it each gets 8 / (1 + 8 n), which leaves a place for the next tenant."""
 
 TPOT_MARGIN: Final = 1.1
-"""Tokens may be predicted so much slower than wanted: forecasts of steps are off by some percent,
-and the worker's weights bring them forward for who is late. (Chosen.)"""
+"""Tokens may be predicted slower than their target by this factor: forecasts of steps are off by
+some percent, and the worker gives more slots to late requests. (Chosen.)"""
 
 UNKNOWN_RETRY_S: Final = 1.0
-"""When to come back where nobody knows what requests take."""
+"""Delay if it is unknown what requests take."""
 
 
-def queue_full(view: AdmissionView, predicted: Forecast) -> Refused | None:
-    """Refuse who would find no place, or none for its tenant."""
+def queue_full(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
+    """Refuse a request if the queue has no place left, or none for its tenant."""
     queue = view.queue
+    free = queue.capacity - queue.length
     least_s = predicted.grain_s or UNKNOWN_RETRY_S
-    if queue.length >= queue.capacity:
+    if free <= 0:
         reason = f"the queue is full: {queue.length} requests wait"
         return Refused(least_s, RefusalKind.QUEUE_FULL, reason)
-    if queue.tenant_length >= TENANT_ALPHA * (queue.capacity - queue.length):
+    if queue.tenant_length >= TENANT_ALPHA * free:
         reason = (
-            f"{queue.tenant_length} of your requests wait already, and of {queue.capacity} places "
-            f"{queue.capacity - queue.length} are left for all"
+            f"{queue.tenant_length} of your requests wait already, and only {free} of "
+            f"{queue.capacity} places in the queue are left for all clients"
         )
         return Refused(least_s, RefusalKind.QUEUE_FULL, reason)
     return None
 
 
-def too_slow(view: AdmissionView, predicted: Forecast) -> Refused | None:
-    """Refuse who wants its tokens faster than they come now, unless they never come so fast."""
+def too_slow(view: AdmissionView, predicted: WaitForecast) -> Refused | None:
+    """Refuse a request whose TPOT target the load spoils, unless an idle pool would miss it too."""
     target_s, speed = view.service.tpot_s, view.pool.speed
     if target_s is None:
         return None
@@ -53,28 +54,28 @@ def too_slow(view: AdmissionView, predicted: Forecast) -> Refused | None:
     too_many = (tpot_s - target_s) / speed.sequence_s if speed.sequence_s > 0 else running
     least_s = max(too_many * view.pool.workers, 1.0) * predicted.grain_s
     reason = (
-        f"tokens would come every {tpot_s * 1e3:.0f} ms, {target_s * 1e3:.0f} ms are asked for; "
+        f"predicted TPOT {tpot_s * 1e3:.0f} ms exceeds the target of {target_s * 1e3:.0f} ms; "
         f"{view.pool.running} sequences run"
     )
     return Refused(least_s or UNKNOWN_RETRY_S, RefusalKind.TPOT, reason)
 
 
 def shed(view: AdmissionView, low_water_s: float) -> Refused | None:
-    """Refuse who may be shed as soon as others wait, beyond the low water."""
+    """Refuse a sheddable request as soon as others wait for longer than the low water mark."""
     if not view.sheddable or not view.queue.length or 0 < view.queue.work_s <= low_water_s:
         return None
-    reason = f"it may be shed, and {view.queue.length} requests wait"
+    reason = f"requests of this priority are shed while {view.queue.length} others wait"
     return Refused(view.queue.work_s or UNKNOWN_RETRY_S, RefusalKind.SHED, reason)
 
 
-def not_in_time(view: AdmissionView, predicted: Forecast, booked_s: float) -> Refused:
-    """Refuse who would have to wait too long."""
+def not_in_time(view: AdmissionView, predicted: WaitForecast, booked_s: float) -> Refused:
+    """Refuse a request that would wait too long."""
     waiting = f"{view.queue.length} requests wait"
     if booked_s > 0:
-        waiting += f", and {booked_s:.2f} s are promised to others"
+        waiting += f", and returning clients have booked {booked_s:.2f} s"
     target_s = view.service.ttft_s
     if target_s is None:
-        reason = f"it would wait {predicted.wait_s:.2f} s of {view.max_wait_s:.2f} s at most"
+        reason = f"predicted wait {predicted.wait_s:.2f} s of at most {view.max_wait_s:.2f} s"
     else:
-        reason = f"its first token would take {predicted.ttft_s:.2f} s of {target_s:.2f} s at most"
+        reason = f"predicted TTFT {predicted.ttft_s:.2f} s, target {target_s:.2f} s"
     return Refused(predicted.grain_s, RefusalKind.DEADLINE, f"{reason}; {waiting}")

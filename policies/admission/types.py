@@ -1,4 +1,4 @@
-"""What admission may see, and what it answers."""
+"""What an admission policy sees, and what it answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class PoolView:
     """The workers that a request may go to, taken together (`wait_forecast.pool_of`).
 
     Attributes:
-        workers: how many there are.
+        workers: number of workers.
         max_sequences: sequences that can run at once; 0 if unknown. Fewer than the workers' own
-            where KV memory or TPOT targets allow no more.
+            limits if KV memory or TPOT targets allow no more.
         running: sequences that run or wait on the workers.
         prompt_tokens: prompt tokens on the workers that are still to be computed.
-        speed: what their steps take, on average.
+        speed: mean speed of the workers.
     """
 
     workers: int = 1
@@ -30,17 +30,16 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class QueueView:
-    """The queue, as the request that asks would find it.
+    """The queue, as a new request finds it.
 
     Attributes:
-        length, capacity: requests that wait, and the most that may.
-        tenant_length: those of its tenant.
-        work_s: seconds of the pool that all of them take.
-        ahead_s: of these, what would start before the request (`OrderingPolicy.ahead_s`).
-        place_s: the same if it had no deadline: its place in the line, not counting that it is
-            let past those who have more time.
-        prompt_tokens: their prompt tokens.
-        class_s: of `ahead_s`, what is of the request's own class.
+        length, capacity: waiting requests, and the most that may wait.
+        tenant_length: waiting requests of its tenant.
+        work_s: seconds of the pool that all waiting requests take.
+        ahead_s: the part of that which would start before the request (`OrderingPolicy.ahead_s`).
+        place_s: the same if the request had no deadline to overtake others with.
+        prompt_tokens: prompt tokens of the waiting requests.
+        class_s: the part of `ahead_s` in the request's own class.
     """
 
     length: int = 0
@@ -55,19 +54,19 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionView:
-    """A request that asks to be let in, and what it meets.
+    """A request that asks for admission, the pool and the queue.
 
     Attributes:
-        fingerprint: 64 bits over its tenant and body, by which it is known when it comes back.
-        prompt_tokens: of all its prompts.
-        output_tokens: that are expected of a sequence (`OutputHistory`).
-        sequences: how many it makes.
-        max_wait_s: seconds it may wait if it has no target for its first token.
-        service: how soon its tokens are wanted, and how much they matter.
-        tenant, share: whose it is, and that tenant's weight.
-        sheddable: the first to go when there is no room.
-        retries: how often its client says to have tried before; None where it does not say.
-        pool, queue: what it meets.
+        fingerprint: 64 bits over its tenant and body, by which it is recognised when it returns;
+            0 if it cannot be.
+        prompt_tokens: tokens of all its prompts.
+        output_tokens: expected output tokens of each sequence (`OutputHistory`).
+        max_wait_s: seconds that it may wait without a TTFT target.
+        sequences: its choices over all prompts.
+        service: its targets and priority.
+        tenant, share: its tenant, and the tenant's weight.
+        sheddable: whether it is refused first if capacity runs short.
+        retries: how often its client has tried before, if it says so.
     """
 
     fingerprint: int
@@ -89,11 +88,11 @@ class Admitted:
     """The request may wait.
 
     Attributes:
-        wait_s: seconds that it is expected to wait.
-        ttft_s: seconds to its first token: the wait, and those that its prompt takes.
+        wait_s: predicted wait.
+        ttft_s: predicted time to first token: the wait and its own prompt.
         work_s: seconds of the whole pool that it takes, for its `Ticket`.
-        service: what it asked for.
-        reason: in words.
+        service: its targets and priority.
+        reason: the decision in words.
     """
 
     wait_s: float
@@ -104,26 +103,26 @@ class Admitted:
 
 
 class RefusalKind(StrEnum):
-    """What stood against a request."""
+    """Why a request was refused."""
 
     QUEUE_FULL = "queue_full"
-    """No place to wait, or none for its tenant."""
+    """The queue has no place for it, or none for its tenant."""
     DEADLINE = "deadline"
-    """Its first token would come too late."""
+    """Its first token would be late."""
     TPOT = "tpot"
-    """Its tokens would come too slowly."""
+    """Its tokens would be too slow."""
     SHED = "shed"
     """It may be shed, and others wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request may not wait; it may come back.
+    """The request may not wait, but may return.
 
     Attributes:
-        retry_after_s: seconds after which it will be let in, as far as can be told.
-        kind: what stood against it.
-        reason: in words that a client can use: what was predicted, what was asked for.
+        retry_after_s: seconds after which it will probably be admitted.
+        kind: why it was refused.
+        reason: the message for the client: what was predicted, and what was asked for.
     """
 
     retry_after_s: float

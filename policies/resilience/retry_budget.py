@@ -1,45 +1,42 @@
-"""How many requests may be sent again, so that an outage is not multiplied. Values in, values out.
+"""How many requests may be sent again, so that retries do not multiply an outage.
 
-Retries are a share of the requests of the last seconds, and a few a second beside, without which a
-quiet gateway could never retry (Finagle's `RetryBudget`: 20% and 10 a second over 10 s; gRPC's
-retry throttling, gRFC A6, and Envoy's `retry_budget`, 20%, are of the same kind). If everything
-fails, upstreams get at most that share more than clients ask; without a budget they would get as
-many times more as there are attempts.
+Retries are limited to a share of the requests of the last seconds and a few per second, without
+which a quiet gateway could never retry. Finagle's `RetryBudget` (20% and 10 per second over 10 s),
+gRPC's retry throttling (gRFC A6) and Envoy's `retry_budget` (20%) are of the same kind. If
+everything fails, upstreams get at most this share of requests more. Without a budget each request
+would be sent as often as it has attempts.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
 from typing import Final
 
 WINDOW_S: Final = 10.0
-"""Requests and retries of so many seconds count (Finagle's). An upstream that is lost while it
-works on many is paid for with what all asked meanwhile, and is known to be out within a few."""
+"""Window in which requests and retries count (Finagle's). The retries for an upstream that fails
+with many requests in flight are covered by the requests of this window; within a few seconds the
+upstream is known to be out."""
 
 RETRY_SHARE: Final = 0.2
-"""Retries by requests (Finagle's and Envoy's)."""
+"""Retries per request (Finagle's and Envoy's)."""
 
 LEAST_PER_S: Final = 3.0
-"""Retries a second that are always free. Finagle's 10 are meant for requests of milliseconds; one
-here takes an engine seconds, and a breaker opens after three failures: 30 in ten seconds see three
-upstreams out with some in flight on each. (Chosen by that reasoning, not tuned; 2026-11-22.)"""
+"""Retries per second that are always allowed. Finagle's 10 are meant for requests of milliseconds;
+here a request takes seconds, and a breaker opens after three failures. 30 in ten seconds cover the
+failure of three upstreams with some requests in flight. (Chosen by that reasoning, not tuned;
+2026-11-22.)"""
 
 SLOTS: Final = 10
-"""Parts that the window moves on by: what is remembered, and by how much it may be too short."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    """What came in a part of the window."""
-
-    number: int
-    requests: int = 0
-    retries: int = 0
+"""Parts of the window: it may be too short by one of them."""
 
 
 class RetryBudget:
-    """Counts requests, and allows or denies retries. Times are of any one monotonic clock, in s."""
+    """Counts requests, and allows or denies retries. `now_s` is of any monotonic clock.
+
+    Args:
+        share: retries per request, 0 or more.
+        least_per_s: retries per second that need no requests, 0 or more.
+        window_s: how long both count, more than 0.
+    """
 
     def __init__(
         self,
@@ -47,40 +44,26 @@ class RetryBudget:
         least_per_s: float = LEAST_PER_S,
         window_s: float = WINDOW_S,
     ) -> None:
-        """Begin with no requests.
-
-        Args:
-            share: retries by requests, 0 or more.
-            least_per_s: retries a second that need no requests, 0 or more.
-            window_s: how long both are remembered, more than 0.
-        """
         self._share = share
         self._free = least_per_s * window_s
         self._slot_s = window_s / SLOTS
-        self._slots: deque[_Slot] = deque()
-        self._requests = self._retries = 0
+        self._slots: dict[int, list[int]] = {}  # requests and retries, by number of the slot
 
-    def requested(self, now_s: float) -> None:
+    def count_request(self, now_s: float) -> None:
         """Count a request, however often it is sent."""
-        self._slot(now_s).requests += 1
-        self._requests += 1
+        self._slot(now_s)[0] += 1
 
-    def take(self, now_s: float) -> bool:
-        """Return whether a request may be sent once more now; if so, that counts."""
+    def take_retry(self, now_s: float) -> bool:
+        """Return whether a request may be sent again now, and count the retry if so."""
         slot = self._slot(now_s)
-        if self._retries + 1 > self._free + self._share * self._requests:
-            return False
-        slot.retries += 1
-        self._retries += 1
-        return True
+        requests, retries = map(sum, zip(*self._slots.values(), strict=True))
+        allowed: bool = retries + 1 <= self._free + self._share * requests
+        slot[1] += allowed
+        return allowed
 
-    def _slot(self, now_s: float) -> _Slot:
-        """Return the present part of the window; what is older than the window is forgotten."""
+    def _slot(self, now_s: float) -> list[int]:
+        """Return the present slot, and forget those outside the window."""
         number = int(now_s // self._slot_s)
-        while self._slots and self._slots[0].number <= number - SLOTS:
-            old = self._slots.popleft()
-            self._requests -= old.requests
-            self._retries -= old.retries
-        if not self._slots or self._slots[-1].number < number:
-            self._slots.append(_Slot(number))
-        return self._slots[-1]
+        for old in [one for one in self._slots if one <= number - SLOTS]:
+            del self._slots[old]
+        return self._slots.setdefault(number, [0, 0])

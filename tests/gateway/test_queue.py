@@ -21,7 +21,7 @@ from draftgate.gateway.fleet import FleetWorker
 from draftgate.policies.admission.types import AdmissionView, RefusalKind, Refused
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.ordering.fair import STARVATION_S
-from draftgate.policies.quotas import Ledger
+from draftgate.policies.quotas import QuotaLedger
 from draftgate.policies.registry import ordering_policy, routing_policy
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.types import RequestView, Ticket, WorkerLoad
@@ -234,7 +234,7 @@ def test_nobody_is_sent_away_for_longer_than_an_hour() -> None:
 
     async def scenario() -> None:
         queue, workers = queue_of(1)
-        fleet, ledger = Fleet(workers=workers), Ledger({})
+        fleet, ledger = Fleet(workers=workers), QuotaLedger({})
         admission = AdmissionController(fleet, queue, Never(), ledger, DEFAULT_BOUNDS, lambda: 0.0)
         with pytest.raises(Overloaded) as caught:
             admission.admit(Ask("r", (CapacityNeed(1, 1, 2),), 1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from draftgate.policies.admission.appointments import Appointments, Booking
-from draftgate.policies.admission.class_drain import Classes
+from draftgate.policies.admission.class_drain import ClassFlows
 from draftgate.policies.admission.output_history import OutputHistory
 from draftgate.policies.admission.refusals import TENANT_ALPHA
 from draftgate.policies.admission.types import (
@@ -21,7 +21,7 @@ from draftgate.policies.admission.types import (
     RefusalKind,
     Refused,
 )
-from draftgate.policies.admission.wait_forecast import WaitError, forecast, pool_of
+from draftgate.policies.admission.wait_forecast import WaitCorrection, forecast_wait, pool_of
 from draftgate.policies.protocols import AdmissionPolicy
 from draftgate.policies.registry import admission_policy
 from draftgate.policies.testing import check_admission
@@ -50,21 +50,21 @@ def test_conformance(spec: str) -> None:
 
 def test_the_forecast_is_its_formula() -> None:
     """Wait, TTFT and work are what the docstring says, from seats, speed and what is ahead."""
-    predicted = forecast(replace(view(1.0), prompt_tokens=1000))
+    predicted = forecast_wait(replace(view(1.0), prompt_tokens=1000))
     assert predicted.work_s == pytest.approx((0.1 + 3.2) / 32)
     assert predicted.wait_s == pytest.approx(1.0 + 0.1)
     assert predicted.ttft_s == pytest.approx(predicted.wait_s + 0.1)
     free = replace(BUSY, running=31)
-    assert forecast(view(pool=free)).wait_s == 0.0
+    assert forecast_wait(view(pool=free)).wait_s == 0.0
     prompts = replace(BUSY, prompt_tokens=50_000)
-    assert forecast(view(pool=prompts)).wait_s == pytest.approx(5.0)
+    assert forecast_wait(view(pool=prompts)).wait_s == pytest.approx(5.0)
     unknown = replace(BUSY, speed=WorkerSpeed())
-    assert forecast(view(9.0, pool=unknown)).wait_s == 0.0
+    assert forecast_wait(view(9.0, pool=unknown)).wait_s == 0.0
 
 
 def test_a_sure_wait_leaves_room_for_chance() -> None:
     """W + z sqrt(W x grain) is what is allowed; without chance it is all of it."""
-    predicted = forecast(view(1.0))
+    predicted = forecast_wait(view(1.0))
     sure_s = predicted.within_s(2.0, 1.645)
     assert sure_s + 1.645 * (sure_s * predicted.grain_s) ** 0.5 == pytest.approx(2.0)
     assert predicted.within_s(2.0, 0.0) == pytest.approx(2.0)
@@ -183,9 +183,9 @@ def test_better_classes_do_not_see_the_bookings_of_others() -> None:
 
 def test_a_line_drains_with_what_better_classes_leave() -> None:
     """Strictly, at worst by its own line at the quarter of each, or when their flow has ended."""
-    classes = Classes()
+    classes = ClassFlows()
     for step in range(300):
-        classes.bring(0, 0.06, step / 10)  # 0.6 of the pool
+        classes.add(0, 0.06, step / 10)  # 0.6 of the pool
     assert classes.drain(1, 30.0).least == classes.drain(1, 30.0).strict
     drain = classes.drain(1, 30.0, booked={0})
     assert drain.strict == pytest.approx(0.4, abs=0.02)
@@ -198,7 +198,7 @@ def test_a_line_drains_with_what_better_classes_leave() -> None:
     assert classes.drain(-1, 30.0).worse == 0.75
     assert classes.drain(1, 300.0).least == 1.0, "nobody has come for long"
     for priority in range(1000):
-        classes.bring(priority, 0.06, 30.0)
+        classes.add(priority, 0.06, 30.0)
     assert len(classes._flows) <= 17
 
 
@@ -224,13 +224,13 @@ def test_bookings_are_bounded() -> None:
         appointments.book(Booking(number, 0, str(number), 0.1, 5.0, 0.0), 1.0)
     assert len(appointments) == 10
     for number in range(1, 11):
-        appointments.strike(appointments.find(number, 5.0, None))
+        appointments.close(appointments.find(number, 5.0, None))
     assert len(appointments) == 0
     for turn in range(1000):
         booking = Booking(1, 0, "", 0.1, 5.0, 0.0)
         appointments.book(booking, 1.0)
-        appointments.strike(booking)
-        assert len(appointments._until) <= 100, turn
+        appointments.close(booking)
+        assert len(appointments._by_end) <= 100, turn
 
 
 def test_the_queue_is_bounded_for_all_and_for_each() -> None:
@@ -282,7 +282,7 @@ def test_where_nobody_knows_anything_there_is_a_queue() -> None:
 
 def test_systematic_errors_heal() -> None:
     """Where waits are three times as long as predicted, forecasts soon are, too."""
-    error = WaitError()
+    error = WaitCorrection()
     for _ in range(1000):
         predicted_s = 0.5 * error.factor
         error.learn(predicted_s, 1.5, has_target=True)
@@ -298,14 +298,14 @@ def test_outputs_are_predicted_by_tenant() -> None:
     history = OutputHistory(most_tenants=5)
     assert history.expected_tokens("a", 100) == 100.0
     for _ in range(200):
-        history.learn("short", 10, 100)
-        history.learn("long", 100, 100)
+        history.add_sequence("short", 10, 100)
+        history.add_sequence("long", 100, 100)
     assert history.expected_tokens("short", 1000) < 250
     assert history.expected_tokens("long", 1000) > 850
     assert 400 < history.expected_tokens("new", 1000) < 700
     for number in range(100):
-        history.learn(str(number), 1, 1)
-    assert len(history._of_tenants) == 5
+        history.add_sequence(str(number), 1, 1)
+    assert len(history._tenants) == 5
 
 
 def test_the_unknown_are_never_taken_for_one_another() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftgate.policies.quotas import MINUTE_NS, Ledger, Limit, Quota, Totals
+from draftgate.policies.quotas import MINUTE_NS, Limit, Quota, QuotaLedger, Totals
 
 QUOTA = Quota(requests_per_minute=7, tokens_per_minute=1000, burst_requests=5, burst_tokens=600)
 
@@ -29,7 +29,7 @@ def balances(totals: Totals) -> bool:
 @given(steps)
 def test_the_ledger_balances_whatever_happens(moves) -> None:
     """After any reserve, settle, double settle, error and release the sums agree; none is < 0."""
-    ledger, now_s = Ledger({"a": QUOTA, "b": Quota(tokens_per_minute=300)}), 0.0
+    ledger, now_s = QuotaLedger({"a": QUOTA, "b": Quota(tokens_per_minute=300)}), 0.0
     for move, tenant, request, tokens, wait_s in moves:
         name = f"{tenant}{request}"
         if move == "reserve":
@@ -60,7 +60,7 @@ def test_the_ledger_balances_whatever_happens(moves) -> None:
 )
 def test_no_interval_sees_more_than_burst_and_rate(moves) -> None:
     """In any interval at most burst + rate x length are kept, however late the rest is released."""
-    ledger, now_s, kept, ends = Ledger({"a": QUOTA}), 0.0, [], []
+    ledger, now_s, kept, ends = QuotaLedger({"a": QUOTA}), 0.0, [], []
     for number, (tokens, wait_s, used, later) in enumerate(moves):
         if ledger.reserve("a", str(number), tokens, now_s) is None:
             kept.append((now_s, int(tokens * used)))
@@ -84,7 +84,7 @@ def test_no_interval_sees_more_than_burst_and_rate(moves) -> None:
 def test_what_is_released_was_as_if_never_reserved(moves, probe) -> None:
     """Once all have settled, what fits is what fits where only the used tokens were reserved."""
     quota = {"a": Quota(tokens_per_minute=60, burst_tokens=120)}
-    ledger, exact, now_s, taken = Ledger(quota), Ledger(quota), 0.0, []
+    ledger, exact, now_s, taken = QuotaLedger(quota), QuotaLedger(quota), 0.0, []
     for number, (tokens, wait_s) in enumerate(moves):
         if ledger.reserve("a", str(number), tokens, now_s) is None:
             used = tokens // (number % 3 + 1)
@@ -99,7 +99,7 @@ def test_what_is_released_was_as_if_never_reserved(moves, probe) -> None:
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=30), st.floats(0, 1e6))
 def test_who_waits_as_told_fits(sizes, begin_s) -> None:
     """After `retry_after_s` the very request fits, and two milliseconds before it does not."""
-    ledger, now_s = Ledger({"a": QUOTA}), begin_s
+    ledger, now_s = QuotaLedger({"a": QUOTA}), begin_s
     for number, tokens in enumerate(sizes):
         shortage = ledger.reserve("a", str(number), tokens, now_s)
         if shortage is not None:
@@ -114,7 +114,7 @@ def test_who_waits_as_told_fits(sizes, begin_s) -> None:
 def test_what_is_released_can_be_used_at_once_and_only_once(first, used, later_s) -> None:
     """A settled rest is free again at once; after a refill it is not there on top of the burst."""
     used = min(first, used)
-    ledger = Ledger({"a": Quota(tokens_per_minute=1000, burst_tokens=600)})
+    ledger = QuotaLedger({"a": Quota(tokens_per_minute=1000, burst_tokens=600)})
     assert ledger.reserve("a", "1", first, 0.0) is None
     ledger.settle("1", used)
     assert ledger.reserve("a", "2", 600 - used, 0.0) is None
@@ -128,7 +128,7 @@ def test_what_is_released_can_be_used_at_once_and_only_once(first, used, later_s
 
 def test_a_shortage_says_what_is_short() -> None:
     """The limit that lasts longest is named; what never fits learns the most that does."""
-    ledger = Ledger({"a": QUOTA})
+    ledger = QuotaLedger({"a": QUOTA})
     never = ledger.reserve("a", "x", 601, 0.0)
     assert (never.limit, never.retry_after_s, never.asked, never.most) == ("tokens", None, 601, 600)
     for number in range(5):
@@ -141,7 +141,7 @@ def test_a_shortage_says_what_is_short() -> None:
 
 def test_a_refused_request_leaves_no_trace() -> None:
     """What is released, unlike what is settled, counts against no quota."""
-    ledger = Ledger({"a": Quota(requests_per_minute=1)})
+    ledger = QuotaLedger({"a": Quota(requests_per_minute=1)})
     assert ledger.reserve("a", "1", 5, 0.0) is None
     ledger.release("1")
     ledger.release("1")
@@ -153,7 +153,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
 
 def test_more_than_reserved_is_booked_and_owed() -> None:
     """What a request used beyond its reservation it owes to its quota, and sums still agree."""
-    ledger = Ledger({"a": Quota(tokens_per_minute=60)})
+    ledger = QuotaLedger({"a": Quota(tokens_per_minute=60)})
     assert ledger.reserve("a", "1", 10, 0.0) is None
     ledger.settle("1", 90)
     assert ledger.totals("a") == Totals(90, 90, 0, 0)
@@ -162,7 +162,7 @@ def test_more_than_reserved_is_booked_and_owed() -> None:
 
 def test_no_quota_is_booked_too() -> None:
     """Tenants without a quota are never short, and their tokens are counted."""
-    ledger = Ledger()
+    ledger = QuotaLedger()
     for number in range(1000):
         assert ledger.reserve("a", str(number), 10**9, 0.0) is None
     assert ledger.totals("a").open == 1000 * 10**9
@@ -170,7 +170,7 @@ def test_no_quota_is_booked_too() -> None:
 
 def test_forgetting_changes_no_answer() -> None:
     """Only tenants with nothing open and full buckets are forgotten, so quotas hold."""
-    ledger = Ledger(default=Quota(tokens_per_minute=60), most_tenants=10)
+    ledger = QuotaLedger(default=Quota(tokens_per_minute=60), most_tenants=10)
     assert ledger.reserve("open", "open", 1, 0.0) is None
     assert ledger.reserve("owes", "owes", 60, 0.0) is None
     ledger.settle("owes", 60)

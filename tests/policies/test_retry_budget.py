@@ -27,9 +27,9 @@ def test_retries_never_exceed_their_share(
     times = accumulate(pause_s for pause_s, _ in events)
     for now_s, (_, retries) in zip(times, events, strict=True):
         if not retries:
-            budget.requested(now_s)
+            budget.count_request(now_s)
             requests.append(now_s)
-        elif budget.take(now_s):
+        elif budget.take_retry(now_s):
             allowed.append(now_s)
             whole = sum(1 for at_s in requests if at_s > now_s - window_s)
             kept_s = window_s * (1 - 1 / SLOTS)  # the first part may have gone
@@ -43,8 +43,8 @@ def test_an_outage_adds_no_more_than_the_share(count: int, share: float) -> None
     budget = RetryBudget(share, least_per_s=0.0)
     allowed = 0
     for _ in range(count):
-        budget.requested(0.0)
-        allowed += budget.take(0.0)
+        budget.count_request(0.0)
+        allowed += budget.take_retry(0.0)
     # A retry is taken as soon as one is whole, but never ahead of the requests it is a share of.
     assert allowed == int(count * share + 1e-9)
 
@@ -52,14 +52,14 @@ def test_an_outage_adds_no_more_than_the_share(count: int, share: float) -> None
 def test_a_quiet_gateway_may_retry() -> None:
     """Without a history there are the free ones, and they come back with time."""
     budget = RetryBudget(share=0.2, least_per_s=0.5, window_s=10.0)
-    assert [budget.take(100.0) for _ in range(6)] == [True] * 5 + [False]
-    assert not budget.take(108.9)
-    assert budget.take(110.1)
+    assert [budget.take_retry(100.0) for _ in range(6)] == [True] * 5 + [False]
+    assert not budget.take_retry(108.9)
+    assert budget.take_retry(110.1)
 
 
 def test_no_budget_allows_none() -> None:
     """Both at 0 is how an operator switches retries off."""
     budget = RetryBudget(0.0, 0.0)
     for _ in range(100):
-        budget.requested(1.0)
-    assert not budget.take(1.0)
+        budget.count_request(1.0)
+    assert not budget.take_retry(1.0)

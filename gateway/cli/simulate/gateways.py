@@ -34,7 +34,7 @@ from draftgate.gateway.state.memory import MemoryStore
 from draftgate.loadgen.types import PlannedRequest, Record
 from draftgate.policies.ordering.returning import ReturningFirst
 from draftgate.policies.protocols import SpeculationPolicy
-from draftgate.policies.quotas import Ledger as QuotaLedger
+from draftgate.policies.quotas import QuotaLedger
 from draftgate.policies.registry import admission_policy, ordering_policy, routing_policy
 
 HEARTBEAT_S: Final = 1.0
