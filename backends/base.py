@@ -12,104 +12,92 @@ from draftgate.policies.types import WorkerLoad
 
 
 class WorkerHandle(Protocol):
-    """What a `Backend` and an `Upstream` have in common: a life, a load, and what they serve.
+    """What a `Backend` and an `Upstream` have in common.
 
-    All methods are called on the event loop's thread. Life: `start` once, any number of concurrent
-    requests, `stop` once.
+    `start` is called once, then any number of concurrent requests run, and `stop` ends it. All
+    methods are called on the event loop's thread.
     """
 
     @property
     def card(self) -> ModelCard:
         """What is served. Valid after `start`."""
-        ...
 
     @property
     def progress(self) -> float:
-        """The share of loading that is done, 0 to 1. May be read at any time."""
-        ...
+        """The share of loading that is done, 0 to 1. Valid at any time."""
 
     async def start(self) -> None:
-        """Load and warm up; ready when it returns.
+        """Load and warm up; the worker is ready when this returns.
 
         Raises:
             CheckpointError: the model cannot be loaded.
         """
-        ...
 
     async def stop(self) -> None:
         """Stop at once: open streams end with `BackendFailed`. Idempotent."""
-        ...
 
     def load(self) -> WorkerLoad:
-        """Return the current load. Costs no more than reading a few numbers."""
-        ...
+        """Return the current load, at the cost of reading a few numbers."""
 
     @property
     def failure(self) -> str | None:
-        """Why it serves nobody now, or None while it is well."""
-        ...
+        """Why it serves no requests now; None while it is well."""
 
     @property
     def recovers(self) -> bool:
-        """Whether its failure may pass: it is asked in the background whether it is back."""
-        ...
+        """Whether it may recover from a failure, which it then checks in the background."""
 
 
 class Backend(WorkerHandle, Protocol):
-    """Runs requests of token ids, on a device or as if."""
+    """Runs requests of token ids, on a device or simulated."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Valid after `start`; its methods may be called in any thread."""
-        ...
+        """The model's tokenizer. Valid after `start`."""
 
     def check(self, request: GenerationRequest) -> None:
-        """Return if the request can run here; changes nothing. May be called in any thread.
+        """Return if the request can run here. May be called in any thread.
 
-        Of a grammar the first call takes long, and others after it do not.
+        The first check of a grammar takes long, since it compiles the grammar.
 
         Raises:
-            RequestRejected: it never can, e.g. it is longer than the context or the KV pool.
+            RequestRejected: it can never run; for example, it is longer than the context.
         """
-        ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Run a request that passed `check`, yielding deltas of its choices as steps complete.
+        """Run a request that passed `check`, and yield the deltas of its choices.
 
-        It is not checked again: that takes 10 ms for half a million tokens (one core, Zen 4,
-        2026-11-21), and this is called on the event loop's thread.
+        The request is not checked again here, on the event loop: that takes 10 ms for half a
+        million tokens (one core, Zen 4, 2026-11-21).
 
-        Ends after every choice had its `finish_reason`. Closing the generator early cancels the
-        request and frees its KV within one step.
+        The generator ends after every choice had its `finish_reason`. Closing it early cancels the
+        request and frees its KV memory within one step.
 
         Raises:
             BackendFailed: the worker broke; no delta follows.
         """
-        ...
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change how far the worker goes on with a request, from one of its next steps on.
+        """Set the pace of a request, from one of its next steps on.
 
-        No pace changes what is generated. Ids that are unknown, or have ended, are ignored.
+        The pace does not change the output. Unknown ids are ignored, and so are requests that have
+        ended.
         """
-        ...
 
     def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens were delivered that the reader of `generate` has not taken.
+        """Return how many delivered tokens the reader of `generate` has not taken.
 
-        0 for ids that are unknown, and where all tokens were delivered: nobody need slow down any
-        more. Costs as much as there are deltas waiting.
+        It is 0 for unknown ids, and once all tokens have been delivered, when no pace would help.
+        The cost is linear in the waiting deltas.
         """
-        ...
 
 
 class UpstreamCall(NamedTuple):
-    """A client's request as it is passed on.
+    """A client's request as an upstream gets it.
 
     Attributes:
-        path: with the query, e.g. `/v1/chat/completions`.
-        headers: those that concern the upstream.
-        sequences: that it takes there: its choices.
+        path: with the query, such as `/v1/chat/completions`.
+        sequences: choices that it generates.
     """
 
     method: str
@@ -120,14 +108,14 @@ class UpstreamCall(NamedTuple):
 
 
 BYTES_PER_TOKEN: Final = 4
-"""Of English text in JSON, roughly. Only estimates rest on it."""
+"""Of English text in JSON, roughly. It is used for estimates only."""
 
 
 class TokenUsage(NamedTuple):
-    """Tokens of an answer, as its `usage` says.
+    """Tokens of an answer, as in OpenAI's `usage`.
 
     Attributes:
-        cached: of the prompt's, those that were not computed anew.
+        cached: tokens of the prompt that were not computed again.
     """
 
     prompt: int
@@ -135,12 +123,12 @@ class TokenUsage(NamedTuple):
     output: int
 
 
-class Rest(NamedTuple):
-    """An upstream must be left alone for a while.
+class UpstreamPause(NamedTuple):
+    """A time during which an upstream must not be called.
 
     Attributes:
-        remaining_s: how long; more than 0.
-        status: what to tell clients meanwhile: 429 if it has too much to do, 503 if it is out.
+        remaining_s: more than 0.
+        status: for clients meanwhile: 429 if it is overloaded, 503 if it is out.
     """
 
     remaining_s: float
@@ -149,11 +137,11 @@ class Rest(NamedTuple):
 
 
 class Exchange(Protocol):
-    """An upstream's answer, of which the head has come.
+    """An upstream's answer whose head has arrived.
 
     Attributes:
         status: the HTTP status.
-        headers: as they came, but for those that concern the connection or the encoding.
+        headers: without those that concern the connection or the encoding.
         streaming: whether it is a stream of events.
     """
 
@@ -163,42 +151,36 @@ class Exchange(Protocol):
 
     @property
     def outputs(self) -> int:
-        """Events of output that have passed so far; 0 where there are no events."""
-        ...
+        """Events with output so far; 0 if it is not a stream."""
 
     def blocks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it comes; of a stream of events only complete ones.
+        """Yield the body as it arrives; a stream in complete events only.
 
-        What is not read stays with the upstream. A stream ends with `[DONE]`, or with an error
-        event of the upstream (see `error_sent`), and nothing behind.
+        Unread parts stay at the upstream. Nothing follows `[DONE]` or an error event of the
+        upstream (see `error_sent`).
 
         Raises:
-            BackendFailed: the body ended before it was complete.
+            BackendFailed: the body is incomplete.
         """
-        ...
 
     @property
     def error_sent(self) -> bool:
-        """Whether the stream ended with an error event of the upstream's own."""
-        ...
+        """Whether the stream ended with an error event of the upstream."""
 
     def usage(self) -> TokenUsage:
-        """Return the tokens so far: what the answer says, else one for each event of output."""
-        ...
+        """Return the tokens so far: as reported, or else one per event with output."""
 
 
 class Upstream(WorkerHandle, Protocol):
-    """Runs requests as they came, in a server of its own that speaks OpenAI's API."""
+    """Passes requests on to a server that speaks OpenAI's API."""
 
     @property
-    def rest(self) -> Rest | None:
-        """For how long it must not be called, or None when it may be."""
-        ...
+    def pause(self) -> UpstreamPause | None:
+        """How long it must not be called; None if it may be called."""
 
     def forward(self, call: UpstreamCall) -> AbstractAsyncContextManager[Exchange]:
-        """Pass a request on; leaving the context early closes it at the upstream.
+        """Pass a request on; leaving the context early cancels it at the upstream.
 
         Raises:
-            UpstreamUnreachable: on entering: no answer came.
+            UpstreamUnreachable: on entering: there was no answer.
         """
-        ...

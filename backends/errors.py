@@ -1,13 +1,13 @@
 """Errors of backends.
 
 BackendError
-├── CheckpointError     a model cannot be loaded: says what and where
-├── RequestRejected     this request can never run here: names the parameter
-└── BackendFailed       the worker is broken; its streams end with this
-    ├── WorkerLeft      it is going away in order, and had not ended them by then
-    ├── WorkerStalled   it makes no progress any more, and nobody knows why
-    └── UpstreamFailed  an upstream broke, or does not answer as it should
-        └── UpstreamUnreachable  nothing of an answer came: another upstream may be asked
+├── CheckpointError     a model cannot be loaded
+├── RequestRejected     a request can never run here
+└── BackendFailed       the worker is broken, and its streams end with this
+    ├── WorkerLeft      it is shutting down in order, and the stream had not ended
+    ├── WorkerStalled   it makes no progress, without an error
+    └── UpstreamFailed  an upstream broke, or its answer cannot be passed on
+        └── UpstreamUnreachable  it did not answer at all, so another one may be called
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ class RequestRejected(BackendError):
 
     Attributes:
         param: the request parameter at fault.
-        limit_tokens: for a request that is too long, the most tokens of prompt and output
-            together that can run here; None for any other fault.
+        limit_tokens: if the request is too long, the most tokens of prompt and output together
+            that can run here; None for any other fault.
     """
 
     def __init__(self, message: str, param: str, limit_tokens: int | None = None) -> None:
-        """Name the fault and the parameter."""
         super().__init__(message)
         self.param = param
         self.limit_tokens = limit_tokens
 
 
 class BackendFailed(BackendError):
-    """The worker failed or stopped while requests were running."""
+    """The worker failed or was stopped while requests ran."""
 
 
 class WorkerLeft(BackendFailed):
-    """The worker goes away in order: nothing that it ran is to blame."""
+    """The worker shuts down in order; the requests that it ran are not to blame."""
 
 
 class WorkerStalled(BackendFailed):
-    """The worker said nothing any more, though it had not failed: the watchdog left it."""
+    """The worker made no progress, without an error, and the watchdog gave it up."""
 
 
 class UpstreamFailed(BackendFailed):
-    """An upstream broke while it answered, or answered what cannot be passed on."""
+    """An upstream broke during its answer, or its answer cannot be passed on."""
 
 
 class UpstreamUnreachable(UpstreamFailed):
-    """No byte of an answer came from an upstream."""
+    """No byte of an answer arrived from an upstream."""

@@ -1,11 +1,11 @@
-"""From steps to readers: the event-loop side of a backend.
+"""The event-loop side of a backend: hands the deltas of each step to the readers of requests.
 
-A worker delivers one batch of deltas per step; each request's reader takes its own. A reader that
-falls behind finds the waiting deltas of a choice merged into one, so what waits is bounded by the
-request's own output, and a slow client gets fewer, larger chunks.
+A worker delivers one batch of deltas per step, and each reader takes those of its request. Waiting
+deltas of a choice are merged into one, so a slow reader gets fewer and larger chunks, and memory is
+bounded by the request's own output.
 
-States of a stream: *open* (the worker owes it deltas), *complete* (every choice has finished; what
-waits can still be read), *failed* (what waits can be read, then the error), *closed*.
+States of a stream: *open* (the worker owes it deltas), *complete* (every choice has finished, and
+deltas may wait), *failed* (deltas may wait, then the error is raised), *closed*.
 """
 
 from __future__ import annotations
@@ -20,41 +20,42 @@ from draftgate.backends.types import Delta, GenerationRequest
 
 
 class DeltaStreams:
-    """The open streams of a backend, by request id. Use on the event loop's thread only."""
+    """The open streams of a backend, by request id. Use it on the event loop's thread only."""
 
     def __init__(self, on_abandon: Callable[[str], None]) -> None:
-        """Start empty.
+        """Start without streams.
 
-        `on_abandon(request_id)` is called exactly once for a stream that is closed while the
-        worker still owes it deltas: the worker must cancel the request.
+        Args:
+            on_abandon: called once with the request id of a stream that is closed while the worker
+                owes it deltas; it must cancel the request.
         """
         self._on_abandon = on_abandon
         self._open: dict[str, _Stream] = {}
 
     def open(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Register a stream at once and return it: submit the request to the worker after this.
+        """Return a new stream. Submit the request to the worker afterwards.
 
-        The generator ends when all `request.choices` have finished, and raises `BackendFailed`
-        after `fail`. It must be closed (`aclosing`), read or not; cancelling its reader closes it.
+        The stream ends when all `request.choices` have finished, and raises `BackendFailed` after
+        `fail`. It must be closed (`aclosing`), read or not; cancelling its reader closes it.
 
         Raises:
             ValueError: a stream of that request id is open.
         """
         if request.request_id in self._open:
-            raise ValueError(f"request {request.request_id!r} is running already")
+            raise ValueError(f"request {request.request_id!r} is already running")
         stream = _Stream(self, request.request_id, len(request.choices))
         self._open[request.request_id] = stream
         return stream
 
     def deliver(self, batch: Iterable[tuple[str, Delta]]) -> None:
-        """Hand out the deltas of a step. Deltas of streams that are not open are dropped."""
+        """Deliver the deltas of a step. Those without an open stream are dropped."""
         for request_id, delta in batch:
             stream = self._open.get(request_id)
             if stream is not None and stream.put(delta):
                 del self._open[request_id]
 
     def unread_tokens(self, request_id: str) -> int:
-        """Return how many tokens wait for the reader of a stream; 0 once none is owed to it."""
+        """Return how many tokens wait for the reader of an open stream; 0 if it is not open."""
         stream = self._open.get(request_id)
         return 0 if stream is None else stream.unread_tokens
 
@@ -71,7 +72,7 @@ class DeltaStreams:
                 stream.fail(kind(message))
 
     def close(self, request_id: str) -> None:
-        """Forget a stream, and tell the worker if it still owed it deltas."""
+        """Forget a stream, and abandon the request if the worker owes it deltas."""
         if self._open.pop(request_id, None) is not None:
             self._on_abandon(request_id)
 
@@ -83,14 +84,14 @@ class DeltaStreams:
 
 
 class _Stream(AsyncGenerator[Delta, None]):
-    """One request's deltas. A class, since a native generator that never ran ignores `aclose`."""
+    """One request's deltas. `aclose` of a native generator that never ran would do nothing."""
 
     def __init__(self, owner: DeltaStreams, request_id: str, choices: int) -> None:
         self._owner = owner
         self._request_id = request_id
         self._unfinished = choices
         self._waiting: dict[int, list[Delta]] = {}  # by choice, the longest waiting first
-        self._reader: asyncio.Future[None] | None = None  # waits for news; there is one at most
+        self._reader: asyncio.Future[None] | None = None  # at most one reader waits
         self._failure: BackendFailed | None = None
         self._closed = False
 
@@ -103,11 +104,11 @@ class _Stream(AsyncGenerator[Delta, None]):
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens that wait. Counted when asked: deltas come far more often."""
+        # Counted on demand, since deltas arrive far more often.
         return sum(len(delta.token_ids) for of in self._waiting.values() for delta in of)
 
     def fail(self, error: BackendFailed) -> None:
-        """End with an error after what waits."""
+        """Raise an error after the waiting deltas."""
         self._failure = error
         self._wake()
 
@@ -115,16 +116,15 @@ class _Stream(AsyncGenerator[Delta, None]):
         return self.asend(None)  # the inherited one costs a second coroutine per delta
 
     async def asend(self, value: None, /) -> Delta:
-        """Return the next delta: all that waits of one choice."""
+        """Return the next delta: all waiting ones of one choice."""
         while not self._closed:
             if self._waiting:
                 choice = next(iter(self._waiting))
                 return _merged(self._waiting.pop(choice))
-            if self._failure is not None:
+            if self._failure is not None or self._unfinished == 0:
                 self._close()
-                raise self._failure
-            if self._unfinished == 0:
-                self._close()
+                if self._failure is not None:
+                    raise self._failure
                 break
             self._reader = asyncio.get_running_loop().create_future()
             try:
@@ -148,11 +148,11 @@ class _Stream(AsyncGenerator[Delta, None]):
         raise val if isinstance(val, BaseException) else typ()
 
     async def aclose(self) -> None:
-        """Close the stream; no-op if it has ended."""
+        """Close the stream. Idempotent."""
         self._close()
 
     def _wake(self) -> None:
-        # A future and not an event: 0.35 us less per delta (one core, Zen 4, 2026-11-21).
+        # A future instead of an event saves 0.35 us per delta (one core, Zen 4, 2026-11-21).
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -165,18 +165,13 @@ class _Stream(AsyncGenerator[Delta, None]):
 
 
 def _merged(deltas: list[Delta]) -> Delta:
-    """Return consecutive deltas of one choice as one."""
+    """Merge consecutive deltas of one choice."""
     if len(deltas) == 1:
         return deltas[0]
-    last = deltas[-1]
-    return Delta(
-        last.choice,
-        tuple(token for delta in deltas for token in delta.token_ids),
-        "".join(delta.text for delta in deltas),
-        tuple(entry for delta in deltas for entry in delta.logprobs),
-        last.finish_reason,
-        last.outcome,
-        last.cached_tokens,
-        tuple(step for delta in deltas for step in delta.steps),
-        deltas[0].phases,  # they come with the first one
+    return deltas[-1]._replace(
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        steps=tuple(step for delta in deltas for step in delta.steps),
+        phases=deltas[0].phases,  # they are on the first one
     )

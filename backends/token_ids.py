@@ -1,8 +1,8 @@
-"""Token ids in one piece of memory.
+"""Token ids in contiguous memory.
 
-A prompt of a megabyte has half a million tokens. As Python's integers, that many objects are copied
-and freed within one turn of the event loop that serves all others: 5 to 10 ms for each copy (one
-core, Zen 4, 2026-11-21). As an array it takes a fifth of a millisecond.
+A prompt of 1 MB has half a million tokens. A list of Python integers of that size takes 5 to 10 ms
+to copy and free, during which the event loop serves no other request (one core, Zen 4, 2026-11-21).
+An array takes a fifth of a millisecond.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     TokenIds: TypeAlias = array[int]
-else:  # which Python 3.11 cannot subscript, and msgspec reads types while it runs
+else:  # Python 3.11 cannot subscript `array`, and msgspec evaluates types at run time
     TokenIds = array
 
 _TYPE: Final = "q"
-"""64 bits, as devices take them."""
+"""64 bits, as on devices."""
 
 _PIECE: Final = 1 << 14
-"""Ids that are taken at once: 0.15 ms (as above), in which no other thread runs."""
+"""Ids copied at once: 0.15 ms (as above) without a switch to another thread."""
 
 
 def compact(ids: Sequence[int]) -> TokenIds:
-    """Return token ids in one piece.
+    """Return token ids as an array.
 
     Raises:
         OverflowError: an id needs more than 64 bits.
@@ -40,15 +40,15 @@ def compact(ids: Sequence[int]) -> TokenIds:
 
 
 def to_bytes(ids: TokenIds) -> bytes:
-    """Return ids as 64-bit numbers, the lowest byte first."""
+    """Return ids as 64-bit numbers in little-endian order."""
     return _little_endian(ids).tobytes()
 
 
 def from_bytes(data: bytes) -> TokenIds:
-    """Return the ids that `to_bytes` gave, on any machine.
+    """Return the ids that `to_bytes` encoded, on any machine.
 
     Raises:
-        ValueError: the last one is not complete.
+        ValueError: the last id is incomplete.
     """
     found = array(_TYPE)
     found.frombytes(data)
@@ -56,7 +56,7 @@ def from_bytes(data: bytes) -> TokenIds:
 
 
 def _little_endian(ids: TokenIds) -> TokenIds:
-    """Turn ids from or to the order of bytes in which they travel; it is that of most machines."""
+    """Convert ids between this machine's byte order and little-endian order."""
     if sys.byteorder == "little":
         return ids
     turned = array(_TYPE, ids)

@@ -1,29 +1,30 @@
-"""What travels between the gateway and a backend."""
+"""The values that gateway and backends exchange."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 from draftgate.backends.token_ids import TokenIds
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationPlan
-from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - part of what backends speak
+from draftgate.policies.types import Pace as Pace  # noqa: PLC0414 - re-exported
 
 
 class Task(StrEnum):
-    """What is wanted of a prompt."""
+    """What to compute from a prompt."""
 
     GENERATE = "generate"
     EMBED = "embed"
-    """Its pooled hidden state; no token is drawn."""
+    """The pooled hidden state; no token is sampled."""
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, in OpenAI's words; `ABORT` never reaches a client.
+    """Why a choice ended, as in OpenAI's API; `ABORT` never reaches a client.
 
-    Under a grammar `STOP` without a stop text means that the output is whole.
+    With a grammar, `STOP` without a stop text means that the output is complete.
     """
 
     STOP = "stop"
@@ -33,25 +34,25 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn (contract: noise, order of filters).
+    """How tokens are sampled.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1; 0 where the task is to embed.
-        seed: 64-bit key of the noise.
+        max_tokens: most tokens to generate, at least 1; 0 for an embedding.
+        seed: 64-bit key of the sampling noise.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of this mass; 1 keeps all.
-        min_p: keep tokens of at least this share of the likeliest one's probability; 0 keeps all.
-        logit_bias: pairs (token id, what is added to its logit), by ascending id.
-        repetition_penalty: logits of tokens in prompt or output are divided by it where positive
-            and multiplied where negative; 1 is off (CTRL, arXiv 1909.05858).
-        frequency_penalty: taken off a token's logit for each time it stands in the output.
-        presence_penalty: taken off a token's logit once it stands in the output.
-        min_tokens: neither an end-of-sequence token nor a stop text ends a choice before it has
-            this many tokens; end-of-sequence tokens are not drawn until then.
-        stop: texts that end a choice; they are not part of the output.
-        ignore_eos: go on after an end-of-sequence token.
-        logprobs: how many alternatives to report for each token; None reports nothing.
+        top_p: keep the smallest set of tokens with this total probability; 1 keeps all.
+        min_p: keep tokens with at least this share of the highest probability; 0 keeps all.
+        logit_bias: pairs (token id, addend of its logit), by ascending id.
+        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies
+            negative ones; 1 is off (CTRL, arXiv 1909.05858).
+        frequency_penalty: subtracted from a token's logit for each occurrence in the output.
+        presence_penalty: subtracted from a token's logit once it occurs in the output.
+        min_tokens: tokens before an end-of-sequence token or a stop text may end a choice;
+            end-of-sequence tokens are not sampled until then.
+        stop: texts that end a choice, without being part of the output.
+        ignore_eos: continue after an end-of-sequence token.
+        logprobs: alternatives to report for each token; None reports no log probabilities.
     """
 
     max_tokens: int
@@ -71,7 +72,7 @@ class SamplingParams:
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether what is drawn depends on which tokens came before, beyond the model."""
+        """Whether a penalty makes sampling depend on the counts of earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.frequency_penalty != 0
@@ -80,7 +81,7 @@ class SamplingParams:
 
     @property
     def leaves_logits(self) -> bool:
-        """Whether nothing here reads or changes logits before temperature and filters."""
+        """Whether no parameter reads or changes logits before temperature and filters."""
         return (
             self.logprobs is None
             and not self.logit_bias
@@ -90,7 +91,7 @@ class SamplingParams:
 
 
 class GrammarKind(StrEnum):
-    """What a grammar is written in."""
+    """The notation of a grammar."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -99,11 +100,10 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an output must be, from its first token to the end-of-sequence token behind its last.
+    """A grammar for the whole output, up to the end-of-sequence token.
 
     Attributes:
-        text: the schema, as JSON, or the regular expression, which the whole output matches, or
-            the JSON of a `CallForm`.
+        text: a JSON schema, a regular expression, or the JSON of a `CallForm`.
     """
 
     kind: GrammarKind
@@ -111,20 +111,20 @@ class GrammarSpec:
 
     @property
     def param(self) -> str:
-        """The request's parameter that asks for it."""
+        """The request parameter that sets it."""
         return "tools" if self.kind is GrammarKind.CALLS else "response_format"
 
 
 @dataclass(frozen=True, slots=True)
 class ResumedChoice:
-    """A choice that another worker began: it goes on behind these tokens.
+    """A choice that another worker began.
 
-    The tokens are all that has to travel. Noise is a function of seed, choice and position,
-    penalties of the tokens, and the text held back (half a character, the start of a stop text)
-    is what the tokens give when they are read again.
+    Its tokens suffice to resume it. The noise is a function of seed, choice and position, the
+    penalties follow from the tokens, and so does text that was held back (a part of a character or
+    of a stop text).
 
     Attributes:
-        output_ids: the tokens generated so far, all of which the client's side has.
+        output_ids: the tokens generated so far, all of which have been delivered.
     """
 
     choice: int
@@ -132,26 +132,25 @@ class ResumedChoice:
 
 
 @cache
-def _from_start(n: int) -> tuple[ResumedChoice, ...]:
-    """Return `n` choices that begin."""
+def _new_choices(n: int) -> tuple[ResumedChoice, ...]:
     return tuple(ResumedChoice(index, ()) for index in range(n))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A validated request for one prompt and `n` choices of continuation, or its embedding.
+    """A validated request for `n` continuations of one prompt, or for its embedding.
 
     Attributes:
-        tenant: whose request it is; cached prefixes are shared within a tenant only.
-        grammar: what every choice must be; None leaves it to the model.
-        resumed: the choices to go on with; empty starts all `n`.
-        service: how soon its tokens are wanted, and how much they matter.
-        traced: whether its deltas tell what each step did.
-        task: whether to continue the prompt or to embed it; an embedding has one choice.
-        block_hashes: of the prompt's full KV blocks, from the first on (`core.prefix_cache`), as
-            far as they are known; a worker computes those that it lacks.
-        trace_context: headers (W3C Trace Context) by which a worker on another machine makes its
-            spans part of the request's trace; empty where nobody reads them.
+        tenant: owner of the request; cached prefixes are shared only within a tenant.
+        grammar: grammar of every choice; None for free text.
+        resumed: the choices to resume; empty starts all `n`.
+        service: latency targets and priority.
+        traced: whether deltas report what each step did.
+        task: an embedding has one choice.
+        block_hashes: hashes of the prompt's first full KV blocks (`core.prefix_cache`); the worker
+            computes missing ones.
+        trace_context: W3C Trace Context headers, with which a worker on another machine joins the
+            trace of the request; empty without a trace.
     """
 
     request_id: str
@@ -169,37 +168,23 @@ class GenerationRequest:
     trace_context: tuple[tuple[str, str], ...] = ()
 
     def planned(self, speculation: SpeculationPlan) -> GenerationRequest:
-        """Return the request with a plan; `replace` would take twice as long."""
-        return GenerationRequest(
-            self.request_id,
-            self.prompt_ids,
-            self.sampling,
-            speculation,
-            self.n,
-            self.tenant,
-            self.grammar,
-            self.resumed,
-            self.service,
-            self.traced,
-            self.task,
-            self.block_hashes,
-            self.trace_context,
-        )
+        """Return the request with a plan."""
+        return replace(self, speculation=speculation)
 
     @property
     def choices(self) -> tuple[ResumedChoice, ...]:
-        """What is to be generated: the resumed choices, or all `n` from their start."""
-        return self.resumed or _from_start(self.n)
+        """The choices to generate: the resumed ones, or `n` new ones."""
+        return self.resumed or _new_choices(self.n)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of prompt and output that its choices take at most."""
+        """Most tokens of prompt and output, over all choices."""
         return (len(self.prompt_ids) + self.sampling.max_tokens) * len(self.choices)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log probability before temperature and filters, with the likeliest others."""
+    """A token's log probability, before temperature and filters, with the best alternatives."""
 
     token_id: int
     logprob: float
@@ -212,8 +197,8 @@ class SpeculationOutcome:
 
     Attributes:
         num_spec_steps: steps that verified at least one draft token.
-        num_drafted_tokens, num_accepted_tokens: draft tokens verified, and accepted.
-        acceptance_histogram: steps that accepted 0, 1, 2, ... tokens.
+        num_drafted_tokens, num_accepted_tokens: draft tokens that were verified and accepted.
+        acceptance_histogram: numbers of steps that accepted 0, 1, 2, ... tokens.
     """
 
     num_spec_steps: int = 0
@@ -222,32 +207,28 @@ class SpeculationOutcome:
     acceptance_histogram: tuple[int, ...] = ()
 
     def __add__(self, other: SpeculationOutcome) -> SpeculationOutcome:
-        """Return the outcome of both together."""
-        mine, others = self.acceptance_histogram, other.acceptance_histogram
-        longest = max(len(mine), len(others))
+        """Return the sum of both outcomes."""
+        histograms = self.acceptance_histogram, other.acceptance_histogram
         return SpeculationOutcome(
             self.num_spec_steps + other.num_spec_steps,
             self.num_drafted_tokens + other.num_drafted_tokens,
             self.num_accepted_tokens + other.num_accepted_tokens,
-            tuple(
-                (mine[i] if i < len(mine) else 0) + (others[i] if i < len(others) else 0)
-                for i in range(longest)
-            ),
+            tuple(map(sum, zip_longest(*histograms, fillvalue=0))),
         )
 
 
 class StepTrace(NamedTuple):
-    """What one step did for one choice, for a client that wants to see it.
+    """What one step did for one choice, for clients that ask for traces.
 
-    The step's tokens are the accepted ones of the draft, and one that the target drew behind them.
+    The step's tokens are the accepted draft tokens, followed by one that the target sampled.
 
     Attributes:
-        tokens: how many tokens the step added.
-        proposer: what drafted, or None; `grammar` where a form forced the tokens.
+        tokens: number of tokens that the step added.
+        proposer: what drafted; None without a draft, `grammar` where a grammar forced the tokens.
         offered: draft tokens that were proposed.
-        draft_ids: those of them that were verified, best first.
-        accepted: how many of them were accepted.
-        survivals: the chance that each verified one had by what was known before.
+        draft_ids: the proposed tokens that were verified, best first.
+        accepted: number of accepted draft tokens.
+        survivals: predicted chance of each verified token.
         price: expected tokens that a slot had to promise in this step.
     """
 
@@ -261,17 +242,17 @@ class StepTrace(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """When a choice came how far on its worker.
+    """When a choice reached each phase on its worker.
 
-    By `time.monotonic`, or the event loop's clock in a simulation; what comes from another machine
-    has been moved to this one's clock by whoever received it (`backends.peer.clock`).
+    Times are of `time.monotonic`, or of the event loop in a simulation. Those of another machine
+    are converted to this machine's clock on arrival (`backends.peer.clock`).
 
     Attributes:
-        queued_s: it came to the worker.
-        scheduled_s: the first step that it was in began.
-        chunks: of its prompt, each with when its step ended and how many tokens it had.
-        first_token_s: its first token was there.
-        recorded: whether the worker's own node has made spans of it.
+        queued_s: arrival at the worker.
+        scheduled_s: start of its first step.
+        chunks: the end of the step and the number of tokens of each chunk of its prompt.
+        first_token_s: its first token.
+        recorded: whether the worker's own node has recorded spans of it.
     """
 
     queued_s: float
@@ -282,21 +263,21 @@ class Phases(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """News of one choice: what one step added to it.
+    """What one step added to one choice.
 
     Attributes:
         choice: index among the request's `n`.
-        token_ids: tokens added, in order; several when drafts were accepted.
-        text: what they add to the text. Text that may be the start of a stop string, or half a
-            character, is held back until it is decided.
-        logprobs: one entry per token, when asked for.
-        finish_reason: set on the choice's last delta, and only there.
-        outcome: what speculation did, on the choice's last delta.
-        cached_tokens: prompt tokens whose keys and values were cached, on the choice's last delta.
-        steps: what each step behind it did, where the request is `traced`.
-        phases: how it came to its first token, on the choice's first delta with tokens.
-        embedding: pooled hidden state of a prompt that was to be embedded, float32 in little-endian
-            order, not normalised; on its one delta, which has no tokens and no outcome.
+        token_ids: new tokens in order; several if drafts were accepted.
+        text: their text. Text that may be the start of a stop text or a part of a character is held
+            back until that is decided.
+        logprobs: one entry per token, if requested.
+        finish_reason: set only on the choice's last delta.
+        outcome: of speculation, on the choice's last delta.
+        cached_tokens: prompt tokens that were in the KV cache, on the choice's last delta.
+        steps: what each step did, if the request is `traced`.
+        phases: on the choice's first delta with tokens.
+        embedding: pooled hidden state, float32 in little-endian order, not normalised; on the only
+            delta of an embedding, which has no tokens and no outcome.
     """
 
     choice: int
@@ -316,13 +297,13 @@ class Capabilities:
     """What a backend can do beyond plain text.
 
     Attributes:
-        token_ids: it is fed and answers with token ids, so the gateway counts, checks and renders.
-        resume: it goes on where another one of its numerics class stopped.
-        exact: one seed gives one text, whatever else runs.
-        speculation: it drafts and verifies as it is told.
-        embeddings: it gives pooled hidden states.
-        embedding_size: numbers of one; 0 without.
-        formats: it holds outputs to grammars.
+        token_ids: it takes and returns token ids, so the gateway counts, checks and renders.
+        resume: it resumes choices of another worker of its numerics class.
+        exact: a seed determines the text, whatever else runs.
+        speculation: it speculates as the gateway decides.
+        embeddings: it computes embeddings.
+        embedding_size: dimensions of an embedding; 0 without embeddings.
+        formats: it constrains outputs to grammars.
     """
 
     token_ids: bool = True
@@ -340,13 +321,11 @@ class ModelCard:
 
     Attributes:
         model_id: the name clients use.
-        root: where the checkpoint came from.
+        root: origin of the checkpoint.
         max_model_len: most tokens of prompt and output together.
-        numerics_class: what must be equal for bits to be equal (contract); None for backends
-            which promise nothing.
+        numerics_class: workers of one class compute the same bits; None without that promise.
         created_s: Unix time of loading.
-        capabilities: what it can do.
-        pool_tokens: tokens that its KV pool holds; 0 where nobody knows.
+        pool_tokens: tokens that its KV pool holds; 0 if unknown.
         eos_ids: tokens that end a sequence, ascending.
     """
 

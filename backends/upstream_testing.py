@@ -29,7 +29,7 @@ async def check_upstream(upstream: Upstream) -> None:
     await upstream.start()
     try:
         assert upstream.failure is None, "an upstream whose server answers is well"
-        assert upstream.rest is None, "an upstream that is well may be called"
+        assert upstream.pause is None, "an upstream that is well may be called"
         assert upstream.card.model_id, "an upstream that was reached knows its model"
         async with asyncio.timeout(PATIENCE_S):
             await check_whole_answers(upstream)

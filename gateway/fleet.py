@@ -223,7 +223,7 @@ class Fleet:
         return [
             worker
             for worker in self.serving
-            if not worker.hung and (not worker.forwards or worker.upstream.rest is None)
+            if not worker.hung and (not worker.forwards or worker.upstream.pause is None)
         ]
 
     @property

@@ -8,10 +8,10 @@ from typing import Final
 
 import aiohttp
 
-from draftgate.backends.base import Rest
+from draftgate.backends.base import UpstreamPause
 from draftgate.policies.resilience.breaker import Breaker, Patience
 
-DEFAULT_REST_S: Final = 1.0
+DEFAULT_PAUSE_S: Final = 1.0
 """Pause after a refusal (429, 503) that does not say for how long."""
 
 PATIENCE: Final = Patience(failures=3, timeouts_span_s=5.0, first_pause_s=1.0, longest_pause_s=30.0)
@@ -32,21 +32,21 @@ class Pauses:
         """Start without a pause; reasons mention `url`."""
         self.breaker = Breaker(PATIENCE)
         self._url = url
-        self._rest = Rest(0.0, 503, "")
+        self._pause = UpstreamPause(0.0, 503, "")
         self._until_s = 0.0
 
-    def rest(self, failure: str | None, now_s: float) -> Rest | None:
+    def pause(self, failure: str | None, now_s: float) -> UpstreamPause | None:
         """Return the rest of a pause; None if the upstream may be called.
 
         Args:
             failure: why it is out; None if at most it has asked for a pause.
         """
         if failure is not None:
-            remaining_s = max(self.breaker.remaining_s(now_s), DEFAULT_REST_S)
-            return Rest(remaining_s, 503, f"{self._url}: {failure}")
+            remaining_s = max(self.breaker.remaining_s(now_s), DEFAULT_PAUSE_S)
+            return UpstreamPause(remaining_s, 503, f"{self._url}: {failure}")
         if now_s >= self._until_s:
             return None
-        return self._rest._replace(remaining_s=self._until_s - now_s)
+        return self._pause._replace(remaining_s=self._until_s - now_s)
 
     def may_probe(self, now_s: float) -> bool:
         """Return whether a probe may be sent now."""
@@ -59,10 +59,10 @@ class Pauses:
         if response.status not in _REFUSALS:
             return
         asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-        until_s = now_s + (DEFAULT_REST_S if asked_s is None else asked_s)
+        until_s = now_s + (DEFAULT_PAUSE_S if asked_s is None else asked_s)
         if until_s >= self._until_s:
             reason = f"{self._url} answered {response.status}"
-            self._until_s, self._rest = until_s, Rest(0.0, response.status, reason)
+            self._until_s, self._pause = until_s, UpstreamPause(0.0, response.status, reason)
 
 
 def retry_after_s(value: str | None, now: datetime) -> float | None:

@@ -13,7 +13,7 @@ from typing import Final
 import aiohttp
 from yarl import URL
 
-from draftgate.backends.base import BYTES_PER_TOKEN, Rest, UpstreamCall
+from draftgate.backends.base import BYTES_PER_TOKEN, UpstreamCall, UpstreamPause
 from draftgate.backends.connection_errors import public_reason
 from draftgate.backends.errors import UpstreamUnreachable
 from draftgate.backends.openai.events import StreamEnding
@@ -105,9 +105,9 @@ class OpenAIUpstream:
         return "stopped" if self._stopped else self._pauses.breaker.reason
 
     @property
-    def rest(self) -> Rest | None:
+    def pause(self) -> UpstreamPause | None:
         """The pause that it asked for, or the time until its next probe while it is out."""
-        return self._pauses.rest(self.failure, self._clock())
+        return self._pauses.pause(self.failure, self._clock())
 
     def load(self) -> WorkerLoad:
         """Return what is counted here, and what its metrics report of others."""
@@ -241,7 +241,7 @@ class OpenAIUpstream:
     async def _poll_forever(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
-            if self.rest is None:
+            if self.pause is None:
                 await self.poll()
 
 

@@ -281,15 +281,15 @@ class Forwarder:
     def _no_upstream(self) -> GatewayError:
         """Return why no upstream may be called."""
         retry_after_s = self._retry_after_s()
-        rests = [worker.upstream.rest for worker in self._fleet.workers]
-        if any(rest is not None and rest.status == _UNAVAILABLE for rest in rests):
+        pauses = [worker.upstream.pause for worker in self._fleet.workers]
+        if any(pause is not None and pause.status == _UNAVAILABLE for pause in pauses):
             return UpstreamUnavailable("no upstream serves now", retry_after_s=retry_after_s)
         return UpstreamBusy("every upstream is overloaded", retry_after_s=retry_after_s)
 
     def _retry_after_s(self) -> int:
         """Return the whole seconds until an upstream may be called again, 1 or more."""
-        rests = [worker.upstream.rest for worker in self._fleet.workers]
-        return max(1, math.ceil(min(rest.remaining_s if rest else 0.0 for rest in rests)))
+        pauses = [worker.upstream.pause for worker in self._fleet.workers]
+        return max(1, math.ceil(min(pause.remaining_s if pause else 0.0 for pause in pauses)))
 
 
 def _now_s() -> float:

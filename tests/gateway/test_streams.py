@@ -134,6 +134,6 @@ async def test_a_request_id_cannot_run_twice_at_once() -> None:
     """A second open stream of the same id would steal deltas, so it is refused."""
     streams = DeltaStreams(lambda _: None)
     first = streams.open(request())
-    with pytest.raises(ValueError, match="running already"):
+    with pytest.raises(ValueError, match="already running"):
         streams.open(request())
     await first.aclose()

@@ -166,8 +166,8 @@ def test_a_peer_is_made_by_name_without_torch() -> None:
     """A gateway needs none to send requests to those that do."""
     code = (
         "import sys; from draftgate.backends.worker_config import WorkerConfig\n"
-        "from draftgate.backends.registry import create_backend\n"
-        "create_backend('peer', WorkerConfig(upstream='http://127.0.0.1:1'))\n"
+        "from draftgate.backends.registry import backend_factory\n"
+        "backend_factory('peer')(WorkerConfig(upstream='http://127.0.0.1:1'))\n"
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

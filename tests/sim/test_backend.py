@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftgate.backends.errors import BackendFailed, CheckpointError
-from draftgate.backends.registry import create_backend
+from draftgate.backends.registry import backend_factory
 from draftgate.backends.sim.backend import SimBackend
 from draftgate.backends.sim.clock import LoopClock, run_virtual
 from draftgate.backends.sim.profile import load_profile
@@ -72,7 +72,7 @@ def test_conformance(config: WorkerConfig) -> None:
 
 async def test_conformance_in_real_time() -> None:
     """The simulator keeps the contract on an ordinary event loop, made by its name."""
-    await check_backend(create_backend("sim", WorkerConfig()))
+    await check_backend(backend_factory("sim")(WorkerConfig()))
 
 
 class Leaky(SimBackend):
