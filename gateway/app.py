@@ -1,9 +1,9 @@
-"""The composition root: what a node is made of, and the order in which it starts and stops.
+"""The composition root: build a node, start it, serve, drain and stop.
 
-Start: listen (so that `/health` and `/ready` answer while the model loads), then load and warm up.
+Start: listen, so that `/health` and `/ready` answer while the model loads, then load and warm up.
 Stop, on SIGTERM or SIGINT: leave the pool, refuse new requests, let open ones end within the drain
-timeout, stop the workers, close the listener. A second signal skips the waiting. A node that has
-lost its last worker stops likewise: whoever started it starts it anew.
+timeout, stop the workers, close the listener. A second signal skips the drain. A node that has lost
+its last worker stops in the same way, so that its supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ from draftgate.gateway.state.guarded import open_store
 from draftgate.gateway.telemetry.trace_export import open_tracing
 
 YOUNG_OBJECTS: Final = 5_000
-"""So many new objects are there before the garbage collector looks at them. Few of a request's
-outlive it and none is in a cycle, so looks find nothing: without any a request costs 0.85 of what
-it does with Python's 700. A look takes 0.8 ms, at 20,000 some 3 ms, of the 5 ms for which the event
-loop may be held (the edge study, interleaved, busy machine; Zen 4, 2026-11-21)."""
+"""Threshold of the youngest garbage-collector generation, in objects.
+
+Objects of a request are in no cycle, so collections find nothing: without any, a request costs 0.85
+of what it costs with Python's default of 700. A collection of 5,000 takes 0.8 ms, and of 20,000
+3 ms, out of the 5 ms for which the event loop may be blocked (`bench edge`, interleaved, busy
+machine; AMD Zen 4, 2026-11-21)."""
 
 SWITCH_S: Final = 0.001
-"""How long a thread may go on in Python while another waits for the interpreter. With Python's 5 ms
-the loop waits so long in each turn beside a prompt that is parsed. With 48 streams open a step of
-the engine costs 18.9 ms of CPU instead of 18.5 (medians of 4 or 5 runs; busy Zen 4, 2026-11-21)."""
+"""Interpreter switch interval: how long a thread keeps the GIL while another one waits.
+
+With Python's default of 5 ms, the event loop waits that long in each turn while a prompt is parsed.
+In return, an engine step with 48 open streams costs 18.9 instead of 18.5 ms of CPU (medians of 4 or
+5 runs, busy machine; AMD Zen 4, 2026-11-21)."""
 
 LOOK_S: Final = 0.5
-"""Between two looks at whether a worker is left: requests find out by themselves."""
+"""Interval of checking for remaining workers; requests notice a failure by themselves."""
 
 _EXTRAS: Final = {
     "torch": "engine",
@@ -53,15 +57,15 @@ _EXTRAS: Final = {
 """The extra that installs a package which only some features need."""
 
 CLOSE_S: Final = 2.0
-"""How long connections may take to send what is in their buffers once the workers have stopped."""
+"""Time for connections to send their buffers after the workers have stopped."""
 
 
 class StartError(Exception):
-    """The node cannot start; the message is one line for the operator."""
+    """The node cannot start. The message is one line for the operator."""
 
 
 class NodeFailed(Exception):
-    """The node has lost its last worker and stopped; the message is one line for the operator."""
+    """The node has lost its last worker and stopped. The message is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Listening:
     """A node that accepts connections.
 
     Attributes:
-        url: where; the port is the real one, also if a free one was asked for.
+        url: the URL it listens on, with the actual port.
     """
 
     node: Node
@@ -77,30 +81,25 @@ class Listening:
 
 
 def build_fleet(config: ServeConfig) -> Fleet:
-    """Return the workers that the settings ask for, not built yet.
+    """Return the configured workers, not built yet.
 
     Raises:
-        ValueError: there are upstreams for a backend that has its own device, or settings that
-            contradict each other.
+        ValueError: settings contradict each other.
     """
     if config.upstream and config.backend in {"engine", "sim"}:
-        raise ValueError(
-            f"--upstream goes with --backend openai or peer, not with {config.backend}"
-        )
+        raise ValueError(f"--upstream needs --backend openai or peer, not {config.backend}")
     if config.no_worker and (config.join is None or config.upstream):
-        raise ValueError("--no-worker goes with --join, and without --upstream")
+        raise ValueError("--no-worker needs --join, and cannot be combined with --upstream")
     if config.backend == "peer" and config.join is not None:
-        raise ValueError(
-            "--backend peer names the workers, --join finds them: use --no-worker --join"
-        )
+        raise ValueError("--backend peer cannot be combined with --join: use --no-worker --join")
     return Fleet(lambda: backend_factory(config.backend), config.worker_configs())
 
 
 def build_node(config: ServeConfig) -> Node:
-    """Build everything; nothing is imported or loaded for the workers yet.
+    """Build a node without importing or loading anything for its workers.
 
     Raises:
-        StartError: a setting is wrong, as the name of a policy.
+        StartError: a setting is invalid.
     """
     try:
         tracing = open_tracing(config.otlp_endpoint, os.environ)
@@ -112,7 +111,7 @@ def build_node(config: ServeConfig) -> Node:
 
 @asynccontextmanager
 async def listening(node: Node) -> AsyncIterator[Listening]:
-    """Accept connections; close the listener and every connection at the end.
+    """Accept connections within this context; close the listener and all connections after it.
 
     Raises:
         StartError: the address cannot be used.
@@ -134,10 +133,10 @@ async def listening(node: Node) -> AsyncIterator[Listening]:
 
 
 async def start_workers(node: Node) -> None:
-    """Load the model and warm up; ready when this returns.
+    """Load the model and warm up. The node is ready when this returns.
 
     Raises:
-        StartError: it cannot be loaded; the node has failed.
+        StartError: the model cannot be loaded; the node has failed.
     """
     try:
         await node.start()
@@ -148,7 +147,7 @@ async def start_workers(node: Node) -> None:
 
 
 def _missing_package(backend: str, error: ImportError) -> str:
-    """Say which package a backend needs, and which extra of ours installs it."""
+    """Return a message that names the missing package and the extra that installs it."""
     package = (error.name or str(error)).partition(".")[0]
     reason = f"the backend {backend!r} needs {package}, which is not installed"
     extra = _EXTRAS.get(package)
@@ -175,7 +174,12 @@ async def serve(
     loading: Callable[[Fleet], AbstractAsyncContextManager[None]],
     on_ready: Callable[[Listening], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. `loading` is entered while the workers start.
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        config: the settings of the node.
+        loading: a context that is open while the workers start, to show progress.
+        on_ready: called once the node is ready.
 
     Raises:
         StartError: the node cannot start.
@@ -207,17 +211,17 @@ async def serve(
 
 
 async def _last_worker_lost(node: Node) -> None:
-    """Wait until the last worker is lost: for ever, where workers come back."""
+    """Wait until the last worker is lost; without end if workers can recover."""
     while node.fleet.failure is None:  # noqa: ASYNC110 - workers set no event
         await asyncio.sleep(LOOK_S)
 
 
 def settle_interpreter() -> None:
-    """Set Python up for an event loop beside busy threads, once all that stays has been loaded.
+    """Configure the interpreter for an event loop beside busy threads, once everything is loaded.
 
-    What there is now is left out of later garbage collections, and there are fewer of them. Walking
-    through all of it would hold every thread up: for 60 ms with the simulator, 280 ms with the
-    engine (`gc.collect()` on a busy core, Zen 4, 2026-11-21).
+    Existing objects are excluded from later garbage collections, and collections become rarer. A
+    full collection blocks all threads: for 60 ms with the simulator and 280 ms with the engine
+    (`gc.collect()` on a busy core, AMD Zen 4, 2026-11-21).
     """
     gc.collect()
     gc.freeze()
@@ -226,10 +230,10 @@ def settle_interpreter() -> None:
 
 
 class Signals:
-    """The first SIGTERM or SIGINT asks to stop, the second to hurry."""
+    """SIGTERM and SIGINT: the first one stops the node, the second one skips the drain."""
 
     def __init__(self) -> None:
-        """Take both signals from now on, on the running event loop."""
+        """Handle both signals on the running event loop."""
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -241,7 +245,7 @@ class Signals:
 
 
 async def until_signal(signals: Signals, work: Coroutine[Any, Any, None]) -> None:
-    """Run work until it ends or the first signal comes; then it is cancelled."""
+    """Run a coroutine until it ends; cancel it at the first signal."""
     task = asyncio.create_task(work)
     stop = asyncio.create_task(signals.first.wait())
     await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -262,7 +266,7 @@ async def _drain_until_second(node: Node, signals: Signals) -> None:
 
 
 async def _settle(node: Node) -> None:
-    """Let streams that the stopped workers have ended send their last event."""
+    """Wait until the streams of stopped workers have sent their last event."""
     with suppress(TimeoutError):
         await asyncio.wait_for(node.dispatcher.drained(), CLOSE_S)
 

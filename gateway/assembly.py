@@ -1,4 +1,4 @@
-"""What a dispatcher is made of: one way to put it together, for a node and for a simulation."""
+"""Assembly of a dispatcher and a forwarder, for nodes and simulations alike."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from draftgate.policies.routing.types import Draw
 
 @dataclass(frozen=True, slots=True)
 class WaitingRules:
-    """Who may wait, how long, who is next, and where it goes.
+    """The rules of queue, admission and routing.
 
     Attributes:
-        ordering, admission, routing: policies by name.
-        bounds: of the queue.
-        most_resumes: how often who loses its worker may wait again, for another one.
-        shared: whether other gateways send to the same workers: leases are binding then.
+        ordering, admission, routing: names of policies.
+        bounds: bounds of the queue.
+        most_resumes: how often a request that loses its worker may continue on another one.
+        shared: whether other gateways send to the same workers, which makes leases binding.
     """
 
     ordering: str = "fair"
@@ -49,7 +49,7 @@ class WaitingRules:
 
 
 def loop_time_s() -> float:
-    """Return the running event loop's time: virtual in a simulation."""
+    """Return the time of the running event loop, which is virtual in a simulation."""
     return asyncio.get_running_loop().time()
 
 
@@ -67,9 +67,9 @@ def build_dispatcher(
     """Return the dispatcher of a fleet, which need not have started yet.
 
     Args:
-        policy: decides about speculation.
-        quotas: by tenant; others have none.
-        draw: the source of randomness for whoever chooses workers.
+        policy: the speculation policy.
+        quotas: quotas by tenant; other tenants have none.
+        draw: the source of randomness for routing.
 
     Raises:
         ValueError: a policy does not exist.
@@ -95,11 +95,11 @@ def build_forwarder(
     metrics: Metrics,
     budget: RetryBudget,
 ) -> Forwarder:
-    """Return what runs requests on a fleet of upstreams, in the queue of its dispatcher.
+    """Return the forwarder of a fleet of upstreams, which shares the queue of its dispatcher.
 
     Args:
-        policy: decides which of them a request goes to, where some speculate.
-        budget: of all requests that are sent once more.
+        policy: the speculation policy, which chooses between upstreams that draft and others.
+        budget: the budget of retries.
     """
     pools = UpstreamPools(fleet, policy, decisions, metrics)
     return Forwarder(fleet, dispatcher.queue, dispatcher.admission, pools, budget, metrics)

@@ -1,9 +1,9 @@
-"""The workers that a node can send requests to: its own, and those of others that it knows.
+"""The workers that a node can send requests to: its own, and those of other nodes.
 
-Its own are alike but for their device. They are imported and built when the fleet starts, so that
-the node listens while torch is being loaded, and started and stopped together. One that breaks
-while serving is left out from then on; the node has failed once none of its own is left. Upstreams
-come back: without one there is an outage. Workers of other nodes come and go
+A node's own workers differ only in their device. They are imported and built when the fleet starts,
+so that the node already listens while torch is imported, and they start and stop together. A worker
+that fails is not used again, and the node has failed once none of its own is left. Upstreams
+recover: while none is available there is an outage. Workers of other nodes join and leave
 (`gateway.cluster.members`).
 """
 
@@ -25,21 +25,21 @@ from draftgate.gateway.state.store import new_epoch
 from draftgate.policies.capacity import CapacityNeed, WorkerUsage, with_other_gateways
 from draftgate.policies.routing.types import Candidate
 
-NO_WORKER: Final = "there is no worker"
+NO_WORKER: Final = "no worker is available"
 
 BackendFactory = Callable[[WorkerConfig], Backend | Upstream]
 
 
 class FleetWorker:
-    """A worker, and what this node sent to it that has not ended.
+    """A worker and the requests of this node that run on it.
 
     Attributes:
-        epoch: which life of the worker this is (`gateway.state.store`).
-        own: whether it is one of this node's, which tells others of it.
-        backend: what runs them; `generating` and `upstream` say which of the two it is.
-        forwards: whether requests go on as they came, to an upstream.
-        reserved_tokens: tokens of prompt and output that these take at most.
-        hung: whether it makes no progress, as the watchdog found (`dispatch.watchdog`).
+        epoch: the epoch of the worker (`gateway.state.store`).
+        own: whether it belongs to this node.
+        backend: runs its requests; a `Backend` (`generating`) or an `Upstream` (`upstream`).
+        forwards: whether it is an upstream, to which requests are forwarded unchanged.
+        reserved_tokens: upper bound of the requests' tokens, prompt and output.
+        hung: whether the watchdog found that it makes no progress (`dispatch.watchdog`).
     """
 
     own = True
@@ -56,8 +56,8 @@ class FleetWorker:
         self._sequences = self._started = 0
         self._unstarted_prompt_tokens = 0
         self._sent: dict[str, CapacityNeed] = {}
-        self._unstarted: dict[str, CapacityNeed] = {}  # of these, those without a token
-        self._promised: dict[str, float] = {}  # times per token
+        self._unstarted: dict[str, CapacityNeed] = {}  # the part of them without a first token
+        self._promised: dict[str, float] = {}  # time per output token, by request
 
     @property
     def watermark(self) -> int:
@@ -66,12 +66,12 @@ class FleetWorker:
 
     @property
     def load_age_s(self) -> float:
-        """How old its load is, in seconds."""
+        """Age of its load in seconds."""
         return 0.0
 
     @property
     def usage(self) -> WorkerUsage:
-        """What it has on its hands."""
+        """Its load together with the requests of this node."""
         return WorkerUsage(
             self.backend.load(),
             self._sequences,
@@ -81,10 +81,10 @@ class FleetWorker:
         )
 
     def candidate(self, at: WorkerUsage) -> Candidate:
-        """Return what a routing policy may know of it.
+        """Return the routing policy's view of the worker.
 
         Args:
-            at: its occupancy.
+            at: its usage.
         """
         return Candidate(
             self.worker_id,
@@ -97,18 +97,18 @@ class FleetWorker:
 
     @property
     def generating(self) -> Backend:
-        """The backend, which takes token ids."""
+        """The backend of a worker that takes token ids."""
         assert not self.forwards
         return cast(Backend, self.backend)
 
     @property
     def upstream(self) -> Upstream:
-        """The upstream, which takes requests as they came."""
+        """The backend of a worker that takes requests as received."""
         assert self.forwards
         return cast(Upstream, self.backend)
 
     def reserve(self, request_id: str, need: CapacityNeed) -> None:
-        """Count a request in: it is about to be sent."""
+        """Count a request that is about to be sent."""
         self.release(request_id)
         self._sent[request_id] = self._unstarted[request_id] = need
         self._sequences += need.sequences
@@ -121,14 +121,14 @@ class FleetWorker:
         """Send a request under a lease (0: without one) and return its deltas.
 
         Raises:
-            BackendFailed: the worker takes none, or broke.
+            BackendFailed: the worker refuses it or has failed.
         """
         deltas = self.generating.generate(request)
-        self._watermark = max(self._watermark, lease_number)  # it is part of the load now
+        self._watermark = max(self._watermark, lease_number)  # the load includes it from now on
         return deltas
 
     def started(self, request_id: str) -> bool:
-        """Note that a request has its first token; return whether that was news."""
+        """Record that a request has its first token; return whether this is the first call."""
         need = self._unstarted.pop(request_id, None)
         if need is None:
             return False
@@ -137,7 +137,7 @@ class FleetWorker:
         return True
 
     def release(self, request_id: str) -> None:
-        """Count a request out. Idempotent."""
+        """Stop counting a request. Idempotent."""
         self.started(request_id)
         need = self._sent.pop(request_id, None)
         if need is None:
@@ -149,10 +149,10 @@ class FleetWorker:
 
 
 class PeerWorker(FleetWorker):
-    """A worker of another node, in one of its lives, and what this node sent to it.
+    """A worker of another node in one epoch, and the requests of this node that run on it.
 
     Attributes:
-        gateways: nodes that may send to it, this one included.
+        gateways: number of nodes that may send to it, including this one.
     """
 
     own = False
@@ -160,7 +160,7 @@ class PeerWorker(FleetWorker):
     def __init__(self, worker_id: str, backend: PeerBackend, epoch: str) -> None:
         """Begin with nothing sent."""
         super().__init__(worker_id, backend, epoch)
-        self.gateways = 2  # until it is known
+        self.gateways = 2  # until the store reports the number
         self._peer = backend
 
     @property
@@ -175,51 +175,48 @@ class PeerWorker(FleetWorker):
 
     @property
     def usage(self) -> WorkerUsage:
-        """What it has on its hands, and what others have sent there."""
+        """Its load together with the requests of this and other nodes."""
         return with_other_gateways(super().usage, self.gateways)
 
     def run(self, request: GenerationRequest, lease_number: int) -> AsyncGenerator[Delta, None]:
-        """See `FleetWorker`: the lease counts once it is there."""
+        """See `FleetWorker`. The watermark advances when the request has arrived there."""
         return self._peer.generate(request, lease_number)
 
 
 class Fleet:
-    """The workers: one of its own for each configuration once it started, and those added.
+    """The workers of a node: its own, one per configuration, and linked ones of other nodes.
 
     Attributes:
-        workers: its own first.
-        rivals: other gateways that send to the same workers unseen.
-        discovers: whether workers of other nodes are looked for.
-        ending: whether the node stops: what loses its worker now ends.
+        workers: all workers, own ones first.
+        rivals: number of other gateways whose requests to the same workers are unknown.
+        discovers: whether the node looks for workers of other nodes.
+        ending: whether the node stops, so that requests are not resumed any more.
     """
 
     def __init__(
         self, load_factory: Callable[[], BackendFactory], configs: Sequence[WorkerConfig]
     ) -> None:
-        """Remember what to build; `load_factory` may import for seconds and runs in a thread."""
+        """Prepare a fleet; `load_factory` may import for seconds and runs in a thread."""
         self._load_factory = load_factory
         self._configs = configs
         self.workers: tuple[FleetWorker, ...] = ()
         self.rivals = 0
         self.discovers = self.ending = False
-        self._last: FleetWorker | None = None  # that it had
+        self._last: FleetWorker | None = None  # the last worker that was removed
 
     @property
     def own(self) -> tuple[FleetWorker, ...]:
-        """This node's workers."""
+        """The workers of this node."""
         return tuple(worker for worker in self.workers if worker.own)
 
     @property
     def serving(self) -> list[FleetWorker]:
-        """The workers that are well, in order."""
+        """The workers that have not failed, in order."""
         return [worker for worker in self.workers if worker.backend.failure is None]
 
     @property
     def open(self) -> list[FleetWorker]:
-        """Of these, those that may be sent something now.
-
-        Not who is hung, nor an upstream that has to be left alone.
-        """
+        """The serving workers that accept requests now, without hung ones and paused upstreams."""
         return [
             worker
             for worker in self.serving
@@ -228,16 +225,16 @@ class Fleet:
 
     @property
     def may_grow(self) -> bool:
-        """Whether more workers may be open soon: new ones, or some that come back."""
+        """Whether more workers may become available soon: new or recovering ones."""
         if self.ending:
             return False
         return self.discovers or any(w.backend.recovers or w.hung for w in self.workers)
 
     @property
     def failure(self) -> str | None:
-        """Why none of its own workers is left; None while one is, or may be again, or none was.
+        """Why none of the node's own workers is left; None while one serves or may recover.
 
-        Others may still serve what runs: it is the node that should begin anew.
+        Workers of other nodes may still serve running requests, but this node should restart.
         """
         own = self.own
         return None if any(worker.backend.recovers for worker in own) else _outage(own)
@@ -249,19 +246,19 @@ class Fleet:
 
     @property
     def outage(self) -> str | None:
-        """Why no worker serves now, or None while one does."""
+        """Why no worker serves now; None while one does."""
         return _outage(self.workers) if self.workers else NO_WORKER
 
     @property
     def progress(self) -> float:
-        """The share of loading that is done, 0 to 1: the workers' mean."""
+        """The progress of loading, 0 to 1: the mean of the workers."""
         if not self.workers:
             return 0.0
         return sum(worker.backend.progress for worker in self.workers) / len(self.workers)
 
     @property
     def card(self) -> ModelCard:
-        """What is served; of upstreams, what the first of them serves that was ever reached."""
+        """The card of the served model; of upstreams, that of the first one that was reached."""
         cards = [worker.backend.card for worker in self.workers or (self.any,)]
         return next((card for card in cards if card.model_id), cards[0])
 
@@ -271,16 +268,16 @@ class Fleet:
         return self.any.generating.tokenizer
 
     async def start(self, name: str | None = None) -> None:
-        """Import in a thread, build its own, and start them side by side.
+        """Import the backend in a thread, then build and start own workers concurrently.
 
-        What cannot start was asked for by mistake, so the first that fails fails them all; call
-        `stop` then, too.
+        A worker that cannot start is a mistake in the configuration, so it fails the whole fleet.
+        Call `stop` in that case, too.
 
         Args:
-            name: the workers' ids are this and their number; None makes one up.
+            name: prefix of the workers' ids; None generates one.
 
         Raises:
-            ImportError: what the backend needs is not installed.
+            ImportError: a package that the backend needs is not installed.
             CheckpointError, ValueError: the model cannot be loaded, or a setting does not fit it.
         """
         if not self._configs:
@@ -293,12 +290,12 @@ class Fleet:
             raise ValueError(f"the workers serve different models: {', '.join(models)}")
 
     async def start_with(self, factory: BackendFactory, name: str, epoch: str = "") -> None:
-        """As `start`, with a factory that is there already.
+        """Start own workers with an imported factory.
 
         Args:
             factory: builds a backend from each configuration.
-            name: the workers' ids are this and their number.
-            epoch: theirs.
+            name: prefix of the workers' ids.
+            epoch: epoch of the workers.
         """
         self.workers = tuple(
             FleetWorker(f"{name}-{index}", factory(config), epoch)
@@ -307,25 +304,25 @@ class Fleet:
         await asyncio.gather(*(worker.backend.start() for worker in self.workers))
 
     def add(self, worker: PeerWorker) -> None:
-        """Send to another node's worker, too, which is there."""
+        """Add a linked worker of another node."""
         self.workers = (*self.workers, worker)
 
     def remove(self, worker: PeerWorker) -> None:
-        """Send to it no more. Idempotent, and nothing where it was never added."""
+        """Remove a worker of another node, if it was added. Idempotent."""
         if worker in self.workers:
             self._last = worker
         self.workers = tuple(one for one in self.workers if one is not worker)
 
     async def stop(self) -> None:
-        """Stop all at once; open streams end with `BackendFailed`. Idempotent."""
+        """Stop all workers; open streams end with `BackendFailed`. Idempotent."""
         await asyncio.gather(*(worker.backend.stop() for worker in self.workers))
 
     @property
     def any(self) -> FleetWorker:
-        """A worker that stands for all; where there is none now, the last one that was.
+        """A representative worker; if none is left, the last one that was removed.
 
         Raises:
-            BackendFailed: there never was one.
+            BackendFailed: the fleet never had a worker.
         """
         found = self.workers[0] if self.workers else self._last
         if found is None:
@@ -334,7 +331,7 @@ class Fleet:
 
 
 def _outage(workers: Sequence[FleetWorker]) -> str | None:
-    """Return why none of these serves; None while one does, or where there are none."""
+    """Return why none of these workers serves; None if one does, or without workers."""
     if not workers or any(worker.backend.failure is None for worker in workers):
         return None
     reasons = (str(worker.backend.failure) for worker in workers)

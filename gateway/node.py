@@ -1,4 +1,4 @@
-"""A node: a fleet of workers with everything a handler needs around it. No HTTP here."""
+"""A node: a fleet of workers and everything that HTTP handlers need."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from draftgate.policies.registry import speculation_policy
 from draftgate.policies.resilience.retry_budget import RetryBudget
 from draftgate.policies.types import WorkerLoad
 
-_UNSHARED: Final = "--peer-secret-env is not given"
+_UNSHARED: Final = "--peer-secret-env is not set"
 
 
 class Node:
-    """What this process consists of.
+    """The components of a node.
 
     Attributes:
-        port: where it listens, once it does.
-        peer_access: which other nodes may use its workers; None if none may.
+        port: the port it listens on.
+        peer_access: authenticates nodes that may use its workers; None if none may.
     """
 
     def __init__(self, config: ServeConfig, fleet: Fleet, store: Store, tracing: Tracing) -> None:
-        """Join the parts; nothing starts yet.
+        """Build the components without starting them.
 
         Raises:
-            ValueError: the configured policy does not exist, the keys cannot be read, or the
-                peers' secret is not there.
+            ValueError: a policy does not exist, the keys cannot be read, or the peer secret is
+                missing.
         """
         self._served: Served | None = None
         self.config = config
@@ -102,13 +102,13 @@ class Node:
 
     @property
     def state(self) -> NodeState:
-        """The state, after asking the workers whether one of them is well."""
+        """The state of the node, after checking its workers."""
         self.lifecycle.note_failure(self.fleet.failure)
         return self.lifecycle.state
 
     @property
     def model_name(self) -> str:
-        """The name clients use; empty while nobody knows it."""
+        """The name that clients use; empty while unknown."""
         if self._served is not None:
             return self._served.name
         if not self.fleet.forwards:
@@ -131,10 +131,10 @@ class Node:
         return self._served
 
     async def start(self) -> None:
-        """Load the model, or find a worker that has one; the node is ready when this returns.
+        """Load the model, or find a worker that has one. The node is ready when this returns.
 
         Raises:
-            ImportError, CheckpointError, ValueError: as `Fleet.start`.
+            ImportError, CheckpointError, ValueError: as in `Fleet.start`.
         """
         join = self.config.join
         name = None if join is None else await self._advertise(join)
@@ -150,34 +150,34 @@ class Node:
             self.lifecycle.move_to(NodeState.READY)
 
     async def stop(self) -> None:
-        """Stop the workers, and leave those of others; open streams end with an error."""
+        """Stop own workers and unlink those of other nodes; open streams end with an error."""
         self.fleet.ending = True
         if self.members is not None:
             await self.members.close()
         await self.fleet.stop()
-        self.dispatcher.queue.pump()  # who still waits is told
+        self.dispatcher.queue.pump()  # fails requests that still wait
 
     async def _advertise(self, join: str) -> str:
-        """Settle where others reach this node; return the name of its workers among theirs.
+        """Determine the URL of this node for others; return the prefix of its workers' ids.
 
-        It is the same after a restart at the same place, so that a worker's later life ends what
-        was leased of the earlier one at once.
+        The prefix is the same after a restart at the same address, so that the new epoch of a
+        worker ends the leases of the old one at once.
 
         Raises:
-            ValueError: where they do is not known.
+            ValueError: the URL cannot be determined.
         """
         url = await advertised_url(self.config, self.port)
         if self.peer_access is not None:
             self.heartbeat.url = url
         if not self.config.no_worker:
             if self.peer_access is None:
-                log(logging.WARNING, "no other node may use this one's workers", why=_UNSHARED)
+                log(logging.WARNING, "no other node may use this node's workers", why=_UNSHARED)
             elif is_local(url, join):
-                log(logging.WARNING, "no other machine reaches this node's workers", address=url)
+                log(logging.WARNING, "no other machine can reach this node's workers", address=url)
         return url.partition("://")[2]
 
     def _loads(self, workers: Sequence[FleetWorker]) -> list[WorkerLoad | None]:
-        """Return the load of every worker in order; None stands for one that is broken."""
+        """Return the load of each worker in order; None for a failed one."""
         if self._served is None and not self.fleet.forwards:
             return []
         return [
@@ -188,10 +188,10 @@ class Node:
 def _members(
     config: ServeConfig, fleet: Fleet, store: Store, changed: Callable[[], None]
 ) -> Members | None:
-    """Return who finds the workers of others; None for a node that stands alone, or forwards.
+    """Return the discovery of other nodes' workers; None without a pool or with upstreams.
 
     Raises:
-        ValueError: the peers' secret is not there.
+        ValueError: the peer secret is missing.
     """
     if config.join is None or config.upstream:
         return None

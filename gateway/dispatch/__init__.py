@@ -1,7 +1,7 @@
-"""The path of a job, from its admission to its last delta.
+"""The path of a job from its admission to its last delta.
 
-`job` is what a client asked for. `admission` lets it in or says when to come back. Each prompt is
-led by `failover`: `queue` holds it until a worker has room, `placement` decides there how far it
-may speculate, `leases` reserves the capacity, and an `attempt` runs it; if that loses its worker,
-as the `watchdog` may find, another one goes on. `dispatcher` puts all of these together.
+`job` is a client's request. `admission` admits it or says when to retry. `failover` runs each of
+its prompts: the `queue` holds it until a worker has capacity, `leases` reserves that capacity,
+`placement` decides how far it may speculate, and an `attempt` runs it. If the attempt loses its
+worker, which the `watchdog` may detect, another attempt continues. `dispatcher` composes these.
 """

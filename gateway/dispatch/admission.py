@@ -1,8 +1,8 @@
-"""Admission: quotas and deadlines, before anything waits. The decisions are in `policies/`.
+"""Admission: check quotas and deadlines before a request is queued. The policies decide.
 
-A request is refused here, at once and with the time after which to come back, or it will be
-answered. What it may use at most is reserved for it; when it ends, what it did use is settled and
-the rest released, however it ends.
+A refused request gets the time after which to retry. For an admitted one, the most tokens that it
+may use are reserved. When it ends, in whatever way, the tokens that it used are charged and the
+rest is released.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from draftgate.policies.types import ANYTIME, ServiceLevel, Ticket
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A client's request, as far as admission and queue look at it.
+    """The properties of a client's request that admission and queue need.
 
     Attributes:
-        needs: of each of its prompts, at least one.
-        max_tokens: most tokens of output for each sequence.
-        service: how soon its tokens are wanted, and how much they matter.
-        tenant, share: whose it is, and what that tenant gets beside others who have 1.
-        fingerprint: the same for what a client sends again.
-        retries: how often its client says to have sent it before; None if it does not say.
+        needs: the capacity that each of its prompts needs; at least one.
+        max_tokens: the output limit of each sequence.
+        service: its latency targets and priority.
+        tenant, share: its owner, and the owner's share relative to the usual 1.
+        fingerprint: equal for a retry of the same request.
+        retries: the number of earlier attempts that the client reports; None without a report.
     """
 
     request_id: str
@@ -53,13 +53,13 @@ class Entry:
     """A request that was admitted.
 
     Attributes:
-        predicted: what admission expects of it.
+        predicted: the forecast of the admission policy.
         since_s: when it was admitted.
-        prompt_tokens: of its prompts that went to a worker.
-        answered: whether it has had its first delta, which has no tokens if it is embedded.
+        prompt_tokens: tokens of the prompts that went to a worker.
+        answered: whether its first delta has arrived.
         output_tokens: tokens that it has generated.
         ended: its sequences that ended by themselves or at their limit.
-        expected_tokens: of output of each of its sequences, as far as could be told.
+        expected_tokens: expected output of each of its sequences.
     """
 
     ask: Ask
@@ -77,10 +77,10 @@ class Bounds:
     """Bounds of the queue.
 
     Attributes:
-        most: prompts that may wait.
-        timeout_s: longest wait.
-        shed_priority: requests of this class or behind are refused as soon as others wait; None
-            refuses nobody for its class.
+        most: the number of prompts that may wait.
+        timeout_s: the longest wait.
+        shed_priority: requests of this priority or a less urgent one are refused as soon as others
+            wait; None disables this.
     """
 
     most: int = 1024
@@ -91,12 +91,14 @@ class Bounds:
 DEFAULT_BOUNDS: Final = Bounds()
 
 MOST_RETRY_S: Final = 3600.0
-"""Nobody is told to stay away for longer: clients take more for an outage, and what is predicted so
-far ahead rests on what others may or may not come to ask for. Who is too early is told again."""
+"""The longest Retry-After.
+
+Clients take a longer one for an outage, and a forecast that far ahead depends on requests that have
+not arrived yet. A client that returns too early is refused again."""
 
 
 class AdmissionController:
-    """Lets requests in, and accounts for them. Use on the event loop's thread."""
+    """Admits requests and accounts for them. Use it on the event loop's thread."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class AdmissionController:
         bounds: Bounds,
         now_s: Callable[[], float],
     ) -> None:
-        """Guard a queue.
+        """Control admission to a queue.
 
         Args:
             now_s: the clock of the queue's tickets.
@@ -122,11 +124,11 @@ class AdmissionController:
         self._keys = count()
 
     def admit(self, ask: Ask) -> Entry:
-        """Return the entry of a request, whose tokens are reserved until `settle`.
+        """Admit a request and reserve its tokens until `settle`.
 
         Raises:
-            InvalidRequest: it is larger than its quota can ever be.
-            QuotaExceeded, Overloaded: not now; the error says when.
+            InvalidRequest: it can never fit into its quota.
+            QuotaExceeded, Overloaded: it is refused now; the error says when to retry.
         """
         now_s = self._now_s()
         self._reserve(ask, now_s)
@@ -137,24 +139,24 @@ class AdmissionController:
                 retry_after_s = min(decision.retry_after_s, MOST_RETRY_S)
                 raise Overloaded(decision.reason, retry_after_s, decision.kind)
             return Entry(ask, decision, now_s, expected_tokens=view.output_tokens)
-        except BaseException:  # a policy may be anybody's
+        except BaseException:  # policies can be third-party code
             self.ledger.release(ask.request_id)
             raise
 
     def waiting(self, entry: Entry, index: int) -> Waiting:
-        """Return one of a request's prompts as it takes its place in the queue, now."""
+        """Return one of a request's prompts for the queue, with a ticket of the current time."""
         ask = entry.ask
         ticket = self._ticket(ask, entry.predicted.work_s / len(ask.needs), entry.since_s)
         return Waiting(f"{ask.request_id}-{index}", ticket, ask.needs[index])
 
     def answered(self, entry: Entry) -> None:
-        """Learn from the first delta of a request; no-op at the first ones of further prompts."""
+        """Report the first delta of a request to the policy; ignore those of further prompts."""
         if not entry.answered:
             entry.answered = True
             self._policy.learn(entry.predicted, self._now_s() - entry.since_s)
 
     def settle(self, entry: Entry) -> None:
-        """Settle what a request used, and release the rest; learn from it if it came to its end."""
+        """Charge what a request used and release the rest; learn its length if it completed."""
         ask = entry.ask
         self.ledger.settle(ask.request_id, entry.prompt_tokens + entry.output_tokens)
         if entry.ended == sum(need.sequences for need in ask.needs):
@@ -169,7 +171,7 @@ class AdmissionController:
             raise _quota_error(shortage, ask)
 
     def _view(self, ask: Ask, now_s: float) -> AdmissionView:
-        """Return what the policy may know of a request and of what it meets."""
+        """Return the policy's view of a request, the workers and the queue."""
         bounds = self._bounds
         loads = [worker.backend.load() for worker in self._fleet.serving]
         prompt_tokens = sum(need.prompt_tokens for need in ask.needs)
@@ -192,7 +194,7 @@ class AdmissionController:
         )
 
     def _queue_view(self, ask: Ask, work_s: float, now_s: float) -> QueueView:
-        """Return the queue as a request finds it that takes so much of the pool."""
+        """Return the queue as seen by a request with this much work."""
         queue, ordering, most = self._queue, self._queue.ordering, self._bounds.most
         if not len(queue):
             return QueueView(capacity=most)
@@ -216,7 +218,7 @@ class AdmissionController:
         """Return the ticket of one of a request's prompts.
 
         Args:
-            since_s: when the request was admitted, from which its target counts.
+            since_s: when the request was admitted, which is when its target starts.
         """
         target_s = ask.service.ttft_s
         return Ticket(
@@ -231,7 +233,7 @@ class AdmissionController:
 
 
 def _quota_error(shortage: Shortage, ask: Ask) -> GatewayError:
-    """Return what a client is told whose quota does not allow a request."""
+    """Return the error for a request that its quota does not allow."""
     what = f"{shortage.asked} {shortage.limit}"
     if shortage.retry_after_s is None:
         return InvalidRequest(

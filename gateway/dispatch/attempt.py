@@ -1,4 +1,4 @@
-"""An attempt: a prompt on the worker whose turn it was, leased, decided about, and watched."""
+"""An attempt: one prompt on one worker, with a lease, a speculation plan and a watchdog."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from draftgate.policies.routing.types import RouteView
 
 
 class _Booked(NamedTuple):
-    """A prompt's worker, after the reservation."""
+    """A prompt's worker after the reservation."""
 
     routed: Routed
     reservation: Reservation
@@ -36,12 +36,12 @@ class _Booked(NamedTuple):
 class Attempt:
     """A prompt that runs on a worker.
 
-    Whoever reads `deltas` says so: `waits` before each one, `observe` behind it.
+    The reader of `deltas` calls `waits` before each delta and `observe` after it.
 
     Attributes:
-        placed: the worker, and the decision about the request there.
-        deltas: what it says.
-        waits: says that the next delta is waited for.
+        placed: the worker and the speculation plan.
+        deltas: the output of the worker.
+        waits: tells the watchdog that the reader waits for the next delta.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Attempt:
         self._on_first: Callable[[], None] | None = on_first
 
     def observe(self, delta: Delta) -> None:
-        """Take note of a delta as it passes: for watchdog, queue, trace, account and forecasts."""
+        """Pass a delta to watchdog, queue, trace, account and acceptance history."""
         reading = self._reading
         reading.reader = None
         reading.deltas += 1
@@ -83,7 +83,7 @@ class Attempt:
 
 
 class Attempts:
-    """Makes attempts on the workers of a fleet."""
+    """Runs attempts on the workers of a fleet."""
 
     def __init__(
         self,
@@ -93,7 +93,6 @@ class Attempts:
         leases: Leases,
         watchdog: Watchdog,
     ) -> None:
-        """Use these."""
         self._queue = queue
         self._admission = admission
         self._placer = placer
@@ -106,14 +105,14 @@ class Attempts:
     ) -> AsyncIterator[Attempt]:
         """Run a prompt on the worker that was reserved for it (`CentralQueue.turn`).
 
-        Leaving the context cancels what still runs there, and gives the place up.
+        Leaving the context cancels the request and releases its capacity.
 
         Args:
-            request: the prompt's, or what is left of it.
+            request: the request of the prompt, or of the rest of it.
 
         Raises:
             NoCapacity: other gateways have filled the workers; nothing was sent.
-            BackendFailed: the worker broke, or stalled: on entering, or where deltas are read.
+            BackendFailed: the worker failed or stalled, on entering or while deltas are read.
         """
         async with self._booked(routed, run, index, request) as booked:
             worker = booked.routed.worker
@@ -132,19 +131,20 @@ class Attempts:
                     yield Attempt(run, placed, deltas, reading, spans, self._placer, first)
 
     def route_view(self, run: Run, index: int, request: GenerationRequest) -> RouteView:
-        """Return what a routing policy may know of a prompt, or of what is left of it."""
+        """Return the routing policy's view of a prompt, or of the rest of it."""
         return self._placer.route_view(run.job, index, request, run.entry.expected_tokens)
 
     @asynccontextmanager
     async def _booked(
         self, routed: Routed, run: Run, index: int, request: GenerationRequest
     ) -> AsyncIterator[_Booked]:
-        """Hold a lease on a worker, and the place there, while the context lasts.
+        """Hold a lease on a worker within this context.
 
-        The worker is another one than was routed to if others have leased that meanwhile.
+        The reservation may choose another worker than the router did, if other gateways have leased
+        the first choice in the meantime.
 
         Raises:
-            NoCapacity: as `on`.
+            NoCapacity: as in `on`.
         """
         worker, request_id = routed.worker, request.request_id
         try:
@@ -170,7 +170,7 @@ class Attempts:
     def _decide(
         self, booked: _Booked, run: Run, index: int, request: GenerationRequest
     ) -> Placement:
-        """Decide how far a prompt may speculate on its worker."""
+        """Decide how far a prompt may speculate on its worker, and record where it runs."""
         with run.span.child("decide") as span:
             placed = self._placer.place(run.job, index, request, booked.routed, booked.reservation)
             describe_decision(span, placed.view, placed.load)
@@ -181,7 +181,7 @@ class Attempts:
     async def _sent(
         self, run: Run, placed: Placement, reservation: Reservation
     ) -> AsyncIterator[tuple[AsyncGenerator[Delta, None], WorkerSpans | None]]:
-        """Run a request on its worker while the context lasts."""
+        """Run a request on its worker within this context."""
         request, lease = placed.request, reservation.lease
         with dispatch_span(run.span) as spans:
             if spans is not None:
@@ -192,10 +192,10 @@ class Attempts:
 
 
 def _lease_tokens(request: GenerationRequest, expected_tokens: float) -> int:
-    """Return what a request is expected to take of its worker's memory.
+    """Return the tokens of KV memory that a request is expected to use.
 
-    Not what it takes at most: clients that name no bound would each lease a whole context, and
-    nobody would fill a worker. One that is too full makes sequences wait, it does not break.
+    This is not its limit, because clients that set no limit would each lease a whole context and
+    leave workers idle. A worker that becomes too full makes sequences wait; it does not fail.
     """
     each = len(request.prompt_ids) + math.ceil(expected_tokens)
     return max(1, min(request.most_tokens, each * len(request.choices)))

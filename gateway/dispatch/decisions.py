@@ -1,7 +1,7 @@
-"""What was decided about requests, and from what: for people, for replays, for the page.
+"""Recorded decisions about requests, with the inputs they were made from.
 
-The latest decisions are kept; with a file all are written to it, a JSON object a line. They hold
-what the policy saw and what it answered, nothing of a prompt or an output.
+The latest decisions are kept in memory, and all are written to a file if one is configured, one
+JSON object per line. They contain what the policy saw and what it answered, but no text.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from draftgate.policies.routing.types import Route
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
 
 KEPT: Final = 1000
-"""Decisions that are kept: some minutes of a busy node, a megabyte."""
+"""Decisions kept in memory: a few minutes of a busy node, about a megabyte."""
 
 MOST_UNWRITTEN: Final = 100_000
-"""Lines that wait for a disk which takes none; older ones are dropped then."""
+"""Lines kept while the file cannot be written; older ones are dropped."""
 
 
 class Decision(msgspec.Struct, frozen=True):
     """One decision.
 
     Attributes:
-        request_id: of the response; a request has a decision for each of its prompts, and one more
-            each time that another worker goes on with one.
+        request_id: the id of the response. A request has one decision for each prompt, and one more
+            for each resume.
         decided_s: Unix time.
-        worker_id: where the request goes.
-        request, load: what the policy saw.
-        plan: what it answered.
-        route: why it goes to that worker, and not to the others with room; None where there were
-            none. If a reservation that knew all leases took another one of its offers, `worker_id`
-            is that one.
-        load_age_s: how old the load was, in seconds.
-        degraded: whether the state store did not answer: what other gateways had sent meanwhile was
-            not known.
+        worker_id: the worker that the request goes to.
+        request, load: the inputs of the policy.
+        plan: the answer of the policy.
+        route: how the worker was chosen; None without a choice. If the reservation chose another
+            one of its offers, `worker_id` is that worker.
+        load_age_s: age of the load in seconds.
+        degraded: whether the state store did not answer, so that recent requests of other gateways
+            were unknown.
     """
 
     request_id: str
@@ -53,21 +52,21 @@ class Decision(msgspec.Struct, frozen=True):
     degraded: bool = False
 
     def under(self, policy: SpeculationPolicy) -> SpeculationPlan:
-        """Return what a policy decides from the same inputs."""
+        """Return the plan that a policy makes from the same inputs."""
         return policy.decide(self.request, self.load)
 
 
 class DecisionList(msgspec.Struct):
-    """The answer of `/decisions`, the newest first."""
+    """The response of `/decisions`, newest first."""
 
     decisions: list[Decision]
 
 
 class Decisions:
-    """The decisions of a node. Use on the event loop's thread, but for `write`."""
+    """The decisions of a node. Use it on the event loop's thread, except for `write`."""
 
     def __init__(self, path: Path | None, now_s: Callable[[], float]) -> None:
-        """Keep the latest; append all to a file if there is a path.
+        """Keep the latest decisions, and append all of them to a file if `path` is given.
 
         Args:
             now_s: the clock, in Unix time.
@@ -89,7 +88,7 @@ class Decisions:
         load_age_s: float = 0.0,
         degraded: bool = False,
     ) -> None:
-        """Keep a decision."""
+        """Record a decision."""
         now_s = self._now_s()
         decision = Decision(
             *(request_id, now_s, worker_id, request, load, plan, route, load_age_s, degraded)
@@ -99,7 +98,7 @@ class Decisions:
             self._unwritten.append(decision)
 
     def latest(self, most: int) -> list[Decision]:
-        """Return the latest decisions, the newest first."""
+        """Return the latest decisions, newest first."""
         return [decision for _, decision in zip(range(most), reversed(self._latest), strict=False)]
 
     @property
@@ -108,10 +107,10 @@ class Decisions:
         return bool(self._unwritten)
 
     def write(self) -> None:
-        """Append what is new to the file. Blocks as files do: call it in a thread.
+        """Append new decisions to the file. Blocks; call it in a thread.
 
         Raises:
-            OSError: the file cannot be written; what was to be is kept.
+            OSError: the file cannot be written; the decisions are kept.
         """
         taken = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
         if self._path is None or not taken:
@@ -125,11 +124,11 @@ class Decisions:
 
 
 def read_decisions(path: Path) -> Iterator[Decision]:
-    """Yield the decisions of a file.
+    """Yield the decisions in a file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: a line is not a decision; the message says which.
+        ValueError: a line is not a decision; the message names the line.
     """
     decoder = msgspec.json.Decoder(Decision)
     with path.open("rb") as file:

@@ -1,8 +1,4 @@
-"""Dispatch: the path of a job from its admission to its last delta.
-
-Size it, admit it (quotas, deadline), and lead each prompt through queue and workers (`failover`):
-wait its turn, decide there how far it may speculate, lease capacity, run, release.
-"""
+"""The dispatcher: size a job, admit it, and run each of its prompts to the last delta."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ from draftgate.gateway.telemetry.tracing import NO_SPAN, Span
 
 
 class Dispatcher:
-    """Runs jobs on this node's workers and knows how many are in flight."""
+    """Runs jobs on the workers of a fleet and counts those in flight."""
 
     def __init__(
         self,
@@ -40,10 +36,10 @@ class Dispatcher:
         admission: AdmissionController,
         most_resumes: int,
     ) -> None:
-        """Serve a fleet; it need not have started yet.
+        """Serve a fleet, which need not have started yet.
 
         Args:
-            most_resumes: how often a prompt whose worker is lost may go on with another one.
+            most_resumes: how often a prompt that loses its worker may continue on another one.
         """
         self.queue = queue
         self.admission = admission
@@ -59,15 +55,15 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> int:
-        """Client requests that came and have not ended."""
+        """Client requests that have arrived and not ended."""
         return self._in_flight
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a client request as in flight, from its arrival to its last byte.
+        """Count a client request as in flight within this context.
 
         Raises:
-            Unavailable: the node takes none now.
+            Unavailable: the node accepts no requests now.
         """
         self._lifecycle.note_failure(self._fleet.failure)
         self._lifecycle.require_ready()
@@ -81,22 +77,22 @@ class Dispatcher:
                 self._idle.set()
 
     async def drained(self) -> None:
-        """Return once nothing is in flight."""
+        """Wait until no request is in flight."""
         await self._idle.wait()
 
     @asynccontextmanager
     async def run(
         self, job: Job, span: Span = NO_SPAN, watch: Watch = UNWATCHED
     ) -> AsyncIterator[Run]:
-        """Admit a job on entering; leaving the context cancels what still runs of it.
+        """Admit a job on entering; cancel the rest of it on leaving.
 
         Args:
-            span: whose children its stages become.
-            watch: is told where its prompts go.
+            span: the parent of the spans of its stages.
+            watch: is notified where its prompts go.
 
         Raises:
-            InvalidRequest, RequestRejected: it can never run here.
-            Overloaded, QuotaExceeded: not now; the error says when.
+            InvalidRequest, RequestRejected: the job can never run here.
+            Overloaded, QuotaExceeded: it is refused now; the error says when to retry.
             BackendFailed: no worker is left.
         """
         with span.child("admit") as admit:
@@ -114,7 +110,7 @@ class Dispatcher:
 
 
 def _ask(job: Job, requests: Sequence[GenerationRequest]) -> Ask:
-    """Return a job as admission and queue look at it."""
+    """Return the properties of a job that admission needs."""
     return Ask(
         job.request_id,
         tuple(map(need_of, requests)),

@@ -1,9 +1,9 @@
-"""Failover: a prompt that loses its worker goes on with another one, where it had come to.
+"""Failover: continue a prompt on another worker when it loses its own.
 
-`PartialOutput` holds what its choices have produced so far, from which the request for the rest is
-made. The prompt waits in the queue with the place that it had, and is decided about, leased and run
-again. The output so far stays, so the reader of the deltas sees one stream.
-`policies.resilience.failover` decides when to give up.
+`PartialOutput` holds the tokens that its choices have produced, from which the request for the rest
+is built. The prompt returns to the queue with its old ticket, and gets a new worker, lease and
+speculation plan. The reader of its deltas sees one stream. `policies.resilience.failover` decides
+when to give up.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.policies.resilience.failover import Cause, GivenUp, Loss, given_up
 
 COMEBACK_S: Final = 15.0
-"""Who has lost its worker waits so long for another one where none may be asked: a link that broke
-is opened again after 5 s at the latest, and a process is started anew within some more. (Chosen,
+"""How long a prompt that lost its worker waits for another one if none is available.
+
+A broken link is reopened within 5 s, and a process restarts within a few more. (Chosen, not tuned;
 2026-11-22.)"""
 
 LOOK_S: Final = 0.1
-"""Between two looks meanwhile: unnoticed in a stream that has stopped for longer."""
+"""Interval of checks in that time; too short to notice in a stream that has stopped already."""
 
 _MAY_PASS: Final = frozenset({GivenUp.NO_WORKER, GivenUp.LAST_WORKER})
 
 
 class PartialOutput:
-    """What the choices of a prompt have said so far, whichever worker said it."""
+    """The output of a prompt's choices so far, from all workers that ran them."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        """Begin with what the request begins with."""
+        """Start with the output that the request resumes from."""
         self._request = request
         self._open = {choice.choice: compact(choice.output_ids) for choice in request.choices}
         self._ended_tokens = 0
@@ -56,21 +57,21 @@ class PartialOutput:
 
     @property
     def tokens(self) -> int:
-        """Tokens of output, of all choices."""
+        """Tokens of output of all choices."""
         return self._ended_tokens + sum(map(len, self._open.values()))
 
     def add(self, delta: Delta) -> None:
-        """Add what a worker said; every delta must pass here, in order."""
+        """Add a delta. Call it for every delta, in order."""
         if delta.finish_reason is None:
             self._open[delta.choice].extend(delta.token_ids)
         else:
             self._ended_tokens += len(self._open.pop(delta.choice)) + len(delta.token_ids)
 
     def rest(self, request_id: str) -> GenerationRequest:
-        """Return the request for what is left; there is something.
+        """Return the request for the rest, if the output is not complete.
 
         Args:
-            request_id: its own: what was begun under another one may still be there somewhere.
+            request_id: a new id, because the old request may still exist on a worker.
         """
         begun = tuple(ResumedChoice(choice, tuple(ids)) for choice, ids in self._open.items())
         untouched = len(begun) == self._request.n and not any(one.output_ids for one in begun)
@@ -80,7 +81,7 @@ class PartialOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """The worker that a prompt has just lost, and how."""
+    """The placement that a prompt has just lost, and the error."""
 
     placed: Placement
     error: BackendFailed
@@ -93,7 +94,7 @@ class _Lost:
 
 
 class Failover:
-    """Leads prompts through as many workers as it takes."""
+    """Runs prompts to their end, on several workers if necessary."""
 
     def __init__(
         self,
@@ -103,10 +104,10 @@ class Failover:
         attempts: Attempts,
         most_resumes: int,
     ) -> None:
-        """Use these; the fleet need not have started yet.
+        """Serve a fleet, which need not have started yet.
 
         Args:
-            most_resumes: how often a prompt may go on elsewhere.
+            most_resumes: how often a prompt may continue on another worker.
         """
         self._fleet = fleet
         self._queue = queue
@@ -115,44 +116,44 @@ class Failover:
         self._most_resumes = most_resumes
 
     async def deltas(self, run: Run, index: int) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of one of a job's prompts, until all of its choices have ended.
+        """Yield the deltas of one of a job's prompts until all of its choices have ended.
 
         Raises:
-            QueueTimeout: it waited too long for its first turn.
-            BackendFailed: it has lost its worker, or there was none, and does not go on.
+            QueueTimeout: it waited too long for its first worker.
+            BackendFailed: it has lost its worker, or there was none, and cannot continue.
         """
         request, waiting = run.requests[index], self._admission.waiting(run.entry, index)
-        said, losses, avoid = PartialOutput(request), list[Loss](), set[str]()
+        output, losses, avoid = PartialOutput(request), list[Loss](), set[str]()
         lost: _Lost | None = None
         for number in count(1):
             since_s = self._queue.now_s()
             routed = await self._turn(run, index, request, waiting, lost)
-            before = said.tokens
+            before = output.tokens
             try:
                 async with self._attempts.on(routed, run, index, request) as attempt:
                     if lost is not None:
-                        _tell(run, index, lost, attempt.placed)
+                        _record_resume(run, index, lost, attempt.placed)
                     async for delta in attempt.deltas:
                         attempt.observe(delta)
-                        said.add(delta)
+                        output.add(delta)
                         yield delta
                         attempt.waits()
-                if not said.is_complete:
-                    raise BackendFailed("the worker ended the stream too early")
+                if not output.is_complete:
+                    raise BackendFailed("the worker ended the stream before its choices had ended")
                 return
             except NoCapacity:
                 self._queue.hold()
                 waiting = waiting.on(since_s)
                 continue
             except BackendFailed as error:
-                if said.is_complete:
+                if output.is_complete:
                     return
                 lost = _Lost(_placed(run, index), error)
                 avoid.add(lost.placed.worker.worker_id)
                 if lost.cause is not Cause.LEFT:
-                    losses.append(Loss(lost.placed.worker.worker_id, said.tokens - before))
-                await self._check(run, lost, losses, said)
-            request = said.rest(f"{run.requests[index].request_id}.{number}")
+                    losses.append(Loss(lost.placed.worker.worker_id, output.tokens - before))
+                await self._check(run, lost, losses, output)
+            request = output.rest(f"{run.requests[index].request_id}.{number}")
             waiting = waiting.again(request.request_id, need_of(request), frozenset(avoid))
 
     async def _turn(
@@ -163,11 +164,11 @@ class Failover:
         waiting: Waiting,
         lost: _Lost | None,
     ) -> Routed:
-        """Wait until a worker has room for a prompt; it is reserved there then.
+        """Wait until a worker has capacity for a prompt, and reserve it.
 
         Raises:
-            QueueTimeout, BackendFailed: none had, or none is left. One that lost its worker ends
-                with that loss in any case.
+            QueueTimeout, BackendFailed: no worker had capacity in time, or none is left. A prompt
+                that has lost a worker always ends with `BackendFailed`.
         """
         with run.span.child("queue"):
             view = partial(self._attempts.route_view, run, index, request)
@@ -181,17 +182,19 @@ class Failover:
                     if waits and await self._comeback(lambda: bool(self._fleet.serving)):
                         continue
                     run.watch.given_up(lost.cause, GivenUp.NO_WORKER)
-                    raise BackendFailed(f"{lost.error}; then {error}") from error
+                    raise BackendFailed(f"{lost.error}; afterwards: {error}") from error
 
-    async def _check(self, run: Run, lost: _Lost, losses: list[Loss], said: PartialOutput) -> None:
-        """Return once a prompt that has lost its worker may go on.
+    async def _check(
+        self, run: Run, lost: _Lost, losses: list[Loss], output: PartialOutput
+    ) -> None:
+        """Wait until a prompt that has lost its worker may continue.
 
         Raises:
-            BackendFailed: it may not.
+            BackendFailed: it is given up.
         """
-        why = self._given_up(lost, losses, said)
+        why = self._given_up(lost, losses, output)
         if why in _MAY_PASS and await self._comeback(
-            lambda: self._given_up(lost, losses, said) is None
+            lambda: self._given_up(lost, losses, output) is None
         ):
             return
         if why is None:
@@ -199,19 +202,19 @@ class Failover:
         run.watch.given_up(lost.cause, why)
         if len(losses) < 2:
             raise lost.error
-        several = f"the request lost {len(losses)} workers, the last one to this: {lost.error}"
+        several = f"the request lost {len(losses)} workers; the last error was: {lost.error}"
         raise BackendFailed(several) from lost.error
 
-    def _given_up(self, lost: _Lost, losses: list[Loss], said: PartialOutput) -> GivenUp | None:
-        """Return why a prompt does not go on now; None if it does."""
+    def _given_up(self, lost: _Lost, losses: list[Loss], output: PartialOutput) -> GivenUp | None:
+        """Return why a prompt cannot continue now, or None if it can."""
         if not self._fleet.serving or self._fleet.ending:
             return GivenUp.NO_WORKER
-        if said.tokens and not lost.placed.worker.backend.card.capabilities.resume:
+        if output.tokens and not lost.placed.worker.backend.card.capabilities.resume:
             return GivenUp.UNABLE
         return given_up(losses, self._most_resumes, len(self._fleet.open))
 
     async def _comeback(self, ready: Callable[[], bool]) -> bool:
-        """Wait a while until it is so, if workers may come; return whether it is."""
+        """Wait for a condition while workers may join; return whether it holds in time."""
         for _ in range(round(COMEBACK_S / LOOK_S)):
             if ready() or not self._fleet.may_grow:
                 break
@@ -219,13 +222,13 @@ class Failover:
         return ready()
 
 
-def _tell(run: Run, index: int, lost: _Lost, placed: Placement) -> None:
-    """Tell that a prompt goes on with another worker."""
+def _record_resume(run: Run, index: int, lost: _Lost, placed: Placement) -> None:
+    """Record that a prompt continues on another worker."""
     run.resume(Resume(index, lost.placed, placed, lost.cause, str(lost.error)))
 
 
 def _placed(run: Run, index: int) -> Placement:
-    """Return where a prompt was placed last; it has had its turn."""
+    """Return the latest placement of a prompt that has been placed."""
     placed = run.placements[index]
     assert placed is not None
     return placed

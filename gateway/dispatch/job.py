@@ -1,4 +1,4 @@
-"""What a client asked for, validated and tokenised; nothing is decided yet."""
+"""A client's request, validated and tokenised, before any decision."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ class Job:
     Attributes:
         request_id: unique on this node.
         prompts: token ids, at least one prompt.
-        sampling: as asked for; its `max_tokens` is filled in when it is sized.
-        max_tokens: most tokens to generate per choice; None is all that fits.
+        sampling: as requested; `max_tokens` is set when the job is sized.
+        max_tokens: output limit per choice; None generates as much as fits.
         n: choices per prompt.
-        mode, max_draft_tokens: the client's wishes about speculation.
-        grammar: what every choice must be; None leaves it to the model.
-        service: how soon its tokens are wanted, and how much they matter.
-        tenant: whose it is; "" while nobody is told from others.
-        share: what its tenant gets beside others who have 1.
-        repetitions: of each prompt (`policies.speculation`); empty where ids stand for no text.
-        fingerprint: the same for what a client sends again; 0 if nobody can tell.
-        traced: whether the answer tells what each step did.
-        retries: how often its client says to have sent it before; None if it does not say.
-        task: whether to continue the prompts, or to embed them: then there are no tokens to
-            generate (`max_tokens` 0), and nothing is decided about drafts.
+        mode, max_draft_tokens: the speculation that the client asks for.
+        grammar: the grammar that every choice must match; None without one.
+        service: its latency targets and priority.
+        tenant: the owner; "" without API keys.
+        share: the tenant's share relative to the usual 1.
+        repetitions: how much each prompt repeats itself (`policies.speculation`); empty if unknown.
+        fingerprint: equal for a retry of the same request; 0 if unknown.
+        traced: whether the response reports each step.
+        retries: the number of earlier attempts that the client reports; None without a report.
+        task: generate, or embed the prompts, with `max_tokens` 0 and no speculation plan.
     """
 
     request_id: str

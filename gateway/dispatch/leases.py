@@ -1,4 +1,4 @@
-"""Leases: what this node has reserved of workers' capacity, in the state store."""
+"""The leases that this node holds on the capacity of workers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from draftgate.gateway.dispatch.routing import Routed
 from draftgate.gateway.state.store import Lease, LeaseCandidate, Refusal, Reservation, Store
 
 LEASE_S: Final = 30.0
-"""A lease outlives this many seconds of silence from the node that holds it."""
+"""A lease expires after this time without a renewal."""
 
 MOST_OFFERS: Final = 8
-"""Workers that a reservation may choose among, the best ones by what its gateway knows. With more
-it could hardly do better: all eight would have had to fill up since they last reported."""
+"""Number of workers that a reservation may choose from, the best ones by the routing policy.
+
+More would hardly help: all eight would have to fill up between two reports."""
 
 
 class NoCapacity(Exception):
-    """Everybody's leases together leave no room on any worker that was offered."""
+    """No offered worker has capacity left after the leases of all gateways."""
 
 
 class Leases:
     """The leases of this node's requests."""
 
     def __init__(self, store: Store, *, shared: bool = False) -> None:
-        """Begin with none.
+        """Start without leases.
 
         Args:
-            shared: whether other gateways lease the same workers. Where none does, the queue knows
-                all that is there, and better than by leases.
+            shared: whether other gateways lease the same workers. If not, the queue knows the
+                capacity better than the store.
         """
         self._store = store
         self._shared = shared
@@ -38,11 +39,11 @@ class Leases:
     async def take(self, request_id: str, tokens: int, routed: Routed) -> Reservation:
         """Reserve tokens of prompt and output for a request, until `give_back`.
 
-        What it held before ends, whatever the answer. Where the store does not know a worker, or
-        knows another life of it, there is no lease; whoever is linked to the worker may go on.
+        An earlier lease of the request ends in any case. If the store does not know the worker, or
+        knows another epoch of it, there is no lease, but the request may still run there.
 
         Raises:
-            NoCapacity: every worker is full; to wait helps.
+            NoCapacity: every offered worker is full; waiting helps.
         """
         self._held.pop(request_id, None)
         choices = MOST_OFFERS if self._shared and self._store.outage is None else 1
@@ -55,18 +56,18 @@ class Leases:
         return found
 
     async def give_back(self, request_id: str) -> None:
-        """End a request's lease, also one whose taking failed. Idempotent."""
+        """End a request's lease, even if `take` failed. Idempotent."""
         self._held.pop(request_id, None)
         await self._store.release((request_id,))
 
     async def renew(self) -> None:
-        """Let all that are held live on, but for those of workers that began anew."""
+        """Renew all leases, and forget those of workers with a newer epoch."""
         for request_id in await self._store.renew(tuple(self._held.values()), LEASE_S):
             self._held.pop(request_id, None)
 
 
 def _offers(routed: Routed, most: int) -> Iterator[LeaseCandidate]:
-    """Yield what a reservation may choose among, the routing policy's own choice first."""
+    """Yield the offers of a reservation, the routing policy's choice first."""
     if routed.route is None:
         yield LeaseCandidate(
             routed.worker.worker_id, routed.worker.epoch, watermark=routed.worker.watermark

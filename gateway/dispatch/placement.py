@@ -1,4 +1,4 @@
-"""Placing a request: can it run at all, and, once its worker is known, how far may it speculate."""
+"""Placement: check that a request can run, and decide how far it may speculate on its worker."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ from draftgate.policies.types import (
 )
 
 UNDECIDED: Final = SpeculationPlan("", SpeculationMode.OFF, None, 0, "not decided yet")
-"""The plan of a request that has no worker yet."""
+"""The plan of a request without a worker."""
 
 NOTHING_TO_DRAFT: Final = SpeculationPlan(
-    "none", SpeculationMode.OFF, None, 0, "a prompt that is embedded has no output"
+    "none", SpeculationMode.OFF, None, 0, "embeddings have no output to draft"
 )
 
 INLINE_PROMPTS: Final = 64
 INLINE_TOKENS: Final = 16 << 10
-"""More prompts, and longer ones, are checked in a thread: so many take some 0.5 and 0.4 ms (one
-core, Zen 4, 2026-11-21). There the blocks of longer ones are hashed, too: 1.8 us each. Those of all
-are where prompts decide where requests go: 1.8 ms for so many tokens."""
+"""Jobs with more prompts or tokens are checked in a thread.
+
+At these limits the check takes 0.5 and 0.4 ms. Blocks of longer prompts are hashed there as well,
+at 1.8 us per block; shorter prompts are hashed only if the routing policy reads them (one core, AMD
+Zen 4, 2026-11-21)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A request with the decision how far it may speculate, and the worker it goes to.
+    """A request with its speculation plan and its worker.
 
     Attributes:
-        view, load: what the decision was made from.
+        view, load: the inputs of the decision.
     """
 
     request: GenerationRequest
@@ -58,7 +60,7 @@ class Placement:
 
 
 def need_of(request: GenerationRequest) -> CapacityNeed:
-    """Return what a request takes of a worker; what its choices have said is computed anew."""
+    """Return the capacity that a request needs; resumed output counts as prompt."""
     kept = sum(len(choice.output_ids) for choice in request.resumed)
     prompt_tokens = len(request.prompt_ids) + kept
     return CapacityNeed(
@@ -67,7 +69,7 @@ def need_of(request: GenerationRequest) -> CapacityNeed:
 
 
 class Placer:
-    """Sizes requests, and decides about their speculation; remembers how drafts fared."""
+    """Sizes requests, makes their speculation plans, and records how their drafts were accepted."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Placer:
         """Place requests on the workers of a fleet, which serve the same model.
 
         Args:
-            reads_prompts: whether prompts decide which of several workers a request goes to.
+            reads_prompts: whether the routing policy looks at prompts.
         """
         self._fleet = fleet
         self._policy = policy
@@ -90,14 +92,13 @@ class Placer:
         self._usual = MeanNeed()
 
     async def size(self, job: Job) -> tuple[GenerationRequest, ...]:
-        """Return a request for each prompt of a job, sized and checked, without a plan.
+        """Return a sized and checked request for each prompt of a job, without a plan.
 
-        Where that takes long it is done in a thread: a grammar is compiled by then, and long
-        prompts are looked through and hashed.
+        Long work is done in a thread: compiling a grammar, checking and hashing long prompts.
 
         Raises:
-            InvalidRequest: the client asked for a proposer the workers do not have, or for more
-                tokens at least than at most.
+            InvalidRequest: the workers do not have the requested proposer, or `min_tokens` exceeds
+                the output limit.
             RequestRejected: the job can never run here.
             BackendFailed: no worker is left.
         """
@@ -114,10 +115,10 @@ class Placer:
     def route_view(
         self, job: Job, index: int, request: GenerationRequest, expected_tokens: float
     ) -> RouteView:
-        """Return what a routing policy may know of one prompt of a job.
+        """Return the routing policy's view of one prompt of a job.
 
         Args:
-            expected_tokens: of output of each of its sequences.
+            expected_tokens: expected output of each of its sequences.
         """
         first = self._fleet.any.backend
         return RouteView(
@@ -138,13 +139,13 @@ class Placer:
         routed: Routed,
         reservation: Reservation,
     ) -> Placement:
-        """Decide how far a job's sized request may speculate on its worker, and record it.
+        """Decide how far a sized request may speculate on its worker, and record the decision.
 
-        It is decided by the load that the worker will have when what all gateways have leased there
-        has arrived. About one that is to be embedded nothing is decided.
+        The decision uses the load that the worker will have when the leases of all gateways have
+        arrived. Embeddings need no decision.
 
         Args:
-            reservation: of the worker's capacity.
+            reservation: the reservation of the worker's capacity.
         """
         worker = routed.worker
         load = projected(worker.backend.load(), reservation.behind_tokens, self._usual.need)
@@ -162,7 +163,7 @@ class Placer:
         return Placement(request.planned(plan), worker, view, load)
 
     def learn(self, placed: Placement, outcome: SpeculationOutcome) -> None:
-        """Remember how a choice's drafts fared; what a grammar forces tells nothing of others."""
+        """Record how a choice's drafts were accepted, unless a grammar forced them."""
         request = placed.request
         if request.grammar is None:
             self._history.learn(
@@ -174,14 +175,14 @@ class Placer:
             )
 
     def _note(self, request: GenerationRequest, reservation: Reservation) -> None:
-        """Note what a request takes: others' are told in tokens only."""
+        """Record the size of a request, to estimate those that other gateways have leased."""
         if reservation.lease is not None:
             self._usual.note(replace(need_of(request), most_tokens=reservation.lease.tokens))
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
-        """Return what a policy may know of one prompt of a job.
+        """Return the speculation policy's view of one prompt of a job.
 
-        Of choices that go on, as if what the shortest has said was prompt.
+        For a resumed request, the output of its shortest choice counts as prompt.
         """
         kept = min(len(choice.output_ids) for choice in request.choices)
         temperature = job.sampling.temperature
@@ -202,10 +203,10 @@ class Placer:
 def _all_sized(
     job: Job, workers: Sequence[FleetWorker], unhashed: int
 ) -> tuple[GenerationRequest, ...]:
-    """Return every prompt's request; all of these workers know its grammar then.
+    """Return a request for each prompt, after all workers have compiled its grammar.
 
     Args:
-        unhashed: prompts of so many tokens or fewer are not hashed.
+        unhashed: prompts of at most this many tokens are not hashed.
     """
     for worker in workers[1:]:
         _sized(job, 0, worker)
@@ -226,7 +227,7 @@ def _hashed(request: GenerationRequest, worker: FleetWorker) -> GenerationReques
 
 
 def _sized(job: Job, index: int, worker: FleetWorker) -> GenerationRequest:
-    """Return one prompt's request, checked; without `max_tokens` it gets all that fits."""
+    """Return the checked request of one prompt; without `max_tokens` it may fill the context."""
     prompt = job.prompts[index]
     if job.max_tokens is not None:
         return _checked(job, index, job.max_tokens, worker)
@@ -268,10 +269,10 @@ def _checked(job: Job, index: int, max_tokens: int, worker: FleetWorker) -> Gene
 
 
 def _check_proposer(mode: SpeculationMode, worker: FleetWorker) -> None:
-    """Return if a worker can draft as the client wishes.
+    """Check that a worker has the proposer that the client asks for.
 
     Raises:
-        InvalidRequest: it cannot; the message says with what it can.
+        InvalidRequest: it does not; the message lists its proposers.
     """
     if mode not in PROPOSER_MODES:
         return

@@ -1,4 +1,4 @@
-"""Several prompts of one request, run side by side: their deltas, merged."""
+"""Run several prompts of one request concurrently and merge their deltas."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.run import Run
 
 PROMPTS_AT_ONCE: Final = 64
-"""Prompts of one request that wait or run at a time, as many as a default batch holds: a request of
-thousands must fill neither the queue nor, while they are placed, the event loop."""
+"""Prompts of one request that wait or run at the same time, as many as a default batch.
+
+A request with thousands of prompts must neither fill the queue nor block the event loop."""
 
 RunOne: TypeAlias = Callable[[Run, int], AsyncGenerator[Delta, None]]
 """Runs one prompt of a job, given its index."""
@@ -21,9 +22,9 @@ _News: TypeAlias = "asyncio.Queue[Delta | Exception | None]"
 
 
 async def merged(run: Run, run_one: RunOne) -> AsyncGenerator[Delta, None]:
-    """Run a job's prompts, at most `PROMPTS_AT_ONCE` at a time, in their order."""
+    """Run a job's prompts in order, at most `PROMPTS_AT_ONCE` at a time, and merge their deltas."""
     lanes = min(len(run.requests), PROMPTS_AT_ONCE)
-    # The queue is short: what waits for a slow reader waits, merged, in the backend's streams.
+    # The queue is short, because the backend's streams buffer and merge deltas for slow readers.
     news: _News = asyncio.Queue(lanes)
     indices = iter(range(len(run.requests)))
 
@@ -49,7 +50,7 @@ async def merged(run: Run, run_one: RunOne) -> AsyncGenerator[Delta, None]:
 
 
 async def _pump(run: Run, index: int, run_one: RunOne, news: _News) -> None:
-    """Run one prompt into the queue; end with None, or with the exception it ended with."""
+    """Put the deltas of one prompt into the queue, then None or the exception that ended it."""
     first_choice = index * run.job.n
     try:
         async with aclosing(run_one(run, index)) as deltas:

@@ -1,9 +1,9 @@
-"""The central queue: requests that were admitted wait here until a worker has room for them.
+"""The central queue: admitted requests wait here until a worker has capacity.
 
-They are bound late. As long as they wait here a more urgent one can overtake them, and they go to
-whichever worker has room first, by its load at that moment; each worker has no more before it than
-its next steps take (`policies/capacity.py`). The ordering policy says who is next, and where
-it goes the routing policy, where several have room.
+Requests are bound to a worker late. While they wait, more urgent ones can overtake them, and they
+go to the first worker with capacity, by its current load; a worker gets no more than its next steps
+can take (`policies/capacity.py`). The ordering policy chooses the next request, and the routing
+policy its worker.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from draftgate.policies.types import Ticket
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request on its way to a worker.
+    """A queued request.
 
     Attributes:
-        avoid: ids of workers that it goes to only if there is no other.
-        since_s: from when on its longest wait counts; None begins with the next turn.
+        avoid: ids of workers that it goes to only if no other is available.
+        since_s: start of its wait, for the timeout; None starts with the next `turn`.
     """
 
     request_id: str
@@ -39,14 +39,14 @@ class Waiting:
     since_s: float | None = None
 
     def again(self, request_id: str, need: CapacityNeed, avoid: frozenset[str]) -> Waiting:
-        """Return what is left of the request, with the place that it had."""
+        """Return the rest of the request, with the same place in the queue."""
         return Waiting(request_id, replace(self.ticket, returning=True), need, avoid)
 
     def on(self, since_s: float) -> Waiting:
-        """Return the request as it waits on, with the place that it had: it was not sent.
+        """Return the request for another turn with the same place, because it was not sent.
 
         Args:
-            since_s: when it took its place for the turn that came to nothing.
+            since_s: when the unsuccessful turn started.
         """
         begun_s = since_s if self.since_s is None else self.since_s
         return replace(self, ticket=replace(self.ticket, returning=True), since_s=begun_s)
@@ -54,7 +54,7 @@ class Waiting:
 
 @dataclass(slots=True)
 class _Place:
-    """A place in the queue."""
+    """A waiting request and the future of its worker."""
 
     waiting: Waiting
     view: View
@@ -62,15 +62,17 @@ class _Place:
 
 
 HELD_S: Final = 0.05
-"""Between two looks at whether other gateways have left room. A worker that serves 64 sequences of
-200 tokens at 20 ms a token ends one every 60 ms. (Chosen, 2026-11-22.)"""
+"""Interval of asking for capacity that other gateways hold.
+
+A worker with 64 sequences of 200 tokens at 20 ms per token ends one every 60 ms. (Chosen, not
+tuned; 2026-11-22.)"""
 
 RETRY_TIMEOUT_S: Final = 5.0
-"""After a wait that was in vain: the forecast was wrong, and nobody knows better yet."""
+"""Retry-After following a timeout, when the forecast was wrong and there is no better one."""
 
 
 class CentralQueue:
-    """Use on the event loop's thread."""
+    """The queue of a node. Use it on the event loop's thread."""
 
     def __init__(
         self,
@@ -83,31 +85,31 @@ class CentralQueue:
         """Start empty.
 
         Args:
-            ordering: who is next; the queue's own.
-            router: chooses among the workers with room.
+            ordering: chooses the next request; used by this queue only.
+            router: chooses among the workers with capacity.
             now_s: the clock of the tickets.
-            timeout_s: longest wait.
+            timeout_s: the longest wait.
         """
         self.ordering = ordering
         self._fleet = fleet
         self.router = router
         self.now_s = now_s
         self._timeout_s = None if math.isinf(timeout_s) else timeout_s
-        self._places: dict[int, _Place] = {}  # by ticket
+        self._places: dict[int, _Place] = {}  # by the key of the ticket
         self._held = False
         self.prompt_tokens = 0
 
     def __len__(self) -> int:
-        """Return how many requests wait."""
+        """Return the number of waiting requests."""
         return len(self._places)
 
     async def turn(self, waiting: Waiting, view: View) -> Routed:
-        """Wait until a worker has room and it is this request's turn; it is reserved there then.
+        """Wait for a worker with capacity and for this request's turn; reserve the capacity.
 
-        The caller releases it there, and calls `pump` when it has.
+        The caller releases it on the worker and then calls `pump`.
 
         Args:
-            view: of the request, for whoever chooses its worker.
+            view: the routing policy's view of the request.
 
         Raises:
             BackendFailed: no worker is left.
@@ -125,23 +127,24 @@ class CentralQueue:
         except TimeoutError:
             self._leave(place)
             raise QueueTimeout(
-                f"no worker had room within {self._timeout_s:g} s", retry_after_s=RETRY_TIMEOUT_S
+                f"no worker had capacity within {self._timeout_s:g} s",
+                retry_after_s=RETRY_TIMEOUT_S,
             ) from None
         except asyncio.CancelledError:
             self._leave(place)
             raise
 
     def pump(self) -> None:
-        """Send on who can go: call it whenever a worker may have room."""
+        """Dispatch requests that fit now. Call it whenever a worker may have capacity."""
         if not self._places:
             return
         if not self._fleet.serving:
             self._fail_all()
             return
-        now_s = self.now_s()  # once: at another instant somebody else may be next
+        now_s = self.now_s()  # read once: at another time another request may be next
         while (ticket := self.ordering.choose(now_s)) is not None:
             place = self._places[ticket.key]
-            gone = place.turn.cancelled()  # and has not been able to leave by itself yet
+            gone = place.turn.cancelled()  # cancelled, but its task has not run yet
             routed = None if gone else self._routed(place.waiting, place.view)
             if routed is None and not gone:
                 return
@@ -151,7 +154,7 @@ class CentralQueue:
                 place.turn.set_result(routed)
 
     def hold(self) -> None:
-        """Let nobody go for `HELD_S`: by loads there is room, by others' leases none."""
+        """Dispatch nothing for `HELD_S`: workers seem free, but other gateways hold the leases."""
         if not self._held:
             self._held = True
             asyncio.get_running_loop().call_later(HELD_S, self._go_on)
@@ -161,7 +164,7 @@ class CentralQueue:
         self.pump()
 
     def _routed(self, waiting: Waiting, view: View) -> Routed | None:
-        """Reserve a worker for a request and return it, if one takes it now."""
+        """Choose a worker with capacity, reserve it and return it; None without one."""
         if self._held:
             return None
         need, open_ = waiting.need, self._fleet.open
@@ -178,7 +181,7 @@ class CentralQueue:
         return routed
 
     def _left_s(self, waiting: Waiting) -> float | None:
-        """Return how long it may still wait; None is for ever."""
+        """Return the remaining time to wait; None without a limit."""
         if self._timeout_s is None or waiting.since_s is None:
             return self._timeout_s
         return max(0.0, waiting.since_s + self._timeout_s - self.now_s())
@@ -193,17 +196,17 @@ class CentralQueue:
         self.prompt_tokens -= place.waiting.need.prompt_tokens
 
     def _leave(self, place: _Place) -> None:
-        """Clean up behind one who stops waiting, perhaps at the very moment of its turn."""
+        """Remove a request that stops waiting, perhaps at the same time as it gets a worker."""
         ticket, turn = place.waiting.ticket, place.turn
         if ticket.key in self._places:
             self.ordering.remove(ticket.key)
             self._forget(place)
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
             turn.result().worker.release(place.waiting.request_id)
-        self.pump()  # it may have kept others waiting
+        self.pump()  # it may have blocked the requests after it
 
     def _fail_all(self) -> None:
-        """Tell all who wait that nobody is left to serve them."""
+        """Fail all waiting requests, because no worker is left."""
         for place in tuple(self._places.values()):
             self.ordering.remove(place.waiting.ticket.key)
             self._forget(place)

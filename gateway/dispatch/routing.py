@@ -1,4 +1,4 @@
-"""Routing: which of the workers with room a request goes to, and what was weighed for it."""
+"""Routing: choose one of the workers with capacity for a request."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from draftgate.policies.protocols import RoutingPolicy
 from draftgate.policies.routing.types import Candidates, Draw, Route, RouteView
 
 View = Callable[[], RouteView]
-"""Returns what is known of a request by now; asked only where there is a choice to be made."""
+"""Returns the current view of a request; called only if there is a choice."""
 
 
 class Routed(NamedTuple):
     """A request's worker.
 
     Attributes:
-        route: the decision; None where there was nothing to decide.
-        choices: the workers of its offers, the chosen one first.
+        route: the decision; None without a choice.
+        choices: the workers that may be leased, the chosen one first.
     """
 
     worker: FleetWorker
@@ -28,42 +28,42 @@ class Routed(NamedTuple):
 
 
 class Router:
-    """Chooses workers by a policy, and tells it where requests went."""
+    """Chooses workers by a policy, and tells the policy where requests went."""
 
     def __init__(self, policy: RoutingPolicy, draw: Draw) -> None:
-        """Ask this policy, and no one else may; `draw` is its source of randomness."""
+        """Use a policy exclusively; `draw` is its source of randomness."""
         self._policy = policy
         self._draw = draw
 
     def choose(
         self,
         view: View,
-        there: Sequence[tuple[FleetWorker, WorkerUsage]],
+        usable: Sequence[tuple[FleetWorker, WorkerUsage]],
         *,
         alone: bool,
         rivals: int = 0,
     ) -> Routed:
-        """Return which of these workers, at least one, takes a request.
+        """Choose one of at least one worker for a request.
 
         Args:
-            there: the workers with what they have on their hands.
-            alone: the node has one worker: nothing is asked, and nothing has to be remembered.
-            rivals: other gateways that send to them unseen.
+            usable: the workers with capacity, and their usage.
+            alone: the node has only one worker, so the policy is not asked.
+            rivals: other gateways whose requests to these workers are unknown.
         """
         if alone:
-            return Routed(there[0][0])
+            return Routed(usable[0][0])
         request = view()
-        candidates = tuple(worker.candidate(at) for worker, at in there)
-        if len(there) == 1:
+        candidates = tuple(worker.candidate(at) for worker, at in usable)
+        if len(usable) == 1:
             self._policy.placed(request, candidates[0])
-            return Routed(there[0][0])
+            return Routed(usable[0][0])
         route = self._policy.route(request, Candidates(candidates, rivals), self._draw)
         places = {one.worker_id: place for place, one in enumerate(candidates)}
         chosen = [places[offer.worker_id] for offer in route.offers]
         self._policy.placed(request, candidates[chosen[0]])
-        choices = tuple(there[place][0] for place in chosen)
+        choices = tuple(usable[place][0] for place in chosen)
         return Routed(choices[0], route, choices)
 
     def moved(self, view: View, worker: FleetWorker) -> None:
-        """Tell the policy that a request went to another worker than was chosen."""
+        """Tell the policy that a request went to another worker than the chosen one."""
         self._policy.placed(view(), worker.candidate(worker.usage))

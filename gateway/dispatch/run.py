@@ -1,4 +1,4 @@
-"""A job that was admitted, and where its prompts went."""
+"""An admitted job and the placements of its prompts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from draftgate.policies.types import Pace
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A prompt that another worker goes on with.
+    """The continuation of a prompt on another worker.
 
     Attributes:
-        index: of the prompt.
-        lost: where it was.
-        placed: where it goes on, from the tokens that it has.
+        index: index of the prompt.
+        lost: the placement that it lost.
+        placed: its new placement.
         cause: how its worker was lost.
-        reason: the same in words.
+        reason: the error message.
     """
 
     index: int
@@ -35,35 +35,35 @@ class Resume:
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of output that it goes on from, of all choices that had not ended."""
+        """Tokens of output that it continues from, of all choices that had not ended."""
         return sum(len(choice.output_ids) for choice in self.placed.request.resumed)
 
     @property
     def same_numerics_class(self) -> bool:
-        """Whether the text is promised to be that of a worker which was not lost."""
+        """Whether the text is guaranteed to equal that of an undisturbed run."""
         lost, placed = self.lost.worker.backend.card, self.placed.worker.backend.card
         known = lost.numerics_class is not None
         return known and lost.numerics_class == placed.numerics_class
 
 
 class Watch(Protocol):
-    """Who is told where the prompts of a job go."""
+    """An observer of the placements of a job's prompts."""
 
     def placed(self, placed: Placement) -> None:
-        """A prompt has had its turn, and goes to its first worker."""
+        """Note that a prompt goes to its first worker."""
         ...
 
     def resumed(self, resume: Resume) -> None:
-        """A prompt has lost its worker, and goes on with another one."""
+        """Note that a prompt continues on another worker."""
         ...
 
     def given_up(self, cause: Cause, why: GivenUp) -> None:
-        """A prompt has lost its worker, and does not go on."""
+        """Note that a prompt has lost its worker and is given up."""
         ...
 
 
-class _Nobody:
-    """Watches nothing."""
+class _NoWatch:
+    """Ignores everything."""
 
     def placed(self, placed: Placement) -> None:
         """See `Watch`."""
@@ -75,21 +75,21 @@ class _Nobody:
         """See `Watch`."""
 
 
-UNWATCHED: Final[Watch] = _Nobody()
+UNWATCHED: Final[Watch] = _NoWatch()
 
 
 class Run:
-    """A job that was admitted.
+    """An admitted job.
 
     Attributes:
-        requests: one for each prompt, sized.
+        requests: a sized request for each prompt.
         entry: its admission.
-        watch: is told where its prompts go.
-        placements: where each is, or was last; None while it waits for its first turn.
-        resumes: those of its prompts that went on elsewhere, in turn.
-        pace: how far its workers go on.
-        deltas: of all choices: choice c of prompt p is numbered `p * n + c`. They end once all have
-            ended, or with `BackendFailed` if a worker was lost and no other one could go on.
+        watch: observer of its placements.
+        placements: latest placement of each prompt; None before the first.
+        resumes: resumes of its prompts, in order.
+        pace: the pace that its workers are to keep.
+        deltas: deltas of all choices; choice c of prompt p has the number `p * n + c`. They end
+            when all choices have ended, or with `BackendFailed` if a prompt cannot continue.
     """
 
     deltas: AsyncGenerator[Delta, None]
@@ -102,7 +102,7 @@ class Run:
         span: Span,
         watch: Watch,
     ) -> None:
-        """Begin with nothing placed."""
+        """Start without placements."""
         self.job = job
         self.requests = requests
         self.entry = entry
@@ -114,10 +114,10 @@ class Run:
 
     @property
     def placed(self) -> list[Placement]:
-        """Where its prompts went; each has its place once it has a delta.
+        """The placements of all prompts.
 
         Raises:
-            RuntimeError: one still waits.
+            RuntimeError: a prompt has not been placed yet.
         """
         found = [placement for placement in self.placements if placement is not None]
         if len(found) < len(self.placements):
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def unread_tokens(self) -> int:
-        """Tokens that were generated and nobody has read."""
+        """Generated tokens that the client has not read."""
         return sum(
             placed.worker.generating.unread_tokens(placed.request.request_id)
             for placed in self.placements
@@ -134,14 +134,14 @@ class Run:
         )
 
     def set_pace(self, pace: Pace) -> None:
-        """Let the workers go on like this."""
+        """Set the pace of all its sequences."""
         self.pace = pace
         for placed in self.placements:
             if placed is not None:
                 placed.worker.generating.set_pace(placed.request.request_id, pace)
 
     def place(self, index: int, placement: Placement) -> None:
-        """Note where a prompt goes. It is charged, and told, the first time."""
+        """Record a placement. The first one charges the prompt and notifies the observer."""
         first = self.placements[index] is None
         self.placements[index] = placement
         if first:
@@ -149,6 +149,6 @@ class Run:
             self.watch.placed(placement)
 
     def resume(self, resume: Resume) -> None:
-        """Note that a prompt goes on where it was placed last."""
+        """Record that a prompt continues at its latest placement."""
         self.resumes.append(resume)
         self.watch.resumed(resume)

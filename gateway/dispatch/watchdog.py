@@ -1,9 +1,8 @@
-"""The watchdog: who waits for a worker that makes no progress is waked, and goes on elsewhere.
+"""The watchdog: detect workers and streams that make no progress, and end the wait for them.
 
-It looks once a second, as long as there is something to look at, at the workers which somebody
-reads; `policies.resilience.liveness` decides what is lost. A stream whose reader does not wait for
-the next delta is let be: it has some to read, or its client does not take what it was sent. So is
-one that is paused.
+It checks all workers with open streams once a second; `policies.resilience.liveness` decides what
+is lost. It ignores a stream whose reader does not wait for the next delta, because that reader
+still has deltas or a slow client, and it ignores paused streams.
 """
 
 from __future__ import annotations
@@ -24,23 +23,25 @@ from draftgate.policies.resilience.liveness import StreamSilence, WorkerSilence
 from draftgate.policies.types import WorkerLoad
 
 LOOK_S: Final = 1.0
-"""Between two looks, and what each counts for. Well below the patience, and a look at a worker and
-its streams costs about as much as a delta of each."""
+"""Interval of the checks.
+
+It is well below the time after which a worker counts as lost. A check of a worker costs about as
+much as one delta of each of its streams."""
 
 
 class Reading:
-    """Somebody reads what a worker says of one prompt.
+    """The reading of one prompt's deltas from a worker.
 
     Attributes:
-        deltas: that have come.
-        decodes: whether a choice has its first token from this worker.
-        reader: the task that waits for the next delta, while it does.
+        deltas: number of deltas so far.
+        decodes: whether a choice has got its first token from this worker.
+        reader: the task that waits for the next delta; None while none waits.
     """
 
     __slots__ = ("_run", "_silence", "_stalled", "decodes", "deltas", "reader")
 
     def __init__(self, run: Run) -> None:
-        """Begin before anything came."""
+        """Start before the first delta."""
         self._run = run
         self.deltas = 0
         self.decodes = False
@@ -49,31 +50,31 @@ class Reading:
         self._silence = StreamSilence()
 
     def waits(self) -> None:
-        """Note that this task waits for the next delta; whoever gets that clears `reader`."""
+        """Record that the current task waits for the next delta. `Attempt.observe` clears it."""
         self.reader = asyncio.current_task()
 
     @property
     def is_owed(self) -> bool:
-        """Whether the worker has to go on for it."""
+        """Whether the worker owes a delta."""
         return self.reader is not None and self._run.pace is not Pace.PAUSED
 
     def look(self, load: WorkerLoad) -> None:
-        """Wake the reader if its stream is lost, though the worker goes on."""
+        """Wake the reader if its stream is lost although the worker makes progress."""
         runs = self.is_owed and self.decodes and self._run.pace is Pace.FULL
         if self._silence.look(self.deltas, load, LOOK_S, runs=runs):
-            self.wake("nothing more came of a stream that it runs")
+            self.wake("the worker sent nothing more for a running stream")
 
     def wake(self, reason: str) -> None:
-        """Let whoever waits have `WorkerStalled`."""
+        """Make the waiting reader raise `WorkerStalled`."""
         reader = self.reader
         if reader is not None:
             self._stalled, self.reader = reason, None
             reader.cancel()
 
     def stalled(self) -> WorkerStalled | None:
-        """Return what a reader that was cancelled ends with; None if it was not waked from here.
+        """Return the error for a reader that the watchdog has cancelled; None if it has not.
 
-        As `asyncio.timeout` does: a cancel that came from elsewhere at the same time wins.
+        As in `asyncio.timeout`, a simultaneous cancellation from elsewhere takes precedence.
         """
         task = asyncio.current_task()
         if self._stalled is None or task is None or task.uncancel() > 0:
@@ -82,7 +83,7 @@ class Reading:
 
 
 class _Watched:
-    """A worker, and who reads it."""
+    """A worker and its readers."""
 
     def __init__(self, worker: FleetWorker) -> None:
         self.worker = worker
@@ -91,11 +92,11 @@ class _Watched:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to look at."""
+        """Whether it need not be checked any more."""
         return not self.readings and not self.worker.hung
 
     def look(self) -> None:
-        if self.worker.backend.failure is not None:  # its streams hear it from itself
+        if self.worker.backend.failure is not None:  # its streams get its error
             self.worker.hung, self._silence = False, WorkerSilence()
             return
         load, readings = self.worker.backend.load(), tuple(self.readings)
@@ -103,33 +104,32 @@ class _Watched:
         self._note(self._silence.look(load, LOOK_S, owes=owes))
         for reading in readings:
             if self.worker.hung and reading.is_owed:
-                reading.wake("it comes to no further step")
+                reading.wake("the worker completes no further step")
             else:
                 reading.look(load)
 
     def _note(self, hung: bool) -> None:
-        """Note whether the worker is hung; what is new is logged."""
+        """Set whether the worker hangs, and log changes."""
         if hung and not self.worker.hung:
-            log(logging.ERROR, "worker is hung", worker=self.worker.worker_id)
+            log(logging.ERROR, "worker hangs", worker=self.worker.worker_id)
         elif self.worker.hung and not hung:
-            log(logging.INFO, "worker is tried again", worker=self.worker.worker_id)
+            log(logging.INFO, "worker is used again", worker=self.worker.worker_id)
         self.worker.hung = hung
 
 
 class Watchdog:
-    """Looks at the streams of a node. Use on the event loop's thread."""
+    """Checks the streams of a node. Use it on the event loop's thread."""
 
     def __init__(self) -> None:
-        """Begin with nothing to look at."""
         self._watched: dict[FleetWorker, _Watched] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
     def watching(self, worker: FleetWorker, run: Run) -> Iterator[Reading]:
-        """Watch a stream of a worker while the context lasts.
+        """Watch a stream of a worker within this context.
 
         Raises:
-            WorkerStalled: instead of a cancel, if the reader was waked from here.
+            WorkerStalled: the stream is lost.
         """
         watched = self._watched.get(worker)
         if watched is None:
@@ -160,5 +160,5 @@ class Watchdog:
     def _go_on(self) -> None:
         if self._watched and self._timer is None:
             loop = asyncio.get_running_loop()
-            # In a context of its own: what it logs concerns no request.
+            # In an empty context, so that log lines carry no request id.
             self._timer = loop.call_later(LOOK_S, self._look, context=Context())

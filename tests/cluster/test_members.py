@@ -238,7 +238,7 @@ async def test_a_store_that_forgets_costs_nobody_a_worker(store: Forgetful) -> N
         await where.node.heartbeat.beat()
         assert where.node.fleet.workers == ()
         async with client(where) as http:
-            assert (await http.get("/ready")).json()["reason"] == "there is no worker"
+            assert (await http.get("/ready")).json()["reason"] == "no worker is available"
             assert (await http.post(PATH, json=BODY)).status_code == 503
             assert (await http.get("/v1/models")).status_code == 200
 
@@ -358,11 +358,11 @@ async def test_a_node_whose_own_worker_breaks_fails_though_others_serve(
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"no_worker": True}, "--no-worker goes with --join"),
+        ({"no_worker": True}, "--no-worker needs --join"),
         ({"backend": "peer", "upstream": ("http://x",), "join": JOIN}, "use --no-worker --join"),
         (
             {"backend": "openai", "upstream": ("http://x",), "join": JOIN, "no_worker": True},
-            "without --upstream",
+            "cannot be combined with --upstream",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from tests.gateway.harness import ScriptedBackend, client, events, running, until
 
 COMMAND = [
-    sys.executable, "-m", "draftgate",
+    sys.executable, "-c", "from draftgate.gateway.cli import main; main()",
     "serve", "--backend", "sim", "--port", "0",
 ]  # fmt: skip
 BODY = {"prompt": "x", "max_tokens": 100, "stream": True}
@@ -132,7 +132,7 @@ def test_a_second_signal_stops_at_once(served: tuple[subprocess.Popen[str], str]
 def test_sigterm_while_loading_exits_0() -> None:
     """A node that is still loading stops as quietly as one that serves."""
     command = [*COMMAND[:4], "--port", "0", "--backend", "sim", "--config", "/dev/null"]
-    slow = "import gateway.app as l, time; f = l.backend_factory\n"
+    slow = "import draftgate.gateway.app as l, time; f = l.backend_factory\n"
     slow += "def load(name):\n    print('loading', flush=True); time.sleep(0.3); return f(name)\n"
     command[2] = slow + "l.backend_factory = load\n" + command[2]
     with subprocess.Popen(

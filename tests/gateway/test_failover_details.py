@@ -134,7 +134,7 @@ def test_a_stream_that_ends_too_early_goes_on_elsewhere() -> None:
             assert rest.resumed == (ResumedChoice(0, (7, 8)),)
             other.emit(rest, "off", last=True)
             assert texts(await answering) == ["cut off"]
-            assert "too early" in told.resumes[0].reason
+            assert "before its choices had ended" in told.resumes[0].reason
 
     play(scenario())
 
@@ -219,7 +219,7 @@ def test_who_finds_no_room_in_time_ends_with_its_loss() -> None:
             answering, _ = await asked(there, one, job("a"), told)
             beside, request = await asked(there, other, job("b"))
             one.crash("device lost")
-            with pytest.raises(BackendFailed, match=r"^device lost; then no worker had room"):
+            with pytest.raises(BackendFailed, match=r"^device lost; afterwards: no worker had"):
                 await answering
             assert asyncio.get_running_loop().time() == pytest.approx(5.0)
             other.emit(request, "done", last=True)

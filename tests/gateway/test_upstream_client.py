@@ -286,7 +286,7 @@ async def test_the_load_is_what_is_seen_from_here() -> None:
     ("settings", "message"),
     [
         ({"backend": "openai"}, "needs --upstream URL"),
-        ({"backend": "sim", "upstream": ("http://x",)}, "--upstream goes with --backend openai"),
+        ({"backend": "sim", "upstream": ("http://x",)}, "--upstream needs --backend openai"),
         (
             {"backend": "openai", "upstream": ("http://x",), "upstream_api_key_env": "NOT_SET_X"},
             "the variable NOT_SET_X is not set",

@@ -99,7 +99,7 @@ def test_a_worker_that_hangs_for_good_ends_its_streams() -> None:
         told = Told()
         factory = simulated({0: Trouble(hangs=in_step(6))})
         async with dispatching(factory, 1, config=CONFIG, timeout_s=20.0) as there:
-            with pytest.raises(BackendFailed, match="comes to no further step"):
+            with pytest.raises(BackendFailed, match="completes no further step"):
                 await answer(there.dispatcher, job(), told)
             assert now_s() < LATEST_S + 21.0
             assert there.dispatcher.admission.ledger.totals("").open == 0
