@@ -45,7 +45,7 @@ def setting(
 
 MODEL = "Model"
 SPECULATION = "Speculation"
-SCHEDULING = "Batching"
+BATCHING = "Batching"
 DEVICES = "Devices and memory"
 SIMULATOR = "Simulator"
 UPSTREAMS = "Upstreams"
@@ -151,16 +151,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         setting(
             "Batching policy, which sets the prompt tokens of a step: slack, fixed:TOKENS, "
             "prefill_first, decode_first, ...",
-            SCHEDULING,
+            BATCHING,
             kind="batching",
         ),
     ] = "slack"
-    max_num_seqs: Annotated[int, setting("Maximum sequences in a batch.", SCHEDULING, ge=1)] = 64
+    max_num_seqs: Annotated[int, setting("Maximum sequences in a batch.", BATCHING, ge=1)] = 64
     max_step_tokens: Annotated[
         int,
-        setting(
-            "Token budget of a step: decodes, draft slots and prefill chunks.", SCHEDULING, ge=1
-        ),
+        setting("Token budget of a step: decodes, draft slots and prefill chunks.", BATCHING, ge=1),
     ] = 512
     device: Annotated[
         str, setting("Device of the engine.", DEVICES, choices=("auto", "cpu", "cuda"))

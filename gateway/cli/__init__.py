@@ -1,31 +1,41 @@
-"""The `draftgate` command. What a command needs is imported when it runs: `--help` is quick."""
+"""The `draftgate` command. A command imports what it needs when it runs: `--help` is quick."""
 
 from __future__ import annotations
 
+import ast
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 import draftgate
-from draftgate.gateway.cli.options import config_from, with_settings
+from draftgate.gateway.cli.options import (
+    BAD_USAGE,
+    ModelSettingsCommand,
+    SettingsCommand,
+    config_as_json,
+    config_as_text,
+    config_from,
+    fail,
+)
 from draftgate.gateway.cli.ray import app as ray_app
 from draftgate.gateway.cli.simulate.flags import simulate
-from draftgate.gateway.config import ConfigError
+from draftgate.loadgen.help_pages import HelpGroup, PlainTyper
 
-app = typer.Typer(
+app = PlainTyper(
+    "A gateway for LLM inference that decides, per request, whether and how far to speculate.",
     name="draftgate",
-    help="A gateway for LLM inference that decides, per request, whether and how far to speculate.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(no_args_is_help=True, help="Look at the configuration.")
-app.add_typer(config_app, name="config")
-app.add_typer(ray_app, name="ray")
 
-BAD_USAGE = 2
+PASS_ON: Final = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+}
+"""For commands that pass their arguments on to a parser of their own."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,41 +54,48 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Take the options that precede a command."""
 
 
-@app.command()
-@with_settings()
-def serve(settings: dict[str, Any]) -> None:
-    """Serve a model over OpenAI's HTTP API."""
+@app.command(cls=SettingsCommand)
+def serve(context: typer.Context) -> None:
+    """Serve a model over the OpenAI HTTP API.
+
+    Each option can also be set by the variable DRAFTGATE_NAME, or by the key NAME of a YAML file.
+    `draftgate config show` prints the effective values.
+    """
+    config = config_from(context).config
     from draftgate.gateway.cli.server import run_server
 
-    run_server(config_from(settings).config)
+    run_server(config)
 
 
-@app.command()
-@with_settings(gateway=False)
+@app.command(cls=ModelSettingsCommand)
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue")],
-    settings: dict[str, Any],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Key of the noise")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template")] = False,
+    context: typer.Context,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.", metavar="PROMPT")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 64) - 1, help="Sampling seed.")] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
+    ] = False,
 ) -> None:
-    """Generate text without a server; what speculation did goes to stderr."""
+    """Generate text without a server.
+
+    The text goes to stdout, and a summary of speculation to stderr.
+    """
+    config = config_from(context).config
     from draftgate.gateway.cli.generate import Sample, run_generate
 
-    sample = Sample(prompt, max_tokens, temperature, seed, chat)
-    run_generate(config_from(settings).config, sample)
+    run_generate(config, Sample(prompt, max_tokens, temperature, seed, chat))
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
+@app.command(context_settings=PASS_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
-    """Send load to a server and check every stream (also: sweep, compare, report, calibrate)."""
+    """Send load to a server, and check and measure every stream."""
     from draftgate.loadgen.cli import app as loadgen
 
     loadgen(context.args, prog_name="draftgate load")
@@ -87,7 +104,7 @@ def load(context: typer.Context) -> None:
 app.command()(simulate)
 
 
-BENCHES = {
+BENCHES: Final = {
     "engine": "bench.engine",
     "host": "bench.engine.host",
     "streams": "bench.engine.streams",
@@ -109,31 +126,57 @@ BENCHES = {
 }
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(
-    context: typer.Context,
-    what: Annotated[str, typer.Argument(help=" | ".join(BENCHES))],
-) -> None:
-    """Measure what the argument names; `--help` behind it tells what that is."""
-    from importlib import import_module
+class BenchGroup(HelpGroup):
+    """The benchmarks of the checkout, each with the first line of its module as help."""
 
-    if what not in BENCHES:
-        typer.echo(f"draftgate: unknown benchmark {what!r}; known: {', '.join(BENCHES)}", err=True)
-        raise typer.Exit(BAD_USAGE)
-    # The benchmarks stand beside the package in a checkout; an installed package has none.
-    checkout = Path(draftgate.__file__).resolve().parent.parent
-    if not (checkout / "bench").is_dir():
-        typer.echo("draftgate: benchmarks need a source checkout, not a package", err=True)
-        raise typer.Exit(BAD_USAGE)
-    if str(checkout) not in sys.path:
-        sys.path.insert(0, str(checkout))
-    import_module(BENCHES[what]).main(context.args)
+    def list_commands(self, _ctx: Any) -> list[str]:
+        return list(BENCHES)
+
+    def get_command(self, _ctx: Any, name: str) -> Any:
+        # Benchmarks are not packaged: they are in the checkout, beside the folder draftgate/.
+        checkout = Path(draftgate.__file__).resolve().parent.parent
+        if not (checkout / "bench").is_dir():
+            fail("benchmarks need a source checkout, not a package", BAD_USAGE)
+        if name not in BENCHES:
+            fail(f"unknown benchmark {name!r}; known: {', '.join(BENCHES)}", BAD_USAGE)
+        if str(checkout) not in sys.path:
+            sys.path.insert(0, str(checkout))
+
+        def run(context: typer.Context) -> None:
+            # Progress appears as it is printed, also in a file or a pipe.
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            import_module(BENCHES[name]).main(context.args)
+
+        holder = PlainTyper("")
+        holder.command(name, add_help_option=False, context_settings=PASS_ON)(run)
+        command = typer.main.get_command(holder)
+        command.help = _first_line(BENCHES[name])
+        return command
+
+
+def _first_line(module: str) -> str:
+    """Return the first line of a module's docstring without importing the module."""
+    found = find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    text = ast.get_docstring(ast.parse(Path(found.origin).read_text(encoding="utf-8")))
+    return (text or "").partition("\n")[0]
+
+
+app.add_typer(
+    PlainTyper("Run a benchmark; `bench NAME --help` lists its options.", cls=BenchGroup),
+    name="bench",
+)
 
 
 @app.command()
 def explain(
     source: Annotated[
-        str, typer.Argument(help="The address of a server, or a file that --decisions-file wrote.")
+        str,
+        typer.Argument(
+            help="The address of a server, or a file that --decisions-file wrote.", metavar="SOURCE"
+        ),
     ],
     policy: Annotated[
         str | None, typer.Option(help="Show what this policy would have decided.")
@@ -154,9 +197,9 @@ def explain(
 
 @app.command("collect-env")
 def collect_env(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Describe this machine and what is installed, for bug reports."""
+    """Describe this machine and the installed packages, for bug reports."""
     from draftgate.gateway.cli.environment import as_text, collect_environment
 
     found = collect_environment()
@@ -168,23 +211,24 @@ def collect_env(
         typer.echo(as_text(found))
 
 
-@config_app.command("show")
-@with_settings()
-def show_config(
-    settings: dict[str, Any],
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
-) -> None:
-    """Show the settings in force, and where each one comes from. Secrets are masked."""
-    from draftgate.gateway.cli.configuration import as_json_text, as_lines
+config_app = PlainTyper("Show the configuration.")
+app.add_typer(config_app, name="config")
+app.add_typer(ray_app, name="ray")
 
-    shown = as_json_text if as_json else as_lines
-    typer.echo(shown(config_from(settings)))
+
+@config_app.command("show", cls=SettingsCommand)
+def show_config(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the effective settings and the origin of each. Secrets are masked."""
+    effective = config_from(context)
+    typer.echo(config_as_json(effective) if as_json else config_as_text(effective))
 
 
 def main() -> None:
-    """Run the command line; a bad setting is one line and exit status 2."""
-    try:
-        app()
-    except ConfigError as error:
-        typer.echo(f"draftgate: {error}", err=True)
-        sys.exit(BAD_USAGE)
+    """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        # In a locale without Unicode, characters that it lacks are escaped.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    app()

@@ -1,4 +1,4 @@
-"""`draftgate collect-env`: what a bug report should say. Never imports torch."""
+"""`draftgate collect-env`: the machine and its packages, for bug reports. Never imports torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from draftgate import __version__
 _FLAGS: Final = (
     "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile", "asimd", "bf16", "sve",
 )  # fmt: skip
-"""Processor flags that decide dtypes and speed here."""
+"""Processor flags that affect data types and speed."""
 
-_BESIDE: Final = ("torch", "triton", "transformers", "openai", "ray")
+_OPTIONAL: Final = (
+    "huggingface-hub", "openai", "plotly", "ray", "safetensors", "torch", "transformers", "triton",
+)  # fmt: skip
+"""Packages of extras and of clients."""
 
 
 def collect_environment() -> dict[str, Any]:
-    """Return the facts; what cannot be found out is None."""
+    """Describe this machine and the installed packages; an unknown value is None."""
     return {
         "draftgate": __version__,
         "python": sys.version.split()[0],
@@ -37,7 +40,7 @@ def collect_environment() -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any], indent: str = "") -> str:
-    """Return the facts as aligned lines."""
+    """Return the description as aligned lines."""
     lines = []
     for key, value in found.items():
         if isinstance(value, dict):
@@ -78,10 +81,12 @@ def _gpus() -> list[str]:
         return []
     query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603 - a fixed command
+        done = subprocess.run(query, capture_output=True, timeout=10, check=True)  # noqa: S603 - a fixed command
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    return [
+        line.strip() for line in done.stdout.decode(errors="replace").splitlines() if line.strip()
+    ]
 
 
 def _packages() -> dict[str, str | None]:
@@ -91,7 +96,7 @@ def _packages() -> dict[str, str | None]:
         declared = []
     core = [line for line in declared if "extra ==" not in line]
     names = [re.split(r"[\s\[<>=!~;]", line, maxsplit=1)[0] for line in core]
-    return {name: _version(name) for name in (*sorted(names), *_BESIDE)}
+    return {name: _version(name) for name in (*sorted(names), *_OPTIONAL)}
 
 
 def _version(name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -12,14 +11,12 @@ import httpx
 import msgspec
 import typer
 
+from draftgate.gateway.cli.options import fail
 from draftgate.gateway.dispatch.decisions import KEPT, Decision, DecisionList, read_decisions
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.routing.types import Route
 from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
-
-FAILED = 1
-
 
 TIMEOUT_S: Final = 30.0
 """How long a server may take to answer."""
@@ -33,11 +30,9 @@ def run_explain(
         other = None if policy is None else speculation_policy(policy)
         chosen = [d for d in _decisions(source, api_key) if request_id in {None, d.request_id}]
     except (OSError, ValueError) as error:
-        typer.echo(f"draftgate: {error}", err=True)
-        sys.exit(FAILED)
+        fail(error)
     if not chosen:
-        typer.echo(f"draftgate: no such decision in {source}", err=True)
-        sys.exit(FAILED)
+        fail(f"no such decision in {source}")
     for decision in chosen:
         replayed = None if other is None else decision.under(other)
         typer.echo(_as_json(decision, replayed) if as_json else _as_text(decision, replayed))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import typer
 
@@ -13,14 +14,16 @@ from draftgate.backends.errors import BackendError
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import SamplingParams, SpeculationOutcome
 from draftgate.gateway.app import StartError, build_node, start_workers
-from draftgate.gateway.cli.loading import loading_shown, stderr
+from draftgate.gateway.cli.loading import loading_shown
+from draftgate.gateway.cli.options import fail
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import GatewayError, InvalidRequest
 from draftgate.gateway.node import Node
 from draftgate.policies.speculation.repetition import repetition
 
-FAILED = 1
+INTERRUPTED: Final = 130
+"""The exit status of shells after Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +38,19 @@ class Sample:
 
 
 def run_generate(config: ServeConfig, sample: Sample) -> None:
-    """Stream the text to stdout and a summary to stderr; exits with 1 and one line on an error."""
+    """Stream the text to stdout and a summary to stderr; an error is one line and status 1."""
     try:
         asyncio.run(_generate(config, sample))
     except (StartError, BackendError, GatewayError) as error:
-        typer.echo(f"draftgate: {error}", err=True)
-        sys.exit(FAILED)
+        fail(error)
     except KeyboardInterrupt:
-        sys.exit(130)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 async def _generate(config: ServeConfig, sample: Sample) -> None:
     node = build_node(config)
     try:
-        async with loading_shown(node.fleet, config, stderr()):
+        async with loading_shown(node.fleet, config):
             await start_workers(node)
         await _stream(node, sample)
     finally:
@@ -58,9 +60,7 @@ async def _generate(config: ServeConfig, sample: Sample) -> None:
 
 async def _stream(node: Node, sample: Sample) -> None:
     tokenizer = node.served.tokenizer
-    prompt = sample.prompt
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise InvalidRequest("the prompt is not valid UTF-8", "prompt")
+    prompt = _decoded(sample.prompt)
     if sample.chat:
         prompt = tokenizer.render_chat([{"role": "user", "content": prompt}])
     ids = compact(tokenizer.encode(prompt, add_special_tokens=not sample.chat))
@@ -77,6 +77,18 @@ async def _stream(node: Node, sample: Sample) -> None:
     typer.echo(
         _summary(tokens, seconds, outcome, run.placed[0].request.speculation.reason), err=True
     )
+
+
+def _decoded(argument: str) -> str:
+    """Return an argument as UTF-8, whatever the locale decoded it as.
+
+    Raises:
+        InvalidRequest: its bytes are not UTF-8.
+    """
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        raise InvalidRequest("the prompt is not valid UTF-8", "prompt") from None
 
 
 def _summary(tokens: int, seconds: float, outcome: SpeculationOutcome, reason: str) -> str:

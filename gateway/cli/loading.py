@@ -1,4 +1,4 @@
-"""What an operator sees while the workers load: a bar on a terminal, two log lines elsewhere."""
+"""The progress of loading workers: a bar on a terminal, two log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from draftgate.gateway.fleet import Fleet
 from draftgate.gateway.telemetry.logs import log
 
 PATIENCE_S: Final = 0.5
-"""A bar that vanishes sooner than this is only a flicker."""
+"""A bar that vanishes sooner would only flicker."""
 
 REFRESH_S: Final = 0.1
 
 
-def stderr() -> Console:
-    """Return where the bar goes: stdout belongs to what a command prints."""
-    return Console(stderr=True)
-
-
 @asynccontextmanager
-async def loading_shown(fleet: Fleet, config: ServeConfig, console: Console) -> AsyncIterator[None]:
-    """Show how far the fleet has loaded, until the context is left."""
+async def loading_shown(
+    fleet: Fleet, config: ServeConfig, console: Console | None = None
+) -> AsyncIterator[None]:
+    """Show the progress of loading until the context is left.
+
+    Args:
+        console: where the bar is drawn; None is stderr, because stdout is for the command's output.
+    """
+    console = console or Console(stderr=True)
     what = config.model or ", ".join(config.upstream) or "the shipped model"
     if config.no_worker:
         what = f"a worker of the pool {config.pool}"
@@ -48,12 +50,12 @@ async def loading_shown(fleet: Fleet, config: ServeConfig, console: Console) -> 
     else:
         log(logging.INFO, "loading", backend=config.backend, model=what, workers=workers)
     yield
-    if fleet.progress >= 1.0:  # and not a signal that ended it
+    if fleet.progress >= 1.0:  # a signal may have interrupted it
         log(logging.INFO, "loaded", seconds=time.perf_counter() - begin_s)
 
 
 async def _bar(progress: Callable[[], float], what: str, console: Console) -> None:
-    """Draw the bar until cancelled; it leaves no trace."""
+    """Draw the bar until cancelled, then erase it."""
     await asyncio.sleep(PATIENCE_S)
     columns = (
         TextColumn("loading {task.description}", markup=False),

@@ -1,85 +1,115 @@
-"""Command-line options made from `ServeConfig`, so that no flag is written twice."""
+"""Settings on the command line: as options, and as `config show` prints them."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
-from collections.abc import Callable
-from functools import wraps
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from draftgate.gateway.config import EffectiveConfig, Setting, effective_config, settings
+from draftgate.gateway.config import (
+    ConfigError,
+    EffectiveConfig,
+    Setting,
+    effective_config,
+    settings,
+)
+from draftgate.gateway.config.schema import PANELS
+from draftgate.loadgen.help_pages import HelpCommand
 
-R = TypeVar("R")
+FAILED: Final = 1
+BAD_USAGE: Final = 2
 
 
-def with_settings(*, gateway: bool = True) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a command one option per setting; it receives them as the dictionary `settings`.
+def fail(reason: object, status: int = FAILED) -> NoReturn:
+    """Exit with one line on stderr."""
+    typer.echo(f"draftgate: {reason}", err=True)
+    raise typer.Exit(status)
 
-    Values arrive as texts, as lists of them where a flag may be repeated, or as booleans for what
-    is on or off, and as None where a flag was not given: `config_from` checks them.
 
-    Args:
-        gateway: with False, settings of the HTTP server are left out.
+class SettingsCommand(HelpCommand):
+    """A command that takes every setting as an option.
+
+    The options are made when they are needed: the list of commands is shown without them. What was
+    given is in the context, for `config_from`.
     """
-    chosen = [setting for setting in settings() if gateway or not setting.server]
 
-    def decorate(command: Callable[..., R]) -> Callable[..., R]:
-        hints = get_type_hints(command, include_extras=True)
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
-        own = [p.replace(annotation=hints[p.name]) for p in own]
-        parameters = [*own, *map(_parameter, chosen), _config_file()]
+    server = True
+    _complete = False
 
-        @wraps(command)
-        def call(**values: Any) -> R:
-            mine = {p.name: values.pop(p.name) for p in own}
-            return command(**mine, settings=values)
+    def get_params(self, ctx: Any) -> list[Any]:
+        if not self._complete:
+            self._complete = True
+            self.params += _setting_options(self.server)
+        return super().get_params(ctx)
 
-        parameters.sort(key=lambda p: p.default is not inspect.Parameter.empty)
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {p.name: p.annotation for p in parameters}
-        return call
-
-    return decorate
+    def invoke(self, ctx: Any) -> Any:
+        names = ("config", *(setting.name for setting in settings()))
+        ctx.obj = {name: ctx.params.pop(name) for name in names if name in ctx.params}
+        return super().invoke(ctx)
 
 
-def config_from(values: dict[str, Any]) -> EffectiveConfig:
-    """Return the settings in force, given the options of a command.
+class ModelSettingsCommand(SettingsCommand):
+    """The same, without the settings that concern only the server."""
 
-    Raises:
-        ConfigError: one of them is bad.
+    server = False
+
+
+def config_from(context: typer.Context) -> EffectiveConfig:
+    """Return the effective settings, given the options of a `SettingsCommand`.
+
+    A bad setting ends the command.
     """
-    flags = {name: None if value == [] else value for name, value in values.items()}
+    # A repeatable option that is not given is an empty list or tuple, depending on Typer.
+    flags = {name: None if value in ([], ()) else value for name, value in context.obj.items()}
     file = flags.pop("config", None)
-    return effective_config(flags, os.environ, file)
+    try:
+        return effective_config(flags, os.environ, file)
+    except ConfigError as error:
+        fail(error, BAD_USAGE)
+
+
+def _setting_options(server: bool) -> list[Any]:
+    """Return the options of a command, which Typer makes from the signature of a function."""
+    chosen = [setting for setting in settings() if server or not setting.server]
+    chosen.sort(key=lambda setting: PANELS.index(setting.panel) if setting.panel else 0)
+    parameters = [*map(_parameter, chosen), _config_file()]
+
+    def command(**_values: object) -> None: ...
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    holder = typer.Typer(add_completion=False)
+    holder.command()(command)
+    return list(typer.main.get_command(holder).params)
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:
-    info: Any
+    """Return a setting as a parameter that is a text, a list of texts or a boolean, or None."""
+    shared: dict[str, Any] = {
+        "help": help_text(setting),
+        "show_default": False,
+        "rich_help_panel": setting.panel,
+    }
     if setting.name == "model":
-        info = typer.Argument(help=setting.help, metavar="MODEL", show_default=False)
-    elif setting.type is bool:
-        # Both ways: a flag must be able to win over the environment and the file.
-        both = f"{setting.flag}/--no-{setting.flag[2:]}"
-        info = typer.Option(both, help=setting.help, show_default=False)
+        info: Any = typer.Argument(**{**shared, "rich_help_panel": None}, metavar="MODEL")
+        return _keyword(setting.name, Annotated[str | None, info])
+    if setting.type is bool:
+        # Both ways, because a flag must be able to override the environment and the file.
+        bare = setting.flag.removeprefix("--")
+        opposite = bare.removeprefix("no-") if bare.startswith("no-") else f"no-{bare}"
+        info = typer.Option(f"{setting.flag}/--{opposite}", **shared)
         return _keyword(setting.name, Annotated[bool | None, info])
-    elif setting.kind == "urls":
-        info = typer.Option(setting.flag, help=setting.help, metavar="URL", show_default=False)
-        return _keyword(setting.name, Annotated[list[str] | None, info])
-    else:
-        info = typer.Option(
-            setting.flag, help=_help(setting), metavar=metavar(setting), show_default=False
-        )
-    if setting.kind == "list":
-        return _keyword(setting.name, Annotated[list[str] | None, info])
-    return _keyword(setting.name, Annotated[str | None, info])
+    several = setting.kind in {"list", "urls"}
+    info = typer.Option(setting.flag, metavar=metavar(setting), **shared)
+    return _keyword(setting.name, Annotated[list[str] | None if several else str | None, info])
 
 
 def _config_file() -> inspect.Parameter:
-    help_text = "YAML file of settings; flags and DRAFTGATE_* variables win over it"
-    info = typer.Option("--config", help=help_text, metavar="FILE", show_default=False)
+    text = "YAML file of settings. Options and DRAFTGATE_* variables override it."
+    info = typer.Option("--config", help=text, metavar="FILE", show_default=False)
     return _keyword("config", Annotated[str | None, info])
 
 
@@ -88,34 +118,61 @@ def _keyword(name: str, annotation: Any) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
-def _help(setting: Setting) -> str:
+def help_text(setting: Setting) -> str:
+    """Return the help of an option, with its default."""
     default = shown_default(setting)
-    return f"{setting.help} (default: {default})" if default else setting.help
+    return f"{setting.help} [default: {default}]" if default else setting.help
 
 
 def shown_default(setting: Setting) -> str:
-    """Return the default as a flag would have it; "" where there is none."""
-    if setting.default in (None, ()):
+    """Return the default as a flag takes it; empty for none, and for a switch that is off."""
+    if setting.default in (None, ()) or setting.default is False:
         return ""
     if setting.kind == "bytes":
         return f"{setting.default >> 20}MiB"
     return setting.shown(setting.default)
 
 
+_METAVARS: Final = {
+    "bytes": "SIZE",
+    "indices": "INDICES",
+    "list": "TEXT",
+    "urls": "URL",
+    "url": "URL",
+    "store": "URL",
+    "pool": "NAME",
+    "backend": "NAME",
+}
+
+
 def metavar(setting: Setting) -> str:
-    """Return what stands for its value in help and documents."""
+    """Return the placeholder of a value in help pages."""
     if setting.choices:
         return "|".join(setting.choices)
-    if setting.kind == "bytes":
-        return "SIZE"
-    if setting.kind == "indices":
-        return "INDICES"
-    if setting.kind == "list":
-        return "TEXT ..."
-    if setting.kind in {"url", "store"}:
-        return "URL"
-    if setting.kind in {"speculation", "batching", "ordering", "admission", "routing"}:
+    if setting.kind in _METAVARS:
+        return _METAVARS[setting.kind]
+    if setting.kind:
         return "POLICY"
-    if setting.kind == "pool":
-        return "NAME"
     return "NUMBER" if setting.type in {int, float} else "TEXT"
+
+
+def config_as_text(effective: EffectiveConfig) -> str:
+    """Return a line for each setting: name, value and origin. Secrets are masked."""
+    width = max(map(len, effective.origins))
+    return "\n".join(
+        f"{setting.name:{width}} = {setting.shown(getattr(effective.config, setting.name)):24} "
+        f"({effective.origins[setting.name]})"
+        for setting in settings()
+    )
+
+
+def config_as_json(effective: EffectiveConfig) -> str:
+    """Return the same as JSON: `{NAME: {"value": ..., "origin": ...}}`."""
+    found = {
+        setting.name: {
+            "value": setting.public(getattr(effective.config, setting.name)),
+            "origin": effective.origins[setting.name],
+        }
+        for setting in settings()
+    }
+    return json.dumps(found, indent=2)

@@ -4,69 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable, Coroutine
 from types import ModuleType
-from typing import Annotated, Any, Final, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from draftgate.gateway.cli.options import config_from, with_settings
-from draftgate.gateway.config import EffectiveConfig
+from draftgate.gateway.cli.options import BAD_USAGE, FAILED, SettingsCommand, config_from, fail
+from draftgate.gateway.config import ConfigError, EffectiveConfig
+from draftgate.loadgen.help_pages import PlainTyper
 
-FAILED: Final = 1
-
-app = typer.Typer(
-    no_args_is_help=True, help="Run a pool's workers on the machines of a Ray cluster."
-)
+app = PlainTyper("Run the workers of a pool on the machines of a Ray cluster.")
 
 Address = Annotated[
-    str, typer.Option(help="The Ray cluster: HOST:PORT, or this machine's", metavar="HOST:PORT")
+    str, typer.Option(help="Address of the Ray cluster.", metavar="HOST:PORT", show_default=True)
 ]
-Pool = Annotated[str, typer.Option(help="Name of the pool whose workers are meant")]
+Pool = Annotated[str, typer.Option(help="Name of the pool.")]
 
 
-@app.command()
-@with_settings()
+@app.command(cls=SettingsCommand)
 def start(
-    settings: dict[str, Any],
-    workers: Annotated[int, typer.Option(min=1, help="How many, each a node of its own")] = 1,
+    context: typer.Context,
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers, one node each.")] = 1,
     cpus_per_worker: Annotated[
-        float, typer.Option(min=0.0, help="Cores that Ray sets aside for each")
+        float, typer.Option(min=0.0, help="Cores that Ray reserves for each worker.")
     ] = 1.0,
     gpus_per_worker: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="GPUs likewise: 1, a share of one, or none")
+        float,
+        typer.Option(min=0.0, max=1.0, help="GPUs that Ray reserves for each: 1, a share, or 0."),
     ] = 0.0,
     max_restarts: Annotated[
-        int, typer.Option(min=-1, help="How often Ray restarts each; -1 is for ever")
+        int, typer.Option(min=-1, help="How often Ray restarts a worker; -1 is without limit.")
     ] = -1,
     address: Address = "auto",
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return once all have joined; `ray stop` ends them")
+        bool,
+        typer.Option("--detach", help="Return once all have joined; `ray stop` stops them."),
     ] = False,
 ) -> None:
     """Start workers that join a pool, and drain them on Ctrl-C or SIGTERM."""
     from draftgate.gateway.launch.messages import Need
 
-    given = config_from(settings)
+    given = config_from(context)
     need = Need(cpus_per_worker, gpus_per_worker, max_restarts, detach)
-    _within(address, lambda: _start(given, workers, need))
+    _run(address, lambda: _start(given, workers, need))
 
 
 @app.command()
 def status(address: Address = "auto", pool: Pool = "default") -> None:
-    """Say which worker is where, and whether it has joined; exits with 1 if one has not."""
+    """Show each worker's machine and state; the exit status is 1 if one has not joined."""
     from draftgate.gateway.launch.launcher import look
 
-    _within(address, lambda: look(_found(pool), _show))
+    _run(address, lambda: look(_actors(pool), typer.echo))
 
 
 @app.command()
 def stop(address: Address = "auto", pool: Pool = "default") -> None:
-    """Drain the workers of a pool, and end them; Ctrl-C waits for their streams no longer."""
+    """Drain and stop the workers of a pool; Ctrl-C stops without waiting for open streams."""
     from draftgate.gateway.launch.launcher import stop as stop_all
 
-    _within(address, lambda: stop_all(_found(pool), _show))
+    _run(address, lambda: stop_all(_actors(pool), typer.echo))
 
 
 async def _start(given: EffectiveConfig, workers: int, need: Any) -> bool:
@@ -77,45 +74,38 @@ async def _start(given: EffectiveConfig, workers: int, need: Any) -> bool:
     first = max(cluster.found(given.config.pool), default=-1) + 1
     numbers = range(first, first + workers)
     orders = orders_of(given, numbers, need.cpus, os.environ)
-    return await launch(cluster.start(orders, need), _show, detached=need.detached)
+    return await launch(cluster.start(orders, need), typer.echo, detached=need.detached)
 
 
-def _found(pool: str) -> list[Any]:
+def _actors(pool: str) -> list[Any]:
     actors = list(_cluster().found(pool).values())
     if not actors:
-        _fail(f"the pool {pool!r} has no workers in this Ray cluster")
+        fail(f"the pool {pool!r} has no workers in this Ray cluster")
     return actors
 
 
-def _within(address: str, work: Callable[[], Coroutine[Any, Any, bool]]) -> None:
-    """Do something with a Ray cluster; exit with 1 if it did not go well."""
+def _run(address: str, work: Callable[[], Coroutine[Any, Any, bool]]) -> None:
+    """Work with a Ray cluster; exit with status 1 if the work reports a failure."""
     cluster = _cluster()
     try:
         cluster.connect(address)
-        fine = asyncio.run(work())
+        succeeded = asyncio.run(work())
+    except ConfigError as error:
+        fail(error, BAD_USAGE)
     except (cluster.NoCluster, cluster.NameTaken) as error:
-        _fail(str(error))
+        fail(error)
     finally:
         cluster.disconnect()
-    if not fine:
-        sys.exit(FAILED)
+    if not succeeded:
+        raise typer.Exit(FAILED)
 
 
 def _cluster() -> ModuleType:
-    """Return the module that speaks with Ray, if Ray is there."""
+    """Return the module that uses Ray, if Ray is installed."""
     try:
         from draftgate.gateway.launch import cluster
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        _fail("Ray is not installed: pip install 'draftgate[ray]'")
+        fail("Ray is not installed: pip install 'draftgate[ray]'")
     return cluster
-
-
-def _fail(reason: str) -> NoReturn:
-    typer.echo(f"draftgate: {reason}", err=True)
-    sys.exit(FAILED)
-
-
-def _show(line: str) -> None:
-    typer.echo(line)

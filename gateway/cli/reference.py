@@ -1,9 +1,9 @@
-"""Pages of the documentation that are made from declarations.
+"""The reference pages that are generated from declarations.
 
-    python -m gateway.cli.reference docs/reference
+    python -m draftgate.gateway.cli.reference docs/reference
 
-writes `settings.md` and `metrics.md` into that folder (`make docs`). A test holds the pages of the
-repository to what this writes.
+writes `settings.md` and `metrics.md` into that folder (`make docs`). A test compares the committed
+pages with the generated ones.
 """
 
 from __future__ import annotations
@@ -15,36 +15,42 @@ from typing import Final
 
 from draftgate.gateway.cli.options import metavar, shown_default
 from draftgate.gateway.config import Setting, settings
+from draftgate.gateway.config.schema import PANELS
 from draftgate.gateway.telemetry.metric_definitions import METRICS, MetricDefinition
 from draftgate.gateway.telemetry.metrics import shown_name
 
 _SETTINGS = """\
 # Settings
 
-Each is a flag, a variable and a key of a YAML file (`--config FILE` or `DRAFTGATE_CONFIG`); a flag
-wins over the variable, that over the file, that over the default. Keys and `DRAFTGATE_*` variables
-that do not exist are refused. `draftgate config show` tells what is in force and where it comes
-from, with `--json` for programs; what is secret is masked.
+Each setting is an option of `draftgate serve`, an environment variable, and a key of a YAML file,
+which `--config FILE` or `DRAFTGATE_CONFIG` names. An option overrides the variable, the variable
+overrides the file, and the file overrides the default. Unknown keys and `DRAFTGATE_*` variables are
+errors. `draftgate config show` prints the effective values and their origins (`--json` for
+programs); secrets are masked.
 
-A list is the flag again and again, a list in YAML, or one text with commas between its entries.
-Sizes take units (`512MiB`, `2GB`).
-
+A list is a repeated option, a list in YAML, or one text with commas. Sizes take units (`512MiB`,
+`2GB`).
 """
 
 
 def settings_page(all_settings: Sequence[Setting]) -> str:
     """Return the page about settings, in Markdown."""
-    rows = [
-        (
-            f"`{setting.flag}`",
-            "" if setting.type is bool else _code(metavar(setting)),
-            _code(shown_default(setting)),
-            f"`{setting.variable}`",
-            setting.help + ("; secret" if setting.secret else ""),
-        )
-        for setting in all_settings
-    ]
-    return _SETTINGS + _table(("flag", "value", "default", "variable", "what it is"), rows)
+    head = ("option", "value", "default", "variable", "description")
+    sections = []
+    for panel in PANELS:
+        rows = [
+            (
+                f"`{setting.flag}`",
+                "" if setting.type is bool else _code(metavar(setting)),
+                _code(shown_default(setting)),
+                f"`{setting.variable}`",
+                setting.help + (" Secret." if setting.secret else ""),
+            )
+            for setting in all_settings
+            if setting.panel == panel
+        ]
+        sections.append(f"\n## {panel}\n\n{_table(head, rows)}")
+    return _SETTINGS + "".join(sections)
 
 
 _METRICS = """\
@@ -76,7 +82,7 @@ def metrics_page(definitions: Sequence[MetricDefinition]) -> str:
         )
         for metric in definitions
     ]
-    return _METRICS + _table(("name", "kind", "unit", "labels", "what it is", "also as"), rows)
+    return _METRICS + _table(("name", "kind", "unit", "labels", "description", "also as"), rows)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -92,7 +98,7 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "settings.md": lambda: settings_page(settings()),
     "metrics.md": lambda: metrics_page(METRICS),
 }
-"""File name and maker of each page."""
+"""The text of each page, by file name."""
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 
-from draftgate.gateway.config.schema import SERVER_PANELS, ServeConfig
+from draftgate.gateway.config.schema import MODEL_PANELS, ServeConfig
 from draftgate.gateway.config.values import (
     MASK,
     mask_url,
@@ -101,7 +101,7 @@ class Setting:
     @property
     def server(self) -> bool:
         """Whether it concerns the server only, not the model."""
-        return self.panel in SERVER_PANELS
+        return self.panel not in MODEL_PANELS
 
     def public(self, value: Any) -> Any:
         """Return a value with its secrets masked."""

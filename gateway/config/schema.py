@@ -11,9 +11,11 @@ import os
 from typing import Annotated, Any, Final
 
 from draftgate.backends.worker_config import (
+    BATCHING,
     CLUSTER,
     DEVICES,
     MODEL,
+    SIMULATOR,
     SPECULATION,
     UPSTREAMS,
     WorkerConfig,
@@ -27,8 +29,14 @@ QUEUE: Final = "Queueing and routing"
 HTTP: Final = "HTTP and limits"
 OBSERVABILITY: Final = "Observability"
 
-SERVER_PANELS: Final = frozenset({UPSTREAMS, CLUSTER, QUEUE, HTTP, OBSERVABILITY})
-"""Settings that concern the server only, not the model; `draftgate generate` does without them."""
+MODEL_PANELS: Final = (MODEL, SPECULATION, BATCHING, DEVICES, SIMULATOR)
+"""The panels of settings that `draftgate generate` takes too; all others concern the server."""
+
+PANELS: Final = (
+    *(MODEL, HTTP, SPECULATION, BATCHING, QUEUE, DEVICES, CLUSTER, UPSTREAMS, OBSERVABILITY),
+    SIMULATOR,
+)
+"""All panels, in the order of help pages."""
 
 
 class ServeConfig(WorkerSettings, frozen=True, kw_only=True):

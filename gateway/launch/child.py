@@ -21,7 +21,7 @@ import msgspec
 import uvloop
 
 from draftgate.gateway.app import Listening, NodeFailed, StartError, serve
-from draftgate.gateway.cli.loading import loading_shown, stderr
+from draftgate.gateway.cli.loading import loading_shown
 from draftgate.gateway.cluster.access import peer_access
 from draftgate.gateway.config import ServeConfig
 from draftgate.gateway.launch.messages import Notice, Order
@@ -68,7 +68,7 @@ def _run(order: Order, notices: _NoticeWriter) -> None:
         def on_ready(where: Listening) -> None:
             watching.add(asyncio.create_task(_report(where, notices)))
 
-        runner.run(serve(config, lambda fleet: loading_shown(fleet, config, stderr()), on_ready))
+        runner.run(serve(config, lambda fleet: loading_shown(fleet, config), on_ready))
 
 
 def _check_reachable(config: ServeConfig) -> None:

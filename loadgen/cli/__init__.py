@@ -7,29 +7,28 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import typer
-from typer.core import TyperGroup
-
 from draftgate.loadgen.cli import calibrate, compare, run, search, sweep
 from draftgate.loadgen.cli.flags import with_groups
+from draftgate.loadgen.help_pages import HelpGroup, PlainTyper
 
 
-class UrlFirst(TyperGroup):
-    """Without the name of a command, what is said is said to `run`."""
+class UrlFirst(HelpGroup):
+    """A group in which `run` is the default command, so that a URL may come first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, "--help"}:
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)
+        self.commands["run"].format_options(ctx, formatter)
 
-app = typer.Typer(
+
+app = PlainTyper(
+    "Send load to a server, and check and measure every stream.",
     cls=UrlFirst,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    help="Send load to a server: give its URL. `run --help` lists the flags.",
+    subcommand_metavar="URL | COMMAND [ARGS]...",
 )
 
 COMMANDS: Final = (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
 
@@ -20,7 +21,7 @@ from draftgate.loadgen.workloads import WORKLOADS
 
 R = TypeVar("R")
 
-Url = Annotated[str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.")]
+Url = Annotated[str, typer.Argument(help="The server, e.g. http://127.0.0.1:8000.", metavar="URL")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 Processes = Annotated[
     int, typer.Option(min=1, help="How many processes send, if one does not keep up.")
@@ -65,6 +66,8 @@ As = Annotated[
 class Output:
     """Where runs' figures go beside the terminal, and in whose words they are said."""
 
+    panel: ClassVar[str] = "Results"
+
     json_out: JsonOut = None
     html_out: HtmlOut = None
     dialect: As = None
@@ -73,6 +76,8 @@ class Output:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
     """What to ask, and what is promised."""
+
+    panel: ClassVar[str] = "Requests"
 
     workload: Annotated[str | None, typer.Option(help=f"What to ask: {', '.join(WORKLOADS)}.")] = (
         None
@@ -131,6 +136,8 @@ class Questions:
 class Sending:
     """How questions are sent: in an open loop, or in a closed one."""
 
+    panel: ClassVar[str] = "Arrival"
+
     arrival: Annotated[
         str | None,
         typer.Option(
@@ -172,6 +179,8 @@ class Sending:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """Whom to ask there, and how long to wait."""
+
+    panel: ClassVar[str] = "Server"
 
     model: Annotated[str, typer.Option(help="Default: the first the server lists.")] = ""
     api_key: Annotated[
@@ -216,7 +225,14 @@ def _spread(group: type[Any]) -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
+            annotation=_under(group.panel, hints[field.name]),
         )
         for field in fields(group)
     ]
+
+
+def _under(panel: str, hint: Any) -> Any:
+    """Return an option listed under a heading of the help page; several commands may share it."""
+    info = copy(hint.__metadata__[0])
+    info.rich_help_panel = panel
+    return Annotated[hint.__origin__, info]

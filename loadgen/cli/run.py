@@ -24,10 +24,20 @@ def run(
     server: Server,
     output: Output,
     verify_lossless: Annotated[
-        int, typer.Option(min=0, help="Ask so many again without speculation, and compare.")
+        int,
+        typer.Option(
+            min=0,
+            help="Send this many requests again without speculation, and compare the texts.",
+            rich_help_panel="Results",
+        ),
     ] = 0,
     events_out: Annotated[
-        Path | None, typer.Option("--events", help="Write the run's events (JSON lines) here.")
+        Path | None,
+        typer.Option(
+            "--events",
+            help="Write the run's events to this JSON lines file.",
+            rich_help_panel="Results",
+        ),
     ] = None,
 ) -> None:
     """Send load and check every stream.

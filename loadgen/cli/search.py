@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import aiohttp
 import typer
@@ -23,6 +23,8 @@ ONLY_A_BOUND: Final = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """What is looked for, and from where."""
+
+    panel: ClassVar[str] = "Search"
 
     share: Annotated[
         float, typer.Option(help=f"Of requests in time: {', '.join(map(str, SHARES))}.")

@@ -8,10 +8,13 @@ import sys
 from typing import Annotated
 
 import pytest
+import typer
 from msgspec import Meta
+from typer.testing import CliRunner
 
-from draftgate.gateway.cli.options import config_from, with_settings
+from draftgate.gateway.cli.options import SettingsCommand, config_from
 from draftgate.gateway.config import Setting
+from draftgate.gateway.config.schema import PANELS
 
 COMMAND = [sys.executable, "-m", "draftgate"]
 
@@ -26,12 +29,13 @@ def draftgate(*arguments: str, env: dict[str, str] | None = None) -> subprocess.
     )
 
 
-def test_help_lists_the_commands_without_torch() -> None:
-    """`--help` is quick: it loads neither torch nor the HTTP server."""
+def test_help_lists_the_commands_without_slow_imports() -> None:
+    """`--help` is quick: it loads no numerics, no HTTP library and no terminal library."""
     script = (
         "import sys\nfrom draftgate.gateway.cli import app\n"
         "app(['--help'], standalone_mode=False)\n"
-        "print(sorted({'torch', 'aiohttp', 'opentelemetry', 'rich'} & set(sys.modules) - {'rich'}))"
+        "slow = {'torch', 'numpy', 'aiohttp', 'httpx', 'opentelemetry', 'redis', 'tokenizers'}\n"
+        "print(sorted((slow | {'jinja2', 'rich', 'yaml'}) & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
@@ -39,6 +43,69 @@ def test_help_lists_the_commands_without_torch() -> None:
     for command in ("serve", "generate", "bench", "collect-env", "config", "--version"):
         assert command in done.stdout
     assert done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("serve",), ("generate",), ("load",), ("bench",), ("ray", "start"), ("config", "show")],
+    ids=" ".join,
+)
+def test_help_fits_80_columns_of_ascii(arguments: tuple[str, ...]) -> None:
+    """Each help page is readable in a small terminal of any locale."""
+    done = draftgate(*arguments, "--help", env={"COLUMNS": "80"})
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_serve_help_groups_settings_in_panels() -> None:
+    """Headings divide the settings, and no switch is a double negative."""
+    shown = draftgate("serve", "--help").stdout
+    for panel in PANELS:
+        assert f"\n{panel}:\n" in shown
+    assert "--no-worker / --worker" in shown
+    assert "--no-no-" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (("load",), ("--rate", "--verify-lossless", "--html", "compare")),
+        (("load", "search"), ("--share", "--slo-ttft-ms")),
+        (("bench",), ("engine", "tool-comparison")),
+        (("bench", "host"), ("--json",)),
+    ],
+    ids=" ".join,
+)
+def test_help_of_a_nested_command_lists_its_flags(
+    arguments: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    """Commands with a parser of their own show its flags, not those of the outer command."""
+    done = draftgate(*arguments, "--help")
+    assert done.returncode == 0
+    assert all(flag in done.stdout for flag in flags)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("serve", "--help"),
+        ("collect-env",),
+        ("config", "show"),
+        ("generate", "caf\u00e9 \u2192", "--backend", "sim", "--max-tokens", "9"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_work_in_a_locale_without_unicode(arguments: tuple[str, ...]) -> None:
+    """Under an ASCII locale, other characters are escaped and arguments stay UTF-8."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = draftgate(*arguments, env=ascii_only)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+    assert done.stdout.isascii()
+    if arguments[0] == "generate":
+        plain = draftgate(*arguments).stdout
+        assert done.stdout == plain.encode("ascii", "backslashreplace").decode()
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:
@@ -126,9 +193,6 @@ def test_a_mistyped_flag_or_command_gets_a_suggestion() -> None:
 
 def test_a_list_flag_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each `--peers` adds an entry; without one, environment and file decide."""
-    import typer
-    from typer.testing import CliRunner
-
     peers = Setting("peers", Annotated[tuple[str, ...], Meta()], (), "x", kind="list")
     monkeypatch.setattr("draftgate.gateway.cli.options.settings", lambda: (peers,))
     seen: list[object] = []
@@ -138,10 +202,9 @@ def test_a_list_flag_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     app = typer.Typer()
 
-    @app.command()
-    @with_settings()
-    def look(settings: dict[str, object]) -> None:
-        config_from(settings)
+    @app.command(cls=SettingsCommand)
+    def look(context: typer.Context) -> None:
+        config_from(context)
 
     for arguments in (["--peers", "a,b", "--peers", "c"], []):
         result = CliRunner().invoke(app, arguments)

@@ -9,7 +9,7 @@ import pytest
 from msgspec import Meta
 
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.configuration import as_json_text, as_lines
+from draftgate.gateway.cli.options import config_as_json, config_as_text
 from draftgate.gateway.cli.reference import PAGES
 from draftgate.gateway.config import ConfigError, ServeConfig, Setting, effective_config, settings
 
@@ -311,7 +311,7 @@ def test_the_stores_password_is_never_shown(address: str, shown: str) -> None:
     """The rest of its address is, in lines and in JSON."""
     effective = effective_config({"join": address}, {})
     assert effective.config.join == address
-    for told in (as_lines(effective), as_json_text(effective)):
+    for told in (config_as_text(effective), config_as_json(effective)):
         assert shown in told
         assert "hush" not in told
 

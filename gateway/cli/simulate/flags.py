@@ -74,7 +74,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         Path | None, typer.Option("--html", callback=_check_plotly, help="Write a page here")
     ] = None,
 ) -> None:
-    """Run a load through dispatcher and schedulers in virtual time, under one or more policies."""
+    """Run a load through dispatcher and schedulers in virtual time, for one or more policies."""
     from draftgate.backends.worker_config import WorkerConfig
     from draftgate.gateway.cli.simulate.command import Output, run_simulate
     from draftgate.gateway.cli.simulate.experiment import Setup
