@@ -1,1 +1,1 @@
-"""The simulator: the worker's own scheduler against a cost model. Never imports torch."""
+"""The simulator: the production scheduler on a model of a device. Never imports torch."""

@@ -1,26 +1,41 @@
-"""How good simulated drafts are: at a constant chance, or as recorded."""
+"""Which simulated drafts are accepted: with a constant probability, or as recorded.
+
+A recording holds, for each position of real texts, what every proposer would have drafted. It is an
+`acceptance/1` file, made by `bench.engine.acceptance` from held-out texts of the shipped model.
+Where a text repeats itself, one right draft follows another, so replayed acceptance is
+autocorrelated like the real one. Independent draws would make drafts pay more than they do.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
 
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.sim.recording import Recording, Text
-from draftgate.backends.sim.truth import Truth
+from draftgate.backends.sim.tokens import SimulatedTokens
 
-TASK_ENDS: Final = "/"
-"""In a request's id: what stands before it is the task whose records are replayed."""
+SHIPPED: Final = Path(__file__).parent / "recordings" / "shipped.json"
+
+TASK_SEPARATOR: Final = "/"
+"""In a request id, ends the name of the task whose recorded texts are replayed."""
+
+DIGITS: Final = {digit: length for length, digit in enumerate("0123456789abcdefg")}
+"""Encodes a length of 0 to 16 tokens as one character."""
 
 
 class Guess(NamedTuple):
-    """What a proposer has for a sequence.
+    """A proposer's draft for a position.
 
     Attributes:
         evidence: on the proposer's own scale.
-        proposed: tokens; 0 where it has nothing to propose.
-        agreed: how many of them, from the first on, are right.
+        proposed: number of tokens; 0 if it has no proposal.
+        agreed: how many of them, counted from the first, are right.
     """
 
     evidence: int
@@ -28,14 +43,11 @@ class Guess(NamedTuple):
     agreed: int
 
 
-NOTHING: Final = Guess(0, 0, 0)
-
-
 class Acceptance(Protocol):
     """Knows which drafts will be accepted. A guess depends on its position alone."""
 
     def guess(self, proposer: str, sequence: Sequence, most: int) -> Guess:
-        """Return what the proposer has behind the sequence's last token: up to `most` tokens."""
+        """Return the proposer's draft of up to `most` tokens after the sequence's last token."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -44,40 +56,39 @@ class Acceptance(Protocol):
 
 
 class ConstantAcceptance:
-    """Each token is right with one chance, whatever stands before it: the geometric law."""
+    """Each token is right with the same probability: lengths are geometrically distributed."""
 
-    def __init__(self, truth: Truth, chance: float) -> None:
-        """Take the uniforms of `truth`.
+    def __init__(self, tokens: SimulatedTokens, chance: float) -> None:
+        """Take the random numbers of `tokens`.
 
         Raises:
-            ValueError: the chance is no probability.
+            ValueError: the chance is not a probability.
         """
         if not 0.0 <= chance <= 1.0:
             raise ValueError(f"sim_acceptance must be between 0 and 1, not {chance}")
-        self._truth = truth
+        self._tokens = tokens
         self._chance = chance
 
     def guess(self, proposer: str, sequence: Sequence, most: int) -> Guess:
         """See `Acceptance`."""
-        uniforms = self._truth.uniforms(sequence, len(sequence.token_ids), most)
+        uniforms = self._tokens.uniforms(sequence, len(sequence.token_ids), most)
         agreed = sum(1 for _ in takewhile(lambda uniform: uniform < self._chance, uniforms))
         return Guess(1, most, agreed)
 
     def forget(self, sequence: Sequence) -> None:
-        """Keep nothing."""
+        """Do nothing: there is no state."""
 
 
 class ReplayedAcceptance:
-    """Each sequence follows a recorded text, from a random place on and round again.
+    """Each sequence follows a recorded text, from a random position on and around its end.
 
-    The request's id begins with the task, `TASK_ENDS` behind it; which text it is, and where in it
-    the sequence begins, follow from the request's seed and choice. So they are the same on every
-    worker and under every policy.
+    The request id begins with the task and `TASK_SEPARATOR`. The seed and the choice select the
+    text and the position, so they are the same on every worker and under every policy.
     """
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._places: dict[int, tuple[Text, int]] = {}  # by sequence key: text, first position
+        self._places: dict[int, tuple[Text, int]] = {}  # text and first position, by sequence key
 
     def guess(self, proposer: str, sequence: Sequence, most: int) -> Guess:
         """See `Acceptance`."""
@@ -87,7 +98,7 @@ class ReplayedAcceptance:
         text, first = place
         drafts = text.drafts.get(proposer)
         if drafts is None:  # it was not recorded with such texts
-            return NOTHING
+            return Guess(0, 0, 0)
         at = (first + sequence.output_tokens) % text.length
         proposed = min(most, drafts.proposed[at])
         return Guess(drafts.evidence[at], proposed, min(proposed, drafts.agreed[at]))
@@ -98,8 +109,109 @@ class ReplayedAcceptance:
 
     def _chosen(self, sequence: Sequence) -> tuple[Text, int]:
         request = sequence.request
-        task = request.request_id.partition(TASK_ENDS)[0]
+        task = request.request_id.partition(TASK_SEPARATOR)[0]
         texts = self._recording.texts(task, request.sampling.temperature)
         random = Random(f"{request.sampling.seed}/{sequence.choice}")
         text = texts[random.randrange(len(texts))]
         return text, random.randrange(text.length)
+
+
+class _ColumnsFile(msgspec.Struct, frozen=True):
+    evidence: tuple[int, ...]
+    proposed: str
+    agreed: str
+
+
+class _TextFile(msgspec.Struct, frozen=True):
+    task: str
+    temperature: float
+    prompt: int
+    drafts: dict[str, _ColumnsFile]
+
+
+class _RecordingFile(msgspec.Struct, frozen=True):
+    source: str
+    slots: int
+    texts: tuple[_TextFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDrafts:
+    """One proposer's drafts for one text, by position; see `Guess`."""
+
+    evidence: tuple[int, ...]
+    proposed: tuple[int, ...]
+    agreed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A recorded text: its number of positions, and the drafts of each proposer."""
+
+    length: int
+    drafts: dict[str, RecordedDrafts]
+
+
+class Recording:
+    """Recorded texts by task and temperature.
+
+    Attributes:
+        source: how it was made.
+        proposers: the proposers whose drafts it holds.
+    """
+
+    def __init__(self, file: Any) -> None:
+        """Decode the content of a file.
+
+        Raises:
+            ValueError: the columns of a text differ in length, or there are no texts.
+        """
+        self.source: str = file.source
+        self._texts: dict[str, dict[float, list[Text]]] = {}
+        for text in file.texts:
+            drafts = {
+                name: RecordedDrafts(
+                    columns.evidence,
+                    tuple(DIGITS[digit] for digit in columns.proposed),
+                    tuple(DIGITS[digit] for digit in columns.agreed),
+                )
+                for name, columns in text.drafts.items()
+            }
+            lengths = {len(c) for d in drafts.values() for c in (d.evidence, d.proposed, d.agreed)}
+            if len(lengths) != 1:
+                raise ValueError(f"columns of {text.task} {text.prompt} differ in length")
+            by_temperature = self._texts.setdefault(text.task, {})
+            by_temperature.setdefault(text.temperature, []).append(Text(lengths.pop(), drafts))
+        if not self._texts:
+            raise ValueError("the recording has no texts")
+        self.proposers: tuple[str, ...] = tuple(sorted({p for t in file.texts for p in t.drafts}))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The recorded tasks."""
+        return tuple(self._texts)
+
+    def texts(self, task: str, temperature: float) -> list[Text]:
+        """Return the texts of a task with the nearest recorded temperature.
+
+        Raises:
+            ValueError: there is no such task.
+        """
+        if task not in self._texts:
+            raise ValueError(f"no task {task!r} was recorded; expected {', '.join(self._texts)}")
+        by_temperature = self._texts[task]
+        return by_temperature[min(by_temperature, key=lambda one: abs(one - temperature))]
+
+
+@cache
+def load_recording(path: Path = SHIPPED) -> Recording:
+    """Read a recording, by default the shipped one.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a valid `acceptance/1` file.
+    """
+    try:
+        return Recording(msgspec.json.decode(path.read_bytes(), type=_RecordingFile))
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+        raise ValueError(f"damaged recording {path}: {error}") from error

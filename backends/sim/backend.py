@@ -1,4 +1,4 @@
-"""`--backend sim`: the worker's own scheduler, paced by a simulated device."""
+"""`--backend sim`: the production scheduler on a simulated device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator
 
 from msgspec import structs
 
+from draftgate.backends.core.worker import WorkerCore
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.sim.clock import Clock, LoopClock
-from draftgate.backends.sim.executor import SimExecutor
-from draftgate.backends.sim.parts import Builder, StepWorker, serving_parts
+from draftgate.backends.sim.assembly import WorkerBuilder, serving_worker
+from draftgate.backends.sim.model import SimExecutor
+from draftgate.backends.sim.virtual_time import loop_time_s
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, GenerationRequest, ModelCard, Pace
@@ -19,56 +20,53 @@ from draftgate.policies.types import WorkerLoad
 
 
 class SimBackend:
-    """Runs requests on a simulated device. Everything but the forward pass is the real thing."""
+    """Runs requests on a simulated device. Everything but the forward pass is production code."""
 
     recovers = False
 
-    def __init__(
-        self, config: WorkerConfig, clock: Clock | None = None, build: Builder = serving_parts
-    ) -> None:
-        """Configure; nothing is read or built before `start`."""
-        self._config = _one_at_a_time(config) if config.sim_service_ms is not None else config
-        self._clock: Clock = clock or LoopClock()
+    def __init__(self, config: WorkerConfig, build: WorkerBuilder = serving_worker) -> None:
+        """Configure the worker; `start` builds it."""
+        if config.sim_service_ms is not None:  # a single server, as in queueing theory
+            config = structs.replace(config, max_num_seqs=1)
+        self._config = config
         self._build = build
         self._streams = DeltaStreams(self._cancel)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failure: str | None = None
-        self._card: ModelCard
-        self._tokenizer: Tokenizer
-        self._worker: StepWorker
+        self._worker: WorkerCore
         self._executor: SimExecutor
+        self._card: ModelCard
 
     @property
     def card(self) -> ModelCard:
-        """What is served."""
+        """The model that is served."""
         return self._card
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._tokenizer
+        return self._worker.tokenizer
 
     @property
     def failure(self) -> str | None:
-        """Why the backend is broken or stopped, or None while it is well."""
+        """Why the backend failed or stopped; None while it serves."""
         return self._failure
 
     @property
     def progress(self) -> float:
-        """All of it at once."""
+        """0 before `start`, then 1."""
         return float(self._task is not None)
 
     async def start(self) -> None:
-        """Build the worker, and start stepping.
+        """Build the worker and start its steps.
 
         Raises:
-            CheckpointError: there is no tokenizer, or it is damaged.
+            CheckpointError: the tokenizer is missing or damaged.
             ValueError: the profile, the policy or a setting of the simulator is wrong.
         """
-        parts = self._build(self._config, self._clock)
-        self._worker, self._executor = parts.worker, parts.executor
-        self._tokenizer, self._card = parts.tokenizer, parts.card
+        built = self._build(self._config)
+        self._worker, self._executor, self._card = built.worker, built.executor, built.card
         self._task = asyncio.create_task(self._run(), name="sim-worker")
 
     async def stop(self) -> None:
@@ -88,12 +86,12 @@ class SimBackend:
         if self._failure is not None:
             raise BackendFailed(self._failure)
         stream = self._streams.open(request)
-        self._worker.submit(request, self._clock.now_s())
+        self._worker.submit(request, loop_time_s())
         self._wake.set()
         return stream
 
     def set_pace(self, request_id: str, pace: Pace) -> None:
-        """Change how far the worker goes on with a request."""
+        """Change a request's pace."""
         self._worker.set_pace(request_id, pace)
         self._wake.set()
 
@@ -111,28 +109,27 @@ class SimBackend:
     async def _run(self) -> None:
         try:
             await self._step_forever()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the streams must learn of it
+        except Exception as error:  # noqa: BLE001 - the open streams report it
             self._failure = f"{type(error).__name__}: {error}"
             self._streams.fail(self._failure)
 
     async def _step_forever(self) -> None:
-        due_s = self._clock.now_s()
+        worker, executor = self._worker, self._executor
+        due_s = loop_time_s()
         while True:
-            plan = self._worker.plan(self._clock.now_s())
+            plan = worker.plan(loop_time_s())
             if plan is None:
                 self._wake.clear()
                 await self._wake.wait()
-                due_s = self._clock.now_s()
+                due_s = loop_time_s()
                 continue
-            result = self._executor.execute(plan)
-            # Steps follow each other's due time, so timers that fire late do not add up. But no
-            # device makes up for a host that kept it waiting for longer than a step.
-            now_s = self._clock.now_s()
-            due_s = max(due_s, now_s - result.step_s) + self._executor.drafting_s + result.step_s
-            await self._clock.sleep_s(due_s - now_s)
-            self._streams.deliver(self._worker.complete(plan, result, self._clock.now_s()))
+            result = executor.execute(plan)
+            # Each step is due a step time after the last one was due, so late timers do not add
+            # up. But no device makes up for a host that kept it waiting for longer than a step.
+            now_s = loop_time_s()
+            due_s = max(due_s, now_s - result.step_s) + executor.drafting_s + result.step_s
+            await self._sleep(due_s - now_s)
+            self._streams.deliver(worker.complete(plan, result, loop_time_s()))
 
-
-def _one_at_a_time(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration of a single server: a queue in front of one constant service."""
-    return structs.replace(config, max_num_seqs=1)
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

@@ -1,11 +1,11 @@
-"""The oracle: a policy that knows how much of each draft will be accepted. For simulation only.
+"""The oracle: a policy that knows which draft tokens will be accepted. For simulations only.
 
-What it gains over speculating without foresight is the most that better evidence could.
+Its gain over a policy without this knowledge limits what better evidence could gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, cast
 
@@ -13,7 +13,7 @@ from draftgate.backends.core.drafting import Drafting
 from draftgate.backends.core.proposer import DraftOffer, DraftTerms
 from draftgate.backends.core.scheduler import Scheduler
 from draftgate.backends.core.sequence import Sequence as Tokens
-from draftgate.backends.sim.proposer import SimProposer
+from draftgate.backends.sim.model import SimProposer
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.allocation import allocate
 from draftgate.policies.speculation.baselines import Fixed
@@ -24,20 +24,18 @@ NAME: Final = "oracle"
 
 
 class OracleDrafting(Drafting):
-    """Tells survivals of 1 for slots that will be accepted, and leaves out all others."""
+    """Offers only slots that will be accepted, with a survival of 1."""
 
     def offers(self, sequences: Sequence[Tokens], terms: DraftTerms) -> list[DraftOffer]:
-        """Return what can be verified and will be accepted."""
-        return list(self._predicted(super().offers(sequences, terms)))
-
-    def _predicted(self, offers: Iterable[DraftOffer]) -> Iterator[DraftOffer]:
-        for offer in offers:
-            most = offer.candidate.max_draft_tokens
+        """Return the offers, each shortened to the tokens that will be accepted."""
+        known = []
+        for offer in super().offers(sequences, terms):
             proposer = cast(SimProposer, self._proposers[offer.source])
-            agreed = proposer.agreed(offer.sequence, most)
+            agreed = proposer.agreed(offer.sequence, offer.candidate.max_draft_tokens)
             if agreed:
                 candidate = replace(offer.candidate, survivals=(1.0,) * agreed)
-                yield replace(offer.first(agreed), candidate=candidate)
+                known.append(replace(offer.first(agreed), candidate=candidate))
+        return known
 
 
 class OracleScheduler(Scheduler):
@@ -47,20 +45,20 @@ class OracleScheduler(Scheduler):
 
 
 class Oracle:
-    """Gives slots to drafts that will be accepted, as many as maximise the rate (`allocate`).
+    """Allocates slots to tokens that will be accepted, to maximise the rate (`allocate`).
 
-    The costs are what the worker believes: it predicts tokens, not times.
+    It uses the worker's believed costs: it knows tokens in advance, not times.
     """
 
     name = NAME
 
     def decide(self, request: RequestView, load: WorkerLoad) -> SpeculationPlan:
-        """Plan the longest draft: steps decide."""
+        """Plan the longest draft; each step decides how much of it to verify."""
         plan = Fixed(MAX_DRAFT_TOKENS).decide(request, load)
-        return replace(plan, policy=self.name, reason=f"predicted: {plan.reason}")
+        return replace(plan, policy=self.name, reason=f"oracle: {plan.reason}")
 
     def least_survival(self, step: StepView, cost: StepCost) -> float | None:
-        """Ask everybody: what is predicted costs nothing."""
+        """Ask every proposer: the oracle's knowledge costs nothing."""
         del step, cost
         return None
 

@@ -1,10 +1,11 @@
-"""Step costs of a device, from a `profile/1` file (contract)."""
+"""Step costs of a device, from a `profile/1` file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Annotated, Final
 
 import msgspec
@@ -14,17 +15,17 @@ from draftgate.policies.costs.step_cost import StepCost
 PROFILES: Final = Path(__file__).parent / "profiles"
 
 DEFAULT_KV_TOKEN_BYTES: Final = 16384
-"""KV bytes per token where a profile does not say: a model of some 100M parameters in bf16."""
+"""Default KV bytes per token: a model with about 100M parameters in bf16."""
 
 DEFAULT_KV_BYTES: Final = 1 << 30
-"""Memory of the KV cache where a profile does not say: there is nothing to measure."""
+"""Default memory of the KV cache; a file has no device to measure it on."""
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What drafting costs, in the form of a file; the meaning is in `DraftCost`."""
+    """A draft cost as the file has it; see `DraftCost`."""
 
     sequences: tuple[_Count, ...] = (1,)
     depth_s: tuple[_Seconds, ...] = (0.0,)
@@ -32,7 +33,7 @@ class _DraftFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The form of a file; the meaning of each field is in `Profile` and `StepCost`."""
+    """A profile as the file has it; see `Profile` and `StepCost`."""
 
     device: str
     model: str
@@ -50,11 +51,11 @@ class _ProfileFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """What drafting costs with one proposer.
+    """Cost of drafting with one proposer.
 
     Attributes:
-        depths: seconds of drafting one token deeper; its tokens are sequences. 0 for look-ups.
-        call_s: seconds of each step in which it drafts, at any depth: what a look-up takes.
+        depths: seconds per drafted token, by the number of sequences; 0 for lookups.
+        call_s: additional seconds of each step in which it drafts, such as the time of a lookup.
     """
 
     depths: StepCost = field(default_factory=lambda: StepCost((1,), (0.0,)))
@@ -67,16 +68,15 @@ class DraftCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a device needs for a step with a model.
+    """Costs and memory of a device with a model.
 
     Attributes:
-        name: the shipped name, or the file's name without its ending.
+        name: the shipped name, or the file name without its suffix.
         source: where the figures come from.
-        cost: seconds of a step from its tokens, KV tokens, sequences and pairs. The file's
-            `prefill_attention_s` is its `pair_s`.
-        draft: what drafting costs, by proposer.
+        cost: seconds of a step. Its `pair_s` is the file's `prefill_attention_s`.
+        draft: cost of drafting, by proposer.
         kv_token_bytes: KV memory of one token.
-        kv_bytes: memory the device has for the KV cache.
+        kv_bytes: memory of the device's KV cache.
     """
 
     name: str
@@ -96,13 +96,12 @@ def load_profile(name_or_file: str) -> Profile:
     """Read a shipped profile by name, or a file by its path.
 
     Raises:
-        ValueError: no such profile, or it does not have the form of `profile/1`. The message
-            says which file, and what is wrong with it.
+        ValueError: there is no such profile, or the file is not a valid `profile/1`. The message
+            names the file and the error.
     """
     path = _path(name_or_file)
     try:
-        content = path.read_bytes()
-        read = msgspec.json.decode(content, type=_ProfileFile)
+        read = msgspec.json.decode(path.read_bytes(), type=_ProfileFile)
         cost = StepCost(
             read.token_buckets,
             read.step_s,
@@ -111,8 +110,8 @@ def load_profile(name_or_file: str) -> Profile:
             read.prefill_attention_s,
         )
         draft = {
-            name: DraftCost(StepCost(told.sequences, told.depth_s), told.call_s)
-            for name, told in read.draft.items()
+            name: DraftCost(StepCost(one.sequences, one.depth_s), one.call_s)
+            for name, one in read.draft.items()
         }
     except OSError as error:
         raise ValueError(f"cannot read profile {path}: {error.strerror}") from error
@@ -122,25 +121,53 @@ def load_profile(name_or_file: str) -> Profile:
 
 
 def slowed(profile: Profile, times: float) -> Profile:
-    """Return the profile of a device that takes so many times as long for everything."""
+    """Return the profile of a device that takes `times` as long for everything."""
     if times == 1.0:
         return profile
+    return replace(_scaled(profile, lambda: times), name=f"{profile.name} x {times:g}")
+
+
+def misjudged(profile: Profile, error: float, seed: int) -> Profile:
+    """Return what a worker believes at first: every figure too large or too small by a share.
+
+    Each figure has a sign of its own. In a table, the first bucket and the increase over it are off
+    independently.
+
+    Args:
+        error: the share, at least 0 and less than 1.
+        seed: seed of the signs.
+
+    Raises:
+        ValueError: the share is out of range.
+    """
+    if not 0.0 <= error < 1.0:
+        raise ValueError(f"the belief error must be at least 0 and less than 1, not {error}")
+    random = Random(seed)
+    return _scaled(profile, lambda: 1.0 + error * (1 if random.random() < 0.5 else -1))
+
+
+def _scaled(profile: Profile, factor: Callable[[], float]) -> Profile:
+    """Return the profile with each figure multiplied by a factor of its own."""
+
+    def table(steps: tuple[float, ...]) -> tuple[float, ...]:
+        first, rest = factor(), factor()
+        return tuple(steps[0] * first + (step_s - steps[0]) * rest for step_s in steps)
+
+    def cost(true: StepCost) -> StepCost:
+        return StepCost(
+            true.token_buckets,
+            table(true.step_s),
+            true.kv_token_s * factor(),
+            true.sequence_s * factor(),
+            true.pair_s * factor(),
+        )
+
+    scaled = cost(profile.cost)
     draft = {
-        name: DraftCost(_slower(cost.depths, times), cost.call_s * times)
-        for name, cost in profile.draft.items()
+        name: DraftCost(cost(true.depths), true.call_s * factor())
+        for name, true in sorted(profile.draft.items())
     }
-    name = f"{profile.name} x {times:g}"
-    return replace(profile, name=name, cost=_slower(profile.cost, times), draft=draft)
-
-
-def _slower(cost: StepCost, times: float) -> StepCost:
-    return replace(
-        cost,
-        step_s=tuple(seconds * times for seconds in cost.step_s),
-        kv_token_s=cost.kv_token_s * times,
-        sequence_s=cost.sequence_s * times,
-        pair_s=cost.pair_s * times,
-    )
+    return replace(profile, cost=scaled, draft=draft)
 
 
 def _path(name_or_file: str) -> Path:
@@ -150,6 +177,6 @@ def _path(name_or_file: str) -> Path:
     if not path.is_file():
         known = ", ".join(profile_names())
         raise ValueError(
-            f"no profile {name_or_file!r}: it is no file, and the shipped ones are {known}"
+            f"no profile {name_or_file!r}: expected the path of a file or one of {known}"
         )
     return path

@@ -15,8 +15,7 @@ import msgspec
 
 from bench.edge.targets import INSTANT
 from bench.harness.processes import answer_lines
-from draftgate.backends.sim.clock import LoopClock
-from draftgate.backends.sim.parts import serving_parts
+from draftgate.backends.sim.assembly import serving_worker
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -46,9 +45,9 @@ class Alone:
 
     def __init__(self) -> None:
         """Build the worker of `draftgate sim`."""
-        parts = serving_parts(WorkerConfig(profile=str(INSTANT), speculation="off"), LoopClock())
-        self._worker, self._executor = parts.worker, parts.executor
-        self._prompt = compact(parts.tokenizer.encode("Say something."))
+        built = serving_worker(WorkerConfig(profile=str(INSTANT), speculation="off"))
+        self._worker, self._executor = built.worker, built.executor
+        self._prompt = compact(built.worker.tokenizer.encode("Say something."))
         self._numbers = count()
 
     def do(self, work: Work) -> Done:

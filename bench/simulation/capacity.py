@@ -25,10 +25,10 @@ from msgspec import structs
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.lengths import Drawn
 from bench.simulation.search import STEP, grid_rate, highest_place, nearest_place
+from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import Profile, load_profile
-from draftgate.backends.sim.simulated import World
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import METRICS, percentile, values_of
 from draftgate.loadgen.planning.traces import read_trace
@@ -83,7 +83,7 @@ class Setting:
     def point(self, rate_rps: float) -> Point:
         """Simulate a rate."""
         planned = self.drawn.planned(rate_rps, Slo(tpot_s=self.slo_s))
-        cluster = Cluster(self.config, 1, World(self.drawn.seed))
+        cluster = SimulatedCluster(self.config, 1, SimEnvironment(self.drawn.seed))
         return measured(rate_rps, simulate(cluster, planned, to_job=self.drawn.job))
 
 
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "seed": args.seed,
             "max_step_tokens": args.max_step_tokens,
             "max_num_seqs": config.max_num_seqs,
-            "belief_error": World().belief_error,
+            "belief_error": SimEnvironment().belief_error,
             "resolution": STEP - 1.0,
         },
         "capacities": rows,

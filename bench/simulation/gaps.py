@@ -15,10 +15,10 @@ from typing import Any, Final
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.capacity import SLO_CONTEXT, SLO_SEQUENCES, slo_seconds
 from bench.simulation.lengths import Drawn
+from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.simulated import World
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.simulate.cluster import Cluster, simulate
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, simulate
 from draftgate.loadgen.measuring.metrics import chunk_gaps_s, ttft_s
 from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.report.charts import COLOURS, FAILED, Chart
@@ -46,7 +46,7 @@ def records_of(config: WorkerConfig, slo_s: float) -> list[Record]:
         PlannedRequest(one.index, row.at_s, one.request)
         for one, row in zip(drawn.planned(1.0, Slo(tpot_s=slo_s)), drawn.rows, strict=True)
     ]
-    return simulate(Cluster(config, 1, World()), planned, to_job=drawn.job)
+    return simulate(SimulatedCluster(config, 1, SimEnvironment()), planned, to_job=drawn.job)
 
 
 def watched(records: Sequence[Record]) -> list[tuple[float, float]]:

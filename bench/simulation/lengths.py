@@ -12,7 +12,7 @@ from itertools import islice
 from random import Random
 
 from draftgate.backends.token_ids import compact
-from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.planning.arrivals import parse_arrival
 from draftgate.loadgen.planning.traces import TraceRow

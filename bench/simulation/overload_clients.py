@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
+from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.clock import run_virtual
-from draftgate.backends.sim.simulated import World
+from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.assembly import WaitingRules
-from draftgate.gateway.cli.simulate.cluster import Cluster, started
-from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, started
+from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.dispatcher import Dispatcher
 from draftgate.gateway.dispatch.job import Job
@@ -90,16 +90,18 @@ class Overload:
         return run_virtual(self._run(list(plan.requests)))
 
     async def _run(self, planned: Sequence[PlannedRequest]) -> list[Client]:
-        world = World(self.seed)
-        factory = partial(SimBackend, build=world.parts)
+        environment = SimEnvironment(self.seed)
+        factory = partial(SimBackend, build=environment.build_worker)
         rules = WaitingRules(admission=self.admission, bounds=Bounds(timeout_s=math.inf))
-        configs = Cluster(self.config, self.workers, world).configs
+        configs = SimulatedCluster(self.config, self.workers, environment).configs
         async with started(factory, configs, rules) as dispatcher:
             clients = [Client(one, one.at_s or 0.0) for one in planned]
-            await asyncio.gather(*(self._live(dispatcher, one, world) for one in clients))
+            await asyncio.gather(*(self._live(dispatcher, one, environment) for one in clients))
         return clients
 
-    async def _live(self, dispatcher: Dispatcher, client: Client, world: World) -> None:
+    async def _live(
+        self, dispatcher: Dispatcher, client: Client, environment: SimEnvironment
+    ) -> None:
         """Come, and come back when told to, until let in."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(client.arrived_s - loop.time())
@@ -108,7 +110,7 @@ class Overload:
         while len(client.told) < PATIENCE:
             now_s = loop.time()
             try:
-                await self._ask(dispatcher, client, job, world)
+                await self._ask(dispatcher, client, job, environment)
             except TooMany as refusal:
                 if client.told:
                     client.came.append((now_s, False))
@@ -118,7 +120,9 @@ class Overload:
             else:
                 return
 
-    async def _ask(self, dispatcher: Dispatcher, client: Client, job: Job, world: World) -> None:
+    async def _ask(
+        self, dispatcher: Dispatcher, client: Client, job: Job, environment: SimEnvironment
+    ) -> None:
         """Send the request once, and wait for its end if it is let in.
 
         Raises:
@@ -132,6 +136,6 @@ class Overload:
                 client.admitted_s = now_s
                 async for _ in run.deltas:
                     pass
-                came = world.ledger.take(run.requests[0].request_id)
+                came = environment.log.pop(run.requests[0].request_id)
         client.scheduled_s, client.first_s = came.scheduled_s, came.at_s[0]
         client.end_s, client.tokens = came.at_s[-1], sum(came.tokens)

@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.policies_report import body
+from draftgate.backends.sim.acceptance import load_recording
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.recording import load_recording
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.simulate.experiment import Outcome, Setup, run_experiment
-from draftgate.gateway.cli.simulate.results import compared, estimates
+from draftgate.gateway.cli.simulate.report import compared, estimates
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.types import Slo
 

@@ -27,14 +27,14 @@ from msgspec import structs
 from bench.harness.recording import command_line
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.registry import backend_factory
+from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.simulated import World
 from draftgate.backends.token_ids import compact
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli.environment import collect_environment
-from draftgate.gateway.cli.simulate.cluster import Cluster, send, simulate, started
-from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.cli.simulate.cluster import SimulatedCluster, send, simulate, started
+from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.planning.plan import Load, make_plan
@@ -135,8 +135,8 @@ def _simulated(
     planned: list[PlannedRequest],
     to_job: Callable[[PlannedRequest], Job],
 ) -> list[Record]:
-    world = World(seed, belief_error=0.0, roofline=False)
-    return simulate(Cluster(config, 1, world), planned, to_job=to_job)
+    environment = SimEnvironment(seed, belief_error=0.0, roofline=False)
+    return simulate(SimulatedCluster(config, 1, environment), planned, to_job=to_job)
 
 
 def _command(arguments: Sequence[str] | None) -> str:

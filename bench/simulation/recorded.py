@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftgate.backends.token_ids import compact
-from draftgate.gateway.cli.simulate.prompts import job_of
+from draftgate.gateway.cli.simulate.conversion import job_of
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.planning.traces import TraceRow, at_rate
 from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo

@@ -23,10 +23,10 @@ from typing import Any, Final, NamedTuple
 from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.recorded import Recorded
 from bench.simulation.routing_report import body, line
+from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.simulated import World
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
+from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means, differences, estimate
 from draftgate.loadgen.measuring.metrics import (
     METRICS,
@@ -125,10 +125,10 @@ class Study:
         self, routing: str, workers: int, kinds: Sequence[Kind], window: Recorded, rate_rps: float
     ) -> list[Record]:
         planned = window.planned(rate_rps, self.slo, self.seed)
-        rules = replace(EVERYBODY_WAITS, routing=routing)
-        world = World(self.seed, slowness=tuple(kind.slowness for kind in kinds))
+        rules = replace(ADMIT_ALL, routing=routing)
+        environment = SimEnvironment(self.seed, slowness=tuple(kind.slowness for kind in kinds))
         profiles = tuple(kind.profile for kind in kinds)
-        cluster = Cluster(self.config, workers, world, rules, profiles)
+        cluster = SimulatedCluster(self.config, workers, environment, rules, profiles)
         records = simulate(cluster, planned, to_job=window.job)
         gc.collect()  # a cluster that has stopped goes in circles: 90 kB for each of its requests
         return records

@@ -22,7 +22,7 @@ from draftgate.gateway.cli.options import (
     fail,
 )
 from draftgate.gateway.cli.ray import app as ray_app
-from draftgate.gateway.cli.simulate.flags import simulate
+from draftgate.gateway.cli.simulate.command import simulate
 from draftgate.loadgen.help_pages import HelpGroup, PlainTyper
 
 app = PlainTyper(

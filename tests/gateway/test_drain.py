@@ -23,7 +23,7 @@ COMMAND = [
 BODY = {"prompt": "x", "max_tokens": 100, "stream": True}
 
 POISON = """
-from draftgate.backends.sim.executor import SimExecutor
+from draftgate.backends.sim.model import SimExecutor
 execute = SimExecutor.execute
 def breaks(self, plan):
     if any(work.sequence.output_tokens >= 200 for work in plan.work):

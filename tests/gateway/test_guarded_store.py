@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from draftgate.backends.sim.clock import VirtualTimeLoop, run_virtual
+from draftgate.backends.sim.virtual_time import VirtualTimeLoop, run_virtual
 from draftgate.gateway.state.calls import DEADLINE_S, MOST_CALLS, PATIENCE
 from draftgate.gateway.state.guarded import AT_ONCE, GuardedStore
 from draftgate.gateway.state.store import STALE_S, Refusal

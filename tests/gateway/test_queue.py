@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.backends.errors import BackendFailed
-from draftgate.backends.sim.clock import run_virtual
+from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.gateway.dispatch.admission import DEFAULT_BOUNDS, AdmissionController, Ask
 from draftgate.gateway.dispatch.queue import CentralQueue, Waiting
 from draftgate.gateway.dispatch.routing import Router

@@ -14,11 +14,10 @@ from typer.testing import CliRunner
 
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.gateway.cli import app
+from draftgate.gateway.cli.simulate.conversion import COUNTER, RECORDED, token_ids
 from draftgate.gateway.cli.simulate.experiment import Setup, run_experiment
 from draftgate.gateway.cli.simulate.intervals import batch_means, estimate
-from draftgate.gateway.cli.simulate.prompts import COUNTER, RECORDED, token_ids
-from draftgate.gateway.cli.simulate.report import page
-from draftgate.gateway.cli.simulate.results import as_json
+from draftgate.gateway.cli.simulate.report import as_json, page
 from draftgate.loadgen.measuring.metrics import METRICS, ttft_s, values_of
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.types import Slo

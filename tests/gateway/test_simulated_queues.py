@@ -15,31 +15,31 @@ from random import Random
 
 import pytest
 
-from draftgate.backends.sim.service import ServiceDevice, constant_service
-from draftgate.backends.sim.simulated import World
+from draftgate.backends.sim.assembly import SimEnvironment
+from draftgate.backends.sim.device_model import ServiceTimeDevice
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
+from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.types import PlannedRequest, Record, RequestSpec
 
 SERVICE_S = 0.01
 
 
-class ServiceWorld(World):
+class ServiceTimeEnvironment(SimEnvironment):
     """Devices that serve each request for a time of its own."""
 
-    service_s: Callable[[GenerationRequest], float] = staticmethod(constant_service(SERVICE_S))
+    service_s: Callable[[GenerationRequest], float] = staticmethod(lambda _request: SERVICE_S)
 
-    def _device(self, profile, index, clock):
-        return ServiceDevice(type(self).service_s)
+    def _device(self, profile, index):
+        return ServiceTimeDevice(type(self).service_s)
 
 
 def exponential_s(seed: int) -> float:
     return Random(f"service/{seed}").expovariate(1 / SERVICE_S)
 
 
-class ExponentialWorld(ServiceWorld):
+class ExponentialEnvironment(ServiceTimeEnvironment):
     service_s = staticmethod(lambda request: exponential_s(request.sampling.seed))
 
 
@@ -54,7 +54,9 @@ def poisson(count: int, rate: float, seed: int) -> list[float]:
 ROUTINGS = ("least_cost", "least_loaded", "power_of_two", "round_robin")
 
 
-def run(arrivals: list[float], workers: int, routing: str, world: World) -> list[Record]:
+def run(
+    arrivals: list[float], workers: int, routing: str, environment: SimEnvironment
+) -> list[Record]:
     config = WorkerConfig(speculation="off", profile="h100-8b", max_num_seqs=1)
     planned = [
         PlannedRequest(i, at_s, RequestSpec("", (), 1, i)) for i, at_s in enumerate(arrivals)
@@ -63,8 +65,8 @@ def run(arrivals: list[float], workers: int, routing: str, world: World) -> list
     def job(one: PlannedRequest) -> Job:
         return Job(f"completion/{one.index}", ((1,),), SamplingParams(1, one.index), 1)
 
-    rules = replace(EVERYBODY_WAITS, routing=routing)
-    return simulate(Cluster(config, workers, world, rules), planned, to_job=job)
+    rules = replace(ADMIT_ALL, routing=routing)
+    return simulate(SimulatedCluster(config, workers, environment, rules), planned, to_job=job)
 
 
 def waits(records: list[Record], service_s: Callable[[int], float]) -> list[float]:
@@ -101,7 +103,7 @@ def test_one_worker_is_an_mm1_queue() -> None:
     """
     rho, count = 0.6, 8000
     arrivals = poisson(count, rho / SERVICE_S, seed=3)
-    found = waits(run(arrivals, 1, "least_cost", ExponentialWorld()), exponential_s)
+    found = waits(run(arrivals, 1, "least_cost", ExponentialEnvironment()), exponential_s)
     wait = 0.0
     for number, (before, now) in enumerate(pairwise(arrivals)):
         wait = max(0.0, wait + exponential_s(number) - (now - before))
@@ -118,7 +120,7 @@ def test_requests_bound_late_are_one_queue_before_all_workers(workers: int, rout
     Nobody waits behind one worker while another is free, whichever of the free ones is chosen.
     """
     arrivals = poisson(3000, 0.8 * workers / SERVICE_S, seed=workers)
-    found = waits(run(arrivals, workers, routing, ServiceWorld()), lambda _: SERVICE_S)
+    found = waits(run(arrivals, workers, routing, ServiceTimeEnvironment()), lambda _: SERVICE_S)
     assert found == pytest.approx(central_queue(arrivals, workers, SERVICE_S), abs=1e-7)
     assert mean(found) > 0
 
@@ -127,7 +129,9 @@ def test_the_mean_wait_for_several_workers_is_erlangs() -> None:
     """With exponential service the mean wait is that of M/M/c, within 4 standard errors."""
     workers, count, rho = 4, 8000, 0.7
     arrivals = poisson(count, rho * workers / SERVICE_S, seed=11)
-    found = mean(waits(run(arrivals, workers, "least_cost", ExponentialWorld()), exponential_s))
+    found = mean(
+        waits(run(arrivals, workers, "least_cost", ExponentialEnvironment()), exponential_s)
+    )
     central = erlang_c(workers, rho * workers) * SERVICE_S / (workers * (1 - rho))
     assert found == pytest.approx(central, rel=4 * sqrt(4 / (1 - rho) ** 2 / count))
 
@@ -139,7 +143,7 @@ def test_littles_law_holds_for_a_cluster(routing: str) -> None:
     From the deliveries alone: between its arrival and its last token a request is in the system.
     """
     arrivals = poisson(500, 2.4 / SERVICE_S, seed=5)
-    records = run(arrivals, 3, routing, ExponentialWorld())
+    records = run(arrivals, 3, routing, ExponentialEnvironment())
     changes = sorted([(r.scheduled_s, 1) for r in records] + [(r.end_s, -1) for r in records])
     inside, area, before_s = 0, 0.0, 0.0
     for at_s, change in changes:
@@ -155,7 +159,7 @@ def test_littles_law_holds_for_a_cluster(routing: str) -> None:
 def test_work_is_conserved() -> None:
     """A cluster is busy for the sum of the service times, however requests are placed."""
     arrivals = poisson(400, 2.0 / SERVICE_S, seed=9)
-    records = run(arrivals, 3, "least_cost", ExponentialWorld())
+    records = run(arrivals, 3, "least_cost", ExponentialEnvironment())
     served: dict[str, list[tuple[float, float]]] = {}
     for record in records:
         own_s = exponential_s(record.planned.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftgate.loadgen.search.types import Aim, Probe
-from tests.gateway.test_simulated_queues import SERVICE_S, ServiceWorld, poisson
+from tests.gateway.test_simulated_queues import SERVICE_S, ServiceTimeEnvironment, poisson
 from tests.gateway.test_simulated_queues import run as simulated
 from tests.loadgen.md1 import capacity
 from tests.loadgen.md1 import run as search
@@ -19,7 +19,7 @@ def test_a_simulated_worker_has_the_capacity_that_theory_says() -> None:
 
     def answers(probe: Probe):
         at_s = poisson(probe.longest, probe.rate_rps, probe.seed)
-        records = simulated(at_s, 1, "least_cost", ServiceWorld())
+        records = simulated(at_s, 1, "least_cost", ServiceTimeEnvironment())
         return at_s, [record.end_s - record.scheduled_s <= LIMIT_S for record in records]
 
     found = search(Aim(30.0, LIMIT_S), answers).found()

@@ -18,10 +18,10 @@ from msgspec import structs
 
 from draftgate.backends.base import Backend
 from draftgate.backends.core.steps import StepPlan, StepResult
-from draftgate.backends.sim import parts
+from draftgate.backends.sim import assembly
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.clock import Clock, run_virtual
-from draftgate.backends.sim.executor import SimExecutor
+from draftgate.backends.sim.model import SimExecutor
+from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, TokenLogprob
 from draftgate.backends.worker_config import WorkerConfig
@@ -115,8 +115,8 @@ def simulated(
         index = config.device_index
         own = structs.replace(config, profile=(profiles or {}).get(index, config.profile))
 
-        def build(config: WorkerConfig, clock: Clock) -> parts.Parts:
-            made = parts.serving_parts(config, clock)
+        def build(config: WorkerConfig) -> assembly.SimWorker:
+            made = assembly.serving_worker(config)
             executor = TroubledExecutor(made.executor, troubles.get(index, Trouble()))
             return replace(made, executor=executor)
 
@@ -139,8 +139,8 @@ def play(scenario: Coroutine[Any, Any, T]) -> T:
 def quick_starts() -> Iterator[None]:
     """Read the simulator's tokenizer once instead of for each worker."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "Tokenizer", cache(Tokenizer))
-        patch.setattr(parts, "printable_vocabulary", cache(parts.printable_vocabulary))
+        patch.setattr(assembly, "Tokenizer", cache(Tokenizer))
+        patch.setattr(assembly, "printable_vocabulary", cache(assembly.printable_vocabulary))
         yield
 
 

@@ -19,7 +19,7 @@ from draftgate.backends.errors import BackendFailed, CheckpointError, RequestRej
 from draftgate.backends.peer.backend import PeerBackend
 from draftgate.backends.peer.channel import MOST_FRAME_BYTES
 from draftgate.backends.peer.link import Link, PeerRefused
-from draftgate.backends.sim.clock import run_virtual
+from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.testing import collect, make_request
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import Delta, FinishReason, ResumedChoice, SpeculationOutcome

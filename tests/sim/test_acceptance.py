@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from draftgate.backends.sim.acceptance import ReplayedAcceptance
+from draftgate.backends.sim.acceptance import (
+    SHIPPED,
+    RecordedDrafts,
+    ReplayedAcceptance,
+    load_recording,
+)
+from draftgate.backends.sim.assembly import SimEnvironment, proposer_names
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.clock import run_virtual
 from draftgate.backends.sim.profile import load_profile
-from draftgate.backends.sim.recording import SHIPPED, Drafts, load_recording
-from draftgate.backends.sim.simulated import World, proposer_names
+from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -27,14 +31,14 @@ def request(task: str, seed: int, tokens: int, most: int, proposer: str = "ngram
 
 def generated(config: WorkerConfig, asked: GenerationRequest):
     """Return the deliveries and the outcome of a lone request."""
-    world = World(belief_error=0.0)
+    environment = SimEnvironment(belief_error=0.0)
 
     async def main():
-        backend = SimBackend(config, build=world.parts)
+        backend = SimBackend(config, build=environment.build_worker)
         await backend.start()
         *_, last = [delta async for delta in backend.generate(asked)]
         await backend.stop()
-        return world.ledger.take(asked.request_id), last
+        return environment.log.pop(asked.request_id), last
 
     return run_virtual(main())
 
@@ -68,7 +72,7 @@ def test_acceptance_is_autocorrelated_as_it_was_recorded() -> None:
     assert covariance / sum((a - mean) ** 2 for a, _ in pairs) > 0.3
 
 
-def walked(drafts: Drafts, first: int, tokens: int, most: int) -> list[int]:
+def walked(drafts: RecordedDrafts, first: int, tokens: int, most: int) -> list[int]:
     """Return the tokens of each step of a sequence, by walking the record itself."""
     steps, done = [], 1  # the first token comes with the prompt
     while done < tokens:
@@ -117,7 +121,7 @@ def test_an_unknown_task_or_proposer_is_refused() -> None:
         load_recording().texts("poetry", 0.0)
     with pytest.raises(ValueError, match="no proposer 'medusa'"):
         proposer_names("medusa", load_profile("h100-8b"))
-    with pytest.raises(ValueError, match="does not say what 'draft_model' costs"):
+    with pytest.raises(ValueError, match="no cost of drafting with 'draft_model'"):
         proposer_names("ngram,draft_model", load_profile("cpu-demo"))
 
 

@@ -13,8 +13,8 @@ import pytest
 from draftgate.backends.errors import BackendFailed, CheckpointError
 from draftgate.backends.registry import backend_factory
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.clock import LoopClock, run_virtual
 from draftgate.backends.sim.profile import load_profile
+from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.backends.testing import (
     check_backend,
     check_card,
@@ -193,10 +193,10 @@ def test_a_virtual_run_is_repeatable_to_the_instant() -> None:
         log = []
 
         async def client(seed: int) -> None:
-            await LoopClock().sleep_s(seed * 0.7e-3)
+            await asyncio.sleep(seed * 0.7e-3)
             one = make_request(backend, seed=seed, max_tokens=15, speculation=drafting(4))
             async for delta in backend.generate(one):
-                log.append((LoopClock().now_s(), seed, delta.token_ids))  # noqa: PERF401 - in order
+                log.append((loop_time_s(), seed, delta.token_ids))  # noqa: PERF401 - in order
 
         await asyncio.gather(*map(client, range(10)))
         return log
@@ -233,7 +233,7 @@ def test_drafts_that_agree_make_it_faster() -> None:
 
     async def use(backend):
         await collect(backend, make_request(backend, max_tokens=400, speculation=drafting(8)))
-        return LoopClock().now_s()
+        return loop_time_s()
 
     def seconds(speculation: str, acceptance: float) -> float:
         return run_with(WorkerConfig(speculation=speculation, sim_acceptance=acceptance), use)
@@ -246,17 +246,17 @@ def test_drafts_that_agree_make_it_faster() -> None:
 def test_late_timers_do_not_add_up() -> None:
     """Where every sleep ends 0.5 ms late, 100 steps still take 100 steps' time."""
 
-    class LateClock(LoopClock):
-        async def sleep_s(self, seconds: float) -> None:
-            await super().sleep_s(seconds + 0.5e-3 if seconds > 0 else 0.0)
+    class LateBackend(SimBackend):
+        async def _sleep(self, seconds: float) -> None:
+            await super()._sleep(seconds + 0.5e-3 if seconds > 0 else 0.0)
 
     async def main() -> float:
-        backend = SimBackend(WorkerConfig(speculation="off"), LateClock())
+        backend = LateBackend(WorkerConfig(speculation="off"))
         await backend.start()
-        start_s = LoopClock().now_s()
+        start_s = loop_time_s()
         await collect(backend, make_request(backend, max_tokens=100))
         await backend.stop()
-        return LoopClock().now_s() - start_s
+        return loop_time_s() - start_s
 
     step_s = load_profile("cpu-demo").cost.seconds(tokens=1, kv_tokens=50, sequences=1)
     assert run_virtual(main()) == pytest.approx(100 * step_s, rel=0.02)
@@ -302,14 +302,14 @@ def test_a_worker_of_paused_requests_sleeps_until_one_goes_on() -> None:
         alone = [await collect(backend, request) for request in requests]
         requests = [replace(request, request_id=f"{i}") for i, request in enumerate(requests)]
         reading = [asyncio.ensure_future(collect(backend, request)) for request in requests]
-        await LoopClock().sleep_s(5e-3)
+        await asyncio.sleep(5e-3)
         for request in requests:
             backend.set_pace(request.request_id, Pace.PAUSED)
-        await LoopClock().sleep_s(1.0)
+        await asyncio.sleep(1.0)
         planned, plan = [], backend._worker.plan
         backend._worker.plan = lambda now_s: (planned.append(now_s), plan(now_s))[1]
         load = backend.load()
-        await LoopClock().sleep_s(20.0)
+        await asyncio.sleep(20.0)
         assert planned == []
         assert (load.running, load.waiting, load.paused) == (0, 0, 3)
         assert load.kv_blocks_free == load.kv_blocks_total

@@ -10,17 +10,15 @@ import pytest
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
-from draftgate.backends.sim.belief import misjudged
-from draftgate.backends.sim.device import (
+from draftgate.backends.sim.device_model import (
     OVERLAP_LOST,
     SPREAD,
     ProfileDevice,
     Roofline,
     RooflineDevice,
-    Weather,
-    Work,
+    StepNoise,
 )
-from draftgate.backends.sim.profile import load_profile, profile_names
+from draftgate.backends.sim.profile import load_profile, misjudged, profile_names
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
@@ -43,7 +41,7 @@ def test_the_roofline_meets_the_profile_at_its_ends_only(name: str) -> None:
     """It takes what the table says for the fewest and the most tokens, within a tile; between them
     it is another function: off by 3 % somewhere, by less than half everywhere."""
     cost = load_profile(name).cost
-    roofline = Roofline.through(cost)
+    roofline = Roofline.fit(cost)
     first, last = cost.token_buckets[0], cost.token_buckets[-1]
     tile_s = roofline.token_s * roofline.tile_tokens
     assert roofline.seconds(first) == pytest.approx(cost.step_s[0], abs=tile_s)
@@ -58,7 +56,7 @@ def test_a_roofline_has_stairs_and_a_knee() -> None:
     Within a step that is memory-bound a tile costs the share that does not hide, in one that is
     compute-bound all of itself.
     """
-    roofline = Roofline.through(load_profile("h100-8b").cost)
+    roofline = Roofline.fit(load_profile("h100-8b").cost)
     tile = roofline.tile_tokens
     assert roofline.seconds(1) == roofline.seconds(tile) < roofline.seconds(tile + 1)
     ridge = roofline.memory_s / roofline.token_s
@@ -73,10 +71,10 @@ def test_a_roofline_has_stairs_and_a_knee() -> None:
 
 def test_attention_is_charged_for_draft_slots_as_for_prefills() -> None:
     """A token behind the first of its sequence is a pair with each KV token it attends to."""
-    assert Work.of(step(work(100, 1))).pairs == 0
-    assert Work.of(step(work(100, 1, drafts=2))).pairs == 102 + 103
-    assert Work.of(step(work(100, 3))).pairs == 102 + 103
-    both = Work.of(step(work(100, 1, drafts=2), work(0, 4)))
+    assert step(work(100, 1)).size.pairs == 0
+    assert step(work(100, 1, drafts=2)).size.pairs == 102 + 103
+    assert step(work(100, 3)).size.pairs == 102 + 103
+    both = step(work(100, 1, drafts=2), work(0, 4)).size
     assert (both.tokens, both.kv_tokens, both.pairs) == (7, 107, 102 + 103 + 2 + 3 + 4)
     profile = load_profile("h100-8b")
     device = ProfileDevice(profile)
@@ -93,8 +91,8 @@ def test_drafting_takes_its_time_once() -> None:
     device.draft("draft_model", sequences=4, depth=3)
     device.draft("ngram", sequences=4, depth=8)
     expected_s = 3 * profile.draft["draft_model"].depth_s(4) + profile.draft["ngram"].call_s
-    assert device.drafting_s() == pytest.approx(expected_s)
-    assert device.drafting_s() == 0.0
+    assert device.pop_drafting_s() == pytest.approx(expected_s)
+    assert device.pop_drafting_s() == 0.0
 
 
 def test_the_weather_is_of_the_instant_and_of_the_device() -> None:
@@ -102,7 +100,7 @@ def test_the_weather_is_of_the_instant_and_of_the_device() -> None:
     instants = [(n + 0.5) * 1e-3 for n in range(20_000)]
 
     def seen(seed: int, index: int) -> list[float]:
-        weather = Weather(1e-3, seed, index)
+        weather = StepNoise(1e-3, seed, index)
         return [weather.factor(at_s) for at_s in instants]
 
     factors = seen(1, 0)
@@ -110,7 +108,7 @@ def test_the_weather_is_of_the_instant_and_of_the_device() -> None:
     assert pstdev(factors) == pytest.approx(SPREAD, rel=0.05)
     assert factors == seen(1, 0) != seen(1, 1)
     assert factors != seen(2, 0)
-    weather = Weather(1e-3, 1, 0)
+    weather = StepNoise(1e-3, 1, 0)
     steps = [weather.step_s(1e-3, at_s) for at_s in instants]
     stalls = [s - 1e-3 * f for s, f in zip(steps, factors, strict=True)]
     assert 0 < sum(stall > 1e-9 for stall in stalls) < 60
@@ -148,5 +146,5 @@ def test_what_is_believed_is_off_by_the_stated_share(name: str) -> None:
 
 def test_a_belief_cannot_be_off_by_all() -> None:
     """Costs of nothing would make decisions of nothing."""
-    with pytest.raises(ValueError, match="error of what is believed"):
+    with pytest.raises(ValueError, match="belief error"):
         misjudged(load_profile("h100-8b"), 1.0, 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.clock import LoopClock, run_virtual
-from draftgate.backends.sim.simulated import World
+from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, Pace, SamplingParams
 from draftgate.backends.worker_config import WorkerConfig
@@ -24,10 +24,10 @@ def asked(name: str) -> GenerationRequest:
 
 def test_a_paused_request_of_a_simulation_gets_all_of_its_tokens_later() -> None:
     """Nothing comes while it is paused, its neighbour is served meanwhile, and none is lost."""
-    world, slow, fast = World(belief_error=0.0), asked("1"), asked("2")
+    environment, slow, fast = SimEnvironment(belief_error=0.0), asked("1"), asked("2")
 
     async def main() -> None:
-        backend = SimBackend(WorkerConfig(), build=world.parts)
+        backend = SimBackend(WorkerConfig(), build=environment.build_worker)
         await backend.start()
 
         async def read(request: GenerationRequest) -> None:
@@ -36,16 +36,16 @@ def test_a_paused_request_of_a_simulation_gets_all_of_its_tokens_later() -> None
 
         reading = asyncio.gather(read(slow), read(fast))
         await asyncio.sleep(0)
-        while sum(world.ledger.came[slow.request_id].tokens) < TOKENS // 4:
-            await LoopClock().sleep_s(1e-3)
+        while sum(environment.log.deliveries[slow.request_id].tokens) < TOKENS // 4:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(1e-3)
         backend.set_pace(slow.request_id, Pace.PAUSED)
-        await LoopClock().sleep_s(PAUSE_S)
+        await asyncio.sleep(PAUSE_S)
         backend.set_pace(slow.request_id, Pace.SPARING)
         await reading
         await backend.stop()
 
     run_virtual(main())
-    of_slow, of_fast = (world.ledger.take(request.request_id) for request in (slow, fast))
+    of_slow, of_fast = (environment.log.pop(request.request_id) for request in (slow, fast))
     assert sum(of_slow.tokens) == sum(of_fast.tokens) == TOKENS
     assert max(b - a for a, b in zip(of_slow.at_s, of_slow.at_s[1:], strict=False)) > 0.9 * PAUSE_S
     assert of_fast.at_s[-1] < PAUSE_S

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.clock import LoopClock, run_virtual
+from draftgate.backends.sim.virtual_time import loop_time_s, run_virtual
 from draftgate.backends.testing import collect, make_request
 from draftgate.backends.worker_config import WorkerConfig
 
@@ -26,13 +26,13 @@ def sojourn_times(config: WorkerConfig, arrivals: list[float], max_tokens: int =
         samples: list[int] = []
 
         async def client(number: int) -> float:
-            await LoopClock().sleep_s(arrivals[number] - LoopClock().now_s())
+            await asyncio.sleep(arrivals[number] - loop_time_s())
             await collect(backend, make_request(backend, seed=number, max_tokens=max_tokens))
-            return LoopClock().now_s() - arrivals[number]
+            return loop_time_s() - arrivals[number]
 
         async def sampler() -> None:
             while True:
-                await LoopClock().sleep_s(sample_s)
+                await asyncio.sleep(sample_s)
                 samples.append(backend.load().running + backend.load().waiting)
 
         watching = asyncio.create_task(sampler()) if sample_s else None

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftgate.backends.core.prefix_cache import extend_chain
-from draftgate.backends.sim.clock import LoopClock
-from draftgate.backends.sim.parts import BLOCK_TOKENS, Parts, serving_parts
+from draftgate.backends.sim.assembly import BLOCK_TOKENS, SimWorker, serving_worker
 from draftgate.backends.sim.profile import load_profile
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
@@ -50,14 +49,14 @@ def request(name: str, prompt: tuple[int, ...], tokens: int) -> GenerationReques
     return GenerationRequest(name, compact(prompt), params, PLAN, block_hashes=tuple(hashes))
 
 
-def most_calls(parts: Parts, long: GenerationRequest) -> int:
+def most_calls(built: SimWorker, long: GenerationRequest) -> int:
     """The most calls in a turn of a worker from a request's submission to its end."""
-    worker, (_, most) = parts.worker, calls_of(lambda: parts.worker.submit(long, 0.0))
+    worker, (_, most) = built.worker, calls_of(lambda: built.worker.submit(long, 0.0))
 
     def turn() -> bool:
         plan = worker.plan(0.0)
         assert plan is not None
-        result = parts.executor.execute(plan)
+        result = built.executor.execute(plan)
         deltas = worker.complete(plan, result, 0.0)
         return any(name == long.request_id and delta.finish_reason for name, delta in deltas)
 
@@ -76,12 +75,12 @@ def calls_beside_streams(prompt_tokens: int) -> list[int]:
         max_step_tokens=STEP_TOKENS,
         kv_bytes=BLOCK_BYTES * (prompt_tokens // BLOCK_TOKENS + 64),
     )
-    parts = serving_parts(config, LoopClock())
+    built = serving_worker(config)
     for index in range(LIVE):
-        parts.worker.submit(request(f"live-{index}", (index, 1, 2), 1000), 0.0)
+        built.worker.submit(request(f"live-{index}", (index, 1, 2), 1000), 0.0)
     first = tuple(n % 1000 for n in range(prompt_tokens))
     prompts = {"new": first, "known": first, "other": tuple(reversed(first))}
-    return [most_calls(parts, request(name, ids, 2)) for name, ids in prompts.items()]
+    return [most_calls(built, request(name, ids, 2)) for name, ids in prompts.items()]
 
 
 def test_no_turn_takes_longer_for_a_longer_prompt() -> None:

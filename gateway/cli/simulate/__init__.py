@@ -1,4 +1,4 @@
-"""`draftgate simulate`: loadgen's requests through our own dispatcher and schedulers, fast forward.
+"""`draftgate simulate`: loadgen's requests through the production dispatcher, in virtual time.
 
-Of the gateway only the command line may know `loadgen`; it is imported when the command runs.
+Within the gateway only the command line may import `loadgen`, and it does so when the command runs.
 """

@@ -14,15 +14,14 @@ from typing import Final
 from msgspec import structs
 
 from draftgate.backends.errors import RequestRejected
+from draftgate.backends.sim.assembly import SimEnvironment, simulation_policy
 from draftgate.backends.sim.backend import SimBackend
-from draftgate.backends.sim.clock import LoopClock, run_virtual
-from draftgate.backends.sim.simulated import World, simulation_policy
-from draftgate.backends.sim.worker import Deliveries
+from draftgate.backends.sim.textless_worker import Deliveries
+from draftgate.backends.sim.virtual_time import run_virtual
 from draftgate.backends.types import Delta
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.assembly import WaitingRules, build_dispatcher
-from draftgate.gateway.cli.simulate.prompts import job_of
-from draftgate.gateway.cli.simulate.records import record_of, refusal_of
+from draftgate.gateway.assembly import WaitingRules, build_dispatcher, loop_time_s
+from draftgate.gateway.cli.simulate.conversion import job_of, record_of, rejection_of
 from draftgate.gateway.cluster.heartbeat import Heartbeat
 from draftgate.gateway.dispatch.admission import Bounds
 from draftgate.gateway.dispatch.decisions import Decisions
@@ -34,31 +33,31 @@ from draftgate.gateway.lifecycle import Lifecycle, NodeState
 from draftgate.gateway.state.memory import MemoryStore
 from draftgate.loadgen.types import PlannedRequest, Record
 
-EVERYBODY_WAITS: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
-"""What a simulation compares is not who is refused, unless it says so."""
+ADMIT_ALL: Final = WaitingRules(admission="none", bounds=Bounds(timeout_s=math.inf))
+"""By default a simulation compares latencies, so it rejects no request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
-    """What is simulated.
+class SimulatedCluster:
+    """The workers of a simulation and the rules of their dispatcher.
 
     Attributes:
         config: of every worker; the policy is `config.speculation`.
-        workers: how many there are.
-        world: what is true; its ledger must be this cluster's own.
-        rules: who may wait, who is next, and where it goes.
-        profiles: of the workers in turn, in place of `config.profile`; empty keeps that.
+        workers: their number.
+        environment: its log must not be shared with another cluster.
+        rules: the dispatcher's policies.
+        profiles: in place of `config.profile`, for the workers in turn; empty keeps that.
     """
 
     config: WorkerConfig
     workers: int
-    world: World
-    rules: WaitingRules = EVERYBODY_WAITS
+    environment: SimEnvironment
+    rules: WaitingRules = ADMIT_ALL
     profiles: tuple[str, ...] = ()
 
     @property
     def configs(self) -> list[WorkerConfig]:
-        """The workers' configurations."""
+        """The configuration of each worker."""
         profiles = self.profiles or (self.config.profile,)
         return [
             structs.replace(
@@ -69,51 +68,48 @@ class Cluster:
 
 
 def simulate(
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     requests: Iterable[PlannedRequest],
     on_record: Callable[[Record], None] = lambda _record: None,
     to_job: Callable[[PlannedRequest], Job] = job_of,
 ) -> list[Record]:
-    """Return what became of the requests, in order of the plan. Each has an instant `at_s`.
+    """Return the records of the requests in the order of the plan.
+
+    Args:
+        requests: each with an instant `at_s`.
+        on_record: called with each record when its request has ended.
+        to_job: converts a planned request.
 
     Raises:
         ValueError: a setting is wrong.
     """
-    records = run_virtual(_simulate(cluster, requests, on_record, to_job))
-    return sorted(records, key=lambda record: record.planned.index)
+    environment = cluster.environment
 
+    async def run() -> list[Record]:
+        factory = partial(SimBackend, build=environment.build_worker)
+        async with started(factory, cluster.configs, cluster.rules, environment.seed) as dispatcher:
+            return await send(dispatcher, requests, to_job, on_record, environment.log.pop)
 
-async def _simulate(
-    cluster: Cluster,
-    requests: Iterable[PlannedRequest],
-    on_record: Callable[[Record], None],
-    to_job: Callable[[PlannedRequest], Job],
-) -> list[Record]:
-    factory = partial(SimBackend, build=cluster.world.parts)
-    take = cluster.world.ledger.take
-    seed = cluster.world.seed
-    async with started(factory, cluster.configs, cluster.rules, seed) as dispatcher:
-        return await send(dispatcher, requests, to_job, on_record, take)
+    return sorted(run_virtual(run()), key=lambda record: record.planned.index)
 
 
 @asynccontextmanager
 async def started(
     factory: BackendFactory,
     configs: Sequence[WorkerConfig],
-    rules: WaitingRules = EVERYBODY_WAITS,
+    rules: WaitingRules = ADMIT_ALL,
     seed: int = 0,
 ) -> AsyncIterator[Dispatcher]:
-    """Start the workers of a node, as a gateway does; stop them at the end.
+    """Start the workers of a node like a gateway, and stop them at the end.
 
     Args:
-        configs: of each worker; they have one policy.
-        seed: of what is drawn to choose workers.
+        configs: one per worker, all with the same policy.
+        seed: seed of the random choices between workers.
     """
     fleet, lifecycle = Fleet(lambda: factory, configs), Lifecycle()
     await fleet.start_with(factory, "w")
     lifecycle.move_to(NodeState.READY)
-    now_s = asyncio.get_running_loop().time
-    store, decisions = MemoryStore(now_s), Decisions(None, now_s)
+    store, decisions = MemoryStore(loop_time_s), Decisions(None, loop_time_s)
     dispatcher = build_dispatcher(
         fleet,
         store,
@@ -137,62 +133,62 @@ async def send(
     requests: Iterable[PlannedRequest],
     to_job: Callable[[PlannedRequest], Job],
     on_record: Callable[[Record], None] = lambda _record: None,
-    take: Callable[[str], Deliveries] | None = None,
+    pop_deliveries: Callable[[str], Deliveries] | None = None,
 ) -> list[Record]:
-    """Send requests at their instants, from now on, and return what became of them.
+    """Send requests at their instants, counted from now, and return their records.
 
     Args:
-        take: returns what came for a request, where workers keep that; else deltas are timed here.
+        pop_deliveries: returns the deliveries to a request, if the workers log them. Otherwise
+            deltas are timed here.
     """
-    clock, records = LoopClock(), list[Record]()
-    start_s = clock.now_s()
+    records, start_s = list[Record](), loop_time_s()
+    open_requests = set[asyncio.Task[Record]]()
 
-    def over(task: asyncio.Task[Record]) -> None:
+    def done(task: asyncio.Task[Record]) -> None:
         if not task.cancelled() and task.exception() is None:
-            open_requests.discard(task)  # what failed is raised at the end
+            open_requests.discard(task)  # failed tasks stay, and raise in `gather`
             records.append(task.result())
             on_record(task.result())
 
-    open_requests = set[asyncio.Task[Record]]()
     for planned in requests:
         assert planned.at_s is not None
         job = to_job(planned)
-        await clock.sleep_s(start_s + planned.at_s - clock.now_s())
-        task = asyncio.create_task(_ask(dispatcher, planned, job, start_s, take))
+        await asyncio.sleep(start_s + planned.at_s - loop_time_s())
+        task = asyncio.create_task(_run(dispatcher, planned, job, start_s, pop_deliveries))
         open_requests.add(task)
-        task.add_done_callback(over)
+        task.add_done_callback(done)
     await asyncio.gather(*open_requests)
     return records
 
 
-async def _ask(
+async def _run(
     dispatcher: Dispatcher,
     planned: PlannedRequest,
     job: Job,
     start_s: float,
-    take: Callable[[str], Deliveries] | None,
+    pop_deliveries: Callable[[str], Deliveries] | None,
 ) -> Record:
-    """Send a request and wait for its end.
+    """Run a request and return its record.
 
     Raises:
-        BackendFailed: a worker broke.
+        BackendFailed: a worker failed.
     """
     last: Delta | None = None
-    came, now_s = Deliveries(), asyncio.get_running_loop().time
+    deliveries = Deliveries()
     with dispatcher.counted():
         try:
             async with dispatcher.run(job) as run:
                 async for delta in run.deltas:
                     last = delta
-                    if take is None and delta.token_ids:
-                        came.at_s.append(now_s() - start_s)
-                        came.tokens.append(len(delta.token_ids))
+                    if pop_deliveries is None and delta.token_ids:
+                        deliveries.at_s.append(loop_time_s() - start_s)
+                        deliveries.tokens.append(len(delta.token_ids))
         except RequestRejected as error:
-            return refusal_of(planned, 400, str(error))
+            return rejection_of(planned, 400, str(error))
         except TooMany as error:
-            return refusal_of(planned, error.status, str(error))
+            return rejection_of(planned, error.status, str(error))
     assert last is not None
     (placed,) = run.placed
-    if take is not None:
-        came = take(placed.request.request_id)
-    return record_of(planned, placed, last, came)
+    if pop_deliveries is not None:
+        deliveries = pop_deliveries(placed.request.request_id)
+    return record_of(planned, placed, last, deliveries)

@@ -1,74 +1,208 @@
-"""`draftgate simulate`: simulate, show how far it is, print and write results."""
+"""The command `draftgate simulate`: its flags, its progress, and where results go.
+
+Everything heavy is imported when the command runs, so that `draftgate --help` stays quick.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Final
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import typer
 
-from draftgate.gateway.cli.simulate.experiment import Results, Setup, Told, run_experiment
-from draftgate.gateway.cli.simulate.report import page, render
-from draftgate.gateway.cli.simulate.results import as_json
+if TYPE_CHECKING:
+    from rich.console import Console
 
+    from draftgate.gateway.cli.simulate.experiment import OnRecord, Setup
+    from draftgate.loadgen.types import Record
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where results go beside the terminal."""
+BAD_USAGE: Final = 2
 
-    json: Path | None
-    html: Path | None
+PROGRESS_S: Final = 10.0
+"""Seconds between two lines of progress when the output is not a terminal."""
 
 
-def run_simulate(setup: Setup, output: Output) -> None:
-    """Simulate, print the table, and write what was asked for.
+def _check_plotly(page: Path | None) -> Path | None:
+    from draftgate.loadgen.cli.flags import check_plotly
+
+    return check_plotly(page)
+
+
+def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Workload: code, chat, long_document, shared_prefix, mixed, rag"),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay this trace (Azure, Mooncake, BurstGPT or JSONL)")
+    ] = None,
+    arrival: Annotated[
+        str | None,
+        typer.Option(help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S]"),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, for all workers together")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests")] = None,
+    time_scale: Annotated[
+        float | None, typer.Option(help="Replay a trace this many times faster than recorded")
+    ] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="SLO: time to first token")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="SLO: time per output token")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Output tokens of each request")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Temperature of all requests")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices")] = 0,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of seeds, from --seed on")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers, one device each")] = 1,
+    routing: Annotated[
+        str,
+        typer.Option(help="Routing policy: least_cost, least_loaded, prefix_affinity, ..."),
+    ] = "least_cost",
+    speculation: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Speculation policies, separated by commas or repeated, oracle included"
+            " (default: auto)"
+        ),
+    ] = None,
+    batching: Annotated[
+        str, typer.Option(help="Batching policy: slack, fixed:TOKENS, prefill_first, decode_first")
+    ] = "slack",
+    profile: Annotated[str, typer.Option(help="Device profile: a shipped name or a file")] = (
+        "h100-8b"
+    ),
+    proposer: Annotated[
+        str | None, typer.Option(help="Proposer: ngram (default), draft_model, sparse_self")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences of a batch")] = 256,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a step")] = 2048,
+    max_model_len: Annotated[int, typer.Option(min=2, help="Most tokens of a sequence")] = 32768,
+    belief_error: Annotated[
+        float,
+        typer.Option(min=0.0, max=0.99, help="Share by which workers misjudge step costs at first"),
+    ] = 0.3,
+    truth: Annotated[
+        str,
+        typer.Option(help="Device model: roofline (with noise), or profile (exactly as it says)"),
+    ] = "roofline",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here")] = None,
+    html_out: Annotated[
+        Path | None, typer.Option("--html", callback=_check_plotly, help="Write a page here")
+    ] = None,
+) -> None:
+    """Simulate a load under one or more policies: production code in virtual time."""
+    from draftgate.backends.worker_config import WorkerConfig
+    from draftgate.gateway.cli.simulate.experiment import Setup
+    from draftgate.loadgen.planning.plan import Load
+    from draftgate.loadgen.types import Slo
+
+    try:
+        load = Load(
+            workload=workload,
+            trace=trace,
+            arrival=arrival,
+            rate_rps=rate,
+            duration_s=duration,
+            requests=requests,
+            time_scale=time_scale,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            slo=Slo.of_ms(slo_ttft_ms, slo_tpot_ms),
+            seed=seed,
+        )
+        config = WorkerConfig(
+            batching=batching,
+            proposer=proposer,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
+            profile=profile,
+        )
+        named = (name for text in speculation or ["auto"] for name in text.split(","))
+        policies = tuple(filter(None, named))
+        setup = Setup(load, config, policies, workers, routing, repeat, belief_error, truth)
+        _run(setup, json_out, html_out)
+    except (OSError, ValueError) as error:
+        typer.echo(f"draftgate: {error}", err=True)
+        raise typer.Exit(BAD_USAGE) from None
+
+
+def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:
+    """Simulate, print the table, and write the files.
 
     Raises:
-        OSError: a file cannot be used.
+        OSError: a file cannot be read or written.
         ValueError: a setting is wrong.
     """
+    from rich.console import Console
+
+    from draftgate.gateway.cli.simulate.experiment import run_experiment
+    from draftgate.gateway.cli.simulate.report import as_json, page, render
+
     errors = Console(stderr=True)
-    with _shown(errors, setup) as told:
-        results = run_experiment(setup, told)
-    _write(setup, results, output)
+    with _progress(errors, setup) as on_record:
+        results = run_experiment(setup, on_record)
+    if json_out is not None:
+        text = json.dumps(as_json(setup, results), indent=1)
+        json_out.write_text(text + "\n", encoding="utf-8")
+    if html_out is not None:
+        html_out.write_text(page(setup, results), encoding="utf-8")
     Console().print(render(results))
     rate = results.requests / max(results.cpu_s, 1e-9)
     effort = f"{results.requests} requests in {results.cpu_s:.1f} CPU s: {rate:.0f} per CPU second"
     errors.print(effort, highlight=False)
 
 
-def _write(setup: Setup, results: Results, output: Output) -> None:
-    if output.json is not None:
-        text = json.dumps(as_json(setup, results), indent=1)
-        output.json.write_text(text + "\n", encoding="utf-8")
-    if output.html is not None:
-        output.html.write_text(page(setup, results), encoding="utf-8")
-
-
 @contextmanager
-def _shown(console: Console, setup: Setup) -> Iterator[Told]:
-    """Show how many requests have ended, on a terminal; nothing stays of it."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
+def _progress(console: Console, setup: Setup) -> Iterator[OnRecord]:
+    """Show how many requests have ended: bars on a terminal, which vanish, else some lines."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    total = setup.load.longest  # None if only the duration is known
+    of_total = "" if total is None else f" of {total}"
+    runs = [(policy, seed) for seed in setup.seeds for policy in setup.policies]
+    ended = dict.fromkeys(runs, 0)
+    columns = TextColumn("{task.description}", markup=False), BarColumn()
+    lines, printed_s = not console.is_terminal, time.monotonic()
+    bars = Progress(
+        *columns,
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=lines,
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        tasks: dict[tuple[str, int], Any] = {}
+    tasks = {}
 
-        def told(policy: str, seed: int, _record: object) -> None:
-            key = (policy, seed)
-            if key not in tasks:
-                name = policy if setup.repeat == 1 else f"{policy}, seed {seed}"
-                tasks[key] = bar.add_task(name, total=setup.load.longest)
-            bar.advance(tasks[key])
+    def on_record(policy: str, seed: int, _record: Record) -> None:
+        nonlocal printed_s
+        run = policy, seed
+        name = policy if setup.repeat == 1 else f"{policy}, seed {seed}"
+        ended[run] += 1
+        if run not in tasks:
+            tasks[run] = bars.add_task(name, total=total)
+            line = f"run {len(tasks)} of {len(runs)}: {name}"
+        else:
+            line = f"{name}: {ended[run]}{of_total} requests done"
+        bars.advance(tasks[run])
+        if lines and (ended[run] == 1 or time.monotonic() - printed_s >= PROGRESS_S):
+            printed_s = time.monotonic()
+            console.print(line, highlight=False, markup=False)
 
-        yield told
+    with bars:
+        yield on_record

@@ -1,4 +1,4 @@
-"""Policies on the same load, seed after seed, and what each gave."""
+"""Runs several policies on the same load, with one or more seeds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from draftgate.backends.sim.simulated import World
+from draftgate.backends.sim.assembly import SimEnvironment
 from draftgate.backends.worker_config import WorkerConfig
-from draftgate.gateway.cli.simulate.cluster import EVERYBODY_WAITS, Cluster, simulate
+from draftgate.gateway.cli.simulate.cluster import ADMIT_ALL, SimulatedCluster, simulate
 from draftgate.gateway.cli.simulate.intervals import batch_means
 from draftgate.loadgen.measuring.metrics import latency_s, tpot_s, ttft_s
 from draftgate.loadgen.measuring.slo import meets_slo
@@ -23,24 +23,24 @@ from draftgate.loadgen.types import ClientHealth, LoadRun, Record
 from draftgate.policies.registry import routing_policy
 
 NEVER_LATE: Final = ClientHealth(0.0, 0.0, 0.0, 0.0)
-"""The health of a generator whose clock waits for it."""
+"""Health of the load generator: in virtual time it is never late."""
 
 TRUTHS: Final = ("roofline", "profile")
-"""What a simulated device may be."""
+"""The device models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated: one load, one cluster, several policies.
+    """An experiment: one load, one cluster, several policies.
 
     Attributes:
         load: an open loop; `load.seed` is the first seed.
         config: of every worker; its policy is replaced.
-        policies: names, e.g. `fixed:4`.
-        routing: the policy that chooses workers, by name.
-        repeat: how many seeds.
-        belief_error: share by which workers misjudge step costs at first.
-        truth: `roofline`, or `profile` for devices that do just what the profile says.
+        policies: speculation policies by name, e.g. `fixed:4`.
+        routing: the routing policy by name.
+        repeat: number of seeds.
+        belief_error: share by which the workers' step costs are off at first.
+        truth: `roofline`, or `profile` for devices that follow the profile exactly.
     """
 
     load: Load
@@ -53,29 +53,34 @@ class Setup:
     truth: str = "roofline"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be simulated.
+        """Check the settings.
 
         Raises:
-            ValueError: the load is no open loop, a policy is named twice, or a name is unknown.
+            ValueError: the load is not an open loop, a policy is named twice, or a name is unknown.
         """
         routing_policy(self.routing)
         if self.truth not in TRUTHS:
             raise ValueError(f"truth: expected one of {', '.join(TRUTHS)}, not {self.truth!r}")
         if self.load.clients is not None:
-            raise ValueError("a simulation has a schedule: give a rate, or a trace")
+            raise ValueError("a simulation needs a schedule: give a rate or a trace, not clients")
         if len(set(self.policies)) < len(self.policies):
             raise ValueError(f"a policy is named twice: {', '.join(self.policies)}")
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the runs."""
+        return range(self.load.seed, self.load.seed + self.repeat)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a policy gave.
+    """The results of one policy.
 
     Attributes:
-        summaries: `summary/1` by seed.
-        run: that of the first seed, for plots.
-        samples: nearly independent values by figure: means of batches of the one run, or a value
-            for each seed. The same places of two policies belong to the same requests.
+        summaries: a `summary/1` per seed.
+        run: the run with the first seed, for plots.
+        samples: nearly independent values of each figure: the batch means of the only run, or one
+            value per seed. Equal places of two policies belong to the same requests.
     """
 
     policy: str
@@ -93,50 +98,43 @@ class Results:
     cpu_s: float
 
 
-Told = Callable[[str, int, Record], None]
-"""Hears of each record: policy and seed it belongs to."""
+OnRecord = Callable[[str, int, Record], None]
+"""Receives each record with its policy and seed."""
 
 
-def run_experiment(setup: Setup, on_record: Told = lambda _p, _s, _r: None) -> Results:
+def run_experiment(setup: Setup, on_record: OnRecord = lambda _p, _s, _r: None) -> Results:
     """Simulate every policy with every seed.
 
     Raises:
-        OSError: the trace or text cannot be read.
+        OSError: the trace or the text cannot be read.
         ValueError: a setting is wrong.
     """
     rows = () if setup.load.trace is None else read_trace(setup.load.trace)
     outcomes = [Outcome(policy) for policy in setup.policies]
-    began_s = time.process_time()
-    # What a simulation keeps it keeps to its end: no need to look through millions of objects.
+    began_s, requests = time.process_time(), 0
+    # Nothing is freed before the end, so full collections would scan millions of objects in vain.
     with without_full_gc():
-        requests = _simulate_all(setup, outcomes, rows, on_record)
+        for seed in setup.seeds:
+            for outcome in outcomes:
+                run = _run(setup, outcome.policy, seed, rows, on_record)
+                requests += len(run.records)
+                outcome.summaries.append(_without_health(summarize(run)))
+                _add_samples(outcome, run, repeated=setup.repeat > 1)
+                outcome.run = outcome.run or run
     return Results(outcomes, requests, time.process_time() - began_s)
 
 
-def _simulate_all(
-    setup: Setup, outcomes: Sequence[Outcome], rows: Sequence[TraceRow], on_record: Told
-) -> int:
-    """Simulate every policy with every seed; return how many requests that were."""
-    requests = 0
-    for seed in range(setup.load.seed, setup.load.seed + setup.repeat):
-        for outcome in outcomes:
-            run = _run(setup, outcome.policy, seed, rows, on_record)
-            requests += len(run.records)
-            outcome.summaries.append(_without_health(summarize(run)))
-            _sample(outcome, run, repeated=setup.repeat > 1)
-            outcome.run = outcome.run or run
-    return requests
-
-
-def _run(setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], told: Told) -> LoadRun:
-    """Simulate one policy with one seed, on which all that is random depends."""
+def _run(
+    setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], on_record: OnRecord
+) -> LoadRun:
+    """Simulate one policy with one seed, which determines all random choices."""
     load = replace(setup.load, seed=seed)
     config = structs.replace(setup.config, speculation=policy)
     plan = make_plan(load, rows=rows, max_model_len=config.max_model_len, lazily=True)
-    world = World(seed, setup.belief_error, setup.truth == "roofline")
-    rules = replace(EVERYBODY_WAITS, routing=setup.routing)
-    cluster = Cluster(config, setup.workers, world, rules)
-    records = simulate(cluster, plan.requests, lambda record: told(policy, seed, record))
+    environment = SimEnvironment(seed, setup.belief_error, setup.truth == "roofline")
+    rules = replace(ADMIT_ALL, routing=setup.routing)
+    cluster = SimulatedCluster(config, setup.workers, environment, rules)
+    records = simulate(cluster, plan.requests, lambda record: on_record(policy, seed, record))
     return LoadRun(
         {"model": config.profile, "url": "simulated", "policy": policy, "seed": seed},
         records,
@@ -147,43 +145,39 @@ def _run(setup: Setup, policy: str, seed: int, rows: Sequence[TraceRow], told: T
 
 
 def _without_health(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary without what only a real generator has."""
-    told = {"health", "lossless", "invalid_reasons"}
-    kept = {key: value for key, value in summary["details"].items() if key not in told}
+    """Return the summary without the figures of a real load generator."""
+    dropped = {"health", "lossless", "invalid_reasons"}
+    kept = {key: value for key, value in summary["details"].items() if key not in dropped}
     return {**summary, "details": kept}
 
 
-def _sample(outcome: Outcome, run: LoadRun, *, repeated: bool) -> None:
-    """Add a run's values to the samples."""
-    if not repeated:
-        for figure, value in _OF_REQUESTS.items():
-            outcome.samples[figure] = batch_means([value(record) for record in run.records])
-        return
-    for figure in SAMPLED:
-        outcome.samples.setdefault(figure, []).append(_looked_up(outcome.summaries[-1], figure))
-
-
-_OF_REQUESTS: Final[dict[str, Callable[[Record], float | None]]] = {
+_REQUEST_FIGURES: Final[dict[str, Callable[[Record], float | None]]] = {
     "latency_s.mean": lambda record: latency_s(record) if record.chunks else None,
     "ttft_s.mean": ttft_s,
     "tpot_s.mean": tpot_s,
     "attainment": lambda record: float(meets_slo(record)),
 }
+"""Means over requests, which get intervals from the batches of a single run."""
 
-SAMPLED: Final = (
-    *_OF_REQUESTS,
+_SEED_FIGURES: Final = (
+    *_REQUEST_FIGURES,
     "latency_s.p99",
     "ttft_s.p99",
     "tpot_s.p99",
     "goodput_rps",
     "accepted_tokens_per_s",
 )
-"""Figures of a summary that get intervals where there are several seeds; of one run the first four,
-which are means over requests."""
+"""Figures of a summary, which get intervals from several seeds."""
 
 
-def _looked_up(summary: dict[str, Any], figure: str) -> float | None:
-    value: Any = summary
-    for name in figure.split("."):
-        value = None if value is None else value[name]
-    return None if value is None else float(value)
+def _add_samples(outcome: Outcome, run: LoadRun, *, repeated: bool) -> None:
+    if not repeated:
+        for figure, value in _REQUEST_FIGURES.items():
+            outcome.samples[figure] = batch_means([value(record) for record in run.records])
+        return
+    for figure in _SEED_FIGURES:
+        value_or_none: Any = outcome.summaries[-1]
+        for name in figure.split("."):
+            value_or_none = None if value_or_none is None else value_or_none[name]
+        sample = None if value_or_none is None else float(value_or_none)
+        outcome.samples.setdefault(figure, []).append(sample)

@@ -1,4 +1,8 @@
-"""Results for people: a table on the terminal, a page with loadgen's plots."""
+"""The results as JSON, as a table on the terminal, and as a page with plots.
+
+The JSON has a `summary/1` for each policy, intervals, differences, and the settings. It depends on
+neither the machine nor the time: the same command gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,15 @@ from dataclasses import replace
 from html import escape
 from typing import Any, Final
 
+from msgspec import to_builtins
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from draftgate import __version__
+from draftgate.backends.sim.acceptance import load_recording
+from draftgate.backends.sim.profile import load_profile
 from draftgate.gateway.cli.simulate.experiment import Outcome, Results, Setup
-from draftgate.gateway.cli.simulate.intervals import differences, estimate, known
-from draftgate.gateway.cli.simulate.results import mean_summary, settings_of
+from draftgate.gateway.cli.simulate.intervals import Estimate, differences, estimate, known
 from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.measuring.speculation import total_speculation
 from draftgate.loadgen.report.charts import Chart, ChartSeries, distribution_chart
@@ -29,28 +36,120 @@ from draftgate.loadgen.report.html import (
 from draftgate.loadgen.report.time_charts import load_chart
 from draftgate.loadgen.types import LoadRun
 
+MEANS: Final = ("goodput_rps", "attainment", "accepted_tokens_per_s")
+DISTRIBUTIONS: Final = ("ttft_s", "tpot_s", "latency_s")
+
 HEAD: Final = (
     "policy",
-    "latency",
-    "p99",
+    "latency mean",
+    "latency p99",
     "TTFT p99",
-    "TPOT",
-    "tokens/s",
-    "promised",
-    "vs first",
+    "TPOT mean",
+    "tokens /s",
+    "SLO met",
+    "latency vs first",
 )
 
 NOTES: Final = (
-    "Means, unless said; times in ms; promised: share of requests that met their SLO."
-    " Last column: paired difference of mean latency, with its 95 % interval."
+    "Times in ms. SLO met: share of requests that met their SLO."
+    " Last column: paired difference of mean latency, with its 95% interval."
 )
 
 
+def as_json(setup: Setup, results: Results) -> dict[str, Any]:
+    """Return the results for JSON."""
+    first, *others = results.outcomes
+    return {
+        "format": "simulation/1",
+        "version": __version__,
+        "settings": settings_of(setup),
+        "profile": load_profile(setup.config.profile).source,
+        "acceptance": load_recording().source,
+        "policies": {outcome.policy: _policy(outcome) for outcome in results.outcomes},
+        "differences": {
+            outcome.policy: {"to": first.policy, **compared(outcome, first)} for outcome in others
+        },
+    }
+
+
+def settings_of(setup: Setup) -> dict[str, Any]:
+    """Return the settings needed to repeat the simulation."""
+    load = to_builtins(setup.load, enc_hook=str)
+    config = setup.config
+    return {
+        **{name: value for name, value in load.items() if value is not None},
+        "workers": setup.workers,
+        "routing": setup.routing,
+        "profile": config.profile,
+        "batching": config.batching,
+        "proposer": config.proposer or "ngram",
+        "max_num_seqs": config.max_num_seqs,
+        "max_step_tokens": config.max_step_tokens,
+        "max_model_len": config.max_model_len,
+        "kv_bytes": config.kv_bytes,
+        "seeds": list(setup.seeds),
+        "belief_error": setup.belief_error,
+        "truth": setup.truth,
+    }
+
+
+def compared(outcome: Outcome, to: Outcome) -> dict[str, Any]:
+    """Return the differences to another policy on the same requests, by figure."""
+    found = {}
+    for figure, ours in outcome.samples.items():
+        theirs = to.samples[figure]
+        difference, base = estimate(differences(ours, theirs)), estimate(known(theirs))
+        if difference is not None and base is not None:
+            relative = difference.mean / base.mean if base.mean else None
+            found[figure] = {**difference.as_dict(), "relative": relative}
+    return found
+
+
+def estimates(outcome: Outcome) -> dict[str, Estimate]:
+    """Return the means of an outcome with their intervals, by figure."""
+    found = {figure: estimate(known(values)) for figure, values in outcome.samples.items()}
+    return {figure: value for figure, value in found.items() if value is not None}
+
+
+def mean_summary(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the `summary/1` of several seeds: counts are summed, figures averaged."""
+    errors: dict[str, int] = {}
+    for summary in summaries:
+        for cause, count in summary["errors"].items():
+            errors[cause] = errors.get(cause, 0) + count
+    return {
+        "requests": sum(summary["requests"] for summary in summaries),
+        "valid": all(summary["valid"] for summary in summaries),
+        "errors": errors,
+        **{name: _mean([summary[name] for summary in summaries]) for name in MEANS},
+        **{name: _means([summary[name] for summary in summaries]) for name in DISTRIBUTIONS},
+    }
+
+
+def _policy(outcome: Outcome) -> dict[str, Any]:
+    intervals = {figure: value.as_dict() for figure, value in estimates(outcome).items()}
+    if len(outcome.summaries) == 1:
+        return {**outcome.summaries[0], "intervals": intervals}
+    return {**mean_summary(outcome.summaries), "intervals": intervals, "runs": outcome.summaries}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    found = estimate(known(values))
+    return None if found is None else found.mean
+
+
+def _means(distributions: list[dict[str, float] | None]) -> dict[str, float | None] | None:
+    found = [each for each in distributions if each is not None]
+    return {name: _mean([each[name] for each in found]) for name in found[0]} if found else None
+
+
 def render(results: Results) -> RenderableType:
-    """Return the table of all policies."""
+    """Return the table of all policies, which fits a terminal of 80 columns."""
     table = Table(box=None, pad_edge=False)
-    for place, name in enumerate(HEAD):
-        table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
+    # Headers take two lines and never shrink; a long policy name is folded instead.
+    table.add_column(HEAD[0], overflow="fold")
+    for name in HEAD[1:]:
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     for row in _rows(results):
         table.add_row(*row)
     return Group(table, "", NOTES)
@@ -60,18 +159,12 @@ def _rows(results: Results) -> Iterator[list[str]]:
     first = results.outcomes[0]
     for outcome in results.outcomes:
         summary = mean_summary(outcome.summaries)
-        times = [
-            _ms(summary[name], value)
-            for name, value in (
-                ("latency_s", "mean"),
-                ("latency_s", "p99"),
-                ("ttft_s", "p99"),
-                ("tpot_s", "mean"),
-            )
-        ]
         yield [
             outcome.policy,
-            *times,
+            _ms(summary["latency_s"], "mean"),
+            _ms(summary["latency_s"], "p99"),
+            _ms(summary["ttft_s"], "p99"),
+            _ms(summary["tpot_s"], "mean"),
             number(summary["accepted_tokens_per_s"], 0),
             percent(summary["attainment"]),
             "" if outcome is first else _difference(outcome, first),
@@ -86,9 +179,8 @@ def _ms(distribution: dict[str, Any] | None, value: str) -> str:
 
 
 def _difference(outcome: Outcome, first: Outcome) -> str:
-    figure = "latency_s.mean"
-    found = estimate(differences(outcome.samples[figure], first.samples[figure]))
-    base = estimate(known(first.samples[figure]))
+    ours, theirs = (one.samples["latency_s.mean"] for one in (outcome, first))
+    found, base = estimate(differences(ours, theirs)), estimate(known(theirs))
     if found is None or base is None or not base.mean:
         return "-"
     half = "" if found.half is None else f" ± {found.half / base.mean:.1%}"
@@ -96,7 +188,7 @@ def _difference(outcome: Outcome, first: Outcome) -> str:
 
 
 def page(setup: Setup, results: Results) -> str:
-    """Return one HTML file: the policies side by side, then each by itself."""
+    """Return an HTML page: the policies side by side, then each on its own."""
     what = setup.load.workload or setup.load.trace or setup.load.prompt
     title = f"{what} on {setup.workers} x {setup.config.profile}, simulated"
     return html_page(title, _body(title, setup, results))
@@ -105,17 +197,17 @@ def page(setup: Setup, results: Results) -> str:
 def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
     yield f"<h1>{escape(title)}</h1>"
     yield html_table(list(HEAD), list(_rows(results)), NOTES)
-    drawn = list(_charts(results))
-    yield f'<h2>Plots</h2><div class="charts">{"".join(map(html_chart, drawn))}</div>'
+    charts = list(_charts(results))
+    yield f'<h2>Plots</h2><div class="charts">{"".join(map(html_chart, charts))}</div>'
     for outcome in results.outcomes:
         if outcome.run is not None:
-            yield f"<h2>{escape(outcome.policy)}</h2>" + _own(outcome.run)
+            yield f"<h2>{escape(outcome.policy)}</h2>" + _policy_part(outcome.run)
     settings = [[name, str(value)] for name, value in flattened(settings_of(setup))]
     yield "<h2>The simulation</h2>" + html_table(["setting", "value"], settings, words=(1,))
 
 
 def _charts(results: Results) -> Iterator[Chart]:
-    """Yield distributions with a curve for each policy, then each policy's load."""
+    """Yield distributions with one curve per policy, then the load of each policy."""
     runs = [(o.policy, o.run) for o in results.outcomes if o.run is not None and o.run.records]
     series = [ChartSeries(policy, run.records) for policy, run in runs]
     for key in ("latency_s", "ttft_s", "tpot_s", "chunk_gap_s"):
@@ -127,6 +219,7 @@ def _charts(results: Results) -> Iterator[Chart]:
         yield replace(chart, title=f"{chart.title}, {policy}")
 
 
-def _own(run: LoadRun) -> str:
-    told = total_speculation(run.records)
-    return figures_part(run) + classes_part(run) + ("" if told is None else decisions_part(told))
+def _policy_part(run: LoadRun) -> str:
+    speculation = total_speculation(run.records)
+    decisions = "" if speculation is None else decisions_part(speculation)
+    return figures_part(run) + classes_part(run) + decisions

@@ -1,9 +1,9 @@
-"""What a simulated model "says": tokens that depend on nothing but their place.
+"""The tokens of simulated texts, which depend on nothing but their position.
 
-The tokens of a sequence are a stretch of one long cycle of random tokens; where it begins is a hash
-of the prompt's latest tokens, seed and choice. Drafts, batch, preemption and worker have no part in
-it, so simulated text is as independent of every decision as real text. Looking a token up costs
-next to nothing, as millions are in a large simulation.
+A sequence's tokens are a section of one long cycle of random tokens. Its start is a hash of the end
+of the prompt, the seed and the choice. Drafts, batch, preemption and worker have no influence, so
+simulated text is as independent of every decision as real text. A token costs next to nothing,
+which matters in simulations with millions of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from draftgate.backends.tokenizer import Tokenizer
 T = TypeVar("T")
 
 CYCLE: Final = 1 << 16
-"""Tokens of the cycle. Of a hundred sequences some two begin within 100 tokens of each other, so
-parts of their texts are alike; nothing follows from that, as caches know tokens by all before."""
+"""Length of the cycle. Among a hundred sequences about two start within 100 tokens of each other,
+so their texts partly agree. This is harmless, since caches compare whole prefixes."""
 
-LONGEST_LOOK: Final = 128
-"""Most tokens that are looked up at once: more than the longest draft."""
+MOST_TOKENS: Final = 128
+"""Most tokens per call: more than the longest draft."""
+
+HASHED_TOKENS: Final = 1 << 14
+"""Number of prompt tokens, from the end, that determine the text. Hashing them takes 0.4 ms however
+long the prompt is (one core, Zen 4, 2026-11-21)."""
 
 
-class Truth:
+class SimulatedTokens:
     """The token streams of all sequences. Keeps one number per sequence; pure otherwise."""
 
     def __init__(self, vocabulary: Iterable[int]) -> None:
@@ -38,24 +42,21 @@ class Truth:
         self._offsets: dict[int, int] = {}  # by sequence key
 
     def tokens(self, sequence: Sequence, position: int, count: int = 1) -> tuple[int, ...]:
-        """Return the sequence's tokens from an absolute position behind its prompt on.
+        """Return the sequence's tokens from an absolute position on.
 
         Args:
-            count: at most `LONGEST_LOOK`.
+            count: at most `MOST_TOKENS`.
         """
         at = self._at(sequence, position)
         return self._tokens[at : at + count]
 
     def draft(self, sequence: Sequence, position: int, right: int, count: int) -> tuple[int, ...]:
-        """Return so many tokens from a position on, of which the first `right` are the true ones.
-
-        All the others are wrong.
-        """
+        """Return `count` tokens from a position on: the first `right` are true, the rest wrong."""
         at = self._at(sequence, position)
         return self._tokens[at : at + right] + self._others[at + right : at + count]
 
     def uniforms(self, sequence: Sequence, position: int, count: int) -> tuple[float, ...]:
-        """Return numbers in [0, 1) for positions, independent of the tokens there."""
+        """Return uniform numbers in [0, 1) for positions, independent of the tokens there."""
         at = self._at(sequence, position)
         return self._uniforms[at : at + count]
 
@@ -64,9 +65,8 @@ class Truth:
         self._offsets.pop(sequence.key, None)
 
     def _at(self, sequence: Sequence, position: int) -> int:
-        try:
-            offset = self._offsets[sequence.key]
-        except KeyError:
+        offset = self._offsets.get(sequence.key)
+        if offset is None:
             offset = self._offsets[sequence.key] = _hash(sequence)
         return (offset + position) % CYCLE
 
@@ -75,7 +75,7 @@ class Truth:
 def _cycles(
     vocabulary: tuple[int, ...],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """Return the cycles of true tokens, of others that differ from them, and of uniforms."""
+    """Return the cycles of true tokens, of tokens that differ from them, and of uniforms."""
     random = Random(0)
     drawn = [random.randrange(len(vocabulary)) for _ in range(CYCLE)]
     tokens = tuple(vocabulary[index] for index in drawn)
@@ -85,13 +85,8 @@ def _cycles(
 
 
 def _closed(values: tuple[T, ...]) -> tuple[T, ...]:
-    """Return the values with their beginning repeated behind the end, for looks across it."""
-    return values + values[:LONGEST_LOOK]
-
-
-HASHED_TOKENS: Final = 1 << 14
-"""Latest tokens of a prompt that tell its text from others': hashing them takes 0.4 ms (one core,
-Zen 4, 2026-11-21), however long the prompt is."""
+    """Repeat the beginning after the end, so that slices may cross it."""
+    return values + values[:MOST_TOKENS]
 
 
 def _hash(sequence: Sequence) -> int:
@@ -103,15 +98,12 @@ def _hash(sequence: Sequence) -> int:
 
 
 def printable_vocabulary(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of tokens that are plain text by themselves, specials excluded."""
+    """Return the ids of tokens that are printable ASCII by themselves, without special tokens."""
     special = {"eos_token", "bos_token", "pad_token", "unk_token"}
     excluded = {tokenizer.special_id(name) for name in special}
-    return [
-        token
-        for token in range(tokenizer.vocab_size)
-        if token not in excluded and _is_text(tokenizer.decode([token]))
-    ]
-
-
-def _is_text(text: str) -> bool:
-    return bool(text) and text.isascii() and text.isprintable()
+    found = []
+    for token in range(tokenizer.vocab_size):
+        text = "" if token in excluded else tokenizer.decode([token])
+        if text and text.isascii() and text.isprintable():
+            found.append(token)
+    return found

@@ -1,0 +1,250 @@
+"""Builds simulated workers: with text for serving, or without it for simulations.
+
+In a simulation the device and the recorded texts are the truth. The worker starts from misjudged
+step costs, learns acceptance from outcomes, and decides by these alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Final
+
+from draftgate.backends.checkpoints import (
+    SHIPPED_MODEL,
+    SHIPPED_MODEL_ID,
+    checkpoint_id,
+    find_checkpoint,
+)
+from draftgate.backends.core.kv_blocks import KvBlocks
+from draftgate.backends.core.scheduler import Scheduler, SchedulerConfig
+from draftgate.backends.core.worker import WorkerCore
+from draftgate.backends.sim.acceptance import (
+    ConstantAcceptance,
+    ReplayedAcceptance,
+    load_recording,
+)
+from draftgate.backends.sim.device_model import (
+    DeviceModel,
+    ProfileDevice,
+    RooflineDevice,
+    ServiceTimeDevice,
+)
+from draftgate.backends.sim.model import SimExecutor, SimProposer
+from draftgate.backends.sim.oracle import NAME as ORACLE
+from draftgate.backends.sim.oracle import Oracle, OracleScheduler
+from draftgate.backends.sim.profile import DraftCost, Profile, load_profile, misjudged, slowed
+from draftgate.backends.sim.textless_worker import DeliveryLog, TextlessWorker
+from draftgate.backends.sim.tokens import SimulatedTokens, printable_vocabulary
+from draftgate.backends.sim.virtual_time import loop_time_s
+from draftgate.backends.tokenizer import Tokenizer, read_json
+from draftgate.backends.types import Capabilities, ModelCard
+from draftgate.backends.worker_config import WorkerConfig
+from draftgate.policies.costs.step_cost import StepCost
+from draftgate.policies.protocols import SpeculationPolicy
+from draftgate.policies.registry import batching_policy, speculation_policy
+from draftgate.policies.types import SpeculationMode
+
+BLOCK_TOKENS: Final = 16
+
+DEFAULT_MODEL_LEN: Final = 8192
+"""Context of a served model whose configuration does not say."""
+
+SIMULATED_MODEL_LEN: Final = 32_768
+"""Default context in a simulation."""
+
+SIMULATED_VOCABULARY: Final = range(256)
+"""Token ids in a simulation: Python keeps one object per small integer, so they take no memory."""
+
+EXACT: Final = Capabilities(exact=True)
+"""Texts are functions of seed, choice and position."""
+
+NGRAM: Final = SpeculationMode.NGRAM.value
+"""The default proposer. A profile need not have a cost for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimWorker:
+    """A worker, its device, and the model it serves."""
+
+    worker: WorkerCore
+    executor: SimExecutor
+    card: ModelCard
+
+
+WorkerBuilder = Callable[[WorkerConfig], SimWorker]
+"""Builds a worker.
+
+Raises:
+    CheckpointError: the tokenizer is missing or damaged.
+    ValueError: the profile, the policy or a setting of the simulator is wrong.
+"""
+
+
+def serving_worker(config: WorkerConfig) -> SimWorker:
+    """Return a worker that produces text: deterministic nonsense in the words of a tokenizer.
+
+    It knows the costs of its device. Its drafts are right with a constant probability.
+    """
+    if config.proposer not in {None, NGRAM}:
+        raise ValueError(f"the simulator drafts as {NGRAM!r}, not {config.proposer!r}")
+    # Only the small files of a hub model are fetched, so this needs no thread.
+    directory = find_checkpoint(config.model, weights=False)
+    profile = load_profile(config.profile)
+    tokenizer = Tokenizer(directory)
+    tokens = SimulatedTokens(printable_vocabulary(tokenizer))
+    device: DeviceModel = ProfileDevice(profile)
+    if config.sim_service_ms is not None:
+        service_s = config.sim_service_ms / 1e3
+        if not service_s > 0.0:
+            raise ValueError(f"sim_service_ms must be more than 0, not {config.sim_service_ms}")
+        device = ServiceTimeDevice(lambda _request: service_s)
+    acceptance = ConstantAcceptance(tokens, config.sim_acceptance)
+    proposer = SimProposer(NGRAM, tokens, acceptance, DraftCost(), device)
+    scheduler = _scheduler(
+        Scheduler,
+        config,
+        profile,
+        speculation_policy(config.speculation),
+        {NGRAM: proposer},
+        profile.cost,
+    )
+    shape = read_json(directory / "config.json", missing={})
+    longest = int(shape.get("max_position_embeddings", DEFAULT_MODEL_LEN))
+    max_model_len = min(longest, config.max_model_len or longest)
+    card = ModelCard(
+        model_id=checkpoint_id(config.model),
+        root=config.model or SHIPPED_MODEL_ID,
+        max_model_len=max_model_len,
+        numerics_class=f"sim:{profile.name}",
+        created_s=int(time.time()),
+        capabilities=EXACT,
+        pool_tokens=scheduler.blocks.num_blocks * BLOCK_TOKENS,
+    )
+    worker = WorkerCore(scheduler, tokenizer, max_model_len)
+    return SimWorker(worker, SimExecutor(tokens, device), card)
+
+
+@dataclass(frozen=True, slots=True)
+class SimEnvironment:
+    """The conditions of a simulation: its devices, and what their workers know of them.
+
+    Attributes:
+        seed: seed of the devices' noise and of the misjudged costs.
+        belief_error: share by which the workers' step costs are off at first.
+        roofline: whether devices follow a roofline with noise; else exactly the profile.
+        slowness: factors for the times of the profile, for the devices in turn.
+        log: the deliveries to all requests.
+    """
+
+    seed: int = 0
+    belief_error: float = 0.3
+    roofline: bool = True
+    slowness: tuple[float, ...] = (1.0,)
+    log: DeliveryLog = field(default_factory=DeliveryLog)
+
+    def build_worker(self, config: WorkerConfig) -> SimWorker:
+        """Return a worker without text; `config.device_index` tells workers apart.
+
+        Raises:
+            ValueError: the profile, the policy or a proposer is unknown.
+        """
+        slowness = self.slowness[config.device_index % len(self.slowness)]
+        profile = slowed(load_profile(config.profile), slowness)
+        believed = misjudged(profile, self.belief_error, self.seed)
+        device = self._device(profile, config.device_index)
+        tokens = SimulatedTokens(SIMULATED_VOCABULARY)
+        acceptance = ReplayedAcceptance(load_recording())
+        proposers = {
+            name: SimProposer(
+                name, tokens, acceptance, believed.draft.get(name, DraftCost()), device
+            )
+            for name in proposer_names(config.proposer, profile)
+        }
+        scheduler = _scheduler(
+            OracleScheduler if config.speculation == ORACLE else Scheduler,
+            config,
+            profile,
+            simulation_policy(config.speculation),
+            proposers,
+            believed.cost,
+        )
+        max_model_len = config.max_model_len or SIMULATED_MODEL_LEN
+        pool_tokens = scheduler.blocks.num_blocks * BLOCK_TOKENS
+        name, numerics = profile.name, f"sim:{profile.name}"
+        card = ModelCard(name, profile.source, max_model_len, numerics, 0, EXACT, pool_tokens)
+        worker = TextlessWorker(scheduler, _shipped_tokenizer(), max_model_len, self.log)
+        return SimWorker(worker, SimExecutor(tokens, device), card)
+
+    def _device(self, profile: Profile, index: int) -> DeviceModel:
+        if self.roofline:
+            return RooflineDevice(profile, self.seed, index, loop_time_s)
+        return ProfileDevice(profile)
+
+
+def simulation_policy(spec: str) -> SpeculationPolicy:
+    """Return the policy of that name; simulations also know `oracle`.
+
+    Raises:
+        ValueError: as `policies.registry.speculation_policy`.
+    """
+    return Oracle() if spec == ORACLE else speculation_policy(spec)
+
+
+def proposer_names(wanted: str | None, profile: Profile) -> tuple[str, ...]:
+    """Return the proposers of a simulated worker.
+
+    Args:
+        wanted: names separated by commas; None is n-gram.
+        profile: the costs of the device.
+
+    Raises:
+        ValueError: a proposer was not recorded, or the profile has no cost for it.
+    """
+    chosen = (NGRAM,) if wanted is None else tuple(wanted.split(","))
+    recorded = load_recording().proposers
+    for name in chosen:
+        if name not in recorded:
+            raise ValueError(f"no proposer {name!r} was recorded; expected {', '.join(recorded)}")
+        if name != NGRAM and name not in profile.draft:
+            raise ValueError(f"the profile {profile.name} has no cost of drafting with {name!r}")
+    return chosen
+
+
+def num_blocks(kv_bytes: int | None, profile: Profile) -> int:
+    """Return how many KV blocks fit the memory; None takes that of the profile.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    available = profile.kv_bytes if kv_bytes is None else kv_bytes
+    block_bytes = BLOCK_TOKENS * profile.kv_token_bytes
+    if available < block_bytes:
+        raise ValueError(f"kv_bytes is {available}, but one KV block needs {block_bytes} bytes")
+    return available // block_bytes
+
+
+def _scheduler(
+    make: type[Scheduler],
+    config: WorkerConfig,
+    profile: Profile,
+    policy: SpeculationPolicy,
+    proposers: Mapping[str, SimProposer],
+    cost: StepCost,
+) -> Scheduler:
+    return make(
+        SchedulerConfig(config.max_num_seqs, config.max_step_tokens),
+        KvBlocks(num_blocks(config.kv_bytes, profile), BLOCK_TOKENS),
+        policy,
+        proposers,
+        cost,
+        batching_policy(config.batching),
+    )
+
+
+@cache
+def _shipped_tokenizer() -> Tokenizer:
+    """Return the tokenizer whose vocabulary limits token ids; it encodes nothing."""
+    return Tokenizer(SHIPPED_MODEL)

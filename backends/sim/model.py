@@ -1,0 +1,108 @@
+"""The simulated model: an executor that emits known tokens, and proposers of known quality."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+from draftgate.backends.core.drafts import NO_DRAFT, Draft
+from draftgate.backends.core.proposer import DraftRequest
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import SequenceWork, StepPlan, StepResult
+from draftgate.backends.sim.acceptance import Acceptance
+from draftgate.backends.sim.device_model import DeviceModel
+from draftgate.backends.sim.profile import DraftCost
+from draftgate.backends.sim.tokens import SimulatedTokens
+from draftgate.backends.types import TokenLogprob
+
+
+class SimExecutor:
+    """An `Executor` that takes no real time and reports how long a step would have taken.
+
+    Attributes:
+        drafting_s: seconds of drafting before the last step. `StepResult.step_s` leaves them out,
+            since drafts are made while the step is planned.
+    """
+
+    def __init__(self, tokens: SimulatedTokens, device: DeviceModel) -> None:
+        self._tokens = tokens
+        self._device = device
+        self.drafting_s = 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Return the true tokens: the agreeing part of each draft and one token after it."""
+        self.drafting_s = self._device.pop_drafting_s()
+        emitted = tuple(map(self._emit, plan.work))
+        logprobs: Many[tuple[TokenLogprob, ...]] = ((),) * len(emitted)
+        if not plan.is_plain:
+            logprobs = [
+                _logprobs(work.sequence, tokens)
+                for work, tokens in zip(plan.work, emitted, strict=True)
+            ]
+        return StepResult(emitted, logprobs, self._device.step_s(plan, emitted))
+
+    def _emit(self, work: SequenceWork) -> tuple[int, ...]:
+        if not work.samples:
+            return ()
+        true = self._tokens.tokens(work.sequence, work.confirmed_end, work.num_samples)
+        if not work.draft.token_ids:  # the usual case
+            return true
+        return true[: len(work.draft.accepted_places(true)) + 1]
+
+
+def _logprobs(sequence: Sequence, tokens: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+    """Return log probabilities of 0: the simulated model is certain of its tokens."""
+    asked = sequence.request.sampling.logprobs
+    if asked is None:
+        return ()
+    return tuple(TokenLogprob(t, 0.0, ((t, 0.0),) if asked else ()) for t in tokens)
+
+
+class SimProposer:
+    """Drafts chains of which as many tokens are right as `Acceptance` says.
+
+    `depth_s` is what the worker believes; the device model decides what drafting really takes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokens: SimulatedTokens,
+        acceptance: Acceptance,
+        believed: DraftCost,
+        device: DeviceModel,
+    ) -> None:
+        self._name = name
+        self._tokens = tokens
+        self._acceptance = acceptance
+        self._believed = believed
+        self._device = device
+
+    def depth_s(self, sequences: int) -> float:
+        """Return the believed seconds of a depth; 0 for lookups."""
+        return self._believed.depth_s(sequences)
+
+    def catch_up_s(self, sequence: Sequence) -> float:
+        """Return 0: a simulated proposer has no state."""
+        return 0.0
+
+    def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
+        """Return a chain for each request, as long as the proposer has evidence for."""
+        depth = max((request.max_tokens for request in requests), default=0)
+        self._device.draft(self._name, len(requests), depth)
+        return [self._draft(request.sequence, request.max_tokens) for request in requests]
+
+    def agreed(self, sequence: Sequence, most: int) -> int:
+        """Return how many tokens of a draft of `most` would be accepted; for the oracle."""
+        return self._acceptance.guess(self._name, sequence, most).agreed
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept for a finished sequence."""
+        self._tokens.forget(sequence)
+        self._acceptance.forget(sequence)
+
+    def _draft(self, sequence: Sequence, most: int) -> Draft:
+        evidence, proposed, agreed = self._acceptance.guess(self._name, sequence, most)
+        if not proposed:
+            return NO_DRAFT
+        first = len(sequence.token_ids)
+        return Draft(self._tokens.draft(sequence, first, agreed, proposed), evidence=evidence)

@@ -1,0 +1,115 @@
+"""A worker without text, for simulations of many requests.
+
+Rendering text would cost more than everything else that is simulated. `DeliveryLog` keeps when
+tokens were delivered and how many, which is all that latency figures need.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from draftgate.backends.core.scheduler import Scheduler
+from draftgate.backends.core.sequence import Sequence
+from draftgate.backends.core.steps import StepPlan, StepResult
+from draftgate.backends.core.worker import WorkerCore
+from draftgate.backends.tokenizer import Tokenizer
+from draftgate.backends.types import Delta, GenerationRequest
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """The token deliveries of a request.
+
+    Attributes:
+        scheduled_s: start of its first step; None before.
+        at_s: time of each delivery.
+        tokens: number of tokens of each delivery.
+    """
+
+    scheduled_s: float | None = None
+    at_s: array[float] = field(default_factory=lambda: array("d"))
+    tokens: array[int] = field(default_factory=lambda: array("H"))
+
+
+class DeliveryLog:
+    """The deliveries of requests, shared by the workers of a simulation.
+
+    Attributes:
+        deliveries: by id of every request that was submitted and not popped.
+    """
+
+    def __init__(self) -> None:
+        self.deliveries: dict[str, Deliveries] = {}
+
+    def pop(self, request_id: str) -> Deliveries:
+        """Return and forget the deliveries of a request, which has ended."""
+        return self.deliveries.pop(request_id)
+
+
+class TextlessWorker(WorkerCore):
+    """Reports two deltas for each choice: one when it begins, one with all its tokens at its end.
+
+    It supports neither stop strings nor grammars, and its deltas have no details of steps.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, tokenizer: Tokenizer, max_model_len: int, log: DeliveryLog
+    ) -> None:
+        super().__init__(scheduler, tokenizer, max_model_len)
+        self._log = log
+        self._unscheduled: set[str] = set()  # open requests that no step has contained
+
+    def submit(self, request: GenerationRequest, now_s: float | None = None) -> None:
+        """See `WorkerCore`."""
+        self._unscheduled.add(request.request_id)
+        self._log.deliveries[request.request_id] = Deliveries()
+        super().submit(request, now_s)
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Create no text."""
+
+    def cancel(self, request_id: str) -> None:
+        """See `WorkerCore`."""
+        self._unscheduled.discard(request_id)
+        super().cancel(request_id)
+
+    def plan(self, now_s: float | None = None) -> StepPlan | None:
+        """See `WorkerCore`."""
+        plan = super().plan(now_s)
+        if plan is not None and self._unscheduled:
+            for work in plan.work:
+                request_id = work.sequence.request.request_id
+                if request_id in self._unscheduled:
+                    self._unscheduled.remove(request_id)
+                    self._log.deliveries[request_id].scheduled_s = now_s
+        return plan
+
+    def complete(
+        self, plan: StepPlan, result: StepResult, now_s: float | None = None
+    ) -> list[tuple[str, Delta]]:
+        """See `WorkerCore`."""
+        assert now_s is not None, "deliveries need a clock"
+        deltas = []
+        for sequence, tokens, *_ in self.apply(plan, result, now_s):
+            request_id = sequence.request.request_id
+            deliveries = self._log.deliveries[request_id]
+            if not deliveries.at_s:
+                deltas.append((request_id, Delta(sequence.choice, (), "")))
+            deliveries.at_s.append(now_s)
+            deliveries.tokens.append(len(tokens))
+            if sequence.finish_reason is not None:
+                self._forget(sequence)
+                deltas.append((request_id, _last_delta(sequence)))
+        return deltas
+
+
+def _last_delta(sequence: Sequence) -> Delta:
+    return Delta(
+        sequence.choice,
+        tuple(sequence.token_ids[sequence.prompt_tokens :]),
+        "",
+        finish_reason=sequence.finish_reason,
+        outcome=sequence.outcome(),
+        cached_tokens=sequence.cached_tokens,
+    )

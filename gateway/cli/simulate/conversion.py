@@ -1,0 +1,148 @@
+"""Between loadgen and the dispatcher: planned requests to jobs, deliveries to records.
+
+Prompts become token ids without a tokenizer. Each token is a piece of text of the average length,
+and its id is the piece's first byte. So prompts keep the lengths that the workload gave them, and
+two prompts with a common beginning have common ids, which is all that prefix caching needs.
+
+Records have loadgen's form, so that its metrics and reports apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import repeat
+from math import ceil
+from typing import Any, Final, overload
+
+import numpy as np
+from msgspec import to_builtins
+
+from draftgate.backends.sim.acceptance import TASK_SEPARATOR
+from draftgate.backends.sim.textless_worker import Deliveries
+from draftgate.backends.token_ids import compact
+from draftgate.backends.types import Delta, SamplingParams
+from draftgate.gateway.dispatch.job import Job
+from draftgate.gateway.dispatch.placement import Placement
+from draftgate.gateway.http.answer import speculation_reply
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.types import PlannedRequest, Record, TextChunk
+from draftgate.loadgen.workloads import ApproximateCounter, prompt_text
+from draftgate.policies.types import ServiceLevel, SpeculationMode
+
+COUNTER: Final = ApproximateCounter()
+
+RECORDED: Final = {
+    "code": ("completion", 0.0),
+    "interactive": ("completion", 0.0),
+    "chat": ("completion", 0.8),
+    "standard": ("completion", 0.8),
+    "shared_prefix": ("completion", 0.8),
+    "rag": ("rewrite", 0.0),
+    "long_document": ("long_context", 0.0),
+    "batch": ("long_context", 0.0),
+}
+"""The recorded task that a class of requests replays, and its default temperature.
+
+Chosen by the tokens per step of n-gram drafts of up to 8 tokens, compared with prompt lookup in a
+replay of texts by Llama-3.1-8B: chat 1.63 (ShareGPT: 1.67), code completion 1.72 (no figure),
+retrieval 2.5 (news 1.56, code editing 3.15), quotations 3.7 (2026-11-21)."""
+
+DEFAULT_RECORD: Final = ("completion", 0.8)
+"""The same for other classes: requests of traces, of which only lengths are known."""
+
+
+def token_ids(text: str, characters_per_token: float = COUNTER.characters_per_token) -> bytes:
+    """Return the token ids of a text, at least one."""
+    raw = np.frombuffer(text.encode("latin-1", "replace") or b" ", dtype=np.uint8)
+    count = ceil(len(raw) / characters_per_token)
+    places = (np.arange(count) * characters_per_token).astype(np.int64)
+    return raw[places].tobytes()
+
+
+def job_of(planned: PlannedRequest) -> Job:
+    """Return the job of a planned request; its id begins with the recorded task to replay."""
+    request = planned.request
+    task, usual = RECORDED.get(request.class_name, DEFAULT_RECORD)
+    fields = dict(request.extra)
+    temperature = float(fields.get("temperature", usual))
+    speculation: dict[str, Any] = fields.get("speculation", {})
+    return Job(
+        request_id=f"{task}{TASK_SEPARATOR}{planned.index}",
+        prompts=(compact(token_ids(prompt_text(request))),),
+        sampling=SamplingParams(request.max_tokens, request.seed, temperature, ignore_eos=True),
+        max_tokens=request.max_tokens,
+        n=request.n,
+        mode=SpeculationMode(speculation.get("mode", SpeculationMode.AUTO)),
+        max_draft_tokens=speculation.get("max_draft_tokens"),
+        service=ServiceLevel(request.slo.ttft_s, request.slo.tpot_s),
+    )
+
+
+class Chunks(Sequence[TextChunk]):
+    """The chunks of a record in a tenth of the memory: a simulation has millions of them."""
+
+    __slots__ = ("_deliveries",)
+
+    def __init__(self, deliveries: Deliveries) -> None:
+        self._deliveries = deliveries
+
+    def __len__(self) -> int:
+        return len(self._deliveries.at_s)
+
+    def __iter__(self) -> Iterator[TextChunk]:
+        return map(TextChunk, self._deliveries.at_s, self._deliveries.tokens, repeat(0))
+
+    @overload
+    def __getitem__(self, place: int) -> TextChunk: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[TextChunk]: ...
+    def __getitem__(self, place: int | slice) -> TextChunk | Sequence[TextChunk]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        return TextChunk(self._deliveries.at_s[place], self._deliveries.tokens[place], 0)
+
+
+def record_of(
+    planned: PlannedRequest, placed: Placement, last: Delta, deliveries: Deliveries
+) -> Record:
+    """Return the record of a complete answer."""
+    assert planned.at_s is not None
+    assert last.outcome is not None
+    speculation: dict[str, Any] = to_builtins(speculation_reply(placed, last.outcome))
+    speculation.pop("reason")  # no report uses this sentence, and there may be 100,000 records
+    metrics: dict[str, Any] = {
+        "worker_id": placed.worker.worker_id,
+        "speculative_decoding": speculation,
+    }
+    if deliveries.scheduled_s is not None:
+        metrics["queue_s"] = deliveries.scheduled_s - planned.at_s
+    return Record(
+        _without_text(planned),
+        planned.at_s,
+        planned.at_s,
+        deliveries.at_s[-1],
+        Verdict.OK,
+        chunks=Chunks(deliveries),
+        finish_reasons=(str(last.finish_reason),),
+        usage={
+            "prompt_tokens": len(placed.request.prompt_ids),
+            "completion_tokens": sum(deliveries.tokens),
+            "prompt_tokens_details": {"cached_tokens": last.cached_tokens},
+        },
+        metrics=metrics,
+        status=200,
+    )
+
+
+def rejection_of(planned: PlannedRequest, status: int, detail: str) -> Record:
+    """Return the record of a request that was rejected on arrival."""
+    assert planned.at_s is not None
+    at_s, kept = planned.at_s, _without_text(planned)
+    return Record(kept, at_s, at_s, at_s, Verdict.HTTP_STATUS, detail=detail, status=status)
+
+
+def _without_text(planned: PlannedRequest) -> PlannedRequest:
+    """Return what reports need of a request: its text may have megabytes."""
+    request = replace(planned.request, prompt="", messages=(), inputs=(), extra=(), facts=())
+    return PlannedRequest(planned.index, planned.at_s, request)
