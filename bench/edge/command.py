@@ -33,7 +33,7 @@ from bench.edge.hold import longest_holds
 from bench.edge.rounds import WORKER, Row, opened, questions, rounds
 from bench.edge.targets import in_process, proxies, rivals
 from bench.harness.processes import two_cores
-from bench.harness.studies import provenance
+from bench.harness.provenance import simulated_provenance
 from draftgate.gateway.cli.environment import collect_environment
 
 IDLE_LOAD: Final = 0.5
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     results: dict[str, Any] = {
         "format": "edge/1",
-        **provenance("edge", arguments),
+        **simulated_provenance("edge", arguments),
         "device": collect_environment()["cpu"],
         "load_before": os.getloadavg()[0],
     }

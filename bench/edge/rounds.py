@@ -24,6 +24,7 @@ from bench.harness.processes import (
     stop,
     wait_until_up,
 )
+from draftgate.loadgen.measuring.metrics import percentile
 
 WORKER: Final = "worker alone"
 
@@ -212,22 +213,15 @@ def _row(target: Target, question: Question, number: int, measured: Measured) ->
         measured.chunks,
         measured.failed,
         measured.wall_s,
-        quantile(latency_s, 0.5),
-        quantile(latency_s, 0.99),
-        quantile(ttft_s, 0.5),
-        quantile(ttft_s, 0.99),
+        percentile(latency_s, 0.5),
+        percentile(latency_s, 0.99),
+        percentile(ttft_s, 0.5),
+        percentile(ttft_s, 0.99),
         measured.server_cpu_s,
         measured.client_cpu_s,
         measured.upstream_cpu_s,
         busy_s > SATURATED * measured.wall_s,
     )
-
-
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """Return the value below which that share lies (nearest rank); NaN of nothing."""
-    if not ascending:
-        return float("nan")
-    return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
 
 
 @contextmanager

@@ -28,6 +28,7 @@ import aiohttp
 import uvloop
 
 from bench.harness.processes import on_core, two_cores
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.harness.servers import (
     Server,
     Watched,
@@ -37,7 +38,6 @@ from bench.harness.servers import (
     served,
     watched,
 )
-from bench.harness.studies import provenance, study_parser, write_results
 from bench.simulation.overload import TIMES
 from bench.simulation.overload_clients import OVERLOAD_S, PATIENCE, Client, Overload
 from bench.simulation.overload_figures import figures
@@ -243,7 +243,7 @@ async def measure(overload: Overload, server: Server, args: Namespace) -> dict[s
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; for `draftgate bench overload --real`."""
-    parser = study_parser("overload", __doc__)
+    parser = bench_parser("overload", __doc__)
     parser.add_argument("--real", action="store_true", help="in real time, over HTTP")
     parser.add_argument("--rate", type=float, default=24.0, help="nominal requests a second")
     parser.add_argument("--factors", default=REAL_FACTORS, help="of it, to find the peak")
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     theirs, ours = two_cores()
     results: dict[str, Any] = {
         "format": "overload-real/1",
-        **provenance("overload", arguments),
+        **simulated_provenance("overload", arguments),
         "device": collect_environment()["cpu"],
         "load_before": os.getloadavg()[0],
     }

@@ -25,8 +25,8 @@ import uvloop
 from rich.console import Console
 
 from bench.harness.processes import on_core, two_cores
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.harness.servers import Server, served
-from bench.harness.studies import provenance, study_parser, write_results
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.hops import hops, hops_as_dict
@@ -165,7 +165,7 @@ def _figure_rows(told: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, fl
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start both servers, ask, print a line for each round, write what was asked for."""
-    parser = study_parser("rag", __doc__)
+    parser = bench_parser("rag", __doc__)
     parser.add_argument("--rate", type=float, default=0.2, help="questions a second")
     parser.add_argument("--requests", type=int, default=40, help="questions of a round")
     parser.add_argument("--rounds", type=int, default=3)
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     theirs, ours = two_cores()
     results = {
         "format": "rag/1",
-        **provenance("rag", arguments),
+        **simulated_provenance("rag", arguments),
         "device": collect_environment()["cpu"],
         "threads": 1,
         "load_before": os.getloadavg()[0],

@@ -38,6 +38,7 @@ from bench.gateway.readers_clients import (
     slow_prompt,
 )
 from bench.harness.processes import on_core, two_cores
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.harness.servers import (
     Server,
     allow_many_files,
@@ -48,7 +49,6 @@ from bench.harness.servers import (
     shaped_profile,
     watched,
 )
-from bench.harness.studies import provenance, study_parser, write_results
 from draftgate.gateway.cli.environment import collect_environment
 
 PROMPT: Final = "def read_lines(path):\n"
@@ -232,7 +232,7 @@ def _flags(args: Namespace, folder: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; for `draftgate bench readers`."""
-    parser = study_parser("readers", __doc__)
+    parser = bench_parser("readers", __doc__)
     parser.add_argument("--slow", type=int, default=2000, help="slow readers")
     parser.add_argument("--fast", type=int, default=50, help="fast readers")
     parser.add_argument("--bytes-s", type=int, default=300, help="that a slow one reads a second")
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     theirs, ours = two_cores()
     results: dict[str, Any] = {
         "format": "readers/1",
-        **provenance("readers", arguments),
+        **simulated_provenance("readers", arguments),
         "device": collect_environment()["cpu"],
         "load_before": os.getloadavg()[0],
         "kernel_tcp_bytes_before": kernel_tcp_bytes(),

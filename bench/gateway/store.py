@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import uvloop
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.gateway.state.guarded import GuardedStore
 from draftgate.gateway.state.memory import MemoryStore
@@ -200,7 +200,7 @@ def row(lanes: int, found: dict[str, list[dict[str, float]]]) -> dict[str, float
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the files."""
-    parser = study_parser("store", __doc__, device=False)
+    parser = bench_parser("store", __doc__, device=False)
     parser.add_argument("--redis", required=True, help="address of a server, as for --join")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=2000, help="of each part of a round")
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(measure(args.redis, args.rounds, args.requests))
     results = {
-        **provenance("store", arguments),
+        **simulated_provenance("store", arguments),
         "device": collect_environment()["cpu"],
         "load_average": os.getloadavg()[0],
         **found,

@@ -25,8 +25,8 @@ import uvloop
 from rich.console import Console
 
 from bench.harness.processes import on_core, two_cores
+from bench.harness.provenance import bench_parser, simulated_provenance
 from bench.harness.servers import served
-from bench.harness.studies import provenance, study_parser
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.cli.ending import write_json
 from draftgate.loadgen.measuring.metrics import intact
@@ -127,7 +127,7 @@ async def measure(
 
 
 def _parser() -> ArgumentParser:
-    parser = study_parser("sweep", __doc__)
+    parser = bench_parser("sweep", __doc__)
     parser.add_argument("--policies", default=POLICIES, help="the first one sets the rates")
     parser.add_argument("--rates", type=numbers, help="requests a second, instead of shares")
     parser.add_argument("--shares", type=numbers, default=numbers(SHARES), help="of the capacity")
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; for `draftgate bench sweep`."""
     args = _parser().parse_args(arguments)
     told: dict[str, Any] = {
-        **provenance("sweep", arguments),
+        **simulated_provenance("sweep", arguments),
         "device": collect_environment()["cpu"],
         "load_before": os.getloadavg()[0],
     }

@@ -27,7 +27,7 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from draftgate.backends.types import Delta
 from draftgate.gateway.app import build_fleet, listening, start_workers
 from draftgate.gateway.cli.environment import collect_environment
@@ -210,7 +210,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a line for each mode, write what was asked for."""
-    parser = study_parser("tracing", __doc__)
+    parser = bench_parser("tracing", __doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--requests", type=int, default=512, help="of a round, per mode and length")
     args = parser.parse_args(arguments)
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"RequestWatch.observe: {observed_us:.2f} us per delta")
     results = {
         "format": "tracing/1",
-        **provenance("tracing", arguments),
+        **simulated_provenance("tracing", arguments),
         "cpu": collect_environment()["cpu"],
         "summary": told,
         "observe_us": observed_us,

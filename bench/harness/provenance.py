@@ -1,28 +1,64 @@
-"""What every recorded measurement says about itself."""
+"""The provenance of a recorded result: command, commit, device, versions, date, machine load."""
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
+import json
 import platform
+import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from draftgate import __version__
+from draftgate.loadgen.report.html import html_page
 
-from bench.harness.recording import command_line, commit
+if TYPE_CHECKING:
+    import torch
 
 BUSY_LIMIT = 0.1
-"""Share of the machine others may use before a measurement is marked disturbed."""
+"""Share of the machine that other processes may use before a measurement is marked disturbed."""
+
+
+def bench_parser(
+    name: str, description: str | None, *, device: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that all simulated studies take.
+
+    Args:
+        device: whether the study simulates a device, by `--profile`.
+    """
+    parser = argparse.ArgumentParser(prog=f"draftgate bench {name}", description=description)
+    if device:
+        parser.add_argument("--profile", default="h100-8b", help="device: a shipped name or a file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--html", type=Path, help="write a page to this file")
+    return parser
+
+
+def simulated_provenance(name: str, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Return command, commit, version and date of a study that measures nothing on this machine."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return {
+        "command": command_line(f"draftgate bench {name}", given),
+        "commit": commit(),
+        "device": "simulated",
+        "draftgate": __version__,
+        "date": _today(),
+    }
 
 
 def provenance(device: torch.device | None = None) -> dict[str, Any]:
-    """Return command, commit, device, versions, date and how busy the machine was before.
+    """Return command, commit, device, versions, date, and the load of the machine before the run.
 
     Args:
         device: what is measured; None is the processor.
     """
+    import torch
+
     busy = busy_share()
     return {
         "command": command_line(_program(), sys.argv[1:]),
@@ -31,34 +67,46 @@ def provenance(device: torch.device | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "date": _today(),
         "busy_share_before": round(busy, 3),
         "disturbed": busy > BUSY_LIMIT,
     }
 
 
 def require_quiet(facts: dict[str, Any], *, allow_busy: bool) -> None:
-    """Return if nobody else uses the machine, or if that does not matter.
+    """Refuse to measure on a busy machine, unless that is allowed.
 
     Raises:
-        SystemExit: the machine is busy.
+        SystemExit: other processes use the machine.
     """
     if facts["disturbed"] and not allow_busy:
         raise SystemExit(
-            f"others use {facts['busy_share_before']:.0%} of this machine, and more than "
-            f"{BUSY_LIMIT:.0%} is too much to measure beside; --allow-busy measures all the same"
+            f"other processes use {facts['busy_share_before']:.0%} of this machine, more than the "
+            f"{BUSY_LIMIT:.0%} allowed; --allow-busy measures anyway"
         )
+
+
+def write_results(
+    args: argparse.Namespace, results: dict[str, Any], title: str, body: Iterable[str]
+) -> None:
+    """Write the JSON file and the page that `args` ask for."""
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.html is not None:
+        args.html.write_text(html_page(title, body), encoding="utf-8")
 
 
 def device_name(device: torch.device) -> str:
     """Return the model of a GPU with its CUDA version, or of the processor."""
+    import torch
+
     if device.type != "cuda":
         return cpu_name()
     return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}; {cpu_name()}"
 
 
 def cpu_name() -> str:
-    """Return the processor's model and the cores we may use."""
+    """Return the processor's model and the number of its cores."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -66,7 +114,7 @@ def cpu_name() -> str:
 
 
 def busy_share(over_s: float = 1.0) -> float:
-    """Return the share of the machine's CPU time that is in use right now; 0 if unknown."""
+    """Return the share of the machine's CPU time in use during `over_s` seconds; 0 if unknown."""
     before = _cpu_ticks()
     time.sleep(over_s)
     after = _cpu_ticks()
@@ -87,3 +135,22 @@ def _cpu_ticks() -> tuple[int, int] | None:
 def _program() -> str:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
+
+
+def command_line(program: str, arguments: Sequence[str]) -> str:
+    """Return a command without the folders of this machine."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
+    return " ".join([program, *words])
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with `-dirty` after it if files have changed."""
+    command = ["git", "describe", "--always", "--dirty"]
+    here = Path(__file__).parent
+    # A constant command.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=here, check=False)  # noqa: S603
+    return done.stdout.strip() or "unknown"
+
+
+def _today() -> str:
+    return dt.datetime.now(dt.UTC).date().isoformat()

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any, Final
 
 from bench.harness.processes import cpu_s, free_port, start, stop, wait_until_up
+from draftgate.loadgen.measuring.metrics import percentile
 
 _SERVE: Final = (sys.executable, "-m", "draftgate", "serve")
 _PROC: Final = Path("/proc")
@@ -177,10 +178,10 @@ async def live_samples(server: Server) -> AsyncGenerator[dict[str, Any], None]:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return median, 99th percentile (nearest rank) and maximum of at least one value."""
+    """Return median, 99th percentile and maximum of at least one value."""
     ordered = sorted(values)
     return {
-        "p50": median(ordered),
-        "p99": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "p50": percentile(ordered, 0.5),
+        "p99": percentile(ordered, 0.99),
         "max": ordered[-1],
     }

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.lengths import Drawn
 from bench.simulation.search import STEP, grid_rate, highest_place, nearest_place
 from draftgate.backends.sim.assembly import SimEnvironment
@@ -153,7 +153,7 @@ def slo_seconds(profile: Profile) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Search every combination, print a line for each, write what was asked for."""
-    parser = study_parser("capacity", __doc__)
+    parser = bench_parser("capacity", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="of which lengths are taken")
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--batching", default=",".join(BATCHINGS))
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = list(_searched(args, config, slos))
     results = {
         "format": "capacity/1",
-        **provenance("capacity", arguments),
+        **simulated_provenance("capacity", arguments),
         "profile": load_profile(args.profile).source,
         "slo_s": slos,
         "settings": {

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.capacity import SLO_CONTEXT, SLO_SEQUENCES, slo_seconds
 from bench.simulation.lengths import Drawn
 from draftgate.backends.sim.assembly import SimEnvironment
@@ -85,7 +85,7 @@ def chart(series: dict[str, list[tuple[float, float]]], slo_s: float) -> Chart:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate the policies, print a line for each, write what was asked for."""
-    parser = study_parser("gaps", __doc__)
+    parser = bench_parser("gaps", __doc__)
     parser.add_argument("--batching", default=",".join(BATCHINGS))
     args = parser.parse_args(arguments)
     slo_s = slo_seconds(load_profile(args.profile))["strict"]
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(*_shown(rows[-1]))
     results = {
         "format": "gaps/1",
-        **provenance("gaps", arguments),
+        **simulated_provenance("gaps", arguments),
         "profile": load_profile(args.profile).source,
         "slo_s": slo_s,
         "results": rows,

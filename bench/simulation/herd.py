@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.herd_model import MEDIAN_TOKENS, SIGMA, Ages, Bursts, Imbalance, imbalances
 from draftgate.gateway.cli.simulate.intervals import differences, estimate
 from draftgate.loadgen.report.charts import COLOURS, FAILED, SYMBOLS, Chart
@@ -86,7 +86,7 @@ def _estimated(values: Sequence[float]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all ages, print a line for each, write what was asked for."""
-    parser = study_parser("herd", __doc__, device=False)
+    parser = bench_parser("herd", __doc__, device=False)
     parser.add_argument("--ages-ms", default=",".join(f"{age_s * 1e3:g}" for age_s in AGES_S))
     parser.add_argument("--staggered-ms", default="500", help="mean ages by heartbeats")
     parser.add_argument("--gateways", type=int, default=16)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     results = {
         "format": "herd/2",
-        **provenance("herd", arguments),
+        **simulated_provenance("herd", arguments),
         "settings": {
             **asdict(bursts),
             "median_tokens": MEDIAN_TOKENS,

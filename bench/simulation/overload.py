@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.overload_clients import Overload
 from bench.simulation.overload_figures import figures
 from draftgate.backends.worker_config import WorkerConfig
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         overload_real.main(given)
         return
-    parser = study_parser("overload", __doc__)
+    parser = bench_parser("overload", __doc__)
     parser.add_argument("--rate", type=float, default=16.0, help="nominal requests a second")
     parser.add_argument("--workload", default="chat")
     parser.add_argument("--seats", type=int, default=64)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.workers,
         args.admission,
     )
-    found = {**provenance("overload", arguments), **measure(overload, args.rate)}
+    found = {**simulated_provenance("overload", arguments), **measure(overload, args.rate)}
     for row in (*found["rates"], found["overload"]):
         print(row)
     write_results(args, found, "Overload", ())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.policies_report import body
 from draftgate.backends.sim.acceptance import load_recording
 from draftgate.backends.sim.profile import load_profile
@@ -151,7 +151,7 @@ def _line(auto: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate all workloads at all rates, print a line for each, write what was asked for."""
-    parser = study_parser("policies", __doc__)
+    parser = bench_parser("policies", __doc__)
     parser.add_argument("--workloads", default=",".join(REQUESTS))
     parser.add_argument("--requests", type=float, default=1.0, help="as a share of the usual ones")
     parser.add_argument("--seeds", type=int, default=3)
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     study = Study(config, args.requests, args.seeds)
     results = {
         "format": "policies/1",
-        **provenance("policies", arguments),
+        **simulated_provenance("policies", arguments),
         "profile": load_profile(args.profile).source,
         "acceptance": load_recording().source,
         "settings": {

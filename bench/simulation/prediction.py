@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from bench.harness.recording import command_line
+from bench.harness.provenance import command_line
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.registry import backend_factory
 from draftgate.backends.sim.assembly import SimEnvironment

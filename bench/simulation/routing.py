@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.simulation.recorded import Recorded
 from bench.simulation.routing_report import body, line
 from draftgate.backends.sim.assembly import SimEnvironment
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kinds = dict.fromkeys(kind for mix in mixes for kind in CLUSTERS[mix])
     results = {
         "format": "routing/2",
-        **provenance("routing", arguments),
+        **simulated_provenance("routing", arguments),
         "profiles": {name: load_profile(name).source for name in {one.profile for one in kinds}},
         "settings": {
             "trace": args.trace.name,
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = study_parser("routing", __doc__, device=False)
+    parser = bench_parser("routing", __doc__, device=False)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--workers", default="8,16,32,64")
     parser.add_argument("--clusters", default=",".join(CLUSTERS))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.harness.processes import free_port, start, stop, wait_until_up
-from bench.harness.studies import provenance, study_parser, write_results
+from bench.harness.provenance import bench_parser, simulated_provenance, write_results
 from bench.tool_comparison.agreement import agreement
 from bench.tool_comparison.asking import MOCK_COMMAND, ONE_CHAT, ask
 from bench.tool_comparison.cases import CASES
@@ -91,7 +91,7 @@ def measure_all(name: str, asked: Sequence[Tool]) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `draftgate bench tool-comparison`: measure, print the table, write the results."""
-    parser = study_parser("tool-comparison", __doc__)
+    parser = bench_parser("tool-comparison", __doc__)
     parser.add_argument("--rivals", type=Path, help="environments of the other tools")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5, help="of the agreement")
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     results: dict[str, Any] = {
         "format": "judges/1",
-        **provenance("tool-comparison", arguments),
+        **simulated_provenance("tool-comparison", arguments),
         "device": collect_environment()["cpu"],
         "load_before": os.getloadavg()[0],
         "tools": PACKAGES,
