@@ -340,7 +340,7 @@ def test_logprobs_are_given_when_asked_for() -> None:
         (WorkerConfig(sim_service_ms=0.0), ValueError, "sim_service_ms"),
         (WorkerConfig(proposer="draft_model"), ValueError, "'ngram'"),
         (WorkerConfig(kv_bytes=1), ValueError, "kv_bytes"),
-        (WorkerConfig(model="/nonexistent"), CheckpointError, "not a directory"),
+        (WorkerConfig(model="/nonexistent"), CheckpointError, "neither a directory"),
     ],
 )
 def test_a_wrong_setting_is_refused_at_the_start(config, error, words) -> None:
