@@ -1,7 +1,7 @@
-"""Function calls as a form that an output is held to: what stands around arguments, and schemas.
+"""Grammars of function calls: the text around the calls, and the schemas of their arguments.
 
-What asks for calls and what masks tokens are far apart, maybe in two processes: a `CallForm` is
-what both know, and it travels as JSON in a `GrammarSpec`.
+The API layer writes a `CallForm` for a model's call syntax, and the engine masks tokens by it. The
+form travels between them, maybe between processes, as JSON in a `GrammarSpec`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draftgate.backends.schema_bounds import check_schema
 
 
 class FunctionForm(msgspec.Struct, frozen=True):
-    """A call of one function: head, arguments of a schema, tail."""
+    """A call of one function: a head, arguments of a schema, and a tail."""
 
     head: str
     schema: dict[str, Any]
@@ -25,12 +25,13 @@ class FunctionForm(msgspec.Struct, frozen=True):
 
 
 class CallForm(msgspec.Struct, frozen=True):
-    """Calls of functions, and nothing else.
+    """An output that consists of function calls.
 
     Attributes:
-        opened, between, closed: what is written before the first call, between two, and behind the
-            last; without `between` there is one call only.
-        markers: texts in these which are a token of their own where the vocabulary has it.
+        opened: text before the first call.
+        between: text between two calls; None allows only one call.
+        closed: text after the last call.
+        markers: parts of these texts that are single tokens if the vocabulary has them.
     """
 
     functions: tuple[FunctionForm, ...]
@@ -41,15 +42,15 @@ class CallForm(msgspec.Struct, frozen=True):
 
 
 def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str, Any]) -> str:
-    """Return the Lark grammar of a `CallForm`, as llguidance reads it.
+    """Return the Lark grammar of a `CallForm` for llguidance.
 
     Args:
-        text: the form's JSON.
+        text: the form as JSON.
         vocabulary: ids by token.
-        layout: options of JSON, llguidance's `x-guidance`.
+        layout: JSON options of llguidance (`x-guidance`).
 
     Raises:
-        ValueError: a schema is beyond our bounds.
+        ValueError: a schema exceeds the bounds of `check_schema`.
     """
     form = msgspec.json.decode(text, type=CallForm)
 
@@ -70,7 +71,7 @@ def calls_as_lark(text: str, vocabulary: Mapping[str, int], layout: Mapping[str,
 
 
 def _literal(text: str, markers: tuple[str, ...], vocabulary: Mapping[str, int]) -> str:
-    """Return the terms of a text; markers that are tokens stand as such."""
+    """Return the Lark terms of a text, with a token for each marker in the vocabulary."""
     tokens = {marker: vocabulary[marker] for marker in markers if marker in vocabulary}
     if not tokens:
         return json.dumps(text) if text else ""

@@ -1,14 +1,14 @@
-"""Grammars through llguidance: JSON schemas, regular expressions and calls, as masks over tokens.
+"""JSON schemas, regular expressions and function calls as token masks, compiled by llguidance.
 
-A grammar's state is that of a parser which has read the output's tokens, so it is a function of
-them, whatever was drafted, masked or asked for on the way. Copies share the automaton that is
-built as texts are explored: they cost microseconds.
+The state of a grammar is that of a parser which has read the output's tokens. It is a function of
+these tokens, whatever was drafted or masked before. Copies cost microseconds, since they share the
+automaton, which grows as texts are explored.
 
-JSON is laid out as `json.dumps` does, on one line with `, ` and `: `. So the text between values
-is certain and costs no step (`Grammar.forced`), and no model gets lost in white space. A schema
-may ask for another layout with llguidance's own `x-guidance`.
+JSON has the layout of `json.dumps`: one line with `, ` and `: `. The text between values is thereby
+determined and costs no step (`Grammar.forced`), and models cannot produce endless white space. A
+schema may set another layout with llguidance's `x-guidance`.
 
-llguidance is imported for the first grammar: the engine runs without it.
+llguidance is imported with the first grammar, so the engine runs without it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MOST_COMPILED: Final = 64
-"""Grammars that are remembered: as many as a batch has sequences."""
+"""Compiled grammars in the cache: as many as a batch has sequences."""
 
 MOST_LEXER_STATES: Final = 50_000
-"""Of one automaton, shared by all who use the grammar; llguidance allows five times as many."""
+"""Of the automaton that all sequences of a grammar share; llguidance allows five times as many."""
 
 _WORDS: Final = {
     GrammarKind.JSON_SCHEMA: "JSON schema",
@@ -53,18 +53,22 @@ _LAYOUT: Final[JsonCompileOptions] = {
 }
 
 _STRICT: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
-"""A schema that cannot be held to the letter is refused, whatever its `x-guidance` says."""
+"""A schema that cannot be enforced exactly is rejected, whatever its `x-guidance` says."""
 
 
 class LlGrammar:
-    """What one sequence may say; satisfies `backends.core.grammar.Grammar`.
+    """The grammar of one sequence; implements `backends.core.grammar.Grammar`.
 
-    A text may lead where llguidance's limits end: then nothing but the end is allowed, and
-    `is_complete` is false.
+    A text may reach the limits of llguidance. Then only the end is allowed, and `is_complete` is
+    false.
     """
 
     def __init__(self, matcher: LLMatcher, eos_ids: Collection[int]) -> None:
-        """Take a matcher that nobody else uses, and the tokens that end a sequence."""
+        """Own a matcher.
+
+        Args:
+            eos_ids: tokens that end a sequence.
+        """
         self._matcher = matcher
         self._eos_ids = eos_ids
 
@@ -74,26 +78,26 @@ class LlGrammar:
         return self._matcher.is_accepting()
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token; one that is not allowed spoils the matcher."""
+        """Advance by a token. A token that is not allowed breaks the matcher."""
         self._matcher.consume_token(token_id)
 
     def legal(self, token_ids: Many[int]) -> int:
-        """Return how many of the tokens may follow; one that ends the sequence is the last."""
-        if self._matcher.is_stopped():  # the parser takes nothing more, not even the end
+        """Return how many of the tokens are allowed, up to one that ends the sequence."""
+        if self._matcher.is_stopped():  # the parser takes no tokens, not even the end
             return int(self.is_complete and bool(token_ids) and token_ids[0] in self._eos_ids)
         return self._matcher.validate_tokens(list(token_ids))
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        """Return tokens of the text that must follow, as the tokenizer spells it.
+        """Return the tokens of the text that must follow, as the tokenizer encodes it.
 
-        The mask allows the first of them alone, so they are certain.
+        The mask would allow only these tokens.
         """
         return tuple(self._matcher.compute_ff_tokens()[:max_tokens])
 
     def masks(self, draft: Draft) -> list[bytes]:
         """Return the mask of each row."""
         at = {ROOT: self._matcher}
-        # What may not follow, as anything behind an end, leaves its parser where it is.
+        # A token that is not allowed, such as one after an end, does not advance its parser.
         for place, token in enumerate(draft.token_ids):
             at[place] = at[draft.parent(place)].deep_copy()
             at[place].try_consume_tokens([token])
@@ -101,23 +105,28 @@ class LlGrammar:
 
 
 class LlGrammars:
-    """Compiles grammars for one tokenizer; satisfies `backends.core.grammar.Grammars`."""
+    """Compiles grammars for one tokenizer; implements `backends.core.grammar.Grammars`."""
 
     def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int]) -> None:
-        """Build nothing yet. `eos_ids` that the tokenizer does not have are left out."""
+        """Use a tokenizer; `eos_ids` beyond its vocabulary are ignored."""
         self._plain = tokenizer
         self._eos_ids = sorted(i for i in eos_ids if 0 <= i < tokenizer.vocab_size)
-        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()  # latest use last
+        # Least recently used first.
+        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     def start(self, spec: GrammarSpec) -> LlGrammar:
-        """Return a grammar at its start."""
+        """Return a grammar in its initial state.
+
+        Raises:
+            RequestRejected: it cannot be compiled.
+        """
         with self._lock:
             compiled = self._compiled.get(spec)
-        if compiled is None or (matcher := _at_start(compiled)).is_error():
-            # An automaton at its limits is of no more use to anybody: begin a new one.
+        if compiled is None or (matcher := _initial(compiled)).is_error():
+            # Its automaton has reached the limits, so it is compiled again.
             compiled = self._compile(spec)
-            matcher = _at_start(compiled)
+            matcher = _initial(compiled)
             _check(matcher, spec)
         with self._lock:
             self._compiled[spec] = compiled
@@ -127,20 +136,16 @@ class LlGrammars:
         return LlGrammar(matcher, self._eos_ids)
 
     def _compile(self, spec: GrammarSpec) -> LLMatcher:
-        """Return the matcher to copy.
-
-        Raises:
-            RequestRejected: there is none.
-        """
+        """Return a matcher to copy."""
         if not self._eos_ids:
             raise RequestRejected(
-                "the model has no end-of-sequence token, so what it writes in a format has no end",
+                "the model has no end-of-sequence token, which an output with a grammar needs",
                 spec.param,
             )
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
-            words = "formats need llguidance, which is not installed here"
+            words = "structured output needs llguidance, which is not installed here"
             raise RequestRejected(words, spec.param) from None
         try:
             grammar = _grammar(spec, self._plain.vocabulary)
@@ -150,7 +155,7 @@ class LlGrammars:
         try:
             tokenizer = self._tokenizer
         except ValueError as error:
-            words = f"this model's tokenizer cannot be held to a format: {error}"
+            words = f"this model's tokenizer does not support structured output: {error}"
             raise RequestRejected(words, spec.param) from None
         limits = LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -159,26 +164,26 @@ class LlGrammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """The vocabulary as a tree of bytes; takes up to a second, so it waits for its first use.
+        """The vocabulary as a trie of bytes, built on first use because that takes up to a second.
 
         Raises:
-            ValueError: this kind of tokenizer does not spell bytes.
+            ValueError: this kind of tokenizer has no bytes.
         """
         from llguidance import LLTokenizer
 
         return LLTokenizer(
-            _as_spelled(self._plain.to_json()),
+            _literal_tokenizer(self._plain.to_json()),
             n_vocab=self._plain.vocab_size,
             eos_token=self._eos_ids,
         )
 
 
-def _as_spelled(tokenizer_json: str) -> str:
-    """Return a `tokenizer.json` that spells a text which must follow as it stands.
+def _literal_tokenizer(tokenizer_json: str) -> str:
+    """Return a `tokenizer.json` that encodes text literally.
 
-    Special tokens get names that nobody can write: `<|user|>` is a text here. So do those between
-    `<` and `>`, which llguidance takes for special ones. And where all bytes can be spelled, none
-    are rewritten first: composed characters are other ones than a schema's that are not.
+    Special tokens get secret names, so that `<|user|>` is plain text. So do tokens between `<` and
+    `>`, which llguidance takes for special ones. A tokenizer for all bytes does not normalise,
+    since a composed character differs from a decomposed one in a schema.
     """
     settings = json.loads(tokenizer_json)
     secret = secrets.token_hex(16)
@@ -200,10 +205,10 @@ def _as_spelled(tokenizer_json: str) -> str:
 
 
 def _grammar(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
-    """Return the grammar as llguidance reads it.
+    """Return the grammar in llguidance's format.
 
     Raises:
-        ValueError: the text is no JSON, or beyond our bounds.
+        ValueError: the text is not JSON, or exceeds the bounds.
     """
     from llguidance import LLMatcher
 
@@ -216,18 +221,18 @@ def _grammar(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
     return LLMatcher.grammar_from_json_schema(spec.text, _LAYOUT, _STRICT)
 
 
-def _at_start(compiled: LLMatcher) -> LLMatcher:
-    """Return a copy that has looked at what may come first: limits show where masks are built."""
+def _initial(compiled: LLMatcher) -> LLMatcher:
+    """Return a copy that has built its first mask, which shows whether limits are reached."""
     matcher = compiled.deep_copy()
     matcher.compute_bitmask()
     return matcher
 
 
 def _check(matcher: LLMatcher, spec: GrammarSpec) -> None:
-    """Return if the grammar is one, and all of it is understood.
+    """Check that llguidance supports all of a grammar.
 
     Raises:
-        RequestRejected: it is not.
+        RequestRejected: it does not.
     """
     words = matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
     if words:

@@ -1,7 +1,8 @@
-"""What a schema may ask for before it is compiled: llguidance counts most of its work, not all.
+"""Bounds on JSON schemas, checked before llguidance compiles them.
 
-Each bound is far above schemas in use. Within them the slowest that was found, of 5000 optional
-properties, takes 2 s (AMD EPYC Zen 4, 2026-11-21); beyond them some take minutes.
+llguidance limits most of its work, but not all. Each bound is far above schemas in use. Within the
+bounds the slowest schema found, with 5000 optional properties, takes 2 s (AMD EPYC Zen 4,
+2026-11-21); beyond them some schemas take minutes.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from typing import Any, Final, TypeGuard
 
 MOST_SCHEMA_CHARACTERS: Final = 1 << 16
 MOST_PATTERN_CHARACTERS: Final = 1 << 12
-"""Of a regular expression; of all expressions of a schema together."""
+"""Of a regular expression, or of all expressions of a schema together."""
 
 MOST_NAME_PATTERNS: Final = 32
-"""Of `patternProperties`: each is compared with each."""
+"""Patterns in `patternProperties`, which are compared in pairs."""
 
 MOST_MULTIPLES: Final = 10_000
-"""Remainders to tell apart: of all `multipleOf` together, and of their least common multiple."""
+"""States for remainders: the sum of all `multipleOf`, and their least common multiple."""
 
 _DATA_KEYWORDS: Final = frozenset({"const", "enum", "default", "examples"})
-"""Keywords of a JSON schema whose values are no schemas."""
+"""Keywords of JSON schemas whose values are data and not schemas."""
 
 
 def check_schema(text: str) -> None:
-    """Return if a schema is within bounds.
+    """Check that a schema is within the bounds.
 
     Raises:
-        ValueError: it is not, or it is no JSON.
+        ValueError: it is not, or it is not JSON.
     """
     _check("characters", len(text), MOST_SCHEMA_CHARACTERS)
     try:
@@ -48,7 +49,7 @@ def check_schema(text: str) -> None:
 
 
 def check_pattern(text: str) -> None:
-    """Return if a regular expression is within bounds.
+    """Check that a regular expression is within the bounds.
 
     Raises:
         ValueError: it is not.
@@ -58,11 +59,11 @@ def check_pattern(text: str) -> None:
 
 def _check(what: str, number: int, most: int) -> None:
     if number > most:
-        raise ValueError(f"it has {number} {what}, and may have {most}")
+        raise ValueError(f"it has {number} {what}, and at most {most} are allowed")
 
 
 def _check_multiples(multiples: list[float]) -> None:
-    """Return if the remainders of all multiples can be told apart with few states."""
+    """Check that few states suffice for the remainders of all multiples."""
     exact = [abs(Decimal(str(multiple))) for multiple in multiples]
     if not all(number.is_finite() and 1e-9 <= number <= MOST_MULTIPLES for number in exact):
         raise ValueError(f"multipleOf must be between 1e-9 and {MOST_MULTIPLES}")
@@ -73,15 +74,15 @@ def _check_multiples(multiples: list[float]) -> None:
 
 
 def _exponent(number: Decimal) -> int:
-    """Return the exponent of the last digit behind the point, or 0."""
+    """Return the exponent of the last decimal digit; 0 for a whole number."""
     return min(0, int(number.as_tuple().exponent))
 
 
 def _check_property_count(part: dict[str, Any]) -> None:
-    """Return if no object could reach its `minProperties` by repeating a key.
+    """Check that an object cannot reach its `minProperties` by repeating a key.
 
-    The parser counts keys as they come, but repeated ones are one property to whoever reads the
-    object. Required ones never repeat, and one more is there at least.
+    The parser counts repeated keys, but a reader of the object sees them as one property. Required
+    keys never repeat, and one more key is always different.
     """
     least, required = part.get("minProperties"), part.get("required")
     sure = 1 + (len(required) if isinstance(required, list) else 0)
@@ -99,7 +100,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _parts(schema: object) -> Iterator[dict[str, Any]]:
-    """Yield all objects of a schema that may be schemas."""
+    """Yield all objects in a schema that may be schemas themselves."""
     if isinstance(schema, dict):
         yield schema
         for keyword, value in schema.items():

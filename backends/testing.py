@@ -1,7 +1,7 @@
-"""Conformance checks for backends: for our own tests, and for those of third parties.
+"""Conformance checks for backends, also for use by third parties.
 
-`check_backend` runs them all on a backend it starts and stops; each check may also run alone on a
-started one. They need no particular model or speed: what they compare are promises of `Backend`.
+`check_backend` runs all checks on a fresh backend. Each check may also run alone on a started one.
+They compare a backend with the contract of `Backend`, and need no particular model or speed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftgate.backends.types import (
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
 
 PATIENCE_S: Final = 60.0
-"""How long a check waits for what must happen; generous, since only failures wait that long."""
+"""Timeout of a check; generous, since only failures take that long."""
 
 _NO_DRAFTS: Final = SpeculationPlan("off", SpeculationMode.OFF, None, 0, "a conformance check")
 _ids = count()
@@ -37,7 +37,7 @@ _ids = count()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a stream gave for one choice."""
+    """The output of one choice."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -48,7 +48,7 @@ async def check_backend(backend: Backend) -> None:
     """Start a fresh backend, run every check on it, and stop it.
 
     Raises:
-        AssertionError: the backend breaks its contract. The message names the promise.
+        AssertionError: the backend breaks its contract; the message says how.
     """
     await backend.start()
     try:
@@ -87,10 +87,10 @@ def make_request(
 
 
 async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]:
-    """Run a request to its end and return its `choices`, checking the form of the deltas.
+    """Run a request to its end, check the form of the deltas, and return its choices.
 
     Raises:
-        AssertionError: a choice ended twice or never, or went on after its end.
+        AssertionError: a choice ended twice or never, or continued after its end.
     """
     deltas: dict[int, list[Delta]] = {choice.choice: [] for choice in request.choices}
     async with aclosing(backend.generate(request)) as stream:
@@ -99,7 +99,7 @@ async def collect(backend: Backend, request: GenerationRequest) -> list[Outcome]
 
 
 def check_rejections(backend: Backend) -> None:
-    """Check that what can never run is refused by `check`, with the parameter's name."""
+    """Check that `check` rejects requests that can never run, and names the parameter."""
     longest = backend.card.max_model_len
     good = make_request(backend)
     backend.check(good)
@@ -113,21 +113,23 @@ def check_rejections(backend: Backend) -> None:
         (unknown_token, "prompt"),
         (empty, "prompt"),
     ):
-        assert _rejected_param(backend, bad) == param, f"{param} is at fault, and must be named"
+        assert _rejected_param(backend, bad) == param, f"the rejection must name {param}"
 
 
 async def check_endings(backend: Backend) -> None:
-    """Check that every choice ends exactly once and has what was asked for."""
+    """Check that every choice ends exactly once, with the requested number of tokens."""
     for n, max_tokens in ((1, 1), (1, 9), (3, 5)):
         choices = await collect(backend, make_request(backend, n=n, max_tokens=max_tokens))
         for choice in choices:
-            assert len(choice.token_ids) == max_tokens, "as many tokens as asked for"
-            assert choice.finish_reason is FinishReason.LENGTH, "nothing but the length ended it"
-            assert choice.text == backend.tokenizer.decode(choice.token_ids), "text is its tokens'"
+            assert len(choice.token_ids) == max_tokens, "the number of tokens must be max_tokens"
+            assert choice.finish_reason is FinishReason.LENGTH, "only the length may end it"
+            assert choice.text == backend.tokenizer.decode(choice.token_ids), (
+                "the text must be that of the tokens"
+            )
 
 
 async def check_replay(backend: Backend) -> None:
-    """Check that a seed gives the same tokens again, and another seed others."""
+    """Check that a seed determines the tokens."""
     first = await collect(backend, make_request(backend, n=2, max_tokens=24))
     again = await collect(backend, make_request(backend, n=2, max_tokens=24))
     assert first == again, "the same request must give the same output"
@@ -137,7 +139,7 @@ async def check_replay(backend: Backend) -> None:
 
 
 async def check_streams_are_not_crossed(backend: Backend) -> None:
-    """Check that requests running together get what each gets alone."""
+    """Check that concurrent requests get the output that each gets alone."""
     prompts = [f"def f{i}(x):\n    return x" for i in range(6)]
     requests = [make_request(backend, p, seed=i, n=1 + i % 2) for i, p in enumerate(prompts)]
     together = await asyncio.gather(*(collect(backend, request) for request in requests))
@@ -145,44 +147,50 @@ async def check_streams_are_not_crossed(backend: Backend) -> None:
         fresh = replace(request, request_id=_id())
         alone = await collect(backend, fresh)
         assert [c.finish_reason for c in got] == [c.finish_reason for c in alone]
-        assert got == alone, "a stream depends on what runs beside it"
+        assert got == alone, "a stream must not depend on concurrent ones"
 
 
 async def check_speculation_changes_nothing(backend: Backend) -> None:
-    """Check that drafts change neither tokens nor text, with every proposer there is."""
+    """Check that drafts of every proposer change neither tokens nor text."""
     plain = await collect(backend, make_request(backend, max_tokens=24))
     for proposer in backend.load().proposers:
         plan = _drafting(proposer)
         drafted = await collect(backend, make_request(backend, max_tokens=24, speculation=plan))
-        assert drafted == plain, f"drafts of {proposer} change the output"
+        assert drafted == plain, f"drafts of {proposer} must not change the output"
 
 
 async def check_resume(backend: Backend) -> None:
-    """Check that choices which another worker began go on as they would have there."""
+    """Check that choices of another worker are resumed as if nothing had happened."""
     request = make_request(backend, n=2, max_tokens=16)
     first, second = await collect(backend, request)
     for done in (1, 8, 15):
         begun = (ResumedChoice(1, second.token_ids[:done]), ResumedChoice(0, first.token_ids[:1]))
         again = replace(request, request_id=_id(), resumed=begun)
         rest, other = await collect(backend, again)
-        assert rest.token_ids == second.token_ids[done:], "a resumed choice says something else"
-        assert other.token_ids == first.token_ids[1:], "choices keep their numbers"
-        assert second.text.endswith(rest.text), "text that was sent comes again"
+        assert rest.token_ids == second.token_ids[done:], (
+            "a resumed choice must continue the same output"
+        )
+        assert other.token_ids == first.token_ids[1:], "choices must keep their numbers"
+        assert second.text.endswith(rest.text), "delivered text must not be repeated"
     done_already = replace(request, resumed=(ResumedChoice(0, first.token_ids),))
-    assert _rejected_param(backend, done_already) == "max_tokens", "nothing is left to generate"
+    assert _rejected_param(backend, done_already) == "max_tokens", (
+        "a complete choice leaves nothing to generate"
+    )
 
 
 def check_card(backend: Backend) -> None:
-    """Check that the card says what can be done, and promises no bits that have no class."""
+    """Check that the capabilities on the card are consistent."""
     able = backend.card.capabilities
-    assert isinstance(able, Capabilities), "the card has capabilities"
+    assert isinstance(able, Capabilities), "the card must have capabilities"
     named = backend.card.numerics_class is not None
-    assert named or not able.exact, "equal bits are promised within a numerics class"
-    assert able.speculation or not backend.load().proposers, "proposers, but no speculation"
+    assert named or not able.exact, "exactness needs a numerics class"
+    assert able.speculation or not backend.load().proposers, (
+        "proposers need the speculation capability"
+    )
 
 
 async def check_traces(backend: Backend) -> None:
-    """Check that traced requests are told what steps did, and how each choice began."""
+    """Check the step traces of traced requests, and the phases of all."""
     plans = [_NO_DRAFTS, *(_drafting(name) for name in backend.load().proposers)]
     for plan in plans:
         plain = make_request(backend, n=2, max_tokens=16, speculation=plan)
@@ -196,24 +204,30 @@ async def check_traces(backend: Backend) -> None:
 
 def _check_details(deltas: list[Delta], *, traced: bool) -> None:
     for delta in deltas:
-        assert (delta.phases is not None) == (delta is deltas[0]), "the first delta has phases"
-        told = sum(step.tokens for step in delta.steps)
-        assert told == (len(delta.token_ids) if traced else 0), "steps tell of all tokens, or none"
+        assert (delta.phases is not None) == (delta is deltas[0]), "only the first delta has phases"
+        tokens = sum(step.tokens for step in delta.steps)
+        assert tokens == (len(delta.token_ids) if traced else 0), "steps must cover all tokens"
         for step in delta.steps:
             drafted = len(step.draft_ids)
-            assert step.accepted <= drafted <= step.offered, "accepted are some of those offered"
-            assert step.tokens - 1 <= step.accepted <= step.tokens, "a step draws one token itself"
-            assert len(step.survivals) == drafted, "each draft token has its chance"
-            assert (step.proposer is not None) == (step.offered > 0), "drafts have a proposer"
+            assert step.accepted <= drafted <= step.offered, (
+                "accepted tokens are a part of those offered"
+            )
+            assert step.tokens - 1 <= step.accepted <= step.tokens, (
+                "a step samples at most one token itself"
+            )
+            assert len(step.survivals) == drafted, "each draft token has a survival"
+            assert (step.proposer is not None) == (step.offered > 0), (
+                "drafts, and only they, have a proposer"
+            )
     phases = deltas[0].phases
     assert phases is not None
     instants = (*(end_s for end_s, _ in phases.chunks), phases.first_token_s)
     whole = phases.queued_s, phases.scheduled_s, *instants
-    assert list(whole) == sorted(whole), "a choice is queued, scheduled, fed, and speaks"
+    assert list(whole) == sorted(whole), "phases must be in order"
 
 
 async def check_load(backend: Backend) -> None:
-    """Check that the load says how much room and how fast a worker is, or that nobody knows."""
+    """Check that the load of an idle worker is plausible, and that steps are counted."""
     before = backend.load().steps
     await collect(backend, make_request(backend, max_tokens=8))
     await _until_idle(backend)
@@ -221,28 +235,32 @@ async def check_load(backend: Backend) -> None:
     assert load.max_sequences >= 0
     assert load.step_tokens >= 0
     assert load.kv_block_tokens >= 1
-    assert (load.prompt_tokens, load.paused) == (0, 0), "an idle worker owes nobody anything"
+    assert (load.prompt_tokens, load.paused) == (0, 0), (
+        "an idle worker has no tokens left to compute"
+    )
     assert min(load.speed.tpot_s, load.speed.prompt_token_s, load.speed.sequence_s) >= 0.0
     counted = before is None or (load.steps is not None and load.steps > before)
-    assert counted, "steps that ran are counted, or none ever is"
+    assert counted, "steps must be counted, or be None"
 
 
 async def check_unread_tokens(backend: Backend) -> None:
-    """Check that what waits for a reader is counted, and what is read no more."""
+    """Check that tokens are counted from delivery until they are read."""
     request = make_request(backend, max_tokens=400)
-    assert backend.unread_tokens(request.request_id) == 0, "nobody asked for anything yet"
+    assert backend.unread_tokens(request.request_id) == 0, "an unknown request has no tokens"
     async with aclosing(backend.generate(request)) as stream, _patience():
         while backend.unread_tokens(request.request_id) < 3:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(1e-3)
         waiting = backend.unread_tokens(request.request_id)
         first = await anext(stream)
-        assert len(first.token_ids) >= waiting, "what waited comes at once"
-        assert backend.unread_tokens(request.request_id) < waiting, "what was read waits no more"
-    assert backend.unread_tokens(request.request_id) == 0, "nobody reads any more"
+        assert len(first.token_ids) >= waiting, "waiting tokens must come in one delta"
+        assert backend.unread_tokens(request.request_id) < waiting, (
+            "tokens that were read must not count"
+        )
+    assert backend.unread_tokens(request.request_id) == 0, "a closed stream has no tokens"
 
 
 async def check_pace(backend: Backend) -> None:
-    """Check that a pace delays tokens and changes none, and that what is paused delays nobody."""
+    """Check that a pace delays tokens without changing them, and that a pause stops them."""
     backend.set_pace("nobody", Pace.PAUSED)
     seats = min(backend.load().max_sequences, 8) or 1
     requests = [make_request(backend, seed=s, max_tokens=48) for s in range(seats)]
@@ -250,46 +268,46 @@ async def check_pace(backend: Backend) -> None:
     again = [replace(request, request_id=_id()) for request in requests]
     ids = [request.request_id for request in again]
     streams = [backend.generate(request) for request in again]
-    told: list[dict[int, list[Delta]]] = [{0: []} for _ in again]
-    for stream, deltas in zip(streams, told, strict=True):
+    found: list[dict[int, list[Delta]]] = [{0: []} for _ in again]
+    for stream, deltas in zip(streams, found, strict=True):
         async with _patience():
             deltas[0].append(await anext(stream))
     for request_id in ids:
         backend.set_pace(request_id, Pace.PAUSED)
-    # Steps under way when the pace changed are over when another request has run to its end.
+    # Steps that ran when the pace changed are over once another request has run to its end.
     await collect(backend, make_request(backend, max_tokens=8))
     waiting = [backend.unread_tokens(request_id) for request_id in ids]
     await collect(backend, make_request(backend, max_tokens=24))
-    assert [backend.unread_tokens(i) for i in ids] == waiting, "a paused request goes on"
+    assert [backend.unread_tokens(i) for i in ids] == waiting, "a paused request must not continue"
     for place, request_id in enumerate(ids):
         backend.set_pace(request_id, Pace.SPARING if place % 2 else Pace.FULL)
-    for stream, deltas in zip(streams, told, strict=True):
+    for stream, deltas in zip(streams, found, strict=True):
         async with aclosing(stream):
             await _read(stream, deltas)
-    assert [[_outcome(deltas[0])] for deltas in told] == alone, "a pace changes what is generated"
+    assert [[_outcome(deltas[0])] for deltas in found] == alone, "a pace must not change the output"
     for request_id in ids:
-        backend.set_pace(request_id, Pace.PAUSED)  # they have ended: no matter
+        backend.set_pace(request_id, Pace.PAUSED)  # allowed, although they have ended
 
 
 async def check_embeddings(backend: Backend) -> None:
-    """Check that a prompt is embedded in one delta and the same again, or refused, as declared."""
+    """Check that an embedding is one delta and reproducible, or rejected if not supported."""
     wanted = make_request(backend)
     sampling = replace(wanted.sampling, max_tokens=0)
     wanted = replace(wanted, sampling=sampling, task=Task.EMBED)
     if not backend.card.capabilities.embeddings:
-        assert _rejected_param(backend, wanted) == "model", "no embeddings are declared"
+        assert _rejected_param(backend, wanted) == "model", "undeclared embeddings must be rejected"
         return
     found = []
     for _ in range(2):
         again = replace(wanted, request_id=_id())
         async with _patience(), aclosing(backend.generate(again)) as stream:
             (delta,) = [delta async for delta in stream]
-        assert delta.finish_reason is not None, "an embedding comes with its end"
-        assert not delta.token_ids, "nothing is generated"
-        assert delta.outcome is None, "nothing was drafted"
+        assert delta.finish_reason is not None, "an embedding has a finish reason"
+        assert not delta.token_ids, "an embedding has no tokens"
+        assert delta.outcome is None, "an embedding has no outcome"
         found.append(delta.embedding)
     size = backend.card.capabilities.embedding_size
-    assert len(found[0] or b"") == 4 * size, "float32, as many as declared"
+    assert len(found[0] or b"") == 4 * size, "the size must be embedding_size float32 numbers"
     assert found[0] == found[1], "the same text must give the same vector"
 
 
@@ -304,19 +322,19 @@ async def check_closing_frees(backend: Backend) -> None:
         await anext(leaver)
         await leaver.aclose()
         await never_read.aclose()
-        # A worker in a thread may be ahead of its readers: what waits to be read, what is on its
-        # way here, the step that was running, and the one in which the closed ones must be gone.
+        # A worker in a thread may be ahead of its readers: one delta waits here, one is on its way,
+        # one step was running, and the closed streams must be gone in the next one.
         for _ in range(4):
             await anext(keeper)
         load = backend.load()
-        assert load.running + load.waiting == 1, "a closed stream still runs"
+        assert load.running + load.waiting == 1, "a closed stream must not run"
         await keeper.aclose()
     await _until_idle(backend)
-    assert backend.load().kv_blocks_free == free, "a closed stream keeps KV blocks"
+    assert backend.load().kv_blocks_free == free, "a closed stream must free its KV blocks"
 
 
 async def check_stop(backend: Backend) -> None:
-    """Check that `stop` ends open streams with `BackendFailed`, and may be called again."""
+    """Check that `stop` ends open streams with `BackendFailed` and is idempotent."""
     streams = [backend.generate(make_request(backend, max_tokens=500)) for _ in range(2)]
     await anext(streams[0])
     await backend.stop()
@@ -334,14 +352,14 @@ def _drafting(proposer: str) -> SpeculationPlan:
 
 
 async def _read(stream: AsyncGenerator[Delta, None], deltas: dict[int, list[Delta]]) -> None:
-    """Read a stream to its end into the deltas of each choice, checking their form."""
+    """Read a stream to its end into `deltas`, by choice, and check the form of each delta."""
     async with _patience():
         async for delta in stream:
-            assert delta.choice in deltas, "a delta of a choice nobody asked for"
+            assert delta.choice in deltas, "a delta of an unknown choice"
             mine = deltas[delta.choice]
             assert not mine or mine[-1].finish_reason is None, "a delta after the choice's end"
             ended = delta.finish_reason is not None
-            assert ended == (delta.outcome is not None), "the outcome comes with the end"
+            assert ended == (delta.outcome is not None), "only the last delta has an outcome"
             mine.append(delta)
 
 
@@ -351,7 +369,7 @@ async def _patience() -> AsyncIterator[None]:
         async with asyncio.timeout(PATIENCE_S):
             yield
     except TimeoutError:
-        raise AssertionError(f"what must happen did not within {PATIENCE_S:.0f} s") from None
+        raise AssertionError(f"timeout after {PATIENCE_S:.0f} s") from None
 
 
 def _rejected_param(backend: Backend, request: GenerationRequest) -> str | None:
@@ -381,6 +399,6 @@ async def _until_idle(backend: Backend) -> None:
 def _outcome(deltas: list[Delta]) -> Outcome:
     assert deltas, "a choice without deltas"
     reason = deltas[-1].finish_reason
-    assert reason is not None, "the stream ended before its choice did"
+    assert reason is not None, "a choice without a finish reason"
     token_ids = tuple(token for delta in deltas for token in delta.token_ids)
     return Outcome(token_ids, "".join(delta.text for delta in deltas), reason)

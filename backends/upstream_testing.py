@@ -1,6 +1,6 @@
-"""Conformance checks for upstreams: for our own tests, and for those of third parties.
+"""Conformance checks for upstreams, also for use by third parties.
 
-They need a server behind the upstream that generates at least a few tokens.
+They need a server that generates at least a few tokens.
 """
 
 from __future__ import annotations
@@ -13,92 +13,94 @@ from draftgate.backends.base import Upstream, UpstreamCall
 from draftgate.backends.errors import UpstreamUnreachable
 
 PATIENCE_S: Final = 60.0
-"""How long a check waits for what must happen; generous, since only failures wait that long."""
+"""Timeout of the checks; generous, since only failures take that long."""
 
 _HEADERS: Final = {"Content-Type": "application/json"}
 _DONE: Final = b"data: [DONE]"
 
 
 async def check_upstream(upstream: Upstream) -> None:
-    """Start a fresh upstream, whose server is there, run every check on it, and stop it.
+    """Start a fresh upstream whose server runs, run every check on it, and stop it.
 
     Raises:
-        AssertionError: the upstream breaks its contract. The message names the promise.
-        TimeoutError: something that must happen did not within `PATIENCE_S`.
+        AssertionError: the upstream breaks its contract; the message says how.
+        TimeoutError: the checks took longer than `PATIENCE_S`.
     """
     await upstream.start()
     try:
-        assert upstream.failure is None, "an upstream whose server answers is well"
-        assert upstream.pause is None, "an upstream that is well may be called"
-        assert upstream.card.model_id, "an upstream that was reached knows its model"
+        assert upstream.failure is None, "an upstream whose server answers must be well"
+        assert upstream.pause is None, "an upstream that is well must not pause"
+        assert upstream.card.model_id, "an upstream that was reached must know its model"
         async with asyncio.timeout(PATIENCE_S):
             await check_whole_answers(upstream)
             await check_streams(upstream)
-            await check_complaints(upstream)
-            await check_leaving(upstream)
+            await check_error_answers(upstream)
+            await check_early_close(upstream)
     finally:
         await upstream.stop()
     await check_stopped(upstream)
 
 
 def make_call(upstream: Upstream, **fields: Any) -> UpstreamCall:
-    """Return a completion's call, of eight tokens unless told otherwise."""
+    """Return a call for a completion, with eight tokens by default."""
     body = {"model": upstream.card.model_id, "prompt": "def f(", "max_tokens": 8, **fields}
     return UpstreamCall("POST", "/v1/completions", _HEADERS, json.dumps(body).encode())
 
 
 async def check_whole_answers(upstream: Upstream) -> None:
-    """A whole answer is JSON, is no stream, and tells its usage."""
+    """Check that a whole answer is JSON with usage."""
     async with upstream.forward(make_call(upstream)) as exchange:
         body = b"".join([block async for block in exchange.blocks()])
-        assert (exchange.status, exchange.streaming) == (200, False), "an answer has its status"
-        assert json.loads(body)["choices"], "the body comes whole"
+        assert (exchange.status, exchange.streaming) == (200, False), (
+            "a whole answer has status 200"
+        )
+        assert json.loads(body)["choices"], "the body must be complete"
         usage = exchange.usage()
-        assert usage.prompt > 0, "the usage of a whole answer is read"
-        assert usage.output > 0, "the usage of a whole answer is read"
+        assert usage.prompt > 0, "the usage of a whole answer must be read"
+        assert usage.output > 0, "the usage of a whole answer must be read"
 
 
 async def check_streams(upstream: Upstream) -> None:
-    """A stream comes in complete events, up to `[DONE]`, and counts as running until then."""
+    """Check that a stream has complete events up to `[DONE]`, and counts as running until then."""
     async with upstream.forward(make_call(upstream, stream=True)) as exchange:
-        assert exchange.streaming, "a stream of events is known by its head"
-        assert upstream.load().running == 1, "what was sent counts as running"
+        assert exchange.streaming, "a stream must be recognised by its head"
+        assert upstream.load().running == 1, "a request that was sent counts as running"
         blocks = [block async for block in exchange.blocks()]
         assert all(block.endswith((b"\n\n", b"\r\n\r\n")) for block in blocks), (
-            "only complete events pass"
+            "only complete events may pass"
         )
-        assert blocks[-1].rstrip().endswith(_DONE), "a stream ends with [DONE]"
-        assert exchange.outputs > 0, "events of output are counted"
-        assert exchange.usage().output > 0, "without usage each event of output is a token"
-        assert not exchange.error_sent, "a stream that ended rightly sent no error"
-    assert upstream.load().running == 0, "what has ended counts no more"
+        assert blocks[-1].rstrip().endswith(_DONE), "a stream must end with [DONE]"
+        assert exchange.outputs > 0, "events with output must be counted"
+        assert exchange.usage().output > 0, "without usage each event counts as a token"
+        assert not exchange.error_sent, "a complete stream has sent no error"
+    assert upstream.load().running == 0, "a request that has ended must not count"
 
 
-async def check_complaints(upstream: Upstream) -> None:
-    """What the server complains of is an answer as any other."""
+async def check_error_answers(upstream: Upstream) -> None:
+    """Check that an error of the server is passed on."""
     async with upstream.forward(make_call(upstream, temperature="hot")) as exchange:
         body = b"".join([block async for block in exchange.blocks()])
-        assert 400 <= exchange.status < 500, "a complaint passes with its status"
-        assert body, "a complaint passes with its body"
-    assert upstream.failure is None, "a complaint is no failure"
+        assert 400 <= exchange.status < 500, "an error must pass with its status"
+        assert body, "an error must pass with its body"
+    assert upstream.failure is None, "an error of the server is no failure"
 
 
-async def check_leaving(upstream: Upstream) -> None:
-    """A stream that is left early counts no more, and the next one is not disturbed."""
+async def check_early_close(upstream: Upstream) -> None:
+    """Check that a stream no longer counts after an early close, and the next one works."""
     async with upstream.forward(make_call(upstream, stream=True, max_tokens=64)) as exchange:
         blocks = exchange.blocks()
         await anext(blocks)
         await blocks.aclose()
-    assert upstream.load().running == 0, "what was left counts no more"
+    assert upstream.load().running == 0, "a closed stream must not count"
     await check_streams(upstream)
 
 
 async def check_stopped(upstream: Upstream) -> None:
-    """One that was stopped takes nothing, and says why."""
-    assert upstream.failure is not None, "a stopped upstream says that it is"
+    """Check that a stopped upstream takes no calls, and says why."""
+    assert upstream.failure is not None, "a stopped upstream must have a failure"
     try:
         async with upstream.forward(make_call(upstream)):
             pass
     except UpstreamUnreachable:
         return
-    raise AssertionError("a stopped upstream takes no calls")
+    raise AssertionError("a stopped upstream must take no calls")
