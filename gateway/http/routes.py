@@ -29,7 +29,7 @@ from draftgate.gateway.http.context import (
     SLOW_READERS,
     client_request_id,
 )
-from draftgate.gateway.http.endpoints import embeddings, health, live, models, page, tokenize
+from draftgate.gateway.http.endpoints import embeddings, health, live, models, page
 from draftgate.gateway.http.generation import CLIENT_GONE, Api
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
@@ -70,8 +70,8 @@ def build_app(node: Node) -> web.Application:
             web.post(embeddings.PATH, embeddings.embed),
             web.get("/v1/models", models.list_models),
             web.get("/v1/models/{model:.+}", models.get_model),
-            web.post("/tokenize", tokenize.tokenize),
-            web.post("/detokenize", tokenize.detokenize),
+            web.post("/tokenize", models.tokenize),
+            web.post("/detokenize", models.detokenize),
             web.get("/health", health.health),
             web.get("/ready", health.ready),
             web.get("/version", health.version),

@@ -66,8 +66,10 @@ def _define(
     buckets: tuple[float, ...] = (),
     of_worker: Callable[[WorkerLoad], float] | None = None,
 ) -> MetricDefinition:
-    """Define a metric; the last word of its name is its unit unless another is given."""
+    """Define a metric; by default the last word of its name is its unit."""
     unit = unit or name.rpartition("_")[2]
+    if kind is Kind.HISTOGRAM and not buckets:
+        buckets = _PHASE_S if unit == "seconds" else _LENGTHS
     labels = ("worker",) if of_worker else labels
     metric = MetricDefinition(name, kind, text, unit, labels, buckets, aliases, of_worker)
     METRICS.append(metric)
@@ -154,19 +156,16 @@ GAPS: Final = _histogram(
 WORKER_QUEUE: Final = _histogram(
     "draftgate_worker_queue_seconds",
     "Time a choice waits on its worker before its first step",
-    buckets=_PHASE_S,
 )
 PREFILL: Final = _histogram(
     "draftgate_prefill_seconds",
     "Time from the first step of a choice to its first token",
     "vllm:request_prefill_time_seconds",
-    buckets=_PHASE_S,
 )
 DECODE: Final = _histogram(
     "draftgate_decode_seconds",
     "Time from the first token of a choice to its last",
     "vllm:request_decode_time_seconds",
-    buckets=_PHASE_S,
 )
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -187,19 +186,16 @@ PROMPT_LENGTH: Final = _histogram(
     "draftgate_request_prompt_tokens",
     "Tokens per prompt",
     "vllm:request_prompt_tokens",
-    buckets=_LENGTHS,
 )
 OUTPUT_LENGTH: Final = _histogram(
     "draftgate_request_generation_tokens",
     "Generated tokens per request, summed over its choices",
     "vllm:request_generation_tokens",
-    buckets=_LENGTHS,
 )
 MAX_TOKENS: Final = _histogram(
     "draftgate_request_max_tokens",
     "Maximum tokens per choice",
     "vllm:request_params_max_tokens",
-    buckets=_LENGTHS,
 )
 
 # --- admission, queue, failover -------------------------------------------------------------------
@@ -219,7 +215,6 @@ TO_WORKER: Final = _histogram(
     "draftgate_time_to_worker_seconds",
     "Time from arrival to dispatch to a worker, including the queue",
     "vllm:request_queue_time_seconds",
-    buckets=_PHASE_S,
 )
 RESUMES: Final = _counter(
     "draftgate_resumes",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -19,12 +19,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
+from draftgate.gateway.telemetry.live import Loads, Recent
 from draftgate.gateway.telemetry.metric_definitions import METRICS, Kind, MetricDefinition
-from draftgate.gateway.telemetry.recent import Recent
-from draftgate.policies.types import WorkerLoad
-
-Loads = Callable[[], Sequence[WorkerLoad | None]]
-"""Returns the load of every worker in order, None for a failed one; empty before the start."""
 
 Labels = tuple[str, ...]
 """Values of a metric's own labels, without the model's name."""

@@ -30,7 +30,7 @@ from draftgate.backends.types import (
 from draftgate.gateway.app import Listening, settle_interpreter
 from draftgate.gateway.dispatch import placement
 from draftgate.gateway.http import context
-from draftgate.gateway.http.endpoints import tokenize
+from draftgate.gateway.http.endpoints import models
 from draftgate.gateway.http.generation import INLINE_BODY_BYTES
 from draftgate.gateway.http.replies import rendering
 from draftgate.gateway.http.requests import validation
@@ -82,8 +82,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> ThreadWatch:
         (validation, "_encoded"),
         (validation, "chat_prompt"),
         (validation, "_ids"),
-        (tokenize, "decode"),
-        (tokenize, "encode"),
+        (models, "decode"),
+        (models, "encode"),
         (rendering, "encode"),
         (Tokenizer, "encode"),
         (Tokenizer, "decode"),

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from draftgate.backends.types import SpeculationOutcome
 from draftgate.gateway.app import Listening
 from draftgate.gateway.http.endpoints.page import WEB
-from draftgate.gateway.telemetry.live import KEPT, Live
-from draftgate.gateway.telemetry.recent import MOST_KEPT, WINDOW_S, Recent, percentiles
+from draftgate.gateway.telemetry.live import KEPT, MOST_KEPT, WINDOW_S, Live, Recent, percentiles
 from draftgate.policies.types import WorkerLoad
 from tests.gateway.harness import client, events, running, until
 

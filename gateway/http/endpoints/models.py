@@ -1,14 +1,33 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`."""
+"""The model and its tokenizer: `/v1/models`, `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
 from aiohttp import web
 
-from draftgate.gateway.errors import ModelNotFound
-from draftgate.gateway.http.context import NODE, json_response
+from draftgate.gateway.errors import ModelNotFound, invalid
+from draftgate.gateway.http.context import NODE, json_response, read_body
 from draftgate.gateway.http.forwarding import pass_on
-from draftgate.gateway.http.replies.shapes import ModelList, ModelReply
+from draftgate.gateway.http.generation import parsed
+from draftgate.gateway.http.replies.rendering import encode
+from draftgate.gateway.http.replies.shapes import (
+    DetokenizeReply,
+    ModelList,
+    ModelReply,
+    TokenizeReply,
+)
+from draftgate.gateway.http.requests.decoding import decode
+from draftgate.gateway.http.requests.messages import chat_prompt
+from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from draftgate.gateway.http.requests.tools import offered_tools
 from draftgate.gateway.node import Node
+from draftgate.gateway.served import Served
+
+_tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
@@ -27,16 +46,10 @@ async def get_model(request: web.Request) -> web.StreamResponse:
     node = request.app[NODE]
     if _are_the_upstreams(node):
         return await pass_on(request)
-    asked, served = request.match_info["model"], _name(node)
-    if asked != served:
-        raise ModelNotFound(asked, served)
-    return json_response(_model(node))
-
-
-def _model(node: Node) -> ModelReply:
-    name, card = _name(node), node.fleet.card
-    root = name if node.fleet.forwards else card.root  # hides the upstream's address
-    return ModelReply(name, card.created_s, root, card.max_model_len)
+    asked, model = request.match_info["model"], _model(node)
+    if asked != model.id:
+        raise ModelNotFound(asked, model.id)
+    return json_response(model)
 
 
 def _are_the_upstreams(node: Node) -> bool:
@@ -44,10 +57,60 @@ def _are_the_upstreams(node: Node) -> bool:
     return node.fleet.forwards and node.config.served_model_name is None
 
 
-def _name(node: Node) -> str:
-    """Return the model's name.
+def _model(node: Node) -> ModelReply:
+    """Return the model of the node.
 
     Raises:
-        Unavailable: the model is not loaded.
+        Unavailable: it is not loaded.
     """
-    return node.model_name if node.fleet.forwards else node.served.name
+    forwards = node.fleet.forwards
+    name = node.model_name if forwards else node.served.name
+    card = node.fleet.card
+    root = name if forwards else card.root  # hides the upstream's address
+    return ModelReply(name, card.created_s, root, card.max_model_len)
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """Return the token ids of a prompt, or of messages rendered by the model's chat template."""
+    return await _answer(request, _tokenize)
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """Return the text of token ids."""
+    return await _answer(request, _detokenize)
+
+
+async def _answer(
+    request: web.Request, work: Callable[[bytes, Served], msgspec.Struct]
+) -> web.StreamResponse:
+    if request.app[NODE].fleet.forwards:
+        return await pass_on(request, missing=(404, 405))
+    served = request.app[NODE].served
+    body = await read_body(request)
+    return json_response(await parsed(lambda: encode(work(body, served)), body))
+
+
+def _tokenize(body: bytes, served: Served) -> TokenizeReply:
+    wire = decode(body, _tokenize_decoder)
+    served.check_name(wire.model)
+    if (wire.prompt is None) == (wire.messages is None):
+        raise invalid("prompt", "give either prompt or messages")
+    if wire.prompt is not None and wire.tools is not None:
+        raise invalid("tools", "only together with messages")
+    if wire.prompt is None:
+        chat = ChatBody(messages=wire.messages, tools=wire.tools)
+        tools = offered_tools(chat, served.tokenizer.tool_template)
+        shown = None if tools is None else tools.shown
+        tokens = list(chat_prompt(wire.messages, served.tokenizer, shown))
+    else:
+        special = wire.add_special_tokens is not False
+        tokens = served.tokenizer.encode(wire.prompt, add_special_tokens=special)
+    return TokenizeReply(len(tokens), served.max_model_len, tokens)
+
+
+def _detokenize(body: bytes, served: Served) -> DetokenizeReply:
+    wire = decode(body, _detokenize_decoder)
+    served.check_name(wire.model)
+    for index, token in enumerate(wire.tokens):
+        served.check_token_id(token, f"tokens[{index}]")
+    return DetokenizeReply(served.tokenizer.decode(wire.tokens, skip_special_tokens=False))

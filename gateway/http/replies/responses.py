@@ -15,7 +15,7 @@ from msgspec import UNSET, Struct, UnsetType, field, structs
 
 from draftgate.backends.types import Delta, FinishReason
 from draftgate.gateway.errors import GatewayError
-from draftgate.gateway.http.replies.rendering import Choices, encode
+from draftgate.gateway.http.replies.rendering import Choices, Rendering, encode
 from draftgate.gateway.http.replies.shapes import (
     OptionalMetrics,
     OptionalUsage,
@@ -138,12 +138,11 @@ class ResponseEvent(Struct):
     logprobs: list[Any] | UnsetType = UNSET
 
 
-class ResponseRendering:
-    """Implements `Rendering` for `/v1/responses`."""
+class ResponseRendering(Rendering):
+    """`/v1/responses`."""
 
     def __init__(self, call: Call, created_s: int) -> None:
-        self._call = call
-        self._created_s = created_s
+        super().__init__(call, created_s)
         self._reason: FinishReason | None = None
         self._items: list[MessageItem | FunctionCallItem] = []
         self._item_is_open = False

@@ -101,10 +101,10 @@ def call_of_chat(wire: ChatBody, served: Served, request_id: str, service: Servi
     prompts = (chat_prompt(wire.messages, served.tokenizer, shown),)
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
-    job = _job(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
+    call = _call(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
     if tools is not None and tools.grammar is not None:
-        job = replace(job, grammar=tools.grammar)
-    return _call(wire, served, job, tools)
+        call = replace(call, job=replace(call.job, grammar=tools.grammar))
+    return replace(call, tools=tools)
 
 
 def completion_call(
@@ -129,19 +129,10 @@ def completion_call(
         sequences = f"{len(prompts)} prompts of {n} choices"
         raise invalid("prompt", f"{sequences} are more than {MAX_SEQUENCES} sequences")
     max_tokens = DEFAULT_COMPLETION_TOKENS if wire.max_tokens is None else wire.max_tokens
-    job = _job(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
-    return _call(wire, served, job)
+    return _call(wire, served, request_id, prompts, max_tokens, wire.logprobs, service)
 
 
 def _call(
-    wire: GenerationFields, served: Served, job: Job, tools: OfferedTools | None = None
-) -> Call:
-    options = wire.stream_options or StreamOptions()
-    usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
-    return Call(job, served, bool(wire.stream), usage, continuous, tools)
-
-
-def _job(
     wire: GenerationFields,
     served: Served,
     request_id: str,
@@ -149,7 +140,7 @@ def _job(
     max_tokens: int | None,
     logprobs: int | None,
     service: ServiceLevel,
-) -> Job:
+) -> Call:
     speculation = wire.speculation or SpeculationOptions()
     sampling = SamplingParams(
         max_tokens=max_tokens or 1,
@@ -167,7 +158,7 @@ def _job(
         ignore_eos=bool(wire.ignore_eos),
         logprobs=logprobs,
     )
-    return Job(
+    job = Job(
         request_id,
         prompts,
         sampling,
@@ -180,6 +171,9 @@ def _job(
         repetitions=tuple(map(repetition, prompts)),
         traced=bool(speculation.trace),
     )
+    options = wire.stream_options or StreamOptions()
+    usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
+    return Call(job, served, bool(wire.stream), usage, continuous)
 
 
 def _check_common(wire: GenerationFields) -> None:
