@@ -50,15 +50,15 @@ ANY_PROPOSER: Final = "any"
 """In a plan: whatever the worker has and pays most, for each sequence and step."""
 
 
-class DraftCounts(Struct, frozen=True, rename={"rejected": "refuted"}):
+class DraftCounts(Struct, frozen=True, rename={"accepted": "agreed", "rejected": "refuted"}):
     """Draft tokens of earlier requests that were put to the test; old ones count less.
 
     Attributes:
-        agreed: tokens that were right.
+        accepted: tokens that were right.
         rejected: tokens that were wrong, behind right ones only.
     """
 
-    agreed: float = 0.0
+    accepted: float = 0.0
     rejected: float = 0.0
 
 

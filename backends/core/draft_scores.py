@@ -12,7 +12,7 @@ from draftgate.policies.speculation.survival import (
     Acceptance,
     RequestRecord,
     Row,
-    Survivals,
+    SurvivalModel,
 )
 
 GRAMMAR: Final = "grammar"
@@ -27,16 +27,16 @@ class DraftScores:
     """
 
     def __init__(self) -> None:
-        self._sources: dict[str, Survivals] = {}
+        self._sources: dict[str, SurvivalModel] = {}
         self.acceptance = Acceptance(forgetting=FORGETTING)
 
     def best_found(self, source: str) -> float:
         """Return the survival of a first token given the strongest evidence."""
-        return self._source(source).found.best_survival
+        return self._source(source).by_evidence.best_survival
 
     def best_predicted(self, source: str) -> float:
         """Return the survival of a first token after the best outcome of the last draft."""
-        return self._source(source).predicted.best_survival
+        return self._source(source).by_outcome.best_survival
 
     def found(
         self, sequence: Sequence, source: str, draft: Draft
@@ -58,7 +58,7 @@ class DraftScores:
 
     def predicted(self, sequence: Sequence, source: str) -> Row:
         """Return the expected survivals of a draft that is not computed yet."""
-        return self._source(source).of_predicted(_record(sequence, source))
+        return self._source(source).next_draft(_record(sequence, source))
 
     def last_outcome(self, sequence: Sequence, source: str) -> int:
         """Return how a sequence's last draft of a source ended (`survival.outcome_row`)."""
@@ -68,36 +68,36 @@ class DraftScores:
         self, sequence: Sequence, source: str, draft: Draft, emitted: tuple[int, ...]
     ) -> None:
         """Learn from a draft and the tokens that followed."""
-        accepted = draft.accepted_places(emitted)
-        agreed, rejected = len(accepted), draft.was_rejected(accepted, emitted)
-        self.acceptance.observe(agreed, rejected=rejected)
+        places = draft.accepted_places(emitted)
+        accepted, rejected = len(places), draft.was_rejected(places, emitted)
+        self.acceptance.add_draft(accepted, rejected=rejected)
         record, survivals = _record(sequence, source), self._source(source)
         if draft.distributions is None:
-            survivals.learn(record, draft.evidence, agreed, rejected=rejected)
+            survivals.add_draft(record, draft.evidence, accepted, rejected=rejected)
         else:
-            survivals.learn_predicted(record, agreed, rejected=rejected)
+            survivals.add_outcome(record, accepted, rejected=rejected)
 
     def learn_nothing_found(self, sequence: Sequence, source: str) -> None:
         """Learn that a source had no proposal."""
-        self._source(source).learn_predicted(_record(sequence, source), 0, rejected=True)
+        self._source(source).add_outcome(_record(sequence, source), 0, rejected=True)
 
     def refresh(self) -> None:
         """Apply everything learned so far to the estimates at once."""
         for survivals in self._sources.values():
-            survivals.found.refresh()
-            survivals.predicted.refresh()
+            survivals.by_evidence.refresh()
+            survivals.by_outcome.refresh()
 
     def _row(self, sequence: Sequence, source: str, draft: Draft) -> Row:
         record, survivals = _record(sequence, source), self._source(source)
         if draft.distributions is None:
-            return survivals.of_found(record, draft.evidence)
-        return survivals.of_predicted(record)
+            return survivals.draft(record, draft.evidence)
+        return survivals.next_draft(record)
 
-    def _source(self, source: str) -> Survivals:
+    def _source(self, source: str) -> SurvivalModel:
         # Not `setdefault`: that would create a table with every call.
         survivals = self._sources.get(source)
         if survivals is None:
-            survivals = self._sources[source] = Survivals()
+            survivals = self._sources[source] = SurvivalModel()
         return survivals
 
 

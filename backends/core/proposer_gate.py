@@ -139,7 +139,7 @@ class ProposerGate:
         """Learn from the survivals that a lookup found; empty if it found nothing."""
         price = terms.price / sequence.weight
         gain = sum([survival - price for survival in survivals if survival > price])
-        self._gains[name].observe(self._scores.last_outcome(sequence, name), gain)
+        self._gains[name].add_lookup(self._scores.last_outcome(sequence, name), gain)
 
     def may_pay(
         self, name: str, requests: list[DraftRequest], depth_s: float, terms: DraftTerms

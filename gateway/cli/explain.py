@@ -118,9 +118,9 @@ def _known(request: RequestView) -> str:
     """Return what was known of drafts before this request; empty if nothing was."""
     known = [] if request.repetition is None else [f"repetition {request.repetition:.2f}"]
     for whose, counts in (("tenant", request.tenant_drafts), ("all", request.model_drafts)):
-        tested = counts.agreed + counts.rejected
+        tested = counts.accepted + counts.rejected
         if tested > 0:
-            known.append(f"{counts.agreed:.0f} of {tested:.0f} draft tokens agreed ({whose})")
+            known.append(f"{counts.accepted:.0f} of {tested:.0f} draft tokens accepted ({whose})")
     return ", ".join(known)
 
 

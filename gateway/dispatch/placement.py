@@ -20,7 +20,7 @@ from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.routing.types import RouteView
 from draftgate.policies.speculation.acceptance_history import AcceptanceHistory
-from draftgate.policies.speculation.cluster_price import MeanNeed, projected
+from draftgate.policies.speculation.cluster_price import MeanNeed, project_load
 from draftgate.policies.types import (
     PROPOSER_MODES,
     RequestView,
@@ -148,7 +148,7 @@ class Placer:
             reservation: the reservation of the worker's capacity.
         """
         worker = routed.worker
-        load = projected(worker.backend.load(), reservation.behind_tokens, self._usual.need)
+        load = project_load(worker.backend.load(), reservation.behind_tokens, self._usual.need)
         self._note(request, reservation)
         view = self._view(job, index, request, worker.backend.card.model_id)
         if job.task is Task.EMBED:
@@ -166,7 +166,7 @@ class Placer:
         """Record how a choice's drafts were accepted, unless a grammar forced them."""
         request = placed.request
         if request.grammar is None:
-            self._history.learn(
+            self._history.add_choice(
                 request.tenant,
                 placed.worker.backend.card.model_id,
                 greedy=request.sampling.temperature == 0,
@@ -177,7 +177,7 @@ class Placer:
     def _note(self, request: GenerationRequest, reservation: Reservation) -> None:
         """Record the size of a request, to estimate those that other gateways have leased."""
         if reservation.lease is not None:
-            self._usual.note(replace(need_of(request), most_tokens=reservation.lease.tokens))
+            self._usual.add(replace(need_of(request), most_tokens=reservation.lease.tokens))
 
     def _view(self, job: Job, index: int, request: GenerationRequest, model: str) -> RequestView:
         """Return the speculation policy's view of one prompt of a job.
@@ -186,7 +186,7 @@ class Placer:
         """
         kept = min(len(choice.output_ids) for choice in request.choices)
         temperature = job.sampling.temperature
-        of_tenant, of_model = self._history.of(job.tenant, model, greedy=temperature == 0)
+        of_tenant, of_model = self._history.counts(job.tenant, model, greedy=temperature == 0)
         return RequestView(
             len(request.prompt_ids) + kept,
             request.sampling.max_tokens - kept,

@@ -37,15 +37,9 @@ from msgspec import structs
 
 from draftgate.policies.routing.selection import Score
 from draftgate.policies.routing.types import Candidate, RouteView
-from draftgate.policies.speculation.draft_forecast import forecast
-from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer
-from draftgate.policies.types import (
-    ANY_PROPOSER,
-    RequestView,
-    SpeculationMode,
-    WorkerLoad,
-    WorkerSpeed,
-)
+from draftgate.policies.speculation.draft_forecast import forecast_drafts
+from draftgate.policies.speculation.planning import MAX_DRAFT_TOKENS, capped, choose_proposer_or_any
+from draftgate.policies.types import RequestView, WorkerLoad, WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +146,11 @@ def _drafted(request: RequestView, price: float, chance: float) -> tuple[int, fl
 
 def _acceptance_chance(request: RequestView, load: WorkerLoad, acceptance: float) -> float:
     """Return the chance that a drafted token is accepted if all before it are; 0 without drafts."""
-    proposer, _ = choose_proposer(request, load)
+    proposer, _ = choose_proposer_or_any(request, load)
     if proposer is None:
         return 0.0
-    if request.mode is SpeculationMode.AUTO and len(load.proposers) > 1:
-        proposer = ANY_PROPOSER
-    return forecast(request, structs.replace(load, acceptance=acceptance), proposer).acceptance
+    load = structs.replace(load, acceptance=acceptance)
+    return forecast_drafts(request, load, proposer).acceptance
 
 
 def _speeds(workers: Sequence[Candidate]) -> list[WorkerSpeed] | None:

@@ -1,6 +1,6 @@
-"""What became of drafts in earlier requests: by tenant and model, greedy and drawn apart.
+"""What became of drafts in earlier requests: by tenant and model, greedy and sampled apart.
 
-Counts only: nothing of a prompt or an output.
+Counts only; nothing of a prompt or an output is kept.
 """
 
 from __future__ import annotations
@@ -12,64 +12,63 @@ from typing import Final
 from draftgate.policies.types import UNTESTED, DraftCounts
 
 MOST_TENANTS: Final = 4096
-"""Tenants that are remembered, a megabyte or so; those not heard of for longest go first."""
+"""Tenants to remember, about a megabyte; the least recently used is forgotten first."""
 
 FORGETTING: Final = 0.99
-"""What a finished choice leaves of all before it: the last hundred decide, so a tenant whose texts
-change is followed within minutes. (Chosen, not fitted: recorded texts do not change.)"""
+"""Decay per finished choice: the last hundred decide, which follows a change of texts within
+minutes. (Chosen, not fitted: recorded texts do not change.)"""
 
 Key = tuple[str, str, bool]
-"""Tenant, model, and whether tokens are the likeliest ones (temperature 0)."""
+"""Tenant, model, and whether decoding is greedy (temperature 0)."""
 
 
 class AcceptanceHistory:
-    """Remembers for each tenant and model, and for each model, how drafts fared."""
+    """Draft counts for each tenant and model, and for each model."""
 
     def __init__(self, most_tenants: int = MOST_TENANTS) -> None:
-        """Remember nothing yet."""
         self._most = most_tenants
-        self._of_tenants = OrderedDict[Key, DraftCounts]()  # the latest last
-        self._of_models: dict[tuple[str, bool], DraftCounts] = {}
+        self._tenants = OrderedDict[Key, DraftCounts]()  # the latest last
+        self._models: dict[tuple[str, bool], DraftCounts] = {}
 
-    def of(self, tenant: str, model: str, *, greedy: bool) -> tuple[DraftCounts, DraftCounts]:
-        """Return what became of the drafts of a tenant with a model, and of all tenants with it."""
+    def counts(self, tenant: str, model: str, *, greedy: bool) -> tuple[DraftCounts, DraftCounts]:
+        """Return the counts of a tenant with a model, and of all tenants with it."""
         return (
-            self._of_tenants.get((tenant, model, greedy), UNTESTED),
-            self._of_models.get((model, greedy), UNTESTED),
+            self._tenants.get((tenant, model, greedy), UNTESTED),
+            self._models.get((model, greedy), UNTESTED),
         )
 
-    def learn(
+    def add_choice(
         self, tenant: str, model: str, *, greedy: bool, drafted: int, histogram: Sequence[int]
     ) -> None:
-        """Learn from a choice that has finished; without drafts there is nothing to learn.
+        """Learn from a finished choice; without drafts it changes nothing.
 
         Args:
-            drafted: draft tokens it verified.
+            drafted: draft tokens that it verified.
             histogram: its steps with drafts that accepted 0, 1, 2, ... tokens.
         """
         if drafted <= 0:
             return
-        key, news = (tenant, model, greedy), draft_counts(drafted, histogram)
-        self._of_tenants[key] = _with(self._of_tenants.get(key, UNTESTED), news)
-        self._of_tenants.move_to_end(key)
-        if len(self._of_tenants) > self._most:
-            self._of_tenants.popitem(last=False)
-        all_of_it = (model, greedy)
-        self._of_models[all_of_it] = _with(self._of_models.get(all_of_it, UNTESTED), news)
+        key, new = (tenant, model, greedy), draft_counts(drafted, histogram)
+        self._tenants[key] = _add(self._tenants.get(key, UNTESTED), new)
+        self._tenants.move_to_end(key)
+        if len(self._tenants) > self._most:
+            self._tenants.popitem(last=False)
+        self._models[key[1:]] = _add(self._models.get(key[1:], UNTESTED), new)
 
 
 def draft_counts(drafted: int, histogram: Sequence[int]) -> DraftCounts:
-    """Return which draft tokens of a choice agreed, and how many drafts ended with a wrong one.
+    """Return the accepted draft tokens of a choice, and how many of its drafts were rejected.
 
-    Drafts are tested up to their first wrong token, and outcomes do not say how long each was: one
-    that accepted less than drafts had on average counts as rejected. No more than had a token left.
+    A draft is tested up to its first wrong token, but outcomes do not contain its length. A draft
+    that accepted less than the mean length of drafts counts as rejected, at most one per token that
+    was not accepted.
     """
     drafts, accepted = sum(histogram), sum(n * steps for n, steps in enumerate(histogram))
     shorter = sum(steps for n, steps in enumerate(histogram) if n * drafts < drafted)
     return DraftCounts(accepted, min(shorter, max(drafted - accepted, 0)))
 
 
-def _with(counts: DraftCounts, news: DraftCounts) -> DraftCounts:
+def _add(counts: DraftCounts, new: DraftCounts) -> DraftCounts:
     return DraftCounts(
-        counts.agreed * FORGETTING + news.agreed, counts.rejected * FORGETTING + news.rejected
+        counts.accepted * FORGETTING + new.accepted, counts.rejected * FORGETTING + new.rejected
     )

@@ -1,14 +1,15 @@
-"""Which draft slots a step verifies: those that maximise expected tokens by predicted time.
+"""Which draft slots a step verifies: those that maximise expected tokens per predicted time.
 
     (weight of the step + sum of weight x survival over chosen slots) / (T(step) + drafting)
 
-T leaves out what the step's prompts take (`price`). Survivals do not rise along a draft,
-so the best set of n slots is the n likeliest, whosever they are, and always consists of beginnings
-of drafts. T is a staircase: no slot pays alone where the next ones are free, so every n is
-evaluated, not one slot after the other. Drafting costs a forward pass for each depth, once for all
-who draft with the same proposer: depths are enumerated, as far as the deepest one could pay. (The
-choice is exact, but for what it costs to begin drafting for a sequence: that is dealt with by
-leaving out, one after the other, those who are not worth it.)
+T is without the time of the step's prompts (`price`). Survivals do not rise along a draft, so the
+best n slots are the n likeliest of all candidates, and always form prefixes of drafts. T is a
+staircase: a slot that does not pay alone may pay with the free ones after it. Every n is therefore
+evaluated.
+
+Drafting costs a forward pass for each depth, shared by all that draft with the same proposer. All
+depths are tried up to the deepest one that could pay. The choice is exact except for the cost to
+begin drafting for a sequence: sequences that are not worth it are left out one after the other.
 
 This is SmartSpec's goodput (arXiv 2406.14066) for each slot instead of one length for all.
 """
@@ -30,78 +31,28 @@ from draftgate.policies.types import StepView
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
-
-class _Slots(NamedTuple):
-    """Slots on offer, candidate by candidate or the likeliest first.
-
-    Attributes:
-        values: weight x survival.
-        owners: place of the candidate.
-    """
-
-    values: Array
-    owners: Places
-
-    def at(self, places: Places | NDArray[np.bool_] | slice) -> _Slots:
-        return _Slots(self.values[places], self.owners[places])
-
-
-class _Choice(NamedTuple):
-    """The best slots, and the rate they give."""
-
-    rate: float
-    slots: _Slots
-
-
-class _Way(NamedTuple):
-    """A way to draft.
-
-    Attributes:
-        most_rate: no choice of its slots gives more.
-        draft_s: seconds of drafting.
-        offered: whether a slot is drafted, the likeliest first; None if all are.
-    """
-
-    most_rate: float
-    draft_s: float
-    offered: NDArray[np.bool_] | None
-
-
-class _Depth(NamedTuple):
-    """A depth to which one proposer drafts, what its slots are worth together, and what it takes.
-
-    Attributes:
-        worth: sum of weight x survival.
-        seconds: of all depths so far, of beginning, and of drafting at all.
-    """
-
-    depth: int
-    worth: float
-    seconds: float
-
-
 FEW_SLOTS: Final = 128
-"""Up to so many slots that are there already are chosen from without arrays, whose operations take
-a microsecond or two each when the caches hold them, and several times that between the steps of a
-model, which leave nothing else there. Microseconds at 10 / 80 / 120 slots: 4 / 19 / 28 against 21 /
+"""Up to this many slots that are drafted already are chosen from without arrays. Array operations
+take a microsecond or two each with warm caches, and several times that between the steps of a
+model, which evict everything else. Microseconds at 10 / 80 / 120 slots: 4 / 19 / 28 against 21 /
 24 / 25, with cold caches 23 / 45 / 57 against 98 / 110 / 117 (one core, Zen 5, 2026-11-22)."""
 
 
 def allocate(step: StepView, cost: StepCost) -> list[int]:
     """Return the draft length of each candidate that maximises the rate of the step.
 
-    Among equals, fewer slots, and those of earlier candidates.
+    Ties prefer fewer slots, and those of earlier candidates.
     """
     offered = sum([len(candidate.survivals) for candidate in step.candidates])
     if offered <= FEW_SLOTS and all(
         candidate.depth_s <= 0.0 and candidate.start_s <= 0.0 for candidate in step.candidates
     ):
-        return _best_of_few(step, cost)
-    return _best_of_many(step, cost)
+        return _allocate_few(step, cost)
+    return _allocate_many(step, cost)
 
 
-def _best_of_few(step: StepView, cost: StepCost) -> list[int]:
-    """Return the best lengths of drafts that are there."""
+def _allocate_few(step: StepView, cost: StepCost) -> list[int]:
+    """Return the best lengths of drafts that exist already."""
     values: list[float] = []
     owners: list[int] = []
     for owner, candidate in enumerate(step.candidates):
@@ -125,43 +76,84 @@ def _best_of_few(step: StepView, cost: StepCost) -> list[int]:
     return lengths
 
 
-def _best_of_many(step: StepView, cost: StepCost) -> list[int]:
-    """Return the best lengths of drafts that are there or are still to be computed."""
-    slots = _slots_of(step)
-    most = min(step.slot_budget, len(slots.values))
-    if most <= 0:
-        return [0] * len(step.candidates)
-    start_s = np.array([candidate.start_s for candidate in step.candidates])
-    best = _best_of(step, slots, slots_s(step, cost, most), start_s)
-    lengths: list[int] = np.bincount(best.slots.owners, minlength=len(step.candidates)).tolist()
-    return lengths
+class _Slots(NamedTuple):
+    """Offered slots: weight x survival, and the place of the candidate of each."""
+
+    values: Array
+    owners: Places
+
+    def at(self, places: Places | NDArray[np.bool_] | slice) -> _Slots:
+        return _Slots(self.values[places], self.owners[places])
 
 
-def _slots_of(step: StepView) -> _Slots:
+class _Choice(NamedTuple):
+    """Chosen slots, and the rate they give."""
+
+    rate: float
+    slots: _Slots
+
+
+class _Drafting(NamedTuple):
+    """A choice of depths to draft to.
+
+    Attributes:
+        most_rate: an upper bound of the rate of any choice of its slots.
+        seconds: of drafting.
+        drafted: whether a slot is drafted, the likeliest first; None if all are.
+    """
+
+    most_rate: float
+    seconds: float
+    drafted: NDArray[np.bool_] | None
+
+
+class _Depth(NamedTuple):
+    """A depth to which one proposer drafts.
+
+    Attributes:
+        worth: sum of weight x survival of its slots.
+        seconds: of all depths up to it, of beginning, and of drafting at all.
+    """
+
+    depth: int
+    worth: float
+    seconds: float
+
+
+def _allocate_many(step: StepView, cost: StepCost) -> list[int]:
+    """Return the best lengths of drafts that exist or are still to be computed."""
     survivals = [candidate.survivals for candidate in step.candidates]
     lengths = list(map(len, survivals))
+    most = min(step.slot_budget, sum(lengths))
+    if most <= 0:
+        return [0] * len(lengths)
     values = np.fromiter(chain.from_iterable(survivals), np.float64, sum(lengths))
-    owners = np.repeat(np.arange(len(lengths)), lengths)
     weights = [candidate.weight for candidate in step.candidates]
     if weights.count(1.0) < len(weights):
         values *= np.repeat(weights, lengths)
-    return _Slots(values, owners)
+    slots = _Slots(values, np.repeat(np.arange(len(lengths)), lengths))
+    start_s = np.array([candidate.start_s for candidate in step.candidates])
+    best = _best_choice(step, slots, slots_s(step, cost, most), start_s)
+    chosen: list[int] = np.bincount(best.slots.owners, minlength=len(lengths)).tolist()
+    return chosen
 
 
-def _best_of(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _Choice:
-    """Return the best choice of slots.
+def _best_choice(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _Choice:
+    """Return the best slots, leaving out candidates until all that are left are worth their start.
 
-    Who is not worth its start at the best rate so far is left out, until all who are left are.
+    Args:
+        step_s: seconds of the step by number of slots.
+        start_s: seconds to begin drafting for each candidate.
     """
     best = _Choice(step.total_weight / float(step_s[0]), slots.at(np.empty(0, np.intp)))
     begins = start_s > 0.0
     if not begins.any():
-        return _best_way(step, slots, step_s, start_s, best)
+        return _best_drafting(step, slots, step_s, start_s, best)
     worth = np.bincount(slots.owners, slots.values, len(start_s))
     while True:
         out = begins & (worth <= best.rate * start_s)
         slots = slots.at(~out[slots.owners])
-        choice = _best_way(step, slots, step_s, start_s, best)
+        choice = _best_drafting(step, slots, step_s, start_s, best)
         best = max(best, choice, key=lambda one: one.rate)
         chosen = choice.slots
         worth = np.bincount(chosen.owners, chosen.values, len(start_s))
@@ -170,52 +162,47 @@ def _best_of(step: StepView, slots: _Slots, step_s: Array, start_s: Array) -> _C
             return best
 
 
-def _best_way(
+def _best_drafting(
     step: StepView, slots: _Slots, step_s: Array, start_s: Array, best: _Choice
 ) -> _Choice:
-    """Return the best way to draft and the slots that are then taken, if it is better.
-
-    Args:
-        best: what there is to be had otherwise.
-    """
+    """Return the best depths and the slots that are then chosen, if they are better than `best`."""
     order = np.argsort(-slots.values, kind="stable")
     likeliest = slots.at(order)
     weight = step.total_weight
-    for way in _ways_to_draft(step, slots, order, start_s, float(step_s[0]), best.rate):
-        if way.most_rate <= best.rate:
+    for drafting in _draftings(step, slots, order, start_s, float(step_s[0]), best.rate):
+        if drafting.most_rate <= best.rate:
             break  # and so have all that follow
-        drafted = likeliest if way.offered is None else likeliest.at(way.offered)
-        rates = weight + np.cumsum(drafted.values[: len(step_s) - 1])
-        rates /= step_s[1 : len(rates) + 1] + way.draft_s
+        offered = likeliest if drafting.drafted is None else likeliest.at(drafting.drafted)
+        rates = weight + np.cumsum(offered.values[: len(step_s) - 1])
+        rates /= step_s[1 : len(rates) + 1] + drafting.seconds
         last = int(rates.argmax()) if len(rates) else 0
         if len(rates) and rates[last] > best.rate:
-            best = _Choice(float(rates[last]), drafted.at(slice(last + 1)))
+            best = _Choice(float(rates[last]), offered.at(slice(last + 1)))
     return best
 
 
-def _ways_to_draft(
+def _draftings(
     step: StepView, slots: _Slots, order: Places, start_s: Array, step_s: float, rate: float
-) -> Iterator[_Way]:
+) -> Iterator[_Drafting]:
     """Yield every choice of depths that could pay, the most promising first.
 
     Args:
         order: of the slots by likelihood.
-        start_s: of each candidate.
         step_s: seconds of the step without drafts.
-        rate: what can be had otherwise. The best way gives no less, so a depth whose slots together
-            are worth less than its time at this rate pays in no case.
+        rate: of the best choice so far. A depth whose slots together are worth less than its time
+            at this rate cannot pay.
     """
     calls = {c.depth_s: c.call_s for c in step.candidates if c.depth_s > 0.0}
     costs = sorted(calls)
     if not costs:
-        yield _Way(np.inf, 0.0, None)
+        yield _Drafting(np.inf, 0.0, None)
         return
     values, owners = slots
     depth_s = np.array([candidate.depth_s for candidate in step.candidates])[owners]
     depths = np.arange(len(owners)) - np.searchsorted(owners, owners) + 1
     free = depth_s <= 0.0
     groups = [
-        _group(depth_s == cost_s, depths, slots, start_s, cost_s, calls[cost_s], rate)
+        _depths_that_may_pay(depth_s == cost_s, depths, slots, start_s, cost_s, calls[cost_s], rate)
         for cost_s in costs
     ]
     plans = []
@@ -227,13 +214,13 @@ def _ways_to_draft(
     free, depths = free[order], depths[order]
     of_group = [(depth_s == cost_s)[order] for cost_s in costs]
     for most_rate, draft_s, chosen_depths in plans:
-        offered = free.copy()
+        drafted = free.copy()
         for group, depth in zip(of_group, chosen_depths, strict=True):
-            offered |= group & (depths <= depth)
-        yield _Way(most_rate, draft_s, offered)
+            drafted |= group & (depths <= depth)
+        yield _Drafting(most_rate, draft_s, drafted)
 
 
-def _group(
+def _depths_that_may_pay(
     group: NDArray[np.bool_],
     depths: Places,
     slots: _Slots,
@@ -242,7 +229,7 @@ def _group(
     call_s: float,
     rate: float,
 ) -> list[_Depth]:
-    """Return how deep it may pay to draft those who draft at one cost, from not at all on."""
+    """Return the depths, from 0, to which the candidates with one cost of depths may draft."""
     by_depth = np.bincount(depths[group], slots.values[group], 1)
     paying = np.flatnonzero(by_depth >= depth_s * rate)
     deepest = int(paying[-1]) if len(paying) else 0

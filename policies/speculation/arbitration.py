@@ -1,10 +1,10 @@
-"""Which proposer drafts for whom, where a sequence may be drafted for by several.
+"""Which proposer drafts for each sequence, if several could.
 
-A draft that was looked up is worth what its slots have over the price. One that is still to be
-computed is worth more or less than that; and all who draft with the same proposer share the cost of
-a depth. So a proposer is used by those who gain by it, as deep as is best for them together, and
-only if together they gain more than drafting costs at the rate of the step. Which slots are then
-verified is `allocation`'s business, on the true staircase.
+A draft that exists is worth the sum of (weight x survival - price) over its slots. One that is
+still to be computed is worth the same less its cost, and all sequences that draft with the same
+proposer share the cost of a depth. So a proposer is used by the sequences that gain by it, as deep
+as is best for them together, and only if they gain more than drafting costs at the rate of the
+step. `allocation` then decides which slots are verified, on the true staircase.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from draftgate.policies.types import DraftCandidate
 def arbitrate(
     options: Sequence[Sequence[DraftCandidate]], price: float, tokens_per_s: float
 ) -> list[int]:
-    """Return which of its candidates each sequence should be offered with.
+    """Return the index of the best candidate of each sequence.
 
     Args:
-        options: what each sequence could be drafted with, at least one candidate.
+        options: the candidates of each sequence, at least one.
         price: what a slot must promise, in weighted tokens.
         tokens_per_s: weighted tokens per second of the step without drafts.
     """
@@ -43,7 +43,7 @@ def arbitrate(
             for index, candidate in enumerate(candidates)
             if candidate.depth_s == depth_s
         ]
-        excess = _table([options[place][index] for place, index in places], price)
+        excess = _excess_table([options[place][index] for place, index in places], price)
         starts = [options[place][index].start_s for place, index in places]
         excess -= tokens_per_s * np.array(starts)[:, None]
         gains = excess - worth[[place for place, _ in places]][:, None]
@@ -60,14 +60,14 @@ def arbitrate(
 
 
 def _excess(candidate: DraftCandidate, price: float) -> list[float]:
-    """Return what the slots up to each depth, from 0, are worth over the price."""
+    """Return by how much the slots up to each depth, from 0, exceed the price."""
     weight = candidate.weight
     over = (max(weight * survival - price, 0.0) for survival in candidate.survivals)
     return list(accumulate(over, initial=0.0))
 
 
-def _table(candidates: Sequence[DraftCandidate], price: float) -> NDArray[np.float64]:
-    """Return `_excess` of each, as long as the longest; most are equal, and computed once."""
+def _excess_table(candidates: Sequence[DraftCandidate], price: float) -> NDArray[np.float64]:
+    """Return `_excess` of each, padded to the longest; equal candidates are computed once."""
     rows: dict[tuple[int, float], int] = {}
     distinct: list[list[float]] = []
     places = []

@@ -1,12 +1,12 @@
-"""What drafts of a request may bring, predicted before it runs: for the gateway's decision.
+"""What drafts of a request may gain, predicted at the gateway before the request runs.
 
-The chance of a drafted token is taken from earlier drafts, the nearest ones first: those of the
-request's tenant, shrunk to those of all tenants of the model, these to the worker's running rate.
-Greedy and drawn texts are counted apart, for drafts of drawn ones fare worse (0.68 against 0.54 on
-the recorded texts). Where a look-up may draft, the repetition of the prompt shifts it, in logits.
+The acceptance is taken from earlier drafts: those of the request's tenant, shrunk to those of all
+tenants of the model, shrunk to the worker's running rate. Greedy and sampled texts are counted
+apart, because drafts of sampled ones are accepted less (0.68 against 0.54 on the recorded texts).
+If n-gram lookups may draft, the repetition of the prompt shifts the acceptance, in logits.
 
-A cap is kept for the whole request, and steps know better: what a draft's evidence is, and what the
-price is by then. So a cap leaves out what would not pay if a draft went well, not on average.
+A cap holds for the whole request, but steps know more: the evidence of a draft, and the price at
+the time. So a cap excludes only slots that would not pay if a draft went well.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from draftgate.policies.types import (
 )
 
 HISTORY_TOKENS: Final = 64.0
-"""Tested tokens that what is known of all weighs in what is said of one tenant: those of a request
-of 96 tokens. (16 to 256 forecast recorded requests from others of their task equally well, within
-0.002 nats a token: `python -m bench.engine.request_forecast`, 2026-11-21.)"""
+"""Weight of the record of all tenants in that of one, in tested tokens: a request of 96 tokens has
+as many. (16 to 256 predict recorded requests from others of their task equally well, within 0.002
+nats per token; `bench/results/request-forecast.json`, 2026-11-21.)"""
 
 REPETITION_SLOPE: Final = 1.7
 USUAL_REPETITION: Final = 0.59
-"""Logits by which a chance rises from a prompt without repetition to one of nothing else, and the
-repetition that tells nothing. (Fitted to n-gram drafts of held-out code: 1.7 greedy and 1.7 drawn;
-on texts cut where they begin to loop 2.8 and 1.2. Mean of those prompts: 0.59. Same command.)"""
+"""Logits between the acceptance after a prompt without repetition and after one of nothing else,
+and the repetition that changes nothing. (Fitted to n-gram drafts of held-out code: 1.7 greedy and
+1.7 sampled; on texts cut where they begin to loop 2.8 and 1.2. Mean of those prompts: 0.59. Same
+results.)"""
 
 GOOD_DRAFT: Final = 2.0
-"""Logits by which the tokens of a draft that goes well are likelier than those of all. What caps
-leave out, as a share of what slots of recorded n-gram drafts bring over the price, at prices of
-0.1 / 0.3 / 0.5: with 0 19 / 34 / 41 %, with 1 5 / 13 / 20 %, with 2 0 / 2 / 4 %. (Same command;
-tasks mixed, forecasts by temperature and repetition only.)"""
+"""Logits by which the tokens of a good draft are likelier than those of all drafts. Share of the
+gain of recorded n-gram drafts that caps exclude, at prices of 0.1 / 0.3 / 0.5: with 0 19 / 34 /
+41%, with 1 5 / 13 / 20%, with 2 0 / 2 / 4%. (Same results; tasks mixed, forecasts by temperature
+and repetition only.)"""
 
 _LEAST_CHANCE: Final = 1e-3
-"""No chance is taken to be nearer to 0 or 1."""
+"""No probability is taken to be closer to 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestForecast:
+class DraftForecast:
     """What is expected of a request's drafts.
 
     Attributes:
-        acceptance: the chance of a token, all before it being right.
-        whose: of whose drafts that is known, in words.
-        repetition: of the prompt, where it counts; else None.
-        weight: what its tokens may come to be worth (`weights`).
+        acceptance: the probability of a token, given all before it.
+        whose: whose drafts that comes from, in words.
+        repetition: of the prompt, if it counts; else None.
+        weight: what the request's tokens may come to be worth (`weights`).
     """
 
     acceptance: float
@@ -63,7 +64,7 @@ class RequestForecast:
 
     @property
     def good_chance(self) -> float:
-        """The chance of a token of a draft that goes well."""
+        """The probability of a token of a good draft."""
         shift = GOOD_DRAFT
         if self.repetition is not None:
             shift += REPETITION_SLOPE * (self.repetition - USUAL_REPETITION)
@@ -71,22 +72,19 @@ class RequestForecast:
         return 1.0 / (1.0 + (1.0 - chance) / chance * math.exp(-shift))
 
     def survival(self, slot: int) -> float:
-        """Return the chance of slot 1, 2, ... of a draft that goes well."""
+        """Return the survival of slot 1, 2, ... of a good draft."""
         return self.good_chance**slot
 
     def paying_slots(self, price: float, most: int) -> int:
-        """Return how many slots are worth more than the price, at most so many."""
+        """Return how many slots of a good draft are worth more than the price, at most `most`."""
         chance, slots = self.good_chance, 0
         while slots < most and self.weight * chance ** (slots + 1) > price:
             slots += 1
         return slots
 
 
-def forecast(request: RequestView, load: WorkerLoad, proposer: str) -> RequestForecast:
+def forecast_drafts(request: RequestView, load: WorkerLoad, proposer: str) -> DraftForecast:
     """Return what is expected of a request's drafts on a worker.
-
-    A request with a target for the time of a token is taken to be late: it is then that it needs
-    its slots, and no one knows yet whether it will be.
 
     Args:
         proposer: what may draft, by name or `ANY_PROPOSER`.
@@ -94,20 +92,22 @@ def forecast(request: RequestView, load: WorkerLoad, proposer: str) -> RequestFo
     acceptance, whose = load.acceptance, "of this worker"
     levels = (request.model_drafts, "of all tenants"), (request.tenant_drafts, "of this tenant")
     for counts, words in levels:
-        acceptance = _shrunk(counts, acceptance)
-        if counts.agreed + counts.rejected >= HISTORY_TOKENS:
+        acceptance = _shrink(counts, acceptance)
+        if counts.accepted + counts.rejected >= HISTORY_TOKENS:
             whose = words
-    looked_up = SpeculationMode.NGRAM.value
-    looks_up = looked_up in (load.proposers if proposer == ANY_PROPOSER else (proposer,))
-    late_s = None if request.service.tpot_s is None else 0.0
-    return RequestForecast(
+    ngram = SpeculationMode.NGRAM.value
+    looks_up = ngram in (load.proposers if proposer == ANY_PROPOSER else (proposer,))
+    # A request with a TPOT target is taken to be late: that is when it needs its slots, and it is
+    # not known yet whether it will be.
+    laxity_s = None if request.service.tpot_s is None else 0.0
+    return DraftForecast(
         acceptance,
         whose,
         request.repetition if looks_up else None,
-        weight(late_s, request.service),
+        weight(laxity_s, request.service),
     )
 
 
-def _shrunk(counts: DraftCounts, towards: float) -> float:
-    tested = counts.agreed + counts.rejected
-    return (counts.agreed + towards * HISTORY_TOKENS) / (tested + HISTORY_TOKENS)
+def _shrink(counts: DraftCounts, toward: float) -> float:
+    tested = counts.accepted + counts.rejected
+    return (counts.accepted + toward * HISTORY_TOKENS) / (tested + HISTORY_TOKENS)

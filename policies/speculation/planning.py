@@ -1,4 +1,4 @@
-"""What decisions for a request have in common, whoever decides."""
+"""What the decisions of all speculation policies have in common."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from draftgate.policies.types import (
+    ANY_PROPOSER,
     PROPOSER_MODES,
     RequestView,
     SpeculationMode,
@@ -16,11 +17,11 @@ from draftgate.policies.types import (
 )
 
 MAX_DRAFT_TOKENS: Final = 16
-"""Longest draft that is planned for: the rows of one CPU tile, the least a GPU tile holds."""
+"""Longest draft that is planned: the rows of a CPU tile, and the least that a GPU tile holds."""
 
 
 def choose_proposer(request: RequestView, load: WorkerLoad) -> tuple[str | None, str]:
-    """Return the proposer the request may use, the cheapest if it has no wish; or None and why."""
+    """Return the proposer for a request, the cheapest unless it names one; or None and why."""
     if request.mode is SpeculationMode.OFF or request.max_draft_tokens == 0:
         return None, "the request asked for no speculation"
     if not load.proposers:
@@ -32,8 +33,16 @@ def choose_proposer(request: RequestView, load: WorkerLoad) -> tuple[str | None,
     return load.proposers[0], ""
 
 
+def choose_proposer_or_any(request: RequestView, load: WorkerLoad) -> tuple[str | None, str]:
+    """Return the same, or `ANY_PROPOSER` if the worker may choose among several."""
+    proposer, why_not = choose_proposer(request, load)
+    if proposer and request.mode is SpeculationMode.AUTO and len(load.proposers) > 1:
+        return ANY_PROPOSER, ""
+    return proposer, why_not
+
+
 def capped(draft_tokens: int, request: RequestView) -> int:
-    """Return the draft length, bounded by what the client asked for."""
+    """Return the draft length, limited to what the client asked for."""
     asked = request.max_draft_tokens
     return draft_tokens if asked is None else min(draft_tokens, asked)
 
@@ -48,7 +57,7 @@ def no_speculation(
 def plan_up_to(
     policy: str, draft_tokens: int, request: RequestView, load: WorkerLoad, reason: str
 ) -> SpeculationPlan:
-    """Return the plan to draft so many tokens in each step, or the client's cap if that is less.
+    """Return the plan to draft up to that many tokens per step, or the client's cap if it is less.
 
     Args:
         reason: why; `{cap}` stands for the length.
@@ -61,7 +70,7 @@ def plan_up_to(
 
 
 def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
-    """Grant what is wanted in order until the budget is spent."""
+    """Grant the wanted lengths in order until the budget is spent."""
     granted = []
     for length in wanted:
         granted.append(min(length, max(budget, 0)))
@@ -70,6 +79,6 @@ def within_budget(wanted: Sequence[int], budget: int) -> list[int]:
 
 
 def unweighted(step: StepView) -> StepView:
-    """Return the step as if every token were worth the same (`weights`)."""
+    """Return the step with every token worth the same (`weights`)."""
     alike = tuple([replace(candidate, weight=1.0) for candidate in step.candidates])
     return replace(step, candidates=alike, weight=None)

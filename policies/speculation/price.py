@@ -1,22 +1,22 @@
-"""What a step gives for its time, and what a draft slot must promise for lengthening it.
+"""The price of a draft slot: what it must promise for lengthening a step.
 
-    rate(n slots) = (weight + expected accepted) / (T(n) - prompts(n))
+    rate(n slots) = (weight + expected accepted tokens) / (T(n) - prompts(n))
 
-A step's prompts have to be computed, if not in this step then in another, and an accepted token
-shortens only what decodes take; so the time of prompts, `prompts(n)`, is taken off. Slots first
-take what prompts leave of the step; each further one sends a prompt token to a later step.
+Prompts have to be computed, if not in this step then in another, and accepted tokens shorten only
+what decodes take. So the time of a step's prompts, `prompts(n)`, is left out. Slots first take the
+places that prompts leave free; each further slot moves a prompt token to a later step.
 
-It is the price at which mean latency is least in steady state. With r sequences a second of D
-tokens each, a step of n of them lasts T = T0 + n x (slots x t + reads) + T x f, where prompts take
-the share f, and n = r x D x T / accepted (Little's law). Solved for the time of a sequence,
+This price minimises mean latency in steady state. With r sequences per second of D tokens each, a
+step of n of them lasts T = T0 + n x (slots x t + reads) + T x f, where f is the share of prompts,
+and n = r x D x T / accepted (Little's law). Solved for the time of a sequence,
 
     n / r = D x T0 / (accepted x (1 - f) - r x D x (slots x t + reads)),
 
-which is least if slots are taken down to a survival of r x D x t / (1 - f): tokens a second by the
-seconds that are not for prompts, times the seconds of a token. In simulations of mixed work on
-H100 and H200 this takes 1 to 6% less than with prompts' time left in, where they fill the steps;
-to count the sequences that wait for prompts among those delayed brought nothing more (0.1 of them:
--1% to +0.4%, all: +1 to +6%; 2026-11-21).
+which is least if slots are taken down to a survival of r x D x t / (1 - f): tokens per second of
+the time that is not for prompts, times the seconds of a token. In simulations of mixed work on H100
+and H200 that takes 1 to 6% less time than counting the time of prompts. To count sequences that
+wait for prompts among the delayed ones brought nothing more (0.1 of them: -1% to +0.4%, all of
+them: +1 to +6%; 2026-11-21).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from draftgate.policies.types import StepView
 Array = NDArray[np.float64]
 
 LEAST_S: Final = 1e-9
-"""Steps take at least so long: a device that is said to need no time has no best set."""
+"""Least time of a step: if steps took no time, no number of slots would be best."""
 
 
 def step_s(step: StepView, cost: StepCost, slots: int = 0) -> float:
-    """Return what a step takes with so many slots, but for its prompts: more than 0 seconds."""
+    """Return the seconds of a step with that many slots, without its prompts; more than 0."""
     prompts = step.prefill_tokens
     displaced = min(max(slots - step.free_slots, 0), prompts)
     fed = step.tokens + slots - displaced
@@ -51,21 +51,20 @@ def slots_s(step: StepView, cost: StepCost, most_slots: int) -> Array:
     prompts = step.prefill_tokens
     if not prompts:
         seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, most_slots)
-        seconds[1:] += step.verify_s
-        return np.maximum(seconds, LEAST_S)
-    slots = np.arange(most_slots + 1)
-    displaced = np.minimum(np.maximum(slots - step.free_slots, 0), prompts)
-    added = slots - displaced
-    seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, int(added[-1]))[added]
-    if cost.pair_s and step.sequences:
-        seconds += cost.pair_s * step.kv_tokens / step.sequences * displaced
-    seconds += _deferred_s(step, cost) * displaced - prompts_s(step, cost)
+    else:
+        slots = np.arange(most_slots + 1)
+        displaced = np.minimum(np.maximum(slots - step.free_slots, 0), prompts)
+        added = slots - displaced
+        seconds = cost.slots_s(step.tokens, step.kv_tokens, step.sequences, int(added[-1]))[added]
+        if cost.pair_s and step.sequences:
+            seconds += cost.pair_s * step.kv_tokens / step.sequences * displaced
+        seconds += _deferred_s(step, cost) * displaced - prompts_s(step, cost)
     seconds[1:] += step.verify_s
     return np.maximum(seconds, LEAST_S)
 
 
 def few_slots_s(step: StepView, cost: StepCost, most_slots: int) -> list[float]:
-    """Return what `slots_s` does, up to its last bits: sooner for some tens of slots."""
+    """Return the same as `slots_s`, up to rounding: faster for some tens of slots."""
     if step.prefill_tokens:
         several: list[float] = slots_s(step, cost, most_slots).tolist()
         return several
@@ -75,7 +74,7 @@ def few_slots_s(step: StepView, cost: StepCost, most_slots: int) -> list[float]:
 
 
 def rate(step: StepView, cost: StepCost) -> float:
-    """Return the weighted tokens that a second of the step brings without drafts."""
+    """Return the weighted tokens per second of the step without drafts."""
     return step.total_weight / step_s(step, cost)
 
 
@@ -87,7 +86,7 @@ def prompts_s(step: StepView, cost: StepCost) -> float:
 
 
 def _deferred_s(step: StepView, cost: StepCost) -> float:
-    """Return what a prompt token takes in a later step: its share of all that is in that."""
+    """Return the seconds of a prompt token in a later step: its share of all that is in it."""
     if not step.prefill_tokens:
         return 0.0
     share_s = cost.seconds(step.tokens, step.kv_tokens, step.sequences) / step.tokens
@@ -95,10 +94,9 @@ def _deferred_s(step: StepView, cost: StepCost) -> float:
 
 
 def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
-    """Return what a draft slot must promise, in weighted tokens (design, section 1).
+    """Return what a draft slot must promise, in weighted tokens; 0 on an idle worker.
 
-    `price = rate x average extra seconds per slot up to the next cost step`. The price of an idle
-    worker is 0.
+    `price = rate x average extra seconds per slot up to the next cost step`.
 
     Args:
         accepted: weighted tokens that drafts are expected to bring to the step.
@@ -112,11 +110,11 @@ def slot_price(step: StepView, cost: StepCost, accepted: float = 0.0) -> float:
 
 
 def least_slot_price(step: StepView, cost: StepCost) -> float:
-    """Return what no draft slot of a step can pay below, in weighted tokens.
+    """Return a price that every worthwhile slot of a step exceeds, in weighted tokens.
 
-    However many slots are taken, each takes the least average of all numbers of them; and the best
-    set of slots has no lower rate than the step without. 0 where tokens are left on the present
-    stair, infinite where there is no room for a slot.
+    Any number of slots takes at least the least average time per slot, and the best number has at
+    least the rate of the step without drafts. 0 if tokens are left on the present stair, infinite
+    if no slot fits.
     """
     most = step.slot_budget
     if most <= 0 or step.sequences <= 0:

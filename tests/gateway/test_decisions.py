@@ -157,7 +157,7 @@ async def test_decisions_learn_from_what_became_of_earlier_requests(
     await placed(node, replace(job, sampling=SamplingParams(1, 0, 0.8)))
     drawn, other, again, _, first = node.decisions.latest(9)
     assert first.request.tenant_drafts == first.request.model_drafts == UNTESTED
-    assert again.request.tenant_drafts.agreed == pytest.approx(60, rel=0.01)
+    assert again.request.tenant_drafts.accepted == pytest.approx(60, rel=0.01)
     assert again.request.tenant_drafts.rejected == pytest.approx(10, rel=0.01)
     assert other.request.tenant_drafts == UNTESTED
     assert other.request.model_drafts == again.request.tenant_drafts
@@ -232,7 +232,7 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     decisions.write()
     known = draftgate("explain", str(path), "--request", "k").stdout
     assert "TTFT within 1000 ms, TPOT within 20 ms, priority 3" in known
-    assert "repetition 0.40, 30 of 40 draft tokens agreed (tenant)" in known
+    assert "repetition 0.40, 30 of 40 draft tokens accepted (tenant)" in known
     missing = draftgate("explain", str(path), "--request", "9")
     assert (missing.returncode, missing.stderr) == (
         1,

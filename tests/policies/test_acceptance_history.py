@@ -15,7 +15,7 @@ def learn(
 ) -> None:
     """A choice with ten drafts of four tokens: five whole, five rejected behind two."""
     histogram = (0, 0, 5, 0, 5)
-    history.learn(tenant, model, greedy=greedy, drafted=40, histogram=histogram)
+    history.add_choice(tenant, model, greedy=greedy, drafted=40, histogram=histogram)
 
 
 def test_a_choice_is_counted_up_to_each_first_wrong_token() -> None:
@@ -36,7 +36,7 @@ def test_what_was_tested_was_drafted(drafts) -> None:
         accepted += agreed
     drafted = sum(length for length, _ in drafts)
     counts = draft_counts(drafted, histogram)
-    assert counts.agreed == accepted
+    assert counts.accepted == accepted
     assert 0 <= counts.rejected <= min(len(drafts), drafted - accepted)
 
 
@@ -45,12 +45,12 @@ def test_tenants_models_and_classes_are_told_apart() -> None:
     history = AcceptanceHistory()
     learn(history, "a")
     learn(history, "b")
-    own, everybody = history.of("a", "m", greedy=True)
+    own, everybody = history.counts("a", "m", greedy=True)
     assert own == DraftCounts(30, 5)
-    assert everybody.agreed == pytest.approx(60, rel=0.01)
-    assert history.of("c", "m", greedy=True) == (UNTESTED, everybody)
-    assert history.of("a", "m", greedy=False) == (UNTESTED, UNTESTED)
-    assert history.of("a", "other", greedy=True) == (UNTESTED, UNTESTED)
+    assert everybody.accepted == pytest.approx(60, rel=0.01)
+    assert history.counts("c", "m", greedy=True) == (UNTESTED, everybody)
+    assert history.counts("a", "m", greedy=False) == (UNTESTED, UNTESTED)
+    assert history.counts("a", "other", greedy=True) == (UNTESTED, UNTESTED)
 
 
 def test_a_tenant_that_changes_is_followed() -> None:
@@ -58,12 +58,12 @@ def test_a_tenant_that_changes_is_followed() -> None:
     history = AcceptanceHistory()
     for _ in range(2000):
         learn(history, "a")
-    before, _ = history.of("a", "m", greedy=True)
-    assert before.agreed == pytest.approx(3000, rel=0.01)
+    before, _ = history.counts("a", "m", greedy=True)
+    assert before.accepted == pytest.approx(3000, rel=0.01)
     for _ in range(500):
-        history.learn("a", "m", greedy=True, drafted=40, histogram=(10,))
-    after, _ = history.of("a", "m", greedy=True)
-    assert after.agreed < 0.02 * (after.agreed + after.rejected)
+        history.add_choice("a", "m", greedy=True, drafted=40, histogram=(10,))
+    after, _ = history.counts("a", "m", greedy=True)
+    assert after.accepted < 0.02 * (after.accepted + after.rejected)
 
 
 def test_no_more_tenants_are_remembered_than_agreed() -> None:
@@ -71,13 +71,13 @@ def test_no_more_tenants_are_remembered_than_agreed() -> None:
     history = AcceptanceHistory(most_tenants=2)
     for tenant in ("a", "b", "a", "c"):
         learn(history, tenant)
-    assert history.of("b", "m", greedy=True)[0] == UNTESTED
-    assert history.of("a", "m", greedy=True)[0] != UNTESTED
-    assert history.of("c", "m", greedy=True)[1].agreed > 110
+    assert history.counts("b", "m", greedy=True)[0] == UNTESTED
+    assert history.counts("a", "m", greedy=True)[0] != UNTESTED
+    assert history.counts("c", "m", greedy=True)[1].accepted > 110
 
 
 def test_a_choice_without_drafts_teaches_nothing() -> None:
     """Requests with speculation off leave no trace."""
     history = AcceptanceHistory()
-    history.learn("a", "m", greedy=True, drafted=0, histogram=())
-    assert history.of("a", "m", greedy=True) == (UNTESTED, UNTESTED)
+    history.add_choice("a", "m", greedy=True, drafted=0, histogram=())
+    assert history.counts("a", "m", greedy=True) == (UNTESTED, UNTESTED)

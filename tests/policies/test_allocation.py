@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.speculation.allocation import (
     FEW_SLOTS,
-    _best_of_few,
-    _best_of_many,
+    _allocate_few,
+    _allocate_many,
     allocate,
 )
 from draftgate.policies.speculation.price import least_slot_price
@@ -147,7 +147,7 @@ def test_few_slots_are_chosen_as_many_are(offered, others, budget, cost, verify_
     many = len(offered) + others
     weight = others + sum(candidate.weight for candidate in offered)
     step = StepView(many, 50 * many, many, budget, tuple(offered), weight, verify_s=verify_s)
-    few, others_way = _best_of_few(step, cost), _best_of_many(step, cost)
+    few, others_way = _allocate_few(step, cost), _allocate_many(step, cost)
     assert rate(step, few, cost) == pytest.approx(rate(step, others_way, cost), rel=1e-9)
 
 
@@ -211,7 +211,7 @@ def test_many_slots_are_chosen_as_few_are() -> None:
     step = StepView(len(batch), 1000, len(batch), 1024, batch)
     assert sum(len(candidate.survivals) for candidate in batch) > FEW_SLOTS
     assert allocate(step, H100_8B) == [3, 0] * (FEW_SLOTS // 8)
-    assert allocate(step, H100_8B) == _best_of_few(step, H100_8B)
+    assert allocate(step, H100_8B) == _allocate_few(step, H100_8B)
 
 
 def test_weights_draw_slots() -> None:

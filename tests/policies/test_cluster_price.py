@@ -13,7 +13,7 @@ from draftgate.backends.sim.profile import load_profile
 from draftgate.policies.capacity import CapacityNeed
 from draftgate.policies.costs.speed import SpeedMeter
 from draftgate.policies.costs.step_cost import StepCost
-from draftgate.policies.speculation.cluster_price import MeanNeed, projected
+from draftgate.policies.speculation.cluster_price import MeanNeed, project_load
 from draftgate.policies.speculation.price import slot_price
 from draftgate.policies.types import StepView, WorkerLoad, WorkerSpeed
 from tests.policies.costs import costs
@@ -68,7 +68,7 @@ needs = st.builds(CapacityNeed, st.integers(1, 4), st.integers(0, 4000), st.inte
 @given(loads(), needs)
 def test_nothing_behind_changes_nothing(given: WorkerLoad, usual: CapacityNeed) -> None:
     """With all that is leased included, the load is what was reported."""
-    assert projected(given, 0, usual) == given
+    assert project_load(given, 0, usual) == given
 
 
 @given(loads(), needs, st.lists(st.integers(0, 1 << 20), min_size=2))
@@ -77,7 +77,7 @@ def test_more_behind_is_never_less_load(
 ) -> None:
     """Price, sequences and prompts ahead never fall with the tokens behind, nor below the report,
     and memory never rises nor falls below nothing."""
-    found = [projected(given, tokens, usual) for tokens in sorted([0, *behind])]
+    found = [project_load(given, tokens, usual) for tokens in sorted([0, *behind])]
     for less, more in pairwise(found):
         assert given.price <= more.price
         assert less.price <= more.price * (1.0 + 1e-12) + 1e-12  # but for what rounding takes
@@ -91,12 +91,12 @@ def test_more_behind_is_never_less_load(
 def test_who_comes_takes_seats_first(given: WorkerLoad, usual: CapacityNeed, behind: int) -> None:
     """Nobody runs beyond the seats who did not run there before, nobody who waited waits less, and
     those who wait for a seat do not raise the price."""
-    found = projected(given, behind, usual)
+    found = project_load(given, behind, usual)
     if given.max_sequences:
         assert found.running <= max(given.running, given.max_sequences - given.waiting)
         full = structs.replace(given, max_sequences=given.running + given.waiting)
         if full.max_sequences:
-            assert projected(full, behind, usual).price == given.price
+            assert project_load(full, behind, usual).price == given.price
     assert found.waiting >= given.waiting
 
 
@@ -106,7 +106,7 @@ def test_a_price_is_a_number_on_any_staircase(
 ) -> None:
     """On any staircase, and on none, the projected price is a number not below the reported one."""
     given = reported(cost, running, context_tokens)
-    assert given.price <= projected(given, behind, ONE).price < float("inf")
+    assert given.price <= project_load(given, behind, ONE).price < float("inf")
 
 
 @pytest.mark.parametrize("context_tokens", [200, 1500, 8000])
@@ -119,7 +119,7 @@ def test_it_is_the_price_that_the_worker_comes_to(device: str, context_tokens: i
     for before in full:
         given = reported(cost, before, context_tokens)
         for after in full[full.index(before) + 1 :]:
-            found = projected(given, (after - before) * ONE.most_tokens, ONE)
+            found = project_load(given, (after - before) * ONE.most_tokens, ONE)
             come_to = reported(cost, after, context_tokens)
             assert 0.96 < found.price / come_to.price < 1.15
             assert found.running == come_to.running
@@ -128,7 +128,7 @@ def test_it_is_the_price_that_the_worker_comes_to(device: str, context_tokens: i
 def test_a_burst_onto_an_idle_worker_has_a_price() -> None:
     """An idle worker reports 0; who is on the way makes slots as dear as short contexts do."""
     cost = load_profile("h100-8b").cost
-    found = projected(reported(cost, 0, 0), 128 * 500, ONE)
+    found = project_load(reported(cost, 0, 0), 128 * 500, ONE)
     assert found.price == pytest.approx(reported(cost, 128, 200).price, rel=0.1)
     assert found.prompt_tokens == 128 * 300
     assert found.kv_blocks_free == 8000 - 128 * 300 // 16
@@ -138,11 +138,11 @@ def test_what_is_usual_follows_what_is_placed() -> None:
     """The mean of all at first, in which the last fifty decide later; one token before any."""
     usual = MeanNeed()
     assert usual.need == CapacityNeed(1, 0, 1)
-    usual.note(CapacityNeed(1, 100, 200))
-    usual.note(CapacityNeed(3, 300, 600))
+    usual.add(CapacityNeed(1, 100, 200))
+    usual.add(CapacityNeed(3, 300, 600))
     assert usual.need == CapacityNeed(2, 201, 402)
     for _ in range(200):
-        usual.note(CapacityNeed(1, 50, 80))
+        usual.add(CapacityNeed(1, 50, 80))
     assert usual.need.sequences == 1
     assert usual.need.prompt_tokens == pytest.approx(50, rel=0.1)
     assert usual.need.most_tokens == pytest.approx(80, rel=0.1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftgate.policies.speculation.repetition import (
-    LEAST_LOOK_UPS,
+    LEAST_LOOKUPS,
     MATCH_TOKENS,
     TAIL_TOKENS,
     repetition,
@@ -23,7 +23,7 @@ def by_hand(token_ids: list[int]) -> float | None:
         if key in latest:
             outcomes.append(tail[latest[key]] == tail[end])
         latest[key] = end
-    return sum(outcomes) / len(outcomes) if len(outcomes) >= LEAST_LOOK_UPS else None
+    return sum(outcomes) / len(outcomes) if len(outcomes) >= LEAST_LOOKUPS else None
 
 
 @given(st.lists(st.integers(0, 5), max_size=700))

@@ -90,7 +90,7 @@ def test_conformance_check_finds_a_cheat() -> None:
         def draft_lengths(self, step, cost):
             return [c.max_draft_tokens for c in step.candidates]
 
-    with pytest.raises(AssertionError, match="more slots"):
+    with pytest.raises(AssertionError, match="exceed the slot budget"):
         check_speculation(Greedy())
 
 
@@ -312,7 +312,7 @@ def test_decisions_are_monotone(view, price, acceptance, share, more) -> None:
     cap = cap_of(view, price, acceptance)
     assert 1 <= cap <= MAX_DRAFT_TOKENS
     assert cap_of(view, price + more, acceptance) <= cap
-    agreed = structs.replace(view.tenant_drafts, agreed=view.tenant_drafts.agreed + 100 * more)
+    agreed = structs.replace(view.tenant_drafts, accepted=view.tenant_drafts.accepted + 100 * more)
     assert cap_of(replace(view, tenant_drafts=agreed), price, acceptance) >= cap
     assert cap_of(view, price, min(acceptance + share, 1.0)) >= cap
     if view.repetition is not None:

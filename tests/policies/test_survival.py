@@ -17,7 +17,7 @@ from draftgate.policies.speculation.survival import (
     POSITIONS,
     Acceptance,
     RequestRecord,
-    Survivals,
+    SurvivalModel,
     SurvivalTable,
     evidence_row,
     outcome_row,
@@ -31,8 +31,8 @@ drafts = st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200)
 def test_a_rate_is_a_chance(observed, prior) -> None:
     """Whatever was seen, the estimate stays strictly between 0 and 1."""
     acceptance = Acceptance(forgetting=0.998)
-    for agreed, rejected in observed:
-        acceptance.observe(agreed, rejected=rejected)
+    for accepted, rejected in observed:
+        acceptance.add_draft(accepted, rejected=rejected)
     assert 0.0 < acceptance.rate(prior) < 1.0
 
 
@@ -41,7 +41,7 @@ def test_nothing_seen_is_the_prior_and_much_seen_is_the_frequency() -> None:
     acceptance = Acceptance()
     assert acceptance.rate(prior=0.3) == pytest.approx(0.3)
     for _ in range(1000):
-        acceptance.observe(3, rejected=True)
+        acceptance.add_draft(3, rejected=True)
     assert acceptance.rate(prior=0.3) == pytest.approx(0.75, abs=0.01)
 
 
@@ -49,9 +49,9 @@ def test_old_evidence_is_forgotten() -> None:
     """After a change, the worker's estimate follows the new drafts within some 500 of them."""
     acceptance = Acceptance(forgetting=0.998)
     for _ in range(5000):
-        acceptance.observe(4, rejected=False)
+        acceptance.add_draft(4, rejected=False)
     for _ in range(1500):
-        acceptance.observe(0, rejected=True)
+        acceptance.add_draft(0, rejected=True)
     assert acceptance.rate() < 0.25
 
 
@@ -63,10 +63,10 @@ outcomes = st.lists(
 @given(outcomes, st.integers(0, 40))
 def test_survivals_are_chances_that_fall(observed, length) -> None:
     """Whatever came of drafts, survivals stay strictly between 0 and 1 and never rise."""
-    survivals, record = Survivals(), RequestRecord()
-    for evidence, agreed, rejected in observed:
-        survivals.learn(record, evidence, agreed, rejected=rejected)
-    for row in (survivals.of_found(record, 5), survivals.of_predicted(record)):
+    survivals, record = SurvivalModel(), RequestRecord()
+    for evidence, accepted, rejected in observed:
+        survivals.add_draft(record, evidence, accepted, rejected=rejected)
+    for row in (survivals.draft(record, 5), survivals.next_draft(record)):
         chain = row.of_length(length)
         assert len(chain) == length
         assert all(0.0 < survival < 1.0 for survival in chain)
@@ -78,7 +78,9 @@ def test_rows_tell_evidence_and_outcomes_apart() -> None:
     """Each kind of evidence has its row, and so has each way a draft can end."""
     assert [evidence_row(lower) for lower in (0, *EVIDENCE_EDGES)] == list(range(EVIDENCE_ROWS))
     ends = [(0, True), (1, True), (2, True), (3, True), (4, True), (4, False)]
-    assert [outcome_row(agreed, rejected=rejected) for agreed, rejected in ends] == [*range(1, 7)]
+    assert [outcome_row(accepted, rejected=rejected) for accepted, rejected in ends] == [
+        *range(1, 7)
+    ]
     assert outcome_row(60, rejected=True) < OUTCOME_ROWS
 
 
@@ -87,7 +89,7 @@ def test_a_table_starts_at_the_prior_and_ends_at_the_counts() -> None:
     table = SurvivalTable(2)
     assert table.row(0).of_length(3) == pytest.approx((0.5, 0.25, 0.125))
     for count in range(2048):
-        table.observe(
+        table.add_draft(
             1, 1 + 2 * (count % 2), rejected=True
         )  # one right, then half of them two more
     assert table.row(1).chances[:4] == pytest.approx((1.0, 0.5, 1.0, 0.0), abs=0.02)
@@ -97,7 +99,7 @@ def test_an_unseen_row_follows_the_others() -> None:
     """Evidence that never came is taken for as good as all that did."""
     table = SurvivalTable(2)
     for _ in range(512):
-        table.observe(1, 8, rejected=False)
+        table.add_draft(1, 8, rejected=False)
     assert table.row(0).chances[0] > 0.95
     assert table.best_survival > table.row(1).chances[0]
 
@@ -106,33 +108,33 @@ def test_old_drafts_are_forgotten() -> None:
     """When drafts turn bad for good, a table comes to say so."""
     table = SurvivalTable(1)
     for _ in range(20_000):
-        table.observe(0, 4, rejected=False)
+        table.add_draft(0, 4, rejected=False)
     for _ in range(40_000):
-        table.observe(0, 0, rejected=True)
+        table.add_draft(0, 0, rejected=True)
     assert table.row(0).chances[0] < 0.1
 
 
 def test_a_request_is_told_from_the_others_by_its_own_drafts() -> None:
     """Equal evidence survives more often for a request whose drafts were better than others'."""
-    survivals, others = Survivals(), RequestRecord()
+    survivals, others = SurvivalModel(), RequestRecord()
     for count in range(300):
-        survivals.learn(others, 3, count % 2, rejected=True)
+        survivals.add_draft(others, 3, count % 2, rejected=True)
     lucky, unlucky = RequestRecord(), RequestRecord()
     for _ in range(10):
-        survivals.learn(lucky, 3, 6, rejected=False)
-        survivals.learn(unlucky, 3, 0, rejected=True)
-    firsts = [survivals.of_found(r, 3).survivals[0] for r in (unlucky, others, lucky)]
+        survivals.add_draft(lucky, 3, 6, rejected=False)
+        survivals.add_draft(unlucky, 3, 0, rejected=True)
+    firsts = [survivals.draft(r, 3).survivals[0] for r in (unlucky, others, lucky)]
     assert firsts == sorted(firsts)
     assert firsts[0] < 0.6 * firsts[2]
 
 
 def test_nothing_found_makes_waiting_hopeless() -> None:
     """A request for which nothing is ever found has a lower survival to wait for."""
-    survivals, record = Survivals(), RequestRecord()
-    before = survivals.of_predicted(record).survivals[0]
+    survivals, record = SurvivalModel(), RequestRecord()
+    before = survivals.next_draft(record).survivals[0]
     for _ in range(50):
-        survivals.learn_predicted(record, 0, rejected=True)
-    assert survivals.of_predicted(record).survivals[0] < 0.2 < before
+        survivals.add_outcome(record, 0, rejected=True)
+    assert survivals.next_draft(record).survivals[0] < 0.2 < before
 
 
 def test_forecasts_are_calibrated_where_the_law_is_known() -> None:
@@ -142,7 +144,7 @@ def test_forecasts_are_calibrated_where_the_law_is_known() -> None:
     truth's own Brier score, and better than one rate for all.
     """
     rng = random.Random(5)
-    survivals, overall = Survivals(), Acceptance()
+    survivals, overall = SurvivalModel(), Acceptance()
     said: list[float] = []
     ideal: list[float] = []
     flat: list[float] = []
@@ -153,15 +155,15 @@ def test_forecasts_are_calibrated_where_the_law_is_known() -> None:
             evidence = rng.choice((1, 3, 8, 20))
             truth = [0.25 * math.sqrt(evidence) + own + 0.05 * p for p in range(6)]
             chances = [1.0 / (1.0 + math.exp(-logit)) for logit in truth]
-            agreed = next((p for p in range(6) if rng.random() > chances[p]), 6)
-            row = survivals.of_found(record, evidence)
+            accepted = next((p for p in range(6) if rng.random() > chances[p]), 6)
+            row = survivals.draft(record, evidence)
             if request >= 100:
                 said += row.of_length(6)
                 ideal += [math.prod(chances[: p + 1]) for p in range(6)]
                 flat += [overall.rate() ** (p + 1) for p in range(6)]
-                came += [p < agreed for p in range(6)]
-            survivals.learn(record, evidence, agreed, rejected=agreed < 6)
-            overall.observe(agreed, rejected=agreed < 6)
+                came += [p < accepted for p in range(6)]
+            survivals.add_draft(record, evidence, accepted, rejected=accepted < 6)
+            overall.add_draft(accepted, rejected=accepted < 6)
     assert calibration_error(reliability(said, came)) < 0.03
     assert brier_score(said, came) < brier_score(ideal, came) + 0.01
     assert brier_score(said, came) < brier_score(flat, came)

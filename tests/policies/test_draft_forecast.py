@@ -12,8 +12,8 @@ from draftgate.policies.speculation.draft_forecast import (
     HISTORY_TOKENS,
     REPETITION_SLOPE,
     USUAL_REPETITION,
-    RequestForecast,
-    forecast,
+    DraftForecast,
+    forecast_drafts,
 )
 from draftgate.policies.speculation.repetition import MATCH_TOKENS, TAIL_TOKENS
 from draftgate.policies.types import (
@@ -62,10 +62,10 @@ def test_the_forecast_is_shrunk_from_worker_to_tenant() -> None:
     """64 tested tokens of all tenants and of the one each move it half of the way."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, model_drafts=DraftCounts(64, 0), tenant_drafts=DraftCounts(0, 64))
-    expected = forecast(view, load, "ngram")
+    expected = forecast_drafts(view, load, "ngram")
     assert expected.acceptance == pytest.approx(((0.4 + 1.0) / 2 + 0.0) / 2)
     assert (expected.whose, expected.weight) == ("of this tenant", 1.0)
-    assert forecast(RequestView(9, 9, 0.0), load, "ngram").acceptance == pytest.approx(0.4)
+    assert forecast_drafts(RequestView(9, 9, 0.0), load, "ngram").acceptance == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_a_request_weighs_what_it_may_come_to_weigh(service, weight) -> None:
     """With a target as if late, and by its class; a wish for a soon beginning draws no slots."""
     load = WorkerLoad(1, 0, 1, 1, 0.1, 0.4, ("ngram",))
     view = RequestView(9, 9, 0.0, service=service)
-    assert forecast(view, load, ANY_PROPOSER).weight == weight
+    assert forecast_drafts(view, load, ANY_PROPOSER).weight == weight
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 1e-9, 0.5, 1.0])
 @pytest.mark.parametrize("repetition", [None, 0.0, 1.0])
 def test_survivals_are_chances_that_fall(acceptance, repetition) -> None:
     """Whatever is believed, survivals lie between 0 and 1 and fall from slot to slot."""
-    expected = RequestForecast(acceptance, "", repetition, 1.0)
+    expected = DraftForecast(acceptance, "", repetition, 1.0)
     survivals = [expected.survival(slot) for slot in range(1, 17)]
     assert all(0.0 < survival < 1.0 for survival in survivals)
     assert survivals == sorted(survivals, reverse=True)
