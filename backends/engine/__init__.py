@@ -2,6 +2,8 @@
 
 import os
 
+from draftgate.backends.engine.cpu_isa import limit_cpu_isa
+
 # Threads of a CPU worker soon sleep while they wait for work, as spinning ones take the cores from
 # other workers and from the event loop. libgomp reads this when torch loads it, so it stands before
 # any import of torch. Milliseconds of a decode of the shipped model, 2 threads on 2 cores, alone
@@ -10,3 +12,4 @@ import os
 # none 7.8 and 7.2; one thread alone 4.7 (AMD EPYC Zen 4, 2026-11-21).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+limit_cpu_isa()

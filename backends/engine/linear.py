@@ -11,14 +11,32 @@ bits (AMD EPYC Zen 4, 2026-11-21). On processors with AMX bfloat16 is known to c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-ROW_TILE: Final = 16 if torch.cpu._is_amx_tile_supported() else 1  # noqa: SLF001
-LEAST_ROWS: Final = 16 if torch.cpu._is_amx_tile_supported() else 4  # noqa: SLF001
+from draftgate.backends.engine.operators.compiler import library_name
+from draftgate.backends.engine.operators.products import multiplies_in_c, multiply
+
+
+def _uses_amx() -> bool:
+    """Return whether oneDNN uses AMX; its environment may forbid it."""
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    supported: bool = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public one)
+    return supported and (most in {"ALL", "DEFAULT"} or "AMX" in most)
+
+
+USES_AMX: Final = _uses_amx()
+
+ONEDNN_BFLOAT16: Final[bool] = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001
+"""Whether oneDNN multiplies bfloat16, as it does with AVX-512 or AVX-NE-CONVERT. Elsewhere products
+are in float32, of the weight as it is stored, and rounded."""
+
+ROW_TILE: Final = 16 if USES_AMX else 1
+LEAST_ROWS: Final = 16 if USES_AMX else 4
 """Rows of every product are padded to a multiple of the first, to as many as the second, and to one
 of the numbers that `STAIRS` leaves.
 
@@ -26,6 +44,9 @@ With matrix tiles (AMX) 16 is known to be exact and to cost what one row does. W
 are the fastest: of a float32 matrix of 256 MiB they read 22 to 24 GB/s, one row 16, 8 rows 17 and
 16 rows 11; in bfloat16 the same (one thread of a Zen 4, which reads 30 at best, 2026-11-21).
 """
+
+WIDENED_BYTES: Final = 1 << 20
+"""Of a bfloat16 weight, in float32, that torch multiplies at once where neither oneDNN nor C do."""
 
 PACKED_FOR: Final = 16
 """Rows that the layout of packed weights is chosen for; the same layout serves all numbers."""
@@ -98,20 +119,24 @@ class Linear:
                 takes 1.8 to 2.5 times as long for 4 rows, 1.3 to 1.5 for 32; Zen 4).
         """
         self.out_features, self.in_features = weight.shape
-        self._native = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self._weight = weight.contiguous()
-        self._packed = self._native and pack
-        if self._packed:
-            self._weight = _pack(self._weight, PACKED_FOR)
-        self._bias = bias
         on_gpu, rounds = weight.device.type == "cuda", weight.dtype is torch.bfloat16
+        on_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._native = on_cpu and (ONEDNN_BFLOAT16 or not rounds)
+        self._weight = weight.contiguous()
+        packed = self._native and pack
+        if packed:
+            self._weight = _pack(self._weight, PACKED_FOR)
+        # In C a product in float32 takes one pass over the weight, in oneDNN two.
+        self._in_c = on_cpu and rounds and not packed and multiplies_in_c(self.in_features)
+        self._widens = on_cpu and not self._native
+        self._bias = bias
         self._most_rows = None if on_gpu else EXACT_ROWS if exact and rounds else MOST_ROWS
         self._tile_rows = GPU_EXACT_ROWS if exact and on_gpu else None
 
     @property
-    def dense(self) -> Tensor | None:
-        """The weight as it was given; None if it is packed."""
-        return None if self._packed else self._weight
+    def library(self) -> str | None:
+        """What computes float32 products, if not torch."""
+        return library_name() if self._in_c else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [rows, out_features] for x of [rows, in_features]; rows as `padded_rows` says."""
@@ -136,6 +161,8 @@ class Linear:
         return torch.cat([multiply(part) for part in x.split(self._most_rows)])
 
     def _multiply(self, x: Tensor) -> Tensor:
+        if self._widens:
+            return self._multiply_wide(x).to(x.dtype)
         if self._native:
             product: Tensor = _product(x, self._weight, self._bias, "none", [], "")
             return product
@@ -145,6 +172,9 @@ class Linear:
         if x.is_cuda and x.dtype is not torch.float32 and self._bias is None:
             # The sums are float32 there, and need not be rounded at all.
             return torch.mm(x, self._weight.T, out_dtype=torch.float32)
+        if self._in_c or self._widens:
+            out = multiply(x, self._weight) if self._in_c else _widened_product(x, self._weight)
+            return out if self._bias is None else out + self._bias
         rounded = self._multiply(x)
         if rounded.dtype is torch.float32:
             return rounded
@@ -152,6 +182,13 @@ class Linear:
             return rounded.float()
         lost: Tensor = _product.binary(x, rounded.neg(), self._weight, self._bias, "add")
         return rounded.float() + lost.float()
+
+
+def _widened_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the float32 product of bfloat16 tensors; copies a part of the weight at a time."""
+    x = x.float()
+    parts = weight.split(max(1, WIDENED_BYTES // (4 * weight.shape[1])))
+    return torch.cat([_product(x, part.float(), None, "none", [], "") for part in parts], 1)
 
 
 def _in_tiles(multiply: Callable[[Tensor], Tensor], x: Tensor, tile_rows: int) -> Tensor:

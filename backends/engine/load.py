@@ -27,7 +27,13 @@ from draftgate.backends.engine.gpu.shapes import ROW_BUCKETS
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool, num_blocks_for
 from draftgate.backends.engine.memory import measured_kv_bytes, taken_bytes
 from draftgate.backends.engine.model import Decoder
-from draftgate.backends.engine.numerics import choose_device, choose_dtype, fix_sums, numerics_class
+from draftgate.backends.engine.numerics import (
+    check_cpu_isa,
+    choose_device,
+    choose_dtype,
+    fix_sums,
+    numerics_class,
+)
 from draftgate.backends.engine.proposers.registry import (
     ProposerSetup,
     check_proposer_name,
@@ -134,7 +140,7 @@ def load_engine(
         batching_policy(config.batching),
     )
     numerics = numerics_class(
-        weights.checkpoint_hash, dtype, decoder.operators.name, device, exact=exact
+        weights.checkpoint_hash, dtype, decoder.arithmetic, device, exact=exact
     )
     card = _card(config, model, directory, numerics, max_model_len, num_blocks, exact=exact)
     worker = _worker(scheduler, tokenizer, model, card)
@@ -143,11 +149,12 @@ def load_engine(
 
 
 def _prepared_device(config: WorkerConfig) -> torch.device:
-    """Return the device to compute on; what is to be set before its first use is set.
+    """Return the device to compute on, after all settings that precede its first use.
 
     Raises:
-        ValueError: there is none such.
+        ValueError: this machine has no such device, or not the instruction set asked for.
     """
+    check_cpu_isa()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device, config.device_index)

@@ -24,6 +24,12 @@ class Decoder:
         self.device = weights.embedding.device
         self.operators = operators_for(config, weights.embedding.dtype, max_model_len, self.device)
 
+    @property
+    def arithmetic(self) -> str:
+        """What computes a step besides torch, with its version: part of the numerics class."""
+        products = (linear.library for layer in self._weights.layers for linear in layer.linears)
+        return next(filter(None, (self._weights.lm_head.library, *products)), self.operators.name)
+
     def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
         """Write the step's keys and values to the layers of a pool and return the logits.
 
@@ -64,7 +70,7 @@ class Decoder:
         """Return the logits of rows that `last_hidden` returned: float32 [rows, vocab_size]."""
         if not len(hidden):  # prefill chunks alone
             return hidden.new_empty(0, self.config.vocab_size).float()
-        return self.operators.logits(hidden, self._weights.lm_head)
+        return self._weights.lm_head.float32(hidden)
 
     def last_hidden(self, inputs: StepInputs, kv: Layers) -> Tensor:
         """Write the step's keys and values; return what the LM head multiplies, and what is pooled.

@@ -10,6 +10,9 @@ from typing import Any, Final
 import torch
 
 from draftgate.backends.engine.checkpoint import Checkpoint
+from draftgate.backends.engine.cpu_isa import ISAS, VARIABLE, requested_isa
+from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
+from draftgate.backends.engine.operators.products import LANES, multiplies_in_c
 
 FLOAT32_PARAMETERS: Final = 50_000_000
 """Below this, `auto` computes in float32 on a CPU: exact, and dispatch dominates anyway."""
@@ -69,7 +72,7 @@ def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype
     """Return the dtype that `--dtype` means for a checkpoint on a device, `cpu` or `cuda`.
 
     `auto` is the dtype most of the checkpoint's weights have on a GPU; on a CPU float32 below
-    `FLOAT32_PARAMETERS`, else bfloat16 where the processor multiplies it natively.
+    `FLOAT32_PARAMETERS`, else bfloat16 where oneDNN or C multiplies it faster than float32.
 
     Raises:
         ValueError: no such dtype, or none for this device.
@@ -80,8 +83,8 @@ def choose_dtype(name: str, directory: Path, device: str = "cpu") -> torch.dtype
         if device == "cuda":
             return _stored_dtype(checkpoint)
         small = checkpoint.num_parameters < FLOAT32_PARAMETERS
-        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # noqa: SLF001 (no public one)
-        return torch.float32 if small or not native else torch.bfloat16
+        fast = ONEDNN_BFLOAT16 or multiplies_in_c(LANES)
+        return torch.float32 if small or not fast else torch.bfloat16
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}; known: auto, {', '.join(DTYPES)}")
     if name == "float16" and device == "cpu":
@@ -137,13 +140,37 @@ def _gpu(device: torch.device) -> str:
     return f"cuda-{name}-sm{major}{minor}-driver-{driver}-cuda-{torch.version.cuda}"
 
 
+def check_cpu_isa() -> None:
+    """Check that torch and the processor follow `DRAFTGATE_CPU_ISA`.
+
+    Raises:
+        ValueError: the name is unknown, the processor is older, or torch computed before it was
+            read.
+    """
+    name = requested_isa()
+    if name is None:
+        return
+    supported = {
+        "avx512": torch.cpu._is_avx512_supported,  # noqa: SLF001 (no public ones)
+        "avx2": torch.cpu._is_avx2_supported,  # noqa: SLF001
+    }
+    if name in supported and not supported[name]():
+        raise ValueError(f"{VARIABLE}={name} is more than this processor supports")
+    used = torch.backends.cpu.get_cpu_capability().lower()
+    if used != ISAS[name].aten:
+        raise ValueError(f"{VARIABLE}={name} was set after torch had chosen {used}")
+
+
 def _cpu() -> str:
-    """Return the processor's instruction set and make: libraries choose kernels by both."""
+    """Return the processor's make and the instruction sets in use: both choose kernels."""
     parts = ["cpu", torch.backends.cpu.get_cpu_capability().lower()]
-    if torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 (no public one)
+    if ONEDNN_BFLOAT16 and torch.cpu._is_avx512_bf16_supported():  # noqa: SLF001 (no public one)
         parts.append("bf16")
-    if torch.cpu._is_amx_tile_supported():  # noqa: SLF001 (no public one)
+    if USES_AMX:
         parts.append("amx")
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
+    if limit is not None:
+        parts.append(f"onednn_{limit.lower()}")
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     fields = {name.strip(): value.strip() for name, _, value in (i.partition(":") for i in lines)}

@@ -15,7 +15,7 @@ from draftgate.backends.engine.checkpoint import Checkpoint, TensorReader, check
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.numerics import CPU
-from draftgate.backends.engine.operators.compiler import compiler_version
+from draftgate.backends.engine.operators.products import multiplies_in_c
 
 QKV: Final = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT: Final = ("self_attn.o_proj",)
@@ -149,10 +149,10 @@ class _Loader:
         """Return the two; of one name, they share memory unless a copy is cheap."""
         weight = self.tensor(head)
         tied = head == embedding
-        # What C reads as it lies is not packed for torch.
-        on_cpu = self._device.type == "cpu"
-        as_it_lies = on_cpu and self._dtype is torch.bfloat16 and compiler_version() is not None
-        pack = not as_it_lies and (not tied or weight.nbytes <= TIED_COPY_BYTES)
+        # C reads the weight as it is stored.
+        on_cpu, rounds = self._device.type == "cpu", self._dtype is torch.bfloat16
+        in_c = on_cpu and rounds and multiplies_in_c(weight.shape[1])
+        pack = not in_c and (not tied or weight.nbytes <= TIED_COPY_BYTES)
         linear = Linear(weight, exact=self._exact, pack=pack)
         if tied:
             return linear, weight

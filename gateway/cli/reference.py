@@ -30,6 +30,9 @@ programs); secrets are masked.
 
 A list is a repeated option, a list in YAML, or one text with commas. Sizes take units (`512MiB`,
 `2GB`).
+
+`DRAFTGATE_CPU_ISA` is only a variable: `sse4`, `avx2` or `avx512` limits a CPU worker to that
+instruction set, to test it or to compare machines.
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 
+from draftgate.backends.engine.cpu_isa import VARIABLE as CPU_ISA_VARIABLE
 from draftgate.gateway.config.schema import MODEL_PANELS, ServeConfig
 from draftgate.gateway.config.values import (
     MASK,
@@ -201,7 +202,7 @@ def effective_config(
     environ = {name: value for name, value in environ.items() if not _is_link(name, value)}
     ours = (name for name in environ if name.startswith(ENV_PREFIX))
     known = settings()
-    variables = {*(setting.variable for setting in known), CONFIG_VARIABLE}
+    variables = {*(setting.variable for setting in known), CONFIG_VARIABLE, CPU_ISA_VARIABLE}
     _check_known(ours, variables, "unknown variable", ENV_PREFIX)
     path = file or environ.get(CONFIG_VARIABLE)
     from_file = _read_file(Path(path), {setting.name for setting in known}) if path else {}

@@ -30,7 +30,6 @@ from draftgate.backends.engine.linear import (
     padded_rows,
 )
 from draftgate.backends.engine.model import Decoder
-from draftgate.backends.engine.numerics import choose_device, choose_dtype, numerics_class
 from draftgate.backends.engine.operators.base import Operators, RotaryTables
 from draftgate.backends.engine.operators.native import NativeOperators, native_operators
 from draftgate.backends.engine.operators.pieces import KvPiece, kv_pieces
@@ -87,6 +86,27 @@ def test_float32_products_of_bfloat16_are_exact_to_16_bits(*, pack: bool) -> Non
     assert linear.float32(x).dtype is torch.float32
     alone = torch.cat([linear.float32(tile) for tile in x.split(16)])
     assert torch.equal(linear.float32(x), alone)
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("shape", [(64, 192), (256, 4096), (882, 301), (1728, 420)])
+def test_bfloat16_rows_without_onednn_do_not_depend_on_their_number(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch, *, in_c: bool
+) -> None:
+    """Where oneDNN has no bfloat16, products in C and in torch are the rounded float32 ones."""
+    monkeypatch.setattr(linear_module, "ONEDNN_BFLOAT16", False)
+    if not in_c:
+        monkeypatch.setattr(linear_module, "multiplies_in_c", lambda width: False)
+    x, weight = cancelling(160, *shape, torch.bfloat16)
+    bias = torch.ones(shape[1], dtype=torch.bfloat16)
+    linear = Linear(weight, bias, exact=True)
+    wide = linear.float32(x)
+    assert wide.dtype is torch.float32
+    alone = torch.cat([linear.float32(tile) for tile in x.split(padded_rows(1))])
+    assert torch.equal(wide, alone)
+    assert torch.equal(linear(x), wide.bfloat16())
+    assert torch.equal(linear(x[3:19]), linear(x)[3:19])
+    assert (wide - 1).abs().max() < 1e-3
 
 
 class Recording(Linear):
@@ -339,43 +359,6 @@ def test_a_promise_that_would_not_hold_is_refused() -> None:
     runner = RowsThatSeeEachOther(Decoder(config, weights, 512), KvPool(config, 32, torch.float32))
     with pytest.raises(ValueError, match="--exact cannot be kept in float32 on this machine"):
         exactness(runner, config, torch.float32, 512, asked=True)
-
-
-def test_dtypes_fit_their_device() -> None:
-    """float16 needs a GPU, and `auto` there is what the checkpoint holds."""
-    with pytest.raises(ValueError, match="float16 needs a GPU"):
-        choose_dtype("float16", SHIPPED_MODEL)
-    assert choose_dtype("float16", SHIPPED_MODEL, "cuda") is torch.float16
-    assert choose_dtype("auto", SHIPPED_MODEL, "cuda") is torch.bfloat16
-    assert choose_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="unknown device 'tpu'"):
-        choose_device("tpu")
-
-
-def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` is the GPU of that index, else the CPU; `cuda` without it says what was found."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto") == torch.device("cpu")
-    with pytest.raises(ValueError, match="GPU 0 was asked for, and torch finds 0"):
-        choose_device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 1) == choose_device("cuda", 1) == torch.device("cuda", 1)
-    assert choose_device("cpu", 1) == torch.device("cpu")
-    for name in ("auto", "cuda"):
-        with pytest.raises(ValueError, match="GPU 2 was asked for, and torch finds 2"):
-            choose_device(name, 2)
-
-
-def test_the_numerics_class_names_all_that_bits_depend_on() -> None:
-    """Checkpoint, dtype, processor, library, threads and exactness are parts of the class."""
-    made_by = "gcc-12.2.0"
-    parts = numerics_class("0123456789ab", torch.bfloat16, made_by, exact=False).split("/")
-    assert len(parts) == 6
-    assert parts[:2] == ["0123456789ab", "bfloat16"]
-    assert parts[2].startswith("cpu-")
-    assert parts[3] == f"torch-{torch.__version__}-gcc-12.2.0"
-    assert parts[4:] == [f"threads-{torch.get_num_threads()}", "inexact"]
 
 
 def test_products_have_few_numbers_of_rows() -> None:

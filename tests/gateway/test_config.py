@@ -211,6 +211,11 @@ def test_an_unknown_variable_of_ours_is_refused(variable: str, message: str) -> 
     assert str(caught.value).startswith(f"unknown variable {variable!r}; {message}")
 
 
+def test_the_variable_of_the_instruction_set_is_known() -> None:
+    """`DRAFTGATE_CPU_ISA` is no setting, and no error: the engine reads it."""
+    assert effective_config({}, {"DRAFTGATE_CPU_ISA": "avx2"}).config == ServeConfig()
+
+
 def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
     """A pod next to a service called `draftgate` starts: its variables are not ours."""
     environ = {

@@ -1,4 +1,4 @@
-/* Attention of a ragged step over a paged cache. Compiled for one head width: 16 * VECTORS.
+/* Attention of a ragged step over a paged cache. Compiled for one HEAD_DIM.
  *
  * A row is one query head at one token. Rows are computed in groups that share keys, but each by
  * operations of its own in an order of its own: along the head, then keys in order of position,
@@ -10,7 +10,10 @@
 
 #include "vectors.h"
 
-enum { ROWS = 4, MOST_ROWS = 64, GROUPS = TILE / LANES, HEAD_DIM = VECTORS * LANES };
+enum { ROWS = 4, MOST_ROWS = 64, GROUPS = TILE / LANES, VECTORS = HEAD_DIM / LANES };
+
+/* Vectors of a row that are summed at once: as many as the registers hold for ROWS rows. */
+enum { SUMMED = LANES == 8 ? 2 : 4 };
 
 /* Tokens `row` to `row + tokens` of the step, the first at `position`. Their keys are in pages of
  * `page_tokens` slots, but from position `tail_start` on in the slots of `tail`. */
@@ -35,7 +38,7 @@ typedef struct {
     int begin, end;
 } Row;
 
-/* Scores of `count` rows with 16 keys. query: [count][VECTORS]. */
+/* Scores of `count` rows with LANES keys. query: [count][VECTORS]. */
 INLINE void score(
     Vec (*scores)[GROUPS], const Vec *query, const Number *keys, const int64_t *at, int count) {
     Vec parts[ROWS][LANES];
@@ -53,7 +56,7 @@ INLINE void score(
 
 /* Turns a row's scores into weights, and what it has summed to the new largest score. */
 INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lanes = LANE_NUMBERS;
     Vec best = all(-INFINITY), total = all(0.0f);
     for (int group = first; group < last; group++) {
         Ints key = lanes + group * LANES;
@@ -79,9 +82,9 @@ INLINE void weigh(Row *row, Vec *sums, Vec *scores, int first, int last) {
 INLINE void add_values(
     Vec *sums, const float (*weights)[TILE], const Number *values, const int64_t *at, int begin,
     int end, int count) {
-    for (int v = 0; v < VECTORS; v += 4) {
-        int some = VECTORS - v < 4 ? VECTORS - v : 4;
-        Vec own[ROWS][4];
+    for (int v = 0; v < VECTORS; v += SUMMED) {
+        int some = VECTORS - v < SUMMED ? VECTORS - v : SUMMED;
+        Vec own[ROWS][SUMMED];
         for (int r = 0; r < count; r++)
             for (int i = 0; i < some; i++) own[r][i] = sums[r * VECTORS + v + i];
         for (int key = begin; key < end; key++)

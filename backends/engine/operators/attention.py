@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from draftgate.backends.engine.inputs import AttentionSpans
 from draftgate.backends.engine.kv_pool import KV_TILE
+from draftgate.backends.engine.linear import USES_AMX
 from draftgate.backends.engine.operators.pieces import KvPiece, pieces_of
 
 CHUNK_TOKENS: Final = 128
@@ -86,8 +87,7 @@ def least_rows(dtype: torch.dtype) -> int:
 
     With matrix tiles (AMX) bfloat16 needs 16, elsewhere 4 do.
     """
-    has_tiles: bool = torch.cpu._is_amx_tile_supported()  # noqa: SLF001
-    return 16 if dtype is torch.bfloat16 and has_tiles else 4
+    return 16 if dtype is torch.bfloat16 and USES_AMX else 4
 
 
 def plan_attention(

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from draftgate.backends.engine.inputs import StepInputs
-from draftgate.backends.engine.linear import Linear
 
 
 class RotaryTables(NamedTuple):
@@ -64,14 +63,6 @@ class Operators(Protocol):
             queries: as `turn_and_store` returns them.
             layer_kv: with the step's own keys and values in it.
             window: a row at position p sees positions p - window + 1 to p; None: all up to p.
-        """
-        ...
-
-    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
-        """Return the product with the LM head in float32, [rows, vocab_size].
-
-        Args:
-            hidden: [rows, hidden_size], rows as `linear.padded_rows` says.
         """
         ...
 

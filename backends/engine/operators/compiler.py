@@ -17,15 +17,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
+from draftgate.backends.engine.cpu_isa import march
+
 log = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parent
-SOURCES: Final = ("attention.c", "layers.c", "logits.c")
-HEADERS: Final = ("vectors.h",)
+HEADER: Final = "vectors.h"
 
 FLAGS: Final = (
-    "-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp",
-    "-Wno-psabi", "-shared", "-fPIC",
+    "-std=gnu11", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-Wno-psabi",
+    "-shared", "-fPIC",
 )  # fmt: skip
 """No -ffast-math: sums keep their order. Multiplications and additions are fused, always."""
 
@@ -45,27 +46,37 @@ def compiler_version() -> str | None:
     return f"gcc-{done.stdout.strip()}" if done.returncode == 0 else None
 
 
+@lru_cache(maxsize=1)
+def library_name() -> str:
+    """Return what makes the operators' bits: compiler, `-march` and a hash of the sources."""
+    sources = hashlib.sha256()
+    for path in sorted((*HERE.glob("*.c"), HERE / HEADER)):
+        sources.update(path.read_bytes())
+    return f"{compiler_version()}-{march()}-{sources.hexdigest()[:8]}"
+
+
 @lru_cache(maxsize=16)
-def compiled(**defines: int) -> ctypes.CDLL | None:
-    """Return the library compiled with these definitions; None where that is not possible."""
+def compiled(*sources: str, **defines: int) -> ctypes.CDLL | None:
+    """Return the library of these sources and definitions; None where it cannot be compiled."""
     if compiler_version() is None:
         log.info("no gcc: the CPU path runs on torch alone, which takes several times as long")
         return None
     try:
-        return ctypes.CDLL(str(_library(defines)))
+        return ctypes.CDLL(str(_library(sources, defines)))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the CPU kernels do not compile, torch does their work: %s", error)
         return None
 
 
-def _library(defines: dict[str, int]) -> Path:
-    """Return the compiled library's file, which is made if it is not there."""
-    sources = [HERE / name for name in SOURCES]
-    options = [*FLAGS, *(f"-D{name}={value}" for name, value in sorted(defines.items()))]
+def _library(names: tuple[str, ...], defines: dict[str, int]) -> Path:
+    """Return the compiled library's file; compile it first if it is missing."""
+    sources = [HERE / name for name in names]
+    definitions = (f"-D{name}={value}" for name, value in sorted(defines.items()))
+    options = [*FLAGS, f"-march={march()}", *definitions]
     key = hashlib.sha256()
     for part in (*options, compiler_version() or "", platform.machine(), _processor()):
         key.update(part.encode() + b"\0")
-    for path in (*sources, *(HERE / name for name in HEADERS)):
+    for path in (*sources, HERE / HEADER):
         key.update(path.read_bytes() + b"\0")
     library = _cache() / f"operators-{key.hexdigest()[:20]}.so"
     if not library.exists():
@@ -75,7 +86,7 @@ def _library(defines: dict[str, int]) -> Path:
 
 def _compile(arguments: list[str], library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Others may compile at the same time: each writes its own file, and the last one stays.
+    # Other processes may compile at the same time: each writes its own file, and the last stays.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         subprocess.run(  # noqa: S603

@@ -1,4 +1,4 @@
-"""Operators for CPUs in C (`attention.c`, `layers.c`): they read memory as fast as it can be read.
+"""Operators for CPUs in C (`attention.c`, `layers.c`): they read memory at full speed.
 
 Against `reference` on a Zen 4 (one thread, 2026-11-21) attention of a decode takes a fifth to an
 eighth of the time, since torch multiplies few rows by many keys at a small part of the bandwidth.
@@ -17,12 +17,9 @@ from torch import Tensor
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import AttentionSpans, StepInputs
 from draftgate.backends.engine.kv_pool import KV_TILE
-from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.operators.base import RotaryTables
-from draftgate.backends.engine.operators.compiler import compiled, compiler_version
-
-LANES: Final = 16
-"""Floats of a vector: all widths are multiples."""
+from draftgate.backends.engine.operators.compiler import compiled, library_name
+from draftgate.backends.engine.operators.products import LANES
 
 MOST_ROWS: Final = 64
 """Rows of a KV head that go over its keys together; `attention.c` has the same number."""
@@ -82,7 +79,11 @@ def native_operators(
     if not fits or dtype not in _LIBRARIES_DTYPES or group > MOST_ROWS:
         return None
     library = compiled(
-        VECTORS=config.head_dim // LANES, BFLOAT16=int(dtype is torch.bfloat16), TILE=KV_TILE
+        "attention.c",
+        "layers.c",
+        HEAD_DIM=config.head_dim,
+        BFLOAT16=int(dtype is torch.bfloat16),
+        TILE=KV_TILE,
     )
     return None if library is None else NativeOperators(config, tables, library)
 
@@ -92,7 +93,7 @@ class NativeOperators:
 
     def __init__(self, config: ModelConfig, tables: RotaryTables, library: ctypes.CDLL) -> None:
         """Keep the tables, and say what the functions take."""
-        self.name = str(compiler_version())
+        self.name = library_name()
         self._config = config
         self._tables = RotaryTables(*(table.contiguous() for table in tables))
         self._chunk_tokens = MOST_ROWS // (config.num_heads // config.num_kv_heads)
@@ -102,9 +103,6 @@ class NativeOperators:
         self._gate.argtypes = (*[_Pointer] * 2, *[_Int] * 3)
         self._turn_and_store = library.turn_and_store
         self._turn_and_store.argtypes = (*[_Pointer] * 5, _Int)
-        self._logits = library.logits
-        self._logits.argtypes = (*[_Pointer] * 3, *[_Int] * 4)
-        self._logits.restype = ctypes.c_int
         self._attend = library.attend
         self._attend.argtypes = (_Pointer, _Int)
         for function in (self._add_norm, self._gate, self._turn_and_store, self._attend):
@@ -177,30 +175,6 @@ class NativeOperators:
         attention.kv, attention.strip = layer_kv.data_ptr(), layer_kv.stride(0)
         attention.window = window or 0
         self._attend(ctypes.addressof(attention), step.threads)
-        return out
-
-    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
-        """As `Operators.logits`.
-
-        In float32 the packed product is as good. Rounding bfloat16's to what it should be takes
-        torch a second one, and its layout a copy of the matrix.
-        """
-        weight = head.dense
-        if hidden.dtype is torch.float32 or weight is None:
-            return head.float32(hidden)
-        (rows, width), vocab = hidden.shape, len(weight)
-        out = torch.empty(rows, vocab)
-        failed = self._logits(
-            out.data_ptr(),
-            hidden.data_ptr(),
-            weight.data_ptr(),
-            rows,
-            vocab,
-            width,
-            torch.get_num_threads(),
-        )
-        if failed:
-            raise MemoryError("no memory for the rows of an LM head")
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:

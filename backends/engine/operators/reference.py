@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from draftgate.backends.engine.config import ModelConfig
 from draftgate.backends.engine.inputs import StepInputs
-from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.operators.attention import AttentionPlan, attend, plan_attention
 from draftgate.backends.engine.operators.base import RotaryTables
 
@@ -79,10 +78,6 @@ class TorchOperators:
     ) -> Tensor:
         """As `Operators.attend`."""
         return attend(queries, layer_kv, step.plans[window])
-
-    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
-        """As `Operators.logits`."""
-        return head.float32(hidden)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """As `Operators.gate`."""

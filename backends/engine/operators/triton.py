@@ -20,7 +20,6 @@ from draftgate.backends.engine.kernels.paged_attention_ref import DraftTrees
 from draftgate.backends.engine.kernels.rms_norm import add_rms_norm, rms_norm
 from draftgate.backends.engine.kernels.rope_kv import rope_kv
 from draftgate.backends.engine.kernels.swiglu import swiglu
-from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.operators.base import RotaryTables
 from draftgate.backends.engine.operators.ragged import ragged_spans
 
@@ -92,10 +91,6 @@ class TritonOperators:
             trees=DraftTrees(ragged.ancestors, ragged.draft_starts, ragged.positions),
         )
         return attended.view(len(queries), -1)
-
-    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
-        """As `Operators.logits`."""
-        return head.float32(hidden)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """As `Operators.gate`."""

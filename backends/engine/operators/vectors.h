@@ -1,5 +1,8 @@
-/* Vectors of 16 floats and what the kernels do with them. Compiled with BFLOAT16 0 or 1: whether
- * tensors hold bfloat16 or float32. Everything is computed in float32. */
+/* Vectors of floats as wide as the registers, and what the kernels do with them.
+ *
+ * Compiled with BFLOAT16 1 or 0: tensors hold bfloat16 or float32. All arithmetic is in float32.
+ * Vectors never exceed a register: gcc splits wider comparisons and shuffles into single floats.
+ */
 
 #ifndef VECTORS_H
 #define VECTORS_H
@@ -7,11 +10,25 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __SSE4_1__
 #include <immintrin.h>
 #endif
 
-enum { LANES = 16 };
+#if defined(__AVX512F__)
+#define LANES 16
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define EVEN_LANES {0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30}
+#define EVEN_QUADS {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}
+#elif defined(__AVX2__)
+#define LANES 8
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#define EVEN_LANES {0, 2, 8, 10, 4, 6, 12, 14}
+#define EVEN_QUADS {0, 1, 2, 3, 8, 9, 10, 11}
+#else
+#define LANES 4
+#define LANE_NUMBERS {0, 1, 2, 3}
+#define EVEN_LANES {0, 2, 4, 6}
+#endif
 
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef float FloatLanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -31,9 +48,13 @@ INLINE Vec all(float x) { return (Vec){} + x; }
 INLINE Vec choose(Ints yes, Vec a, Vec b) { return (Vec)((yes & (Ints)a) | (~yes & (Ints)b)); }
 
 INLINE Vec load(const Number *at) {
+    /* Where there are intrinsics: gcc widens the two halves of a vector apart. */
 #if BFLOAT16 && defined(__AVX512F__)
-    /* What gcc makes of the line below widens halves apart. */
     return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)at)), 16);
+#elif BFLOAT16 && defined(__AVX2__)
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)at)), 16);
+#elif BFLOAT16 && defined(__SSE4_1__)
+    return (Vec)_mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64((const void *)at)), 16);
 #elif BFLOAT16
     return (Vec)(__builtin_convertvector(*(const HalfLanes *)at, Ints) << 16);
 #else
@@ -89,19 +110,25 @@ INLINE float sum(Vec x) {
     return total[0];
 }
 
-/* Sums of pairs: what lies `first` and `second` in two vectors. */
-#define PAIR(a, b, first, second) (__builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second))
+/* Halves the number of vectors: adds neighbouring lanes, or groups of four, of pairs of them. */
+#define FOLD(parts, count, evens, distance)                                                      \
+    for (int i = 0; i < (count); i++) {                                                          \
+        const Ints first = evens, second = first + (distance);                                   \
+        Vec a = (parts)[2 * i], b = (parts)[2 * i + 1];                                          \
+        (parts)[i] = __builtin_shuffle(a, b, first) + __builtin_shuffle(a, b, second);           \
+    }
 
-/* Returns the sums of 16 vectors: lane i is that of parts[i]. */
+/* Returns the sums of LANES vectors: lane i is the sum of parts[i]. Overwrites the parts. */
 INLINE Vec sums_of(Vec *parts) {
-    const Ints a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
-    const Ints a4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, b4 = a4 + 4;
-    const Ints a2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}, b2 = a2 + 2;
-    const Ints a1 = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, b1 = a1 + 1;
-    for (int i = 0; i < 8; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a8, b8);
-    for (int i = 0; i < 4; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a4, b4);
-    for (int i = 0; i < 2; i++) parts[i] = PAIR(parts[2 * i], parts[2 * i + 1], a2, b2);
-    return PAIR(parts[0], parts[1], a1, b1);
+    FOLD(parts, LANES / 2, EVEN_LANES, 1)
+    FOLD(parts, LANES / 4, EVEN_LANES, 1)
+#if LANES > 4
+    FOLD(parts, LANES / 8, EVEN_QUADS, 4)
+#endif
+#if LANES > 8
+    FOLD(parts, LANES / 16, EVEN_QUADS, 4)
+#endif
+    return parts[0];
 }
 
 #endif

@@ -1,0 +1,61 @@
+"""The instruction set of CPU code: the machine's best, or a lower one from `DRAFTGATE_CPU_ISA`.
+
+The variable limits torch, oneDNN, MKL and the compiled operators alike, so that any machine can
+test a lower instruction set. No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+VARIABLE: Final = "DRAFTGATE_CPU_ISA"
+
+
+@dataclass(frozen=True, slots=True)
+class Isa:
+    """What limits code to an instruction set: the libraries' variables and gcc's `-march`."""
+
+    onednn: str
+    aten: str
+    mkl: str
+    march: str
+
+
+ISAS: Final = {
+    "sse4": Isa("SSE41", "default", "SSE4_2", "x86-64-v2"),
+    "avx2": Isa("AVX2", "avx2", "AVX2", "x86-64-v3"),
+    "avx512": Isa("AVX512_CORE_BF16", "avx512", "AVX512", "x86-64-v4"),
+}
+"""By the names that `DRAFTGATE_CPU_ISA` may have. None of them uses AMX."""
+
+
+def limit_cpu_isa() -> None:
+    """Set the variables that the libraries read at their first use.
+
+    An unknown name is left to `requested_isa` to refuse.
+    """
+    isa = ISAS.get(os.environ.get(VARIABLE, ""))
+    if isa is not None:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = isa.onednn
+        os.environ["ATEN_CPU_CAPABILITY"] = isa.aten
+        os.environ["MKL_ENABLE_INSTRUCTIONS"] = isa.mkl
+
+
+def requested_isa() -> str | None:
+    """Return the name that the environment asks for; None for the machine's best.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    name = os.environ.get(VARIABLE) or None
+    if name is not None and name not in ISAS:
+        raise ValueError(f"{VARIABLE}={name!r} is unknown; known: {', '.join(ISAS)}")
+    return name
+
+
+def march() -> str:
+    """Return the `-march` of compiled operators."""
+    isa = ISAS.get(os.environ.get(VARIABLE, ""))
+    return "native" if isa is None else isa.march

@@ -1,0 +1,54 @@
+"""Float32 products of bfloat16 matrices in C, for processors without bfloat16 instructions.
+
+They read the matrix as it is stored, half the bytes of float32. Of 4096 x 4096 they take, for 4,
+32 and 128 rows, 0.2, 1.1 and 1.4 times as long as oneDNN's float32 product of a packed matrix (one
+thread of a Zen 4 limited to AVX2, 2026-11-22).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from draftgate.backends.engine.operators.compiler import compiled
+
+LANES: Final = 16
+"""Widths of matrices are multiples of this."""
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    library = compiled("products.c", BFLOAT16=1)
+    if library is not None:
+        library.multiply.argtypes = (*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 4)
+    return library
+
+
+def multiplies_in_c(width: int) -> bool:
+    """Return whether matrices of this many columns can be multiplied here."""
+    return width % LANES == 0 and _library() is not None
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.T` in float32, each row independent of the others.
+
+    Args:
+        x: bfloat16 [rows, width].
+        weight: bfloat16 [outputs, width], contiguous.
+
+    Raises:
+        MemoryError: the rows do not fit into memory in float32.
+    """
+    library = _library()
+    assert library is not None
+    x = x.contiguous()
+    (rows, width), outputs = x.shape, len(weight)
+    out = torch.empty(rows, outputs)
+    pointers = (out.data_ptr(), x.data_ptr(), weight.data_ptr())
+    if library.multiply(*pointers, rows, outputs, width, torch.get_num_threads()):
+        raise MemoryError(f"no memory for {rows} rows of {width} numbers in float32")
+    return out

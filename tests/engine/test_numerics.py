@@ -1,0 +1,142 @@
+"""Device, dtype and numerics class of a worker, and the limit of its instruction set."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from draftgate.backends.checkpoints import SHIPPED_MODEL
+from draftgate.backends.engine import numerics
+from draftgate.backends.engine.cpu_isa import ISAS, VARIABLE, march
+from draftgate.backends.engine.numerics import (
+    check_cpu_isa,
+    choose_device,
+    choose_dtype,
+    numerics_class,
+)
+from draftgate.backends.engine.operators.compiler import library_name
+
+REPORT = """
+import json, torch
+from draftgate.backends.engine.linear import ONEDNN_BFLOAT16, USES_AMX
+from draftgate.backends.engine.numerics import check_cpu_isa, numerics_class
+from draftgate.backends.engine.operators.compiler import library_name
+
+check_cpu_isa()
+name = numerics_class("0123456789ab", torch.float32, library_name(), exact=True)
+print(json.dumps([torch.backends.cpu.get_cpu_capability(), ONEDNN_BFLOAT16, USES_AMX, name]))
+"""
+
+on_x86_64 = pytest.mark.skipif(
+    os.uname().machine != "x86_64" or not torch.cpu._is_avx2_supported(),
+    reason="needs a processor with AVX2",
+)
+
+
+@on_x86_64
+def test_the_variable_limits_torch_onednn_and_compiled_operators() -> None:
+    """With `avx2` nothing uses AVX-512 or AMX, and the numerics class says so."""
+    environ = {**os.environ, VARIABLE: "avx2"}
+    command = [sys.executable, "-c", REPORT]
+    done = subprocess.run(command, env=environ, capture_output=True, check=True, timeout=60)
+    aten, onednn_bfloat16, uses_amx, name = json.loads(done.stdout)
+    assert (aten, uses_amx) == ("AVX2", False)
+    assert not onednn_bfloat16 or "avx_ne_convert" in str(torch.cpu.get_capabilities())
+    assert name.split("/")[2].startswith("cpu-avx2-onednn_avx2-")
+    assert "-x86-64-v3-" in name.split("/")[3]
+
+
+def test_compiled_operators_are_named_after_compiler_isa_and_sources() -> None:
+    """Other sources or another instruction set give another name, so another numerics class."""
+    *_, sources = library_name().split("-")
+    assert len(bytes.fromhex(sources)) == 4
+    assert f"-{march()}-" in library_name()
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the variable, its value and the known names."""
+    monkeypatch.setenv(VARIABLE, "avx1024")
+    with pytest.raises(ValueError, match=r"DRAFTGATE_CPU_ISA='avx1024' is unknown; known: sse4"):
+        check_cpu_isa()
+
+
+def test_an_instruction_set_beyond_the_processor_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AVX-512 on a processor without it ends the start with a message, not with a signal."""
+    monkeypatch.setenv(VARIABLE, "avx512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    with pytest.raises(ValueError, match="avx512 is more than this processor supports"):
+        check_cpu_isa()
+
+
+def test_a_limit_that_torch_did_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable set after torch chose its kernels has no effect, and the start says so."""
+    used = torch.backends.cpu.get_cpu_capability().lower()
+    other = next(name for name, isa in ISAS.items() if isa.aten != used)
+    monkeypatch.setenv(VARIABLE, other)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: True)
+    with pytest.raises(ValueError, match=f"{other} was set after torch had chosen {used}"):
+        check_cpu_isa()
+
+
+def test_dtypes_fit_their_device() -> None:
+    """float16 needs a GPU, and `auto` there is what the checkpoint holds."""
+    with pytest.raises(ValueError, match="float16 needs a GPU"):
+        choose_dtype("float16", SHIPPED_MODEL)
+    assert choose_dtype("float16", SHIPPED_MODEL, "cuda") is torch.float16
+    assert choose_dtype("auto", SHIPPED_MODEL, "cuda") is torch.bfloat16
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="unknown device 'tpu'"):
+        choose_device("tpu")
+
+
+@pytest.mark.parametrize(
+    ("onednn", "in_c", "expected"),
+    [
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float32),
+    ],
+)
+def test_a_large_model_is_computed_in_bfloat16_where_that_is_faster(
+    onednn: bool, in_c: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto` on a CPU needs oneDNN's bfloat16 or the product in C; small models take float32."""
+    monkeypatch.setattr(numerics, "ONEDNN_BFLOAT16", onednn)
+    monkeypatch.setattr(numerics, "multiplies_in_c", lambda width: in_c)
+    assert choose_dtype("auto", SHIPPED_MODEL) is torch.float32
+    monkeypatch.setattr(numerics, "FLOAT32_PARAMETERS", 0)
+    assert choose_dtype("auto", SHIPPED_MODEL) is expected
+
+
+def test_a_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is the GPU of that index, else the CPU; `cuda` without it says what was found."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="GPU 0 was asked for, and torch finds 0"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == choose_device("cuda", 1) == torch.device("cuda", 1)
+    assert choose_device("cpu", 1) == torch.device("cpu")
+    for name in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="GPU 2 was asked for, and torch finds 2"):
+            choose_device(name, 2)
+
+
+def test_the_numerics_class_names_all_that_bits_depend_on() -> None:
+    """Checkpoint, dtype, processor, library, threads and exactness are parts of the class."""
+    made_by = "gcc-12.2.0"
+    parts = numerics_class("0123456789ab", torch.bfloat16, made_by, exact=False).split("/")
+    assert len(parts) == 6
+    assert parts[:2] == ["0123456789ab", "bfloat16"]
+    assert parts[2].startswith("cpu-")
+    assert parts[3] == f"torch-{torch.__version__}-gcc-12.2.0"
+    assert parts[4:] == [f"threads-{torch.get_num_threads()}", "inexact"]
