@@ -42,7 +42,7 @@ POLICIES: Final = "off,fixed:4,smartspec,auto"
 SHARES: Final = "0.4,0.6,0.8,1.0,1.25"
 """Shares of what `off` completes in a closed loop: from light load to overload. The policies differ
 between three quarters and all of it (AMD EPYC Zen 4, 2 cores, 2026-11-21; see "Goodput" in
-bench/results/measurements.md)."""
+bench/results/README.md)."""
 
 TTFT_MS, TPOT_MS = 1000.0, 25.0
 ANSWER_TOKENS, TEMPERATURE = 128, 0.8
