@@ -1,5 +1,5 @@
-"""The sans-I/O heart of a worker: sequences, KV blocks, the one scheduler, text.
+"""The core of a worker, without I/O: sequences, KV blocks, the scheduler, text.
 
-Whoever turns a `StepPlan` into a `StepResult` (the engine on a device, the simulator with a cost
-model) gets the same decisions.
+The engine turns a `StepPlan` into a `StepResult` on a device, the simulator with a model of one.
+Both share these decisions.
 """

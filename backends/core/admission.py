@@ -1,4 +1,4 @@
-"""What can run on a worker: needs no scheduler, so other processes can answer it, too."""
+"""Checks whether a request can run on a worker. Needs no scheduler: other processes use it too."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GenerationRequest, Task
 
-LOOKED_AT_TOKENS: Final = 1 << 14
-"""Tokens of a prompt that are looked at before other threads may run."""
+CHECKED_TOKENS: Final = 1 << 14
+"""Tokens of a prompt that are checked in one go, before other threads may run."""
 
 
 class Admission:
-    """The bounds of a worker. For any thread.
+    """The limits of a worker. Thread-safe.
 
     Attributes:
-        tokenizer: that of the model.
+        tokenizer: the model's tokenizer.
         max_model_len: most tokens of prompt and output together.
         pool_tokens: tokens that the KV pool holds.
     """
@@ -32,10 +32,10 @@ class Admission:
         *,
         embeds: bool = False,
     ) -> None:
-        """Keep them.
+        """Keep the limits.
 
         Args:
-            grammars: None where there are no logits to mask.
+            grammars: compiles grammars; None if there are no logits to mask.
             embeds: whether there are hidden states to pool.
         """
         self.tokenizer = tokenizer
@@ -47,21 +47,21 @@ class Admission:
     def check(self, request: GenerationRequest) -> None:
         """Return if the request can run here. May be called in any thread.
 
-        The first check of a grammar compiles it, which takes long.
+        The first check of a grammar compiles it, which may take long.
 
         Raises:
-            RequestRejected: the prompt is empty, prompt and output exceed the context or the whole
-                KV pool, the grammar cannot be compiled, or this worker embeds nothing.
+            RequestRejected: the prompt is empty, prompt and output exceed the context or the KV
+                pool, the grammar cannot be compiled, or the worker does not support embeddings.
         """
         embedding = request.task is Task.EMBED
         if embedding and not self._embeds:
-            raise RequestRejected("this worker has no embeddings to give", param="model")
+            raise RequestRejected("this worker does not support embeddings", param="model")
         prompt, output = len(request.prompt_ids), request.sampling.max_tokens
         if not prompt:
             raise RequestRejected("the prompt has no tokens", param="prompt")
         for limit, what in ((self.max_model_len, "context"), (self.pool_tokens, "KV pool")):
             if prompt + output > limit:
-                more = "" if embedding else f" and {output} more were asked for"
+                more = "" if embedding else f" and {output} more were requested"
                 raise RequestRejected(
                     f"the {what} holds {limit} tokens, but the prompt has {prompt}{more}",
                     param="prompt" if prompt >= limit else "max_tokens",
@@ -70,13 +70,13 @@ class Admission:
         for choice in request.choices:
             if len(choice.output_ids) >= output and not embedding:
                 raise RequestRejected(
-                    f"choice {choice.choice} has {len(choice.output_ids)} tokens already, "
-                    f"and {output} were asked for",
+                    f"choice {choice.choice} already has {len(choice.output_ids)} tokens, "
+                    f"and {output} were requested",
                     param="max_tokens",
                 )
         vocab = self.tokenizer.vocab_size
-        begun = (choice.output_ids for choice in request.choices)
-        if not all(_all_below(vocab, ids) for ids in (request.prompt_ids, *begun)):
+        resumed = (choice.output_ids for choice in request.choices)
+        if not all(_all_below(vocab, ids) for ids in (request.prompt_ids, *resumed)):
             raise RequestRejected(f"token ids must be between 0 and {vocab - 1}", param="prompt")
         if any(not 0 <= token < vocab for token, _ in request.sampling.logit_bias):
             raise RequestRejected(
@@ -89,21 +89,21 @@ class Admission:
             return
         if self._grammars is None:
             raise RequestRejected(
-                "this worker has no logits to hold to a format", param=request.grammar.param
+                "this worker does not support structured output", param=request.grammar.param
             )
         grammar = self._grammars.start(request.grammar)
         for choice in request.choices:
             if grammar.legal(choice.output_ids) < len(choice.output_ids):
                 raise RequestRejected(
-                    f"choice {choice.choice} has tokens already that the format does not allow",
+                    f"choice {choice.choice} already has tokens that the format does not allow",
                     param=request.grammar.param,
                 )
 
 
 def _all_below(bound: int, token_ids: Sequence[int]) -> bool:
-    """Return whether all ids are 0 or more, and below a bound."""
-    for begin in range(0, len(token_ids), LOOKED_AT_TOKENS):
-        some = token_ids[begin : begin + LOOKED_AT_TOKENS]
+    """Return whether all ids are at least 0 and below the bound."""
+    for begin in range(0, len(token_ids), CHECKED_TOKENS):
+        some = token_ids[begin : begin + CHECKED_TOKENS]
         if min(some) < 0 or max(some) >= bound:
             return False
     return True

@@ -1,4 +1,4 @@
-"""Text of a growing token sequence: whole characters, and stop strings across token borders."""
+"""Incremental detokenization: whole characters, and stop strings across token boundaries."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 _REPLACEMENT: Final = "\ufffd"
-"""What decoders put for bytes that are not (yet) a character."""
+"""Decoders output this for bytes that are not (yet) a character."""
 
 _CONTEXT_TOKENS: Final = 6
-"""Tokens decoded again before the new ones: some decoders join or strip at the start."""
+"""Tokens decoded again before the new ones, since some decoders strip or join at the start."""
 
 _LONGEST_CHARACTER_TOKENS: Final = 4
-"""A UTF-8 character has at most 4 bytes, so at most 4 byte tokens: more is no character."""
+"""A UTF-8 character has at most 4 bytes, hence at most 4 byte tokens."""
 
 
 class TextStream:
-    """Turns tokens into text piece by piece; sans-I/O.
+    """Turns tokens into text piece by piece.
 
-    Text is held back while it may be half a character or the beginning of a stop string, so what
-    was given out never has to be taken back.
+    Text is held back while it may be part of a character or the beginning of a stop string, so
+    text that was returned never has to be taken back.
     """
 
     def __init__(
@@ -31,35 +31,32 @@ class TextStream:
         min_tokens: int = 0,
         alone: Callable[[int], str | None] = lambda _token: None,
     ) -> None:
-        """Start behind `context` (the prompt's tokens, of which the last few matter).
+        """Start after `context`, the tokens of the prompt, of which only the last few matter.
 
-        A stop string that is complete with fewer than `min_tokens` tokens is text like any other.
+        A stop string that is complete before `min_tokens` tokens is ordinary text.
 
         Args:
             decode: returns the text of tokens.
-            alone: returns what a token adds behind whole characters; None if that depends on the
-                tokens before.
+            alone: returns the text that a token adds after whole characters; None if that depends
+                on the previous tokens.
         """
         self._decode = decode
         self._alone = alone
         self._stop = tuple(s for s in stop if s)
         most = _CONTEXT_TOKENS + _LONGEST_CHARACTER_TOKENS
         self._tokens = deque(context[-_CONTEXT_TOKENS:], maxlen=most)
-        # Some decoders strip what stands at the start, or give up what halves of characters touch.
+        # Some decoders strip the start of a text, or drop text beside half a character.
         before = decode(list(self._tokens))
         self._is_whole = bool(before) and not before.endswith(_REPLACEMENT)
-        # Leading characters of their text, done with; None for all that there are.
+        # Number of leading characters already returned; None for all of them.
         self._taken: int | None = None
-        self._undecided = 0  # tokens since the text last ended in a whole character
+        self._undecided = 0  # tokens since the text last ended with a whole character
         self._held = ""  # text that may be the beginning of a stop string
-        self._before_stops = max(min_tokens - 1, 0)  # tokens to come which complete no stop
+        self._before_stops = max(min_tokens - 1, 0)  # next tokens that cannot complete a stop
         self.stopped = False
 
     def add(self, token_id: int) -> str:
-        """Add a token and return the text that is now certain.
-
-        After a stop string was found (`stopped`), nothing more is returned.
-        """
+        """Add a token and return the text that is now certain; none after a stop string."""
         if self.stopped:
             return ""
         new = self._alone(token_id) if self._is_whole and not self._undecided else None
@@ -81,9 +78,9 @@ class TextStream:
         """Add tokens up to the one that completes a stop string.
 
         Returns:
-            The text that is now certain, and how many tokens were added.
+            The text that is now certain, and the number of tokens added.
         """
-        if len(token_ids) == 1:  # as in most steps
+        if len(token_ids) == 1:  # the usual case
             return self.add(token_ids[0]), 1
         text = ""
         for count, token_id in enumerate(token_ids, 1):
@@ -93,7 +90,7 @@ class TextStream:
         return text, len(token_ids)
 
     def flush(self) -> str:
-        """Return what was held back: the sequence has ended."""
+        """Return the text that was held back, at the end of the sequence."""
         if self.stopped:
             return ""
         if self._taken is not None:
@@ -102,7 +99,7 @@ class TextStream:
         return self._release(final=True)
 
     def _new_text(self, token_id: int) -> str:
-        """Add a token and return the text that is decided: none while a character is partial."""
+        """Add a token and return the decided text: none while a character is incomplete."""
         if self._taken is None:
             self._taken = self._settle(0)
         self._tokens.append(token_id)
@@ -112,7 +109,7 @@ class TextStream:
             self._undecided += 1
             if self._undecided < _LONGEST_CHARACTER_TOKENS:
                 return ""
-            # So many tokens are no character; only the last ones may still become one.
+            # These tokens form no character; only the last ones may still become one.
             open_tokens = _LONGEST_CHARACTER_TOKENS - 1
         else:
             self._undecided = 0
@@ -123,7 +120,7 @@ class TextStream:
         return new
 
     def _settle(self, open_tokens: int) -> int:
-        """Drop all but the context; return the length of its text that is decided."""
+        """Drop all tokens but the context; return the length of its decided text."""
         while len(self._tokens) > _CONTEXT_TOKENS:
             self._tokens.popleft()
         return self._decided_length(open_tokens)
@@ -134,10 +131,10 @@ class TextStream:
         return len(self._decode(tokens[: len(tokens) - open_tokens]))
 
     def _cut_at_stop(self) -> None:
-        """Cut the held text before the stop string that is complete first, if there is one.
+        """Cut the held text before the first completed stop string, if there is one.
 
-        Of two which end together the longer one counts. So the cut depends on the characters
-        alone, not on how they came in tokens.
+        Of two stop strings that end together the longer one counts. So the cut depends on the
+        characters alone, not on their tokens.
         """
         found = [(self._held.find(stop), len(stop)) for stop in self._stop]
         ends = [(start + length, start) for start, length in found if start >= 0]
@@ -152,7 +149,7 @@ class TextStream:
         return text
 
     def _possible_stop(self) -> int:
-        """Return the length of the longest tail which may become a stop string."""
+        """Return the length of the longest tail that may become a stop string."""
         for length in range(min(len(self._held), max(map(len, self._stop), default=1) - 1), 0, -1):
             tail = self._held[-length:]
             if any(len(stop) > length and stop.startswith(tail) for stop in self._stop):

@@ -1,13 +1,14 @@
-"""KV pages of draft models, in blocks borrowed from the target's memory.
+"""KV pages of draft models, in blocks borrowed from the target model's memory.
 
-A draft model's keys and values are smaller, so a borrowed block holds several pages: one for each
-*group*, page `group * group_pages + block`. Pages of one group in neighbouring blocks are
-neighbours in memory, so a table grows along its group and can be read as a view, while others use
-the same blocks along other groups. A group has more pages than there are blocks (the pool's slack),
-so the last page of one and the first of the next are not taken for neighbours.
+A draft model's keys and values are smaller, so a borrowed block holds several pages: one per
+*group*, with the number `group * group_pages + block`. Pages of one group in neighbouring blocks
+are neighbours in memory. So a table grows along its group and can be read as a view, while other
+tables use the same blocks in other groups. A group has more pages than there are blocks (the slack
+of the pool), so the last page of a group and the first of the next are not neighbours.
 
-Draft pages come lazily and go first: when sequences need the blocks, tables are emptied, the one
-that grew longest ago first. A draft model then computes what is missing again, or does without.
+Draft pages are allocated lazily and given up first: when sequences need the blocks, tables are
+emptied, beginning with the one that grew longest ago. The draft model then computes the missing
+part again or proposes nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from draftgate.backends.core.kv_blocks import KvBlocks
 
 @dataclass(slots=True, eq=False)
 class DraftTable:
-    """A sequence's draft pages.
+    """The draft pages of a sequence.
 
     Attributes:
-        pages: in order; page i holds tokens `i * page_tokens` and on.
-        valid_tokens: leading tokens whose draft keys and values are there; the owner keeps it up.
+        pages: in order; page i holds the tokens from `i * page_tokens` on.
+        valid_tokens: leading tokens whose keys and values are computed; set by the owner.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -31,51 +32,51 @@ class DraftTable:
 
 
 class DraftPages:
-    """Allocator of draft pages on top of the target's blocks."""
+    """Allocates draft pages in blocks of the target model."""
 
     def __init__(
         self, blocks: KvBlocks, pages_per_block: int, page_tokens: int, group_pages: int
     ) -> None:
-        """Borrow nothing yet.
+        """Start without any block.
 
         Args:
-            blocks: whom to borrow from.
-            pages_per_block: groups, at least 1.
-            page_tokens: tokens of the draft model that a page holds.
-            group_pages: pages of a group, more than there are blocks.
+            blocks: the allocator to borrow from.
+            pages_per_block: number of groups, at least 1.
+            page_tokens: tokens per page.
+            group_pages: page numbers per group, more than there are blocks.
         """
         self._blocks = blocks
         self._groups = pages_per_block
         self._group_pages = group_pages
-        self._nowhere = group_pages - 1
+        self._slack_page = group_pages - 1
         self._page_tokens = page_tokens
-        self._free: dict[int, set[int]] = {}  # borrowed block -> its free groups
-        self._tables: dict[int, DraftTable] = {}  # by id, the one that grew longest ago first
+        self._free: dict[int, set[int]] = {}  # free groups, by borrowed block
+        self._tables: dict[int, DraftTable] = {}  # by id(); the one that grew longest ago first
         blocks.lend_to(self.give_back)
 
     def extend(self, table: DraftTable, tokens: int, unread: int = 0) -> None:
-        """Make the table hold `tokens` tokens; no-op if it does already.
+        """Make the table hold `tokens` tokens; no-op if it already does.
 
         Args:
-            unread: leading tokens that nobody will read or write: new pages for them alone are no
-                pages, but one and the same place in the slack.
+            unread: leading tokens that are never read or written. New pages for these tokens alone
+                all share one page in the slack.
 
         Raises:
-            OutOfBlocks: nothing is left to borrow; the table keeps what it got.
+            OutOfBlocks: no block is left to borrow; the table keeps the pages it got.
         """
         self._tables.pop(id(table), None)
         self._tables[id(table)] = table
         missing = range(len(table.pages) + 1, -(-tokens // self._page_tokens) + 1)
         for page in missing:
             if page * self._page_tokens <= unread:
-                table.pages.append(self._nowhere)
+                table.pages.append(self._slack_page)
             else:
                 table.pages.append(self._take(table.pages[-1] if table.pages else None))
 
     def release(self, table: DraftTable) -> None:
-        """Give back all pages of the table and empty it."""
+        """Give back all pages of the table."""
         self._tables.pop(id(table), None)
-        for page in filter(self._is_somewhere, table.pages):
+        for page in filter(self._is_real, table.pages):
             group, block = divmod(page, self._group_pages)
             self._free[block].add(group)
             if len(self._free[block]) == self._groups:
@@ -85,34 +86,34 @@ class DraftPages:
         table.valid_tokens = 0
 
     def give_back(self, blocks: int) -> None:
-        """Empty tables until that many blocks are given back, or none is left."""
+        """Empty tables until that many blocks are given back, or no table is left."""
         wanted = len(self._free) - blocks
         while self._tables and len(self._free) > wanted:
             self.release(next(iter(self._tables.values())))
 
     def _take(self, last: int | None) -> int:
-        """Take the page behind `last` in its group if that can be had, else one that is free.
+        """Take the page after `last` in its group if possible, else any free page.
 
-        Blocks are borrowed for a run's sake, or if no page is free: never for a page elsewhere.
+        A block is borrowed only to continue a run, or if no page is free.
         """
-        group, behind = 0, None
-        if last is not None and self._is_somewhere(last):
+        group, following = 0, None
+        if last is not None and self._is_real(last):
             group, block = divmod(last, self._group_pages)
-            behind = block + 1
-            if group in self._free.get(behind, ()):
-                return self._pick(behind, group)
-        if behind is None or not self._blocks.can_lend(behind):
+            following = block + 1
+            if group in self._free.get(following, ()):
+                return self._pick(following, group)
+        if following is None or not self._blocks.can_lend(following):
             page = self._any_free()
             if page is not None:
                 return page
-        return self._borrow(behind, group)
+        return self._borrow(following, group)
 
     def _any_free(self) -> int | None:
         block = min((block for block, groups in self._free.items() if groups), default=None)
         return None if block is None else self._pick(block, min(self._free[block]))
 
-    def _is_somewhere(self, page: int) -> bool:
-        return page != self._nowhere
+    def _is_real(self, page: int) -> bool:
+        return page != self._slack_page
 
     def _borrow(self, after: int | None, group: int) -> int:
         block = self._blocks.lend(after)
@@ -131,6 +132,6 @@ class DraftPages:
         """
         pages = self._group_pages
         free = [group * pages + block for block, groups in self._free.items() for group in groups]
-        owned = [page for table in tables for page in table.pages if self._is_somewhere(page)]
+        owned = [page for table in tables for page in table.pages if self._is_real(page)]
         every = [group * pages + block for block in self._free for group in range(self._groups)]
         assert sorted(free + owned) == sorted(every), "a draft page is lost or doubled"

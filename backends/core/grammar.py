@@ -1,4 +1,4 @@
-"""What a worker and its scheduler need to know of grammars. Compiling is the business of others."""
+"""The interface of grammars; `backends.grammar` compiles them."""
 
 from __future__ import annotations
 
@@ -10,54 +10,57 @@ from draftgate.backends.types import GrammarSpec
 
 
 class Grammar(Protocol):
-    """What one sequence may say, and how far it has come: a function of the tokens it has."""
+    """The constraint on one sequence's output, with its state: a function of the tokens so far."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether what the sequence has said is whole, so that it may end."""
+        """Whether the output is complete, so that the sequence may end."""
         ...
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token of the sequence, no end-of-sequence token.
+        """Advance by a token of the sequence, which is not an end-of-sequence token.
 
-        Behind one that the grammar does not allow, nothing but the end is allowed, and nothing is
+        After a token that the grammar forbids, only the end is allowed, and the output is never
         complete.
         """
         ...
 
     def legal(self, token_ids: Many[int]) -> int:
-        """Return how many of these tokens may follow one after the other. Changes nothing."""
+        """Return how many of these tokens may follow in this order. Does not change the state."""
         ...
 
     def forced(self, max_tokens: int) -> tuple[int, ...]:
-        """Return up to so many tokens that spell what must follow; often none. Changes nothing.
+        """Return up to `max_tokens` tokens that spell the text which must follow; often none.
 
-        Their text is certain; where masks allow other spellings, a model may choose one.
+        Does not change the state. The text is certain, but a model may choose another tokenization
+        of it if the masks allow one.
         """
         ...
 
     def masks(self, draft: Draft) -> list[bytes]:
-        """Return what may follow the sequence, and then each token of a draft. Changes nothing.
+        """Return the allowed tokens after the sequence and after each token of a draft.
+
+        Does not change the state.
 
         Args:
-            draft: legal and laid out (`Draft.depth_first`).
+            draft: legal, and in the order of `Draft.depth_first`.
 
         Returns:
-            1 + len(draft) masks; bit i of byte j, the lowest first, is that of token 8 * j + i.
-            Each allows something: behind an end-of-sequence token, and where nothing else can
-            follow, the end-of-sequence tokens.
+            1 + len(draft) masks. Bit i of byte j, lowest first, stands for token 8 * j + i. Each
+            mask allows at least one token: the end-of-sequence tokens if nothing else can follow,
+            and after an end-of-sequence token.
         """
         ...
 
 
 class Grammars(Protocol):
-    """Compiles grammars for one tokenizer, and remembers some. For any thread."""
+    """Compiles and caches grammars for one tokenizer. Thread-safe."""
 
     def start(self, spec: GrammarSpec) -> Grammar:
-        """Return a grammar at its start. Slow the first time, microseconds while remembered.
+        """Return a grammar in its initial state. Slow unless cached, then microseconds.
 
         Raises:
-            RequestRejected: it cannot be compiled: malformed, beyond what is supported, too large,
-                or the model has no end-of-sequence token; `param` is that of the spec.
+            RequestRejected: the grammar is malformed, unsupported or too large, or the model has no
+                end-of-sequence token. `param` is that of the spec.
         """
         ...

@@ -1,12 +1,12 @@
-"""Which KV block belongs to whom. No tensors: block numbers only.
+"""The allocator of KV blocks. It handles block numbers only, no tensors.
 
-A block is *free*, *used* by one or more sequences (those with a common prefix share its blocks),
-*cached* (nobody uses it, but it holds a known prefix) or *lent* to draft pages. Cached and lent
-blocks count as free: a sequence that needs blocks gets the free ones first, then the cached ones
-that were used longest ago, then those lent.
+A block is *free*, *used* by one or more sequences (which share the blocks of a common prefix),
+*cached* (unused, but holding a known prefix) or *lent* to draft pages. Cached and lent blocks count
+as free. A sequence that needs blocks gets free ones first, then the least recently used cached
+ones, then lent ones.
 
-Blocks of a sequence are handed out in runs (`free_runs`), so that a CPU can read most of its keys
-and values as a view: gathering pages costs more than half a step there (2.3x at batch 32).
+A sequence gets its blocks in runs (`free_runs`), so that a CPU can read most of its keys and values
+as a view. Gathering pages there costs more than half a step (2.3x at batch 32).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftgate.backends.core.prefix_cache import PrefixCache
 
 
 class OutOfBlocks(Exception):
-    """There are not enough free blocks; nothing was allocated."""
+    """Not enough blocks are free; none was allocated."""
 
 
 class KvBlocks:
@@ -38,17 +38,17 @@ class KvBlocks:
         self.block_size = block_size
         self._free = FreeRuns(num_blocks)
         self._cache = PrefixCache(num_blocks)
-        self._sharers: Counter[int] = Counter()  # users of a block beside the first one
+        self._sharers: Counter[int] = Counter()  # users of a block in addition to the first one
         self._lent: set[int] = set()
         self._call_in: Callable[[int], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks a sequence could have now: free, cached and lent ones."""
-        return self._at_hand + len(self._lent)
+        """Number of blocks that could be allocated now: free, cached and lent ones."""
+        return self._available + len(self._lent)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return how many blocks hold that many tokens."""
+        """Return the number of blocks for that many tokens."""
         return -(-tokens // self.block_size)
 
     def num_cached(self, hashes: Sequence[bytes]) -> int:
@@ -56,26 +56,26 @@ class KvBlocks:
         return len(self._cache.find(hashes))
 
     def needed(self, hashes: Sequence[bytes], tokens: int) -> int:
-        """Return by how much `admit` would lower `num_free`."""
+        """Return by how much `admit` would reduce `num_free`."""
         cached, unused = len(self._cache.find(hashes)), self._cache.count_unused(hashes)
         return self.blocks_for(tokens) - cached + unused
 
     def admit(self, table: array[int], hashes: Sequence[bytes], tokens: int) -> int:
-        """Make an empty table hold `tokens` tokens, sharing what is cached of their prefix.
+        """Make an empty table hold `tokens` tokens, sharing the cached part of their prefix.
 
         Args:
-            hashes: chain of the full blocks that may be shared. The last token must not be in one
-                of them: it is computed for its logits, and a shared block is never written.
+            hashes: chain of the full blocks that may be shared. None of them may contain the last
+                token: it is computed for its logits, and a shared block is never written.
 
         Returns:
-            How many leading blocks are shared: their keys and values are there already.
+            The number of leading blocks that are shared; their keys and values are computed.
 
         Raises:
             OutOfBlocks: not enough free blocks; the table is unchanged.
         """
         needed = self.needed(hashes, tokens)
         if needed > self.num_free:
-            raise OutOfBlocks(f"{needed} blocks wanted, {self.num_free} free")
+            raise OutOfBlocks(f"{needed} blocks needed, but only {self.num_free} are free")
         found = self._cache.find(hashes)
         self._sharers.update(self._cache.use(found))
         table.extend(found)
@@ -83,7 +83,7 @@ class KvBlocks:
         return len(found)
 
     def extend(self, table: array[int], tokens: int) -> None:
-        """Make the table hold `tokens` tokens; no-op if it does already.
+        """Make the table hold `tokens` tokens; no-op if it already does.
 
         Raises:
             OutOfBlocks: not enough free blocks; the table is unchanged.
@@ -92,64 +92,60 @@ class KvBlocks:
         if missing <= 0:
             return
         if missing > self.num_free:
-            raise OutOfBlocks(f"{missing} blocks wanted, {self.num_free} free")
-        if self._call_in is not None and missing > self._at_hand:
-            self._call_in(missing - self._at_hand)
+            raise OutOfBlocks(f"{missing} blocks needed, but only {self.num_free} are free")
+        if self._call_in is not None and missing > self._available:
+            self._call_in(missing - self._available)
         self._evict_until(missing)
         table.extend(self._free.take(table[-1] + 1 if table else None, missing))
 
     def trim(self, table: array[int], tokens: int) -> None:
-        """Give back the blocks behind those that `tokens` tokens need."""
+        """Give back the blocks after those that `tokens` tokens need."""
         keep = self.blocks_for(tokens)
         if len(table) <= keep:
             return
-        # From the end: of a prefix that is evicted block by block, the beginning lasts longest.
+        # From the end, so that eviction keeps the beginning of a prefix longest.
         left = table[keep:][::-1]
         del table[keep:]
         self._free.give_back(self._cache.retire(self._unshared(left)))
 
     def release(self, table: array[int]) -> None:
-        """Give back all blocks of the table and empty it."""
+        """Give back all blocks of the table."""
         self.trim(table, 0)
 
     def confirm(self, table: Sequence[int], hashes: Sequence[bytes], blocks: range) -> None:
-        """Make blocks of a table known to others: they are full of confirmed tokens, for good."""
+        """Add blocks of a table to the prefix cache: they are full of confirmed tokens."""
         for index in blocks:
             self._cache.insert(hashes[index], table[index])
 
-    # --- for draft pages -----------------------------------------------------------------------
-
     def lend_to(self, call_in: Callable[[int], None]) -> None:
-        """Let somebody borrow blocks; `call_in(n)` makes them give back `n` they have, or all."""
+        """Register the borrower; `call_in(n)` must make it give back `n` blocks, or all it has."""
         self._call_in = call_in
 
     def can_lend(self, block: int) -> bool:
-        """Return whether `lend` would lend this very block, without evicting anything."""
+        """Return whether `lend` would lend exactly this block, without evicting any."""
         return self._free.begins_gap(block)
 
     def lend(self, after: int | None) -> int:
-        """Lend a block, the one at `after` if it is free.
+        """Lend a block: the one at `after` if that is free.
 
         Raises:
-            OutOfBlocks: all are used or lent.
+            OutOfBlocks: all blocks are used or lent.
         """
-        if not self._at_hand:
-            raise OutOfBlocks("no block is left to lend")
+        if not self._available:
+            raise OutOfBlocks("all blocks are used or lent")
         self._evict_until(1)
         (block,) = self._free.take(after, 1)
         self._lent.add(block)
         return block
 
     def take_back(self, block: int) -> None:
-        """Make a lent block free."""
+        """Free a lent block."""
         self._lent.remove(block)
         self._free.give_back((block,))
 
-    # --- inside --------------------------------------------------------------------------------
-
     @property
-    def _at_hand(self) -> int:
-        """Blocks that are free or may be evicted."""
+    def _available(self) -> int:
+        """Number of blocks that are free or can be evicted."""
         return len(self._free) + self._cache.num_unused
 
     def _evict_until(self, free: int) -> None:
@@ -158,7 +154,7 @@ class KvBlocks:
             self._free.give_back(self._cache.evict(missing))
 
     def _unshared(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Take a user off each of these blocks; return those that have none left."""
+        """Remove one user from each of these blocks; return the blocks that are unused then."""
         sharers = self._sharers
         if not sharers:
             return blocks
@@ -175,7 +171,7 @@ class KvBlocks:
         """Check that every block is free, cached, lent, or in as many of `tables` as it has users.
 
         Raises:
-            AssertionError: a block is lost, in two states, or wrongly counted.
+            AssertionError: a block is lost, in two states, or miscounted.
         """
         users = Counter(block for table in tables for block in table)
         sharers = Counter({block: count - 1 for block, count in users.items() if count > 1})

@@ -1,9 +1,9 @@
-"""Prefixes of token sequences by hash, and the KV blocks that hold them.
+"""Prefix caching: token prefixes by hash, and the KV blocks that hold them.
 
-A full block is known by a hash over its tokens and the hash of the block before it, so equal
-hashes mean equal prefixes up to the block's end; the chain begins with the tenant, so nobody can
-find out by timing what another tenant's prompts contain. The scheme is that of vLLM's automatic
-prefix caching, with a cryptographic hash in place of Python's, which can be made to collide.
+The hash of a full block covers its tokens and the hash of the previous block, so equal hashes mean
+equal prefixes up to the end of the block. The chain begins with the tenant, so a tenant cannot
+learn from timing what the prompts of another one contain. This is the scheme of vLLM's automatic
+prefix caching, with a cryptographic hash: Python's own can be made to collide.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from itertools import islice, repeat
 from typing import Final
 
 HASH_BYTES: Final = 16
-"""Two of 2**40 different blocks collide with a chance below 2**-48."""
+"""Among 2**40 different blocks, the probability of a collision is below 2**-48."""
 
-LOOKED_UP_BLOCKS: Final = 1024
-"""Blocks of a chain that are looked up before it is seen whether all are known."""
+LOOKUP_BLOCKS: Final = 1024
+"""Blocks of a chain that are looked up at once, before checking whether all are cached."""
 
 USED: Final = object()
-"""In place of an unused block's entry."""
+"""Default of a lookup among unused blocks, for blocks in use."""
 
 ARRAY_BLOCKS: Final = 1024
-"""Blocks whose tokens are made bytes at once: by itself that takes a block as long as its hash, and
-all of a long prompt would keep other threads from running meanwhile."""
+"""Blocks whose tokens are converted to bytes at once. One block at a time takes as long as hashing,
+and the whole of a long prompt would keep other threads from running."""
 
 
 def extend_chain(
     hashes: list[bytes], tenant: str, token_ids: Sequence[int], block_size: int
 ) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` lacks."""
+    """Append the hashes of those full blocks of `token_ids` that `hashes` does not cover yet."""
     parent = hashes[-1] if hashes else _digest(tenant.encode())
     end = len(token_ids) // block_size * block_size
     for begin in range(len(hashes) * block_size, end, ARRAY_BLOCKS * block_size):
@@ -47,36 +47,36 @@ def _digest(data: bytes) -> bytes:
 
 
 class PrefixCache:
-    """Which block holds which prefix, and which of these blocks nobody uses.
+    """The blocks that hold known prefixes, and which of them are unused.
 
-    Works on many blocks at once: a prompt of a megabyte has 30,000, and a turn of the event loop,
-    which the simulator shares, has 5 ms.
+    Works on many blocks at once: a prompt of one megabyte has 30,000 of them, and the simulator
+    shares the event loop, on which no turn should take longer than 5 ms.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Start empty, for a memory of so many blocks."""
+        """Start empty, for a memory of `num_blocks` blocks."""
         self._block_of: dict[bytes, int] = {}
-        # By block: neighbours are asked for together, and in a dictionary they lie far apart.
+        # A list: neighbouring blocks are looked up together, and a dictionary would scatter them.
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._unused: dict[int, object] = {}  # in order of last use, the oldest first
-        self._last_found: tuple[bytes, list[int]] = b"", []  # the last hash of a chain, its blocks
-        self._last_unused = 0, 0  # the first so many of these blocks, how many nobody uses
+        self._unused: dict[int, object] = {}  # least recently used first
+        self._last_found: tuple[bytes, list[int]] = b"", []  # last hash of a chain, its blocks
+        self._last_unused = 0, 0  # number of these blocks that were counted, and unused among them
 
     @property
     def num_unused(self) -> int:
-        """Cached blocks which nobody uses: they may be evicted."""
+        """Number of cached blocks that are unused and can be evicted."""
         return len(self._unused)
 
     @property
     def unused(self) -> tuple[int, ...]:
-        """Those blocks, the next to be evicted first."""
+        """The unused blocks, the next to be evicted first."""
         return tuple(self._unused)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix; used and unused ones.
+        """Return the blocks of the longest cached prefix, used and unused ones.
 
-        The chain that was asked for last is looked up from where it ended: who waits to be admitted
-        is asked for several times in each step.
+        A chain that was also the last one looked up is continued from its end, since each step
+        looks up the next waiting sequence several times.
         """
         if not hashes:
             return []
@@ -86,7 +86,7 @@ class PrefixCache:
             self._last_unused = 0, 0
         self._last_found = hashes[-1], found
         while len(found) < len(hashes):
-            more = hashes[len(found) : len(found) + LOOKED_UP_BLOCKS]
+            more = hashes[len(found) : len(found) + LOOKUP_BLOCKS]
             blocks = list(map(self._block_of.get, more))
             missing = blocks.index(None) if None in blocks else len(blocks)
             found.extend(blocks[:missing])  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ class PrefixCache:
         return found
 
     def count_unused(self, hashes: Sequence[bytes]) -> int:
-        """Return how many blocks of the longest cached prefix are used by nobody."""
+        """Return how many blocks of the longest cached prefix are unused."""
         found = self.find(hashes)
         looked_at, unused = self._last_unused
         if looked_at < len(found):
@@ -104,13 +104,13 @@ class PrefixCache:
         return unused
 
     def insert(self, digest: bytes, block: int) -> None:
-        """Make a block, which somebody uses, known by its hash; no-op if another one is."""
+        """Cache a block in use by its hash; no-op if another block has that hash."""
         if digest not in self._block_of and self._hash_of[block] is None:
             self._block_of[digest] = block
             self._hash_of[block] = digest
 
     def use(self, blocks: Sequence[int]) -> list[int]:
-        """Note that somebody uses cached blocks; return those that others use already."""
+        """Mark cached blocks as used; return those that were in use before."""
         self._last_unused = 0, 0
         taken = list(map(self._unused.pop, blocks, repeat(USED)))
         if USED not in taken:
@@ -118,7 +118,7 @@ class PrefixCache:
         return [block for block, was in zip(blocks, taken, strict=True) if was is USED]
 
     def retire(self, blocks: Sequence[int]) -> list[int]:
-        """Keep those blocks that are cached: nobody uses them any more. Return the others."""
+        """Mark cached blocks as unused; return the blocks that are not cached."""
         self._last_unused = 0, 0
         hash_of = self._hash_of
         others = [block for block in blocks if hash_of[block] is None]
@@ -128,7 +128,7 @@ class PrefixCache:
         return others
 
     def evict(self, blocks: int) -> list[int]:
-        """Forget so many of the unused blocks, those used longest ago, and return them."""
+        """Evict the least recently used `blocks` unused blocks, and return them."""
         evicted = list(islice(self._unused, blocks))
         for block in evicted:
             del self._unused[block]
@@ -139,9 +139,9 @@ class PrefixCache:
 
 
 class PendingPrefixes:
-    """What running sequences are computing: who shares a prefix with one had better wait for it.
+    """Blocks that running sequences are computing, for which sequences with that prefix wait.
 
-    Of each only the first block that is not cached yet: it is what a sharer lacks first, too.
+    Holds the first block of each sequence that is not cached: a sharer lacks the same one first.
     """
 
     def __init__(self) -> None:
@@ -150,13 +150,13 @@ class PendingPrefixes:
         self._hash_of: dict[int, bytes] = {}
 
     def advance(self, key: int, digest: bytes) -> None:
-        """Note which block the sequence of that key computes next, if no other one does."""
+        """Set the block that a sequence computes next, unless another sequence computes it."""
         self.drop(key)
         if self._owner.setdefault(digest, key) == key:
             self._hash_of[key] = digest
 
     def drop(self, key: int) -> None:
-        """Forget a sequence: it has computed its prompt, or gave up. Idempotent."""
+        """Forget a sequence that computed its prompt or left the batch. Idempotent."""
         digest = self._hash_of.pop(key, None)
         if digest is not None:
             del self._owner[digest]

@@ -173,5 +173,5 @@ def test_a_prompt_as_long_as_the_context_is_embedded() -> None:
 
 def test_a_worker_without_hidden_states_refuses() -> None:
     """As the simulator: there is nothing to pool."""
-    with pytest.raises(RequestRejected, match="no embeddings"):
+    with pytest.raises(RequestRejected, match="does not support embeddings"):
         bench(embeds=False).admission.check(to_embed())

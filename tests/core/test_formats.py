@@ -86,7 +86,7 @@ def test_a_resumed_choice_must_have_kept_to_its_format() -> None:
 def test_a_worker_without_logits_refuses_formats() -> None:
     """Nobody is told that a text is held to a format when it is not."""
     bench = bench_for(grammars=False)
-    with pytest.raises(RequestRejected, match="no logits") as refused:
+    with pytest.raises(RequestRejected, match="does not support structured output") as refused:
         bench.worker.admission.check(formatted())
     assert refused.value.param == "response_format"
     bench.worker.admission.check(request())

@@ -273,7 +273,7 @@ async def test_a_checkpoint_that_pools_otherwise_generates_alone(
     await backend.start()
     try:
         assert not backend.card.capabilities.embeddings
-        with pytest.raises(RequestRejected, match="no embeddings"):
+        with pytest.raises(RequestRejected, match="does not support embeddings"):
             backend.check(to_embed("e", [1, 2]))
     finally:
         await backend.stop()
