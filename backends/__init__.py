@@ -1,1 +1,1 @@
-"""Backends run requests: `core` decides steps, the families beside it carry them out."""
+"""Backends run requests: `core` plans steps, and the packages beside it run them."""

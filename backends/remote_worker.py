@@ -5,9 +5,10 @@ worker of another node, reached over a WebSocket (`peer/channel.py`). Messages a
 token ids are bytes. A link carries many requests, each under an id of its own that is used once: a
 late message for an abandoned request is not mistaken for its second try.
 
-The load of a worker travels to other nodes twice. Every decision reads the one in `Update`, which
-arrives ten times a second. The report in the state store (`gateway.state.store`) has the watermark
-and the capacity for reservations, and for discovery the address, the model and the context length.
+The load of another node's worker is in `Update`, which arrives ten times a second; admission,
+routing, speculation and the watchdog read it there. The worker's report in the state store
+(`gateway.state.store`) has no load: only capacity and watermark for reservations, and the address,
+the model and the context length for discovery.
 """
 
 from __future__ import annotations

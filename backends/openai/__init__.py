@@ -1,1 +1,1 @@
-"""Any server that speaks OpenAI's API, as an upstream: vLLM, SGLang, llama.cpp, Draftgate, ..."""
+"""Upstreams that speak OpenAI's API, such as vLLM, SGLang, llama.cpp and Draftgate."""

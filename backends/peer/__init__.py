@@ -1,1 +1,1 @@
-"""Another Draftgate node as a worker: token ids over HTTP."""
+"""Workers of other Draftgate nodes, which take token ids over a WebSocket."""

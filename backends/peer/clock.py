@@ -1,4 +1,4 @@
-"""Another machine's monotonic clock, read from here. Values in, values out."""
+"""Conversion of another machine's monotonic clock to this machine's. Pure computation."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ from typing import Final
 from draftgate.backends.types import Phases
 
 DRIFT: Final = 1e-3
-"""Seconds in a second by which two clocks may part: ten times what quartz and NTP's slewing at its
-usual rates do, and still only 0.1 ms in the 0.1 s between two reports."""
+"""Bound on the relative drift of two clocks: ten times that of quartz and of NTP at its usual slew
+rate, and only 0.1 ms in the 0.1 s between two reports."""
 
 
 class RemoteClock:
-    """Moves instants of a peer to this machine's clock.
+    """Converts times of a peer to this machine's clock.
 
-    Each report says when it was sent. The difference to its arrival is that of the clocks and the
-    way here, so the least one is the best known; an older one counts less, as clocks drift. Moved
-    instants are late by the quickest way here, so no request begins before it was sent; and none
-    comes to lie behind the arrival of the report that tells of it.
+    Each report has its time of sending. Its age on arrival is the offset of the clocks plus the
+    transfer time, so the smallest one is the best estimate of the offset; older ones count less,
+    since clocks drift. Converted times are late by the fastest transfer. Therefore no request
+    begins before it was sent, and no event is later than the arrival of its report.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing heard."""
+        """Start without reports."""
         self._offset_s = math.inf
         self._heard_s = 0.0
 
     def heard(self, sent_s: float, now_s: float) -> None:
-        """Note a report: sent at an instant of theirs, and heard now."""
+        """Note a report.
+
+        Args:
+            sent_s: when it was sent, by the peer's clock.
+            now_s: when it arrived, by this machine's clock.
+        """
         drifted_s = self._offset_s + DRIFT * (now_s - self._heard_s)
         self._offset_s = min(now_s - sent_s, drifted_s)
         self._heard_s = now_s
 
     def ours_s(self, theirs_s: float) -> float:
-        """Return an instant of theirs by this machine's clock; something was heard before."""
+        """Convert a time of the peer. Valid after the first report."""
         return theirs_s + self._offset_s
 
     def ours(self, phases: Phases) -> Phases:
-        """Return a choice's phases by this machine's clock."""
+        """Convert the times of a choice's phases."""
         return phases._replace(
             queued_s=self.ours_s(phases.queued_s),
             scheduled_s=self.ours_s(phases.scheduled_s),

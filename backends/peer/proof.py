@@ -1,12 +1,12 @@
-"""Proofs that both ends of a connection know the cluster's secret, which itself is never sent.
+"""Proofs that both ends of a connection know the cluster's secret, without sending it.
 
     gateway:  Authorization: Draftgate-Peer TIME:NONCE:MAC
                   MAC = HMAC-SHA256(secret, "gateway" | PATH | TIME | NONCE)
-    peer:     in its welcome, HMAC-SHA256(secret, "peer" | NONCE)
+    peer:     in its first message, HMAC-SHA256(secret, "peer" | NONCE)
 
-A bearer token would be the secret itself, for whoever reads a connection, or answers in a peer's
-place. A proof is good once, for a minute, at one path; and a gateway sends no prompt to a peer that
-has not proved itself. Neither keeps anybody from reading along: that is TLS' business.
+A bearer token would give the secret away to a server that impersonates a peer. A proof is valid
+once, for a minute, at one path, and a gateway sends no prompt before the peer has proved itself.
+Neither is encryption: use TLS against eavesdroppers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import secrets
 from typing import Final, NamedTuple
 
 WINDOW_S: Final = 60.0
-"""Clocks of two nodes may differ by so much."""
+"""Largest difference between the clocks of two nodes."""
 
 LEAST_SECRET_CHARS: Final = 16
-"""Shorter ones can be guessed: who has heard one proof can try secrets by the million."""
+"""Shorter secrets can be guessed offline by anybody who has recorded one proof."""
 
 _SCHEME: Final = "Draftgate-Peer"
 _PROOF: Final = re.compile(_SCHEME + r" ([0-9]{1,12}):([0-9a-f]{32}):([0-9a-f]{64})")
@@ -32,8 +32,8 @@ class Proof(NamedTuple):
     """A gateway's proof.
 
     Attributes:
-        header: for `Authorization`.
-        answer: what a peer that knows the secret answers.
+        header: value of `Authorization`.
+        answer: the answer of a peer that knows the secret.
     """
 
     header: str
@@ -44,23 +44,23 @@ class SharedSecret:
     """The secret of a cluster. Times are Unix times in seconds."""
 
     def __init__(self, secret: str) -> None:
-        """Keep it.
+        """Check the length.
 
         Raises:
-            ValueError: it is too short.
+            ValueError: the secret is too short.
         """
         if len(secret) < LEAST_SECRET_CHARS:
             raise ValueError(f"the secret has fewer than {LEAST_SECRET_CHARS} characters")
         self._key = secret.encode("utf-8", "surrogateescape")
 
     def proof(self, path: str, now_s: float) -> Proof:
-        """Return a new proof for a connection at a path."""
+        """Return a new proof for a connection to a path."""
         nonce, time = secrets.token_hex(16), str(int(now_s))
         mac = self._mac("gateway", path, time, nonce)
         return Proof(f"{_SCHEME} {time}:{nonce}:{mac}", self._answer(nonce))
 
     def check(self, header: str, path: str, now_s: float) -> tuple[str, str] | None:
-        """Return the nonce of a proof that is right and fresh, and the answer to it; else None."""
+        """Return the nonce of a valid, recent proof and the answer to it; else None."""
         match = _PROOF.fullmatch(header)
         if match is None:
             return None
@@ -78,35 +78,35 @@ class SharedSecret:
 
 
 class ProofChecker:
-    """Accepts each proof once. Remembers those of the last minutes only: older ones are too old."""
+    """Accepts each proof once. Nonces are kept until their proofs have expired."""
 
     def __init__(self, secret: SharedSecret) -> None:
-        """Begin with none seen."""
+        """Start without nonces."""
         self._secret = secret
-        self._seen: dict[str, float] = {}  # until when each counts
+        self._seen: dict[str, float] = {}  # expiry by nonce
 
     def answer(self, header: str, path: str, now_s: float) -> str | None:
-        """Return the answer to a proof that is right, fresh and new; else None."""
+        """Return the answer to a valid, recent and unused proof; else None."""
         for nonce in [nonce for nonce, until_s in self._seen.items() if until_s < now_s]:
             del self._seen[nonce]
         found = self._secret.check(header, path, now_s)
         if found is None or found[0] in self._seen:
             return None
         nonce, answer = found
-        self._seen[nonce] = now_s + 2 * WINDOW_S  # it may be of a clock that is ahead
+        self._seen[nonce] = now_s + 2 * WINDOW_S  # the other clock may be ahead
         return answer
 
 
 def is_answer(proof: Proof | None, answer: str) -> bool:
-    """Return whether a peer proved itself; without a secret of one's own anybody does."""
+    """Return whether a peer has proved itself; without a secret any peer is accepted."""
     return proof is None or hmac.compare_digest(proof.answer.encode(), answer.encode())
 
 
 def secret_of(variable: str | None) -> SharedSecret | None:
-    """Return the secret that an environment variable holds; None if none is named.
+    """Return the secret in an environment variable; None if `variable` is None.
 
     Raises:
-        ValueError: it is not set, or too short.
+        ValueError: the variable is not set, or the secret is too short.
     """
     if variable is None:
         return None

@@ -1,4 +1,4 @@
-"""Peers' tokenizers, made from the files that they sent."""
+"""Tokenizers of peers, loaded from the files that they send."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from draftgate.backends.tokenizer import Tokenizer, is_tokenizer_file
 
 
 class Tokenizers:
-    """The tokenizers of peers, each loaded and kept once: those of a pool have the same.
-
-    Use on the event loop's thread.
-    """
+    """A cache of tokenizers, since the peers of a pool share one. For the event loop's thread."""
 
     def __init__(self) -> None:
-        """Have none yet."""
+        """Start empty."""
         self._known: dict[str, Tokenizer] = {}
         self._loading = asyncio.Lock()
 
     async def get(
         self, digest: str, fetch: Callable[[], Awaitable[Mapping[str, bytes]]]
     ) -> Tokenizer:
-        """Return the tokenizer with this digest; its files are fetched if it is not known.
+        """Return the tokenizer with this digest; `fetch` is called if it is not in the cache.
 
         Raises:
-            BackendFailed: they cannot be fetched.
-            CheckpointError: they are not those that were announced, not a tokenizer's, or damaged.
+            BackendFailed: the files cannot be fetched.
+            CheckpointError: as `received_tokenizer`.
         """
         if digest not in self._known:
-            files = await fetch()  # from several at once: one of them may hang
+            files = await fetch()  # not under the lock, since a peer may hang
             async with self._loading:
                 if digest not in self._known:
                     self._known[digest] = await asyncio.to_thread(received_tokenizer, files, digest)
@@ -41,7 +38,7 @@ class Tokenizers:
 
 
 def files_digest(files: Mapping[str, bytes]) -> str:
-    """Return what tells a tokenizer's files from any others; 10 MB take 10 ms."""
+    """Return a digest of a tokenizer's files; 10 MB take 10 ms."""
     digest = hashlib.sha256()
     for name, data in sorted(files.items()):
         for part in (name.encode(), data):
@@ -51,16 +48,16 @@ def files_digest(files: Mapping[str, bytes]) -> str:
 
 
 def received_tokenizer(files: Mapping[str, bytes], digest: str) -> Tokenizer:
-    """Return the tokenizer of these files. Blocks: large ones take seconds to load.
+    """Load a tokenizer from files. This blocks; large tokenizers take seconds.
 
     Raises:
-        CheckpointError: they are not those that were announced, not a tokenizer's, or damaged.
+        CheckpointError: the files do not have the digest, are not a tokenizer's, or are damaged.
     """
     strangers = [name for name in files if not is_tokenizer_file(name)]
     if strangers:
-        raise CheckpointError(f"the peer sent what is no file of a tokenizer: {strangers[0]!r}")
+        raise CheckpointError(f"the peer sent a file that no tokenizer has: {strangers[0]!r}")
     if files_digest(files) != digest:
-        raise CheckpointError("the peer's tokenizer is not the one that it announced")
+        raise CheckpointError("the peer sent another tokenizer than it announced")
     with TemporaryDirectory(prefix="draftgate-tokenizer-") as folder:
         for name, data in files.items():
             path = Path(folder, name)

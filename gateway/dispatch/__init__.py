@@ -4,4 +4,6 @@
 its prompts: the `queue` holds it until a worker has capacity, `leases` reserves that capacity,
 `placement` decides how far it may speculate, and an `attempt` runs it. If the attempt loses its
 worker, which the `watchdog` may detect, another attempt continues. `dispatcher` composes these.
+
+`forwarding` uses the same admission and queue for requests that an upstream answers.
 """

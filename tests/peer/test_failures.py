@@ -370,10 +370,10 @@ async def test_what_comes_late_for_a_request_is_not_taken_for_its_second_try() -
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"tokenizer.json": b"{}"}, "not the one that it announced"),
-        ({"../tokenizer.json": b"{}"}, "no file of a tokenizer"),
-        ({"/etc/passwd": b""}, "no file of a tokenizer"),
-        ({"additional_chat_templates/../../x.jinja": b""}, "no file of a tokenizer"),
+        ({"tokenizer.json": b"{}"}, "another tokenizer than it announced"),
+        ({"../tokenizer.json": b"{}"}, "a file that no tokenizer has"),
+        ({"/etc/passwd": b""}, "a file that no tokenizer has"),
+        ({"additional_chat_templates/../../x.jinja": b""}, "a file that no tokenizer has"),
     ],
 )
 async def test_files_that_are_not_the_tokenizers_are_refused(

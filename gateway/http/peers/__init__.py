@@ -1,1 +1,1 @@
-"""What other nodes are told and may ask for: this side of `backends.peer`."""
+"""The server side of links between nodes: other nodes use this node's workers."""

@@ -1,7 +1,7 @@
-"""`GET /peer/v1/workers/NUMBER`: the connections of other nodes, which nobody else finds.
+"""`GET /peer/v1/workers/NUMBER`: connections of other nodes.
 
-To strangers there is no such path: they are answered as for any path that does not exist, after the
-same question for an API key. These paths are no part of the OpenAPI document, which is for clients.
+Clients without a proof get the answer of any path that does not exist, after the same check of
+their API key. The OpenAPI document, which is for clients, does not contain these paths.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import log
 
 PROOF_ANSWER: Final = web.RequestKey("proof_answer", str)
-"""The answer to a node's proof; only requests of nodes have one."""
+"""The answer to a node's proof; only requests of other nodes have one."""
 
 SESSIONS: Final = web.AppKey("peer_sessions", set[web.WebSocketResponse])
 
 PING_S: Final = 10.0
-"""A node that says nothing for so long is asked whether it is there. If it is cut off without a
-word, what it left running is ended after one and a half of this."""
+"""A node that is silent for this long gets a ping. If it has vanished, its requests are cancelled
+after one and a half times this."""
 
 GOODBYE_S: Final = 0.25
-"""For the other side's goodbye, which one that hangs never says."""
+"""For the other node's answer to a close frame. A node that hangs never answers."""
 
 
 def add_peer_routes(app: web.Application) -> None:
-    """Let other nodes use the workers of this one, if any may."""
+    """Let other nodes use the workers of this one, if the settings allow it."""
     if app[NODE].peer_access is None:
         return
     app[SESSIONS] = set()
@@ -45,7 +45,7 @@ def add_peer_routes(app: web.Application) -> None:
 
 
 def is_peer(request: web.Request) -> bool:
-    """Return whether a request is of another node; it is asked once, as a proof counts once."""
+    """Return whether a request is from another node. Call it once, since a proof counts once."""
     access = request.app[NODE].peer_access
     if access is None or not request.path.startswith(PREFIX):
         return False
@@ -58,10 +58,10 @@ def is_peer(request: web.Request) -> bool:
 
 
 async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
-    """Serve a node for as long as its connection lasts.
+    """Serve another node until its connection ends.
 
     Raises:
-        RouteNotFound: it did not prove that it is one, or there is no such worker here.
+        RouteNotFound: it has no proof, or there is no such worker.
         Unavailable: this node takes no requests now.
     """
     node = request.app[NODE]
@@ -76,17 +76,17 @@ async def _serve_peer(request: web.Request) -> web.WebSocketResponse:
     )
     await socket.prepare(request)
     request.app[SESSIONS].add(socket)
-    log(logging.INFO, "a peer came", remote=request.remote, worker=worker.worker_id)
+    log(logging.INFO, "a peer connected", remote=request.remote, worker=worker.worker_id)
     try:
         await PeerSession(node, worker, socket).run(request[PROOF_ANSWER])
     finally:
         request.app[SESSIONS].discard(socket)
-        log(logging.INFO, "a peer left", remote=request.remote, worker=worker.worker_id)
+        log(logging.INFO, "a peer disconnected", remote=request.remote, worker=worker.worker_id)
     return socket
 
 
 def _worker(node: Node, number: int) -> FleetWorker | None:
-    """Return a worker of this process by its number; others may be asked themselves."""
+    """Return a worker of this process by its number; None for upstreams and other nodes'."""
     workers = node.fleet.workers
     worker = workers[number] if number < len(workers) else None
     if worker is None or worker.forwards or isinstance(worker.backend, PeerBackend):
@@ -95,7 +95,7 @@ def _worker(node: Node, number: int) -> FleetWorker | None:
 
 
 async def _end_sessions(app: web.Application) -> None:
-    """Say goodbye to every node: their requests have ended by now."""
+    """Close all connections; their requests have ended by now."""
     sockets = app[SESSIONS]
     goodbyes = (socket.close(code=aiohttp.WSCloseCode.GOING_AWAY) for socket in sockets)
     await asyncio.gather(*goodbyes)
