@@ -1,6 +1,6 @@
-"""The vocabulary of decisions: what a policy may see, and what it answers.
+"""The vocabulary of decisions: what policies see, and what they answer.
 
-All values are immutable. Units are in the names: `_s` seconds, `_tokens` tokens.
+All values are immutable. Names end with their units: `_s` seconds, `_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class SpeculationMode(StrEnum):
 PROPOSER_MODES: Final = frozenset(
     {SpeculationMode.NGRAM, SpeculationMode.DRAFT_MODEL, SpeculationMode.SPARSE_SELF}
 )
-"""Modes which name a proposer."""
+"""Modes that name a proposer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """What a request may expect.
+    """The targets and the priority of a request.
 
     Attributes:
-        ttft_s: most seconds from its arrival to its first token; None asks for nothing.
-        tpot_s: most seconds for each further token on average; None asks for nothing.
-        priority: its class; lower ones come first, 0 is usual (as vLLM counts).
+        ttft_s: most seconds from its arrival to its first token; None without a target.
+        tpot_s: most seconds per further token on average; None without a target.
+        priority: its class; lower ones come first, 0 is usual (as in vLLM).
     """
 
     ttft_s: float | None = None
@@ -44,18 +44,19 @@ class ServiceLevel:
 
 
 ANYTIME: Final = ServiceLevel()
-"""Asks for nothing."""
+"""No targets."""
 
 ANY_PROPOSER: Final = "any"
-"""In a plan: whatever the worker has and pays most, for each sequence and step."""
+"""In a plan: for each sequence and step, the proposer of the worker that pays most."""
 
 
+# Recorded decisions and reports contain these counts under their first names, which stay.
 class DraftCounts(Struct, frozen=True, rename={"accepted": "agreed", "rejected": "refuted"}):
-    """Draft tokens of earlier requests that were put to the test; old ones count less.
+    """Verified draft tokens of earlier requests; old ones count less.
 
     Attributes:
         accepted: tokens that were right.
-        rejected: tokens that were wrong, behind right ones only.
+        rejected: tokens that were wrong after right ones only; tokens after those are not tested.
     """
 
     accepted: float = 0.0
@@ -68,20 +69,20 @@ UNTESTED: Final = DraftCounts()
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What a policy may know of a request before it runs.
+    """What a policy may know about a request before it runs.
 
     Attributes:
         prompt_tokens: length of the prompt.
-        max_tokens: most tokens the request may generate.
+        max_tokens: most tokens that the request may generate.
         temperature: 0 is greedy.
         mode: what the client asked for.
         max_draft_tokens: the client's cap on the draft length; None leaves it to the policy.
-        service: how soon its tokens are wanted, and how much they matter.
-        repetition: share of the tokens that a look-up in the prompt would have drafted right within
-            it (`repetition`); None where nothing can be told.
-        tenant_drafts: what became of the drafts of earlier requests of its tenant and model, greedy
-            ones if it is greedy, else drawn ones.
-        model_drafts: the same of all tenants.
+        service: its targets and priority.
+        repetition: share of its tokens that n-gram lookups in the prompt would have drafted
+            correctly (`speculation.repetition`); None if that is unknown.
+        tenant_drafts: record of the drafts of its tenant and model, for greedy or for sampled
+            requests, whichever it is.
+        model_drafts: the same over all tenants.
     """
 
     prompt_tokens: int
@@ -96,30 +97,31 @@ class RequestView:
 
 
 class Pace(IntEnum):
-    """How far a worker goes on with a request whose reader falls behind (back-pressure).
+    """How a worker treats a request whose reader falls behind (back-pressure).
 
-    The text is the same at every pace: noise belongs to positions, not to instants.
+    The text is the same at every pace, because noise belongs to positions, not to times.
     """
 
     FULL = 0
-    """As any other."""
+    """Like any other request."""
     SPARING = 1
-    """Behind all others, and without drafts."""
+    """After all others, and without drafts."""
     PAUSED = 2
-    """Not at all; it keeps its place and, as long as nobody needs them, its keys and values."""
+    """Not at all. The request keeps its place, and its KV while no other request needs the
+    memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpeed:
-    """How fast a worker is: by its last steps (running means) and by its step costs; 0: unknown.
+    """How fast a worker is, by its last steps (running means) and its step costs; 0 if unknown.
 
     Attributes:
         tpot_s: seconds between two tokens of a decoding sequence, whatever else its steps do.
-        prompt_token_s: seconds for each prompt token, of steps that feed some.
+        prompt_token_s: seconds per prompt token, of steps with prompts.
         sequence_s: seconds by which one more decoding sequence lengthens `tpot_s`.
-        step_s: seconds of a step with one decoding sequence, as its costs have it.
-        step_sequence_s: by which one more lengthens a step of those that decoded last.
-        step_token_s: seconds for each prompt token of a step that is full of them.
+        step_s: seconds of a step with one decoding sequence, by the step costs.
+        step_sequence_s: seconds by which one more sequence lengthens the last step's batch.
+        step_token_s: seconds per prompt token of a step that is full of them.
     """
 
     tpot_s: float = 0.0
@@ -134,31 +136,32 @@ UNKNOWN_SPEED: Final = WorkerSpeed()
 """Nothing has run yet."""
 
 
+# `seats` is the name of the capacity in recorded decisions and in reports of nodes to each other.
 class WorkerLoad(Struct, frozen=True, rename={"max_sequences": "seats"}):
     """A worker's load, as the gateway sees it.
 
     Attributes:
         running, waiting: sequences in the batch, and queued for it.
         kv_blocks_free, kv_blocks_total: KV memory of the worker, in blocks.
-        price: expected tokens a draft slot must promise now (design, section 1); 0 when idle.
-        acceptance: running chance that a drafted token is accepted.
-        proposers: what the worker can draft with, cheapest first.
+        price: expected tokens that a draft slot must promise now; 0 on an idle worker.
+        acceptance: running probability that a drafted token is accepted.
+        proposers: the worker's proposers, cheapest first.
         step_cost_error: running median of |measured / predicted - 1| over step times.
-        max_sequences: most sequences that run at once; 0 where nobody knows.
-        prompt_tokens: prompt tokens of its sequences that are still to be computed, and what is to
-            be computed again of those that were preempted; what may be cached is counted, too.
-        step_tokens: most tokens of a step; 0 where nobody knows.
+        max_sequences: most sequences that run at once; 0 if unknown.
+        prompt_tokens: prompt tokens that are still to be computed, and tokens to compute again
+            after preemption; cached ones count as well.
+        step_tokens: most tokens of a step; 0 if unknown.
         kv_block_tokens: tokens of a KV block.
-        speed: what its steps take now.
-        paused: sequences whose readers have fallen far behind: they take no seat, nor any memory
+        speed: how fast its steps are now.
+        paused: sequences whose readers have fallen far behind. They take no capacity, nor memory
             that others need, and count neither as running nor as waiting.
-        steps: that it has planned since it was started, those included for which there was nothing
-            to do: it stands still where the worker hangs. None where nobody counts.
-        others: of `running` and `waiting`, what somebody else has sent there, as far as is known.
-        draft_tokens: mean tokens of a draft, where it drafts for every request by its own rule; 0
-            where it does as it is told.
-        age_s: how old the figures are that it was asked for over HTTP; None where all are counted
-            as they change.
+        steps: number of planned steps since the start, empty ones included; it stands still if the
+            worker hangs. None if steps are not counted.
+        others: the known part of `running` and `waiting` that clients other than gateways sent.
+        draft_tokens: mean tokens per draft, if the worker drafts for every request by its own rule;
+            0 if it follows plans.
+        age_s: age of the figures, if they were requested over HTTP; None if they are counted as
+            they change.
     """
 
     running: int
@@ -188,11 +191,10 @@ class SpeculationPlan:
     Attributes:
         policy: the name of the policy that decided.
         mode: what the client asked for.
-        proposer: what may draft, by name or `ANY_PROPOSER`; None when the request does not
-            speculate.
-        max_draft_tokens: most draft tokens of a step; 0 when the request does not speculate.
+        proposer: what may draft, by name or `ANY_PROPOSER`; None without speculation.
+        max_draft_tokens: most draft tokens of a step; 0 without speculation.
         reason: the decision in words, for the client.
-        price: the price the decision was made at; None when no price was looked at.
+        price: the price at the decision; None if the policy did not look at it.
     """
 
     policy: str
@@ -208,16 +210,16 @@ class DraftCandidate:
     """A decoding sequence whose next step could verify a draft.
 
     Attributes:
-        survivals: the chance of each slot that it and all before it are accepted; as many as the
-            plan's cap, the tokens left to generate and the proposer allow. The best come first, so
-            they never rise: the first n are the draft of n slots.
+        survivals: for each slot, the probability that it and all before it are accepted. As many
+            as the plan's cap, the tokens left to generate and the proposer allow. They never rise:
+            the first n are the draft of n slots.
         depth_s: seconds of drafting one token deeper, once for all candidates with this cost; 0 if
-            the draft is there already.
-        weight: what a token of this sequence is worth (`weights`).
-        start_s: seconds, as far as this step has to bear them, that it takes to begin drafting for
-            it; only where each depth costs something.
-        call_s: seconds of drafting at all, beside depths; once for all candidates of one `depth_s`,
-            and the same for all of them.
+            the draft exists already.
+        weight: what a token of this sequence is worth (`speculation.weights`).
+        start_s: seconds to begin drafting for it, as far as this step bears them; only if depths
+            cost something.
+        call_s: seconds of drafting at all, besides depths; once for all candidates of one `depth_s`
+            and equal for all of them.
     """
 
     survivals: tuple[float, ...]
@@ -228,7 +230,7 @@ class DraftCandidate:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The longest draft the step may verify for it."""
+        """The longest draft that the step may verify for it."""
         return len(self.survivals)
 
 
@@ -238,16 +240,16 @@ class StepView:
 
     Attributes:
         tokens: tokens of the step without drafts.
-        kv_tokens: KV tokens the step reads.
+        kv_tokens: KV tokens that the step reads.
         sequences: sequences that will sample a token.
-        slot_budget: most draft slots the step has room for.
+        slot_budget: most draft slots that the step can verify.
         candidates: sequences that may draft.
         weight: what the sampled tokens of all sequences are worth; None if each is worth 1.
-        acceptance: running chance that a drafted token is accepted, over all of the worker.
-        prefill_tokens: how many of `tokens` are of prompts.
-        free_slots: beside so many slots all of them join; each further slot takes the room of one.
-        verify_s: seconds by which any drafts lengthen the step, however many are verified, beside
-            what each of them does (`policies.costs.drafting_cost`).
+        acceptance: running probability that a drafted token is accepted, over all of the worker.
+        prefill_tokens: how many of `tokens` belong to prompts.
+        free_slots: slots that displace no prompt token; each further slot displaces one.
+        verify_s: seconds by which drafts lengthen the step, however many are verified
+            (`costs.drafting_cost`).
     """
 
     tokens: int
@@ -273,12 +275,12 @@ class BatchView:
 
     Attributes:
         tokens: tokens of the decodes and of their drafts.
-        kv_tokens: KV tokens these read.
-        sequences: how many sequences decode.
-        most_prefill_tokens: room for prompt tokens; 0 if none wait.
-        prompt_kv_tokens: tokens of the next prompt that are in the cache.
-        within_s: seconds the step may take by the tightest target of its decodes; None without one.
-        cost_error: how far forecasts of step times are off: median of |measured / predicted - 1|.
+        kv_tokens: KV tokens that these read.
+        sequences: number of decoding sequences.
+        most_prefill_tokens: most prompt tokens that fit; 0 if no prompt waits.
+        prompt_kv_tokens: cached tokens of the next prompt.
+        within_s: seconds that the tightest target of the decodes leaves; None without a target.
+        cost_error: median of |measured / predicted - 1| over step times.
     """
 
     tokens: int

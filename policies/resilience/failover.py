@@ -1,18 +1,18 @@
-"""Whether a request goes on that has lost its worker.
+"""Whether a request that lost its worker is resumed on another one.
 
-A worker may be lost because of what it ran: a *poison* request takes down each one that it comes
-to. One loss does not tell it from a bystander, so
+A worker may fail because of what it ran: a *poison* request takes down every worker it reaches. One
+loss does not distinguish it from a bystander, so
 
-1. one loss is taken for the worker's own fault: the request goes on wherever there is room, and
-   only if nobody else is there with the worker that was lost;
-2. who loses a second worker before that has added a token is *suspect*. An output is a function of
-   seed and positions, so what breaks workers meets the next one at the same place, while a
-   bystander has most likely come further. A suspect goes to no worker that is the last one;
-3. after `most_resumes` it is given up, whatever it has said in between.
+1. the first loss is taken for the worker's own fault: the request resumes on any worker with
+   capacity, and on the lost one only if there is no other;
+2. a request that loses a second worker before it has added a token is *suspect*. Output is a
+   function of seed and positions, so a poison request breaks the next worker at the same place,
+   while a bystander has probably advanced. A suspect never goes to the last worker;
+3. after `most_resumes` a request is given up, whatever it has produced.
 
-A worker that goes away in order is no loss: a long stream outlives any number of restarts. So a
-poison request takes 1 + `most_resumes` workers at most, and never the last of three or more.
-Of two it may take both: else no bystander could go on where the second is left alone.
+A worker that leaves in order is not a loss: a long stream outlives any number of restarts. So a
+poison request takes at most 1 + `most_resumes` workers, and never the last of three or more. Of
+two it may take both: otherwise no bystander could resume once one of them is gone.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from enum import StrEnum
 from typing import Final
 
 MOST_RESUMES: Final = 2
-"""Of a request, unless it is set otherwise. Workers that break one after the other under the same
-request are an accident once in a while, three hardly ever. (Chosen, 2026-11-22.)"""
+"""Default number of resumptions. Two workers that fail in turn under one request are a rare
+accident, three hardly ever. (Chosen, 2026-11-22.)"""
 
 
 class Cause(StrEnum):
     """How a request lost its worker."""
 
     FAILED = "failed"
-    """It broke, or cut the stream off."""
+    """The worker failed, or cut the stream off."""
     STALLED = "stalled"
-    """It made no progress any more (`policies.resilience.liveness`)."""
+    """The worker made no more progress (`liveness`)."""
     LEFT = "left"
-    """It went away in order, before the request had ended. No loss that tells of the request."""
+    """The worker left in order before the request ended; says nothing about the request."""
 
 
 class GivenUp(StrEnum):
-    """Why a request does not go on."""
+    """Why a request is not resumed."""
 
     NO_WORKER = "no_worker"
-    """None is left, or none had room in time."""
+    """No worker is left, or none had capacity in time."""
     LAST_WORKER = "last_worker"
-    """It is suspect, and only one is left."""
+    """The request is suspect, and only one worker is left."""
     EXHAUSTED = "exhausted"
-    """It went on as often as it may."""
+    """It was resumed as often as allowed."""
     UNABLE = "unable"
-    """Workers of this kind cannot go on where another one stopped (`Capabilities.resume`)."""
+    """Workers of this kind cannot resume a request (`Capabilities.resume`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,7 @@ class Loss:
     """A worker that was lost under a request.
 
     Attributes:
-        worker_id: which.
-        new_tokens: of the output that it had added.
+        new_tokens: output tokens that the worker had added.
     """
 
     worker_id: str
@@ -65,12 +64,12 @@ class Loss:
 
 
 def given_up(losses: Sequence[Loss], most_resumes: int, workers: int) -> GivenUp | None:
-    """Return why a request does not go on, or None if it does.
+    """Return why a request is not resumed, or None if it is.
 
     Args:
-        losses: of this request, in turn; the last one has just been.
-        most_resumes: how often it may go on.
-        workers: that could be sent something now.
+        losses: of this request in order, the present one last.
+        most_resumes: how often it may be resumed.
+        workers: number of workers that could take it now.
     """
     if len(losses) > most_resumes:
         return GivenUp.EXHAUSTED

@@ -1,12 +1,12 @@
-"""When a worker that says nothing is taken for lost.
+"""When a silent worker or stream counts as lost.
 
-A worker tells how many steps it has planned (`WorkerLoad.steps`). While somebody waits for its
-tokens it owes steps: one that comes to none is hung, whatever holds it. A single stream may be
-lost, too, while its worker goes on: it decodes, nobody waits for a seat or for memory, so it is in
-each step, and yet nothing comes.
+A worker reports how many steps it has planned (`WorkerLoad.steps`). While a request waits for its
+tokens, the worker owes steps; without any it hangs, whatever the cause. A single stream can also
+be lost while its worker continues: it decodes, no request waits for capacity or memory, so it takes
+part in every step, and yet no tokens arrive.
 
-Silence is counted in looks at which nothing had moved, each worth the time between two of them: so
-a process that was stopped itself, or an event loop that was held up, finds nobody hung.
+Silence is counted in checks that found no progress, each worth the time between two checks. A
+gateway that was suspended itself, or whose event loop was blocked, therefore finds no worker hung.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Final
 from draftgate.policies.types import WorkerLoad
 
 LATE_STEPS: Final = 20
-"""A worker is hung that takes longer for a step than for so many usual ones. Drafts that are
-accepted make a step worth several tokens, by which its speed is told, and a busy host stretches
-some steps several times: twenty leaves room for both at once. (Chosen by that reasoning,
-2026-11-22, not tuned on a device.)"""
+"""A worker hangs if a step takes longer than this many usual ones. With accepted drafts a step is
+worth several tokens, by which the reported speed counts, and a busy host stretches some steps
+several times: twenty allow for both at once. (Chosen by that reasoning, 2026-11-22, not tuned on a
+device.)"""
 
 LEAST_PATIENCE_S: Final = 10.0
-"""However fast it usually is. A kernel that has to be compiled for a new shape holds a step up for
-seconds, a machine that swaps for longer; people and proxies give up on a silent stream after 30.
-One that is found hung too early costs a prefill elsewhere. (Chosen, 2026-11-22.)"""
+"""Shortest silence that counts, however fast the worker usually is. Compiling a kernel for a new
+shape delays a step by seconds, swapping for longer; people and proxies give up on a silent stream
+after 30. A worker that is declared hung too early costs a prefill elsewhere. (Chosen,
+2026-11-22.)"""
 
 RETRY_S: Final = 60.0
-"""So long after it was found hung a worker is tried again that has come to no step since: it may be
-well, and what it told of itself was lost. Who is sent there waits once more, so not often. (Chosen,
-2026-11-22.)"""
+"""A hung worker without new steps is tried again after this time: it may be well, with its reports
+lost. Every trial makes a request wait once more, so trials are rare. (Chosen, 2026-11-22.)"""
 
 
 def patience_s(load: WorkerLoad) -> float:
-    """Return after how many seconds without a step, or without news of a stream, it is lost.
+    """Return the seconds without a step, or without tokens of a stream, that mean it is lost.
 
-    By the longest steps that it makes: those of its decodes, and those full of a prompt.
+    By the longest steps that the worker makes: decodes, or steps full of a prompt.
     """
     step_s = max(load.speed.tpot_s, load.speed.prompt_token_s * load.step_tokens)
     return max(LEAST_PATIENCE_S, LATE_STEPS * step_s)
@@ -44,12 +44,12 @@ def patience_s(load: WorkerLoad) -> float:
 
 @dataclass(slots=True)
 class WorkerSilence:
-    """For how long a worker has come to no step.
+    """For how long a worker has made no step.
 
     Attributes:
-        steps: that it had planned at the last look.
-        seconds: of silence, or since it was found hung.
-        hung: whether it is taken for hung.
+        steps: number of planned steps at the last check.
+        seconds: of silence, or since the worker was declared hung.
+        hung: whether the worker counts as hung.
     """
 
     steps: int | None = None
@@ -57,11 +57,11 @@ class WorkerSilence:
     hung: bool = False
 
     def look(self, load: WorkerLoad, elapsed_s: float, *, owes: bool) -> bool:
-        """Return whether the worker is hung; never where nobody counts steps.
+        """Return whether the worker hangs; never if it does not report steps.
 
         Args:
-            elapsed_s: what a look is worth.
-            owes: whether somebody waits for what it says.
+            elapsed_s: what a check is worth.
+            owes: whether a request waits for the worker's tokens.
         """
         moved, self.steps = load.steps is None or load.steps != self.steps, load.steps
         if moved or not (owes or self.hung):
@@ -75,10 +75,10 @@ class WorkerSilence:
 
 @dataclass(slots=True)
 class StreamSilence:
-    """For how long nothing has come of a stream that its worker runs.
+    """For how long a running stream has produced nothing.
 
     Attributes:
-        deltas: that had come at the last look.
+        deltas: number of deltas at the last check.
         seconds: of silence.
     """
 
@@ -89,9 +89,9 @@ class StreamSilence:
         """Return whether the stream is lost.
 
         Args:
-            deltas: that have come.
-            elapsed_s: what a look is worth.
-            runs: whether it has begun to decode, and nobody holds it back.
+            deltas: number of deltas so far.
+            elapsed_s: what a check is worth.
+            runs: whether it decodes, and is not held back.
         """
         silent = runs and deltas == self.deltas and not load.waiting
         self.deltas = deltas
