@@ -23,7 +23,7 @@ from draftgate.gateway.cli.options import (
 )
 from draftgate.gateway.cli.ray import app as ray_app
 from draftgate.gateway.cli.simulate.command import simulate
-from draftgate.loadgen.help_pages import HelpGroup, PlainTyper
+from draftgate.loadgen.command_line import HelpGroup, PlainTyper
 
 app = PlainTyper(
     "A gateway for LLM inference that decides, per request, whether and how far to speculate.",

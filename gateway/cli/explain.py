@@ -15,8 +15,7 @@ from draftgate.gateway.cli.options import fail
 from draftgate.gateway.dispatch.decisions import KEPT, Decision, DecisionList, read_decisions
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
-from draftgate.policies.routing.types import Route
-from draftgate.policies.types import RequestView, SpeculationPlan, WorkerLoad
+from draftgate.policies.types import RequestView, SpeculationPlan
 
 TIMEOUT_S: Final = 30.0
 """How long a server may take to answer."""
@@ -25,14 +24,14 @@ TIMEOUT_S: Final = 30.0
 def run_explain(
     source: str, policy: str | None, request_id: str | None, api_key: str, *, as_json: bool
 ) -> None:
-    """Print the decisions of a file or a server; exits with 1 and one line on an error."""
+    """Print the decisions of a file or a server; an error is one line and status 1."""
     try:
         other = None if policy is None else speculation_policy(policy)
         chosen = [d for d in _decisions(source, api_key) if request_id in {None, d.request_id}]
     except (OSError, ValueError) as error:
         fail(error)
     if not chosen:
-        fail(f"no such decision in {source}")
+        fail(f"no matching decision in {source}")
     for decision in chosen:
         replayed = None if other is None else decision.under(other)
         typer.echo(_as_json(decision, replayed) if as_json else _as_text(decision, replayed))
@@ -76,51 +75,46 @@ def _as_json(decision: Decision, replayed: SpeculationPlan | None) -> str:
 
 
 def _as_text(decision: Decision, replayed: SpeculationPlan | None) -> str:
+    route = decision.route
+    routed = f", routed by {route.policy}, {route.reason}" if route else ""
     plans = [decision.plan] if replayed is None else [decision.plan, replayed]
     lines = [
-        f"{decision.request_id} on {decision.worker_id}{_routed(decision.route)}",
-        f"{_asked(decision.request)}; {_there(decision.load)}{_aged(decision)}",
-        _known(decision.request),
+        f"{decision.request_id} on {decision.worker_id}{routed}",
+        f"{_request(decision.request)}; {_load(decision)}",
+        _history(decision.request),
     ]
     return "\n  ".join([*filter(None, lines), *map(_plan, plans)])
 
 
-def _routed(route: Route | None) -> str:
-    """Return why it went there; empty if it was the only worker with room."""
-    return "" if route is None else f", routed by {route.policy}, {route.reason}"
-
-
-def _asked(request: RequestView) -> str:
-    asked = (
+def _request(request: RequestView) -> str:
+    text = (
         f"{request.prompt_tokens} prompt tokens, up to {request.max_tokens} new, temperature "
-        f"{request.temperature:g}, asked for {request.mode.value}"
+        f"{request.temperature:g}, mode {request.mode.value}"
     )
     service = request.service
     for name, seconds in (("TTFT", service.ttft_s), ("TPOT", service.tpot_s)):
-        asked += "" if seconds is None else f", {name} within {seconds * 1e3:g} ms"
-    return asked if service.priority == 0 else f"{asked}, priority {service.priority}"
+        text += "" if seconds is None else f", {name} within {seconds * 1e3:g} ms"
+    return text if service.priority == 0 else f"{text}, priority {service.priority}"
 
 
-def _there(load: WorkerLoad) -> str:
+def _load(decision: Decision) -> str:
+    """Return the worker's load, its age, and whether it lacks the leases of other gateways."""
+    load = decision.load
+    age = f", {decision.load_age_s * 1e3:.0f} ms old" if decision.load_age_s else ""
+    degraded = ", without the state store" if decision.degraded else ""
     return (
         f"{load.running} running, {load.waiting} waiting, price {load.price:.3f}, "
-        f"acceptance {load.acceptance:.2f}"
+        f"acceptance {load.acceptance:.2f}{age}{degraded}"
     )
 
 
-def _aged(decision: Decision) -> str:
-    """Return how old that was, and whether others' leases were not known; empty for what is now."""
-    age = f", {decision.load_age_s * 1e3:.0f} ms old" if decision.load_age_s else ""
-    return f"{age}, without the state store" if decision.degraded else age
-
-
-def _known(request: RequestView) -> str:
-    """Return what was known of drafts before this request; empty if nothing was."""
+def _history(request: RequestView) -> str:
+    """Return what earlier requests predict about drafts; empty if nothing is known."""
     known = [] if request.repetition is None else [f"repetition {request.repetition:.2f}"]
-    for whose, counts in (("tenant", request.tenant_drafts), ("all", request.model_drafts)):
+    for scope, counts in (("tenant", request.tenant_drafts), ("all", request.model_drafts)):
         tested = counts.accepted + counts.rejected
         if tested > 0:
-            known.append(f"{counts.accepted:.0f} of {tested:.0f} draft tokens accepted ({whose})")
+            known.append(f"{counts.accepted:.0f} of {tested:.0f} draft tokens accepted ({scope})")
     return ", ".join(known)
 
 
@@ -131,10 +125,10 @@ def _plan(plan: SpeculationPlan) -> str:
 
 
 def _difference(decisions: Iterable[Decision], policy: SpeculationPolicy) -> str:
-    """Return how many decisions the policy would have made otherwise."""
+    """Return how many decisions the policy would change."""
     pairs = [(decision.plan, decision.under(policy)) for decision in decisions]
-    other = sum(
+    changed = sum(
         (old.proposer, old.max_draft_tokens) != (new.proposer, new.max_draft_tokens)
         for old, new in pairs
     )
-    return f"{policy.name} decides otherwise in {other} of {len(pairs)}"
+    return f"{policy.name} would decide differently in {changed} of {len(pairs)}"

@@ -17,15 +17,15 @@ from draftgate.gateway.config import (
     settings,
 )
 from draftgate.gateway.config.schema import PANELS
-from draftgate.loadgen.help_pages import HelpCommand
+from draftgate.loadgen.command_line import HelpCommand, reason
 
 FAILED: Final = 1
 BAD_USAGE: Final = 2
 
 
-def fail(reason: object, status: int = FAILED) -> NoReturn:
+def fail(why: str | Exception, status: int = FAILED) -> NoReturn:
     """Exit with one line on stderr."""
-    typer.echo(f"draftgate: {reason}", err=True)
+    typer.echo(f"draftgate: {reason(why) if isinstance(why, Exception) else why}", err=True)
     raise typer.Exit(status)
 
 

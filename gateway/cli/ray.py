@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from types import ModuleType
@@ -12,7 +11,7 @@ import typer
 
 from draftgate.gateway.cli.options import BAD_USAGE, FAILED, SettingsCommand, config_from, fail
 from draftgate.gateway.config import ConfigError, EffectiveConfig
-from draftgate.loadgen.help_pages import PlainTyper
+from draftgate.loadgen.command_line import PlainTyper
 
 app = PlainTyper("Run the workers of a pool on the machines of a Ray cluster.")
 
@@ -86,6 +85,8 @@ def _actors(pool: str) -> list[Any]:
 
 def _run(address: str, work: Callable[[], Coroutine[Any, Any, bool]]) -> None:
     """Work with a Ray cluster; exit with status 1 if the work reports a failure."""
+    import asyncio
+
     cluster = _cluster()
     try:
         cluster.connect(address)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from draftgate.loadgen.cli import calibrate, compare, run, search, sweep
 from draftgate.loadgen.cli.flags import with_groups
-from draftgate.loadgen.help_pages import HelpGroup, PlainTyper
+from draftgate.loadgen.command_line import HelpGroup, PlainTyper
 
 
 class UrlFirst(HelpGroup):

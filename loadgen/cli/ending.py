@@ -13,6 +13,7 @@ from rich.console import Console
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.checking.lossless import LosslessCheck
 from draftgate.loadgen.cli.flags import Output
+from draftgate.loadgen.command_line import reason
 from draftgate.loadgen.measuring.summary import invalid_reasons, summarize
 from draftgate.loadgen.report.dialect import render_as
 from draftgate.loadgen.report.runs import RunReport
@@ -82,5 +83,5 @@ def write_json(path: Path, value: Any) -> None:
 
 def refuse(what: str, error: Exception) -> typer.Exit:
     """Say why a command cannot be carried out; raise what this returns."""
-    Console(stderr=True).print(f"{what}: {type(error).__name__}: {error}", markup=False)
+    typer.echo(f"{what}: {reason(error)}", err=True)
     return typer.Exit(NO_USE)

@@ -127,6 +127,12 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         (["serve"], {"DRAFTGATE_DTYPE": "x"}, "draftgate: DRAFTGATE_DTYPE: expected one of"),
         (["generate", "x", "--backend", "y"], {}, "draftgate: --backend: expected one of"),
         (["config", "show", "--config", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
+        (
+            ["load", "report", "/nowhere"],
+            {},
+            "cannot report: /nowhere: No such file or directory\n",
+        ),
+        (["simulate", "--trace", "/nowhere"], {}, "draftgate: /nowhere: No such file"),
         (["bench", "luck"], {}, "draftgate: unknown benchmark 'luck'; known: engine, host"),
     ],
 )

@@ -220,7 +220,7 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     shown = draftgate("explain", str(path), "--policy", "fixed:9").stdout
     assert "auto: up to" in shown
     assert "fixed:9: up to 9 by ngram" in shown
-    assert "fixed:9 decides otherwise in 2 of 3" in shown  # one asked for none
+    assert "fixed:9 would decide differently in 2 of 3" in shown  # one asked for none
     one = json.loads(draftgate("explain", str(path), "--request", "1", "--json").stdout)
     assert one["decision"]["request_id"] == "1"
     assert one["replayed"] is None
@@ -236,7 +236,7 @@ def test_explain_shows_and_replays_a_file(tmp_path: Path) -> None:
     missing = draftgate("explain", str(path), "--request", "9")
     assert (missing.returncode, missing.stderr) == (
         1,
-        f"draftgate: no such decision in {path}\n",
+        f"draftgate: no matching decision in {path}\n",
     )
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from draftgate.gateway.cli.options import BAD_USAGE, fail
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from draftgate.gateway.cli.simulate.experiment import OnRecord, Setup
     from draftgate.loadgen.types import Record
-
-BAD_USAGE: Final = 2
 
 PROGRESS_S: Final = 10.0
 """Seconds between two lines of progress when the output is not a terminal."""
@@ -132,8 +132,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         setup = Setup(load, config, policies, workers, routing, repeat, belief_error, truth)
         _run(setup, json_out, html_out)
     except (OSError, ValueError) as error:
-        typer.echo(f"draftgate: {error}", err=True)
-        raise typer.Exit(BAD_USAGE) from None
+        fail(error, BAD_USAGE)
 
 
 def _run(setup: Setup, json_out: Path | None, html_out: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Help pages of commands: plain text, with the options under headings."""
+"""What commands print in plain text: help pages, and the reasons of errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 _PLACEHOLDERS: Final = {"str": "TEXT", "list[str]": "TEXT", "path": "FILE"}
 """What stands for a value; all other types are numbers."""
+
+
+def reason(error: BaseException) -> str:
+    """Return what an error says to a user: no class name, no error number, never nothing."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or ("timed out" if isinstance(error, TimeoutError) else repr(error))
 
 
 class HelpCommand(TyperCommand):
