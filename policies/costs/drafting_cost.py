@@ -1,17 +1,17 @@
-"""What drafting takes of the host, learned from steps that do more of it and less.
+"""The host time of drafting, learned from steps that do more of it and less.
 
-A step's forecast (`step_cost`) is the device's time. Beside it the host looks drafts up,
-weighs them, calls proposers that compute, and accounts for what was verified. Where steps are short
-that is a good part of them: on one core of a Zen 5 the shipped model takes 1.3 ms for a token
-behind 200 others, and each of these 20 to 300 microseconds (2026-11-22).
+The forecast of a step (`step_cost`) is the device's time. Besides, the host looks drafts up, weighs
+them, calls proposers that compute, and accounts for verified tokens. That is a good part of short
+steps: on one core of a Zen 5 the shipped model takes 1.3 ms for a token after 200 others, and each
+of these 20 to 300 microseconds (2026-11-22).
 
-From the planning of a step to that of the next one pass
+The time from the planning of a step to that of the next one is
 
-    step + depths + host x (1, sequences) + looking up x (1, sequences asked) + weighing
+    step + depths + host x (1, sequences) + lookups x (1, sequences looked up for) + weighing
          + verifying + calls of proposers x (1, sequences)
 
-with 1 where it happens at all. Step and depths are known; the rest is learned, 0 at first. So a
-simulated device, whose host takes no time, learns what its proposers take, and no more.
+with 1 for a part that occurs. Step and depths are known; the rest is learned and starts at 0. A
+simulated device, whose host takes no time, therefore learns only what its proposers take.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ import numpy as np
 from draftgate.policies.costs.regression import NonNegativeRegression
 
 REFIT_STEPS: Final = 64
-"""Steps that are learned at once: 2 to 3 microseconds for each (one core, Zen 5, 2026-11-22)."""
+"""Steps of a block to learn from: 2 to 3 microseconds per step (one core, Zen 5, 2026-11-22)."""
 
 HOST_SHARE: Final = 0.05
-"""What each part may take, as a share of the shortest step: a standard deviation before anything
-was measured. It matters for parts that always come together alone: they share what both take."""
+"""Standard deviation of each part before any measurement, as a share of the shortest step. It only
+matters for parts that always occur together: they share the time of both."""
 
 FOUND_RATE: Final = 1 / 64
-"""Weight of the last step that looked up in how often something is found."""
+"""Weight of the latest step with lookups in the share of lookups that find something."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingCost:
-    """Seconds of the host, beside the device's. All 0 where nothing was measured.
+    """Seconds of the host, besides those of the device; all 0 before any measurement.
 
     Attributes:
-        look_up_s: of a step in which drafts are looked up, and of weighing them as often as any
-            are found.
-        sequence_s: of looking up for one sequence.
-        verify_s: of a step that verifies drafts.
-        call_s: of a step in which a proposer computes drafts, beside its depths; by its name.
-        called_s: the same for each sequence that it drafts for.
+        look_up_s: per step with lookups, and for weighing their drafts as often as any are found.
+        sequence_s: per sequence that is looked up for.
+        verify_s: per step that verifies drafts.
+        call_s: per step in which a proposer computes drafts, besides its depths; by its name.
+        called_s: the same per sequence that it drafts for.
     """
 
     look_up_s: float = 0.0
@@ -58,7 +57,7 @@ class DraftingCost:
     called_s: float = 0.0
 
     def calling_s(self, proposer: str, sequences: int) -> float:
-        """Return the seconds of having drafts computed for so many sequences, but for depths."""
+        """Return the seconds of computing drafts for some sequences, without depths."""
         return self.call_s.get(proposer, 0.0) + self.called_s * sequences
 
 
@@ -70,14 +69,14 @@ class StepDrafting:
     """What a step of decodes did for drafts, filled in while it is planned.
 
     Attributes:
-        sequences: that decode.
-        looked_up: of them, those for which drafts were looked up.
-        weighed: drafts on offer, looked up or to be computed.
-        verified: sequences with drafts that were verified.
-        called: proposers that computed.
-        computed: sequences they drafted for.
-        computed_s: forecast of computing, beside what is learned here.
-        explored_s: the rest of the forecast for what nobody asked for; None if nothing was.
+        sequences: number of decoding sequences.
+        looked_up: number of these with lookups.
+        weighed: number of drafts on offer, existing or to be computed.
+        verified: number of sequences with verified drafts.
+        called: proposers that computed drafts.
+        computed: number of sequences that they drafted for.
+        computed_s: predicted seconds of computing, besides those learned here.
+        explored_s: predicted seconds of exploration, also besides; None without any.
     """
 
     sequences: int = 0
@@ -98,11 +97,11 @@ class DraftingMeter:
     """
 
     def __init__(self, step_s: float, proposers: Many[str]) -> None:
-        """Begin at nothing.
+        """Start at 0.
 
         Args:
             step_s: seconds of the shortest step.
-            proposers: their names.
+            proposers: names of the proposers.
         """
         self.cost = NO_DRAFTING_COST
         self._proposers = tuple(proposers)
@@ -113,12 +112,12 @@ class DraftingMeter:
         self._measured: list[tuple[StepDrafting, float, float]] = []
 
     def observe(self, did: StepDrafting, known_s: float, whole_s: float) -> None:
-        """Note a step; each `REFIT_STEPS`-th is learned from. What is no duration is ignored.
+        """Record a step; every `REFIT_STEPS` of them are learned. Invalid durations are ignored.
 
         Args:
             did: what it did.
-            known_s: what it took of the device.
-            whole_s: from its planning to that of the next one.
+            known_s: seconds of the device.
+            whole_s: seconds from its planning to that of the next step.
         """
         known_s += did.computed_s
         if not (0.0 < known_s < math.inf and 0.0 < whole_s < math.inf):
@@ -146,7 +145,7 @@ class DraftingMeter:
         )
 
     def _parts(self, did: StepDrafting) -> list[int]:
-        """Return what multiplies each part."""
+        """Return the factor of each part."""
         looked_up, weighed, verified = did.looked_up, did.weighed > 0, did.verified > 0
         parts = [1, did.sequences, looked_up > 0, looked_up, weighed, verified, did.computed]
         return parts + [name in did.called for name in self._proposers]

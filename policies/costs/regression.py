@@ -1,10 +1,10 @@
-"""Linear regression with coefficients of 0 or more, learned from a stream of measurements.
+"""Linear regression with non-negative coefficients, learned from a stream of measurements.
 
-Recursive Bayesian least squares (Kalman, 1960), in blocks. Four things make it fit for figures that
-steer something: coefficients share a part of their error, so what was never measured follows what
-was; innovations are clipped (Huber's M-estimate), so a measurement can move it only so far; with
-forgetting the covariance goes back to the first one, so it neither freezes nor winds up; and a
-coefficient below 0 is conditioned to be 0, so the others make up for it.
+Recursive Bayesian least squares (Kalman, 1960), in blocks. Four properties make it suitable for
+control. Coefficients share a part of their error, so those without measurements follow the others.
+Innovations are clipped (Huber's M-estimate), which limits the effect of one measurement. Forgetting
+returns the covariance to the prior, so it neither freezes nor winds up. And a negative coefficient
+is conditioned to be 0, so the others make up for it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 SHARED_ERROR: Final = 0.3
-"""Relative error that all coefficients are first taken to have in common: that of a profile from
-another machine of the kind."""
+"""Relative error that all coefficients initially share: that of a profile from another machine of
+the same kind."""
 
 FORGETTING: Final = 1e-4
-"""Share of what was learned that is given up with each measurement. Chosen for 5% noise: one in
-steady state moves the figures by 1 to 2%, and a doubled cost is learned in some 200 steps."""
+"""Share of the learned covariance that each measurement gives up. Chosen for 5% noise: in steady
+state a measurement moves estimates by 1 to 2%, and a doubled cost is learned in about 200 steps."""
 
 MOST_DEVIATIONS: Final = 3.0
-"""Innovations count up to so many of their standard deviations."""
+"""Limit of innovations, in their standard deviations."""
 
 FIRST_NOISE: Final = 0.05
 LEAST_NOISE, MOST_NOISE = 0.005, 0.3
-"""Relative standard deviation of a measurement: taken at first, and its bounds."""
+"""Relative standard deviation of a measurement: initial value, and bounds."""
 
 MEDIAN_RATE: Final = 0.02
-"""By what share a measurement moves the running median: the last hundred or so decide."""
+"""Relative step of the running median per measurement: the last hundred or so decide."""
 
 _MEDIAN_OF_NORMAL: Final = 0.6745
 """Median of |x| for x ~ N(0, 1)."""
@@ -53,8 +53,8 @@ class NonNegativeRegression:
         """Start with an estimate.
 
         Args:
-            seed: the coefficients, 0 or more.
-            spread: by how much each may be wrong by itself (standard deviation), more than 0.
+            seed: the coefficients, 0 or more, [coefficients].
+            spread: standard deviation of each one's own error, more than 0, [coefficients].
         """
         self._spread = spread
         self._scaled = seed / spread
@@ -73,8 +73,8 @@ class NonNegativeRegression:
 
         Args:
             rows: features, 0 or more, [measurements, coefficients].
-            values: what was measured, finite and more than 0, [measurements].
-            known: what of it is known already, finite and 0 or more, [measurements].
+            values: measured values, finite and more than 0, [measurements].
+            known: known parts of the values, finite and 0 or more, [measurements].
         """
         rows = rows * self._spread
         predicted = np.maximum(rows @ self._scaled + known, _TINY)
@@ -96,13 +96,13 @@ class NonNegativeRegression:
         self._forbid_negative()
 
     def _note_error(self, errors: Array) -> None:
-        """Move the running median towards the share of errors above it being one half."""
+        """Move the running median until half of the errors are above it."""
         above = np.count_nonzero(errors > self.relative_error) - len(errors) / 2
         moved = self.relative_error * np.exp(MEDIAN_RATE * 2.0 * above)
         self.relative_error = float(np.clip(moved, _TINY, 1.0 / _TINY))
 
     def _forbid_negative(self) -> None:
-        """Condition coefficients below 0 to be 0, the most negative one first."""
+        """Condition negative coefficients to be 0, the most negative one first."""
         for _ in range(len(self._scaled)):
             worst = int(self._scaled.argmin())
             if self._scaled[worst] >= 0.0:

@@ -1,4 +1,4 @@
-"""How fast a worker is now: what whoever waits for it may expect."""
+"""The present speed of a worker, by which the gateway predicts latencies."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from draftgate.policies.costs.step_cost import StepCost
 from draftgate.policies.types import WorkerSpeed
 
 LAST_STEPS: Final = 32
-"""Steps that a mean looks back on: 0.3 to 1 second at steps of 10 to 30 ms. Prompts that come some
-times a second are spread over it, and a batch that has filled up is known within its tenth token.
-Chosen by that reasoning (2026-11-21), not tuned on a device."""
+"""Steps that a mean covers: 0.3 to 1 second at steps of 10 to 30 ms. That averages over prompts
+that arrive several times a second, and notices a full batch within ten tokens. Chosen by that
+reasoning (2026-11-21), not tuned on a device."""
 
 SEED_STEPS: Final = 2
-"""Steps that a forecast counts for: it is out of the way after the first few that ran."""
+"""Weight of the initial forecast in steps: the first few measured steps replace it."""
 
 
 class SpeedMeter:
     """Running means over the steps of a worker.
 
-    A rate is the mean of its seconds by the mean of its tokens, not a mean of rates: a step that
-    takes twice as long for twice the tokens changes nothing, and short steps count for little.
+    A rate is the mean of the seconds over the mean of the tokens, not a mean of rates: a step that
+    takes twice as long for twice the tokens changes nothing, and short steps count little.
 
-    Times are from the planning of a step to that of the next one while there is something to do, so
-    they hold drafting and the host's own work, and nobody's idle time.
+    Times are measured from the planning of a step to that of the next one. They include drafting
+    and the work of the host, but no idle time.
     """
 
     def __init__(self, cost: StepCost, step_tokens: int) -> None:
-        """Begin with what a step is forecast to take: one decode, and a full step of a prompt."""
+        """Start with the predicted times of a lone decode and of a step full of a prompt."""
         self._step_tokens = step_tokens
         self._decodes = _Means(cost.seconds(1, 1, 1), 1.0)
         self._prompts = _Means(cost.seconds(step_tokens, step_tokens, 1), step_tokens)
@@ -35,11 +35,11 @@ class SpeedMeter:
         self._last: tuple[int, int, int] | None = None  # what was accounted for since
 
     def begin(self, now_s: float) -> float | None:
-        """Note that a step is planned now.
+        """Record that a step is planned now.
 
         Returns:
-            The seconds since the last one was planned; None if that is not accounted for yet, or
-            the worker was idle.
+            The seconds since the previous step was planned; None if that step was not recorded by
+            `ran` yet, or the worker was idle.
         """
         step_s = None
         if self._begun_s is not None and self._last is not None:
@@ -53,31 +53,30 @@ class SpeedMeter:
         return step_s
 
     def rest(self) -> None:
-        """Note that the step which was to begin has nothing to do: idle time is no step's."""
+        """Record that the step has nothing to do: idle time belongs to no step."""
         self._begun_s = None
 
     def ran(self, decodes: int, tokens: int, prompt_tokens: int) -> None:
-        """Account for a step.
+        """Record what a step did.
 
         Args:
             decodes: sequences that decoded.
-            tokens: that they got.
-            prompt_tokens: that were fed beside them.
+            tokens: tokens that they got.
+            prompt_tokens: prompt tokens that were computed beside them.
         """
         self._last = decodes, tokens, prompt_tokens
 
     def speed(self, cost: StepCost, sequences: int, kv_tokens: int) -> WorkerSpeed:
-        """Return how fast the worker is.
-
-        What one sequence more costs is the mean over as many as there are: costs are stairs, and
-        where the next one alone ends says little.
+        """Return the present speed of the worker.
 
         Args:
-            sequences: that decode.
-            kv_tokens: that they read in a step.
+            sequences: number of decoding sequences.
+            kv_tokens: KV tokens that they read in a step.
         """
         there, full = max(sequences, 1), self._step_tokens
         here_s = cost.seconds(there, kv_tokens, there)
+        # The cost of one more sequence is the mean over doubling them: costs are a staircase, and
+        # the next sequence alone may fall on the same stair.
         more_s = (cost.seconds(2 * there, 2 * kv_tokens, 2 * there) - here_s) / there
         return WorkerSpeed(
             self._decodes.rate_s,
@@ -90,7 +89,7 @@ class SpeedMeter:
 
 
 class _Means:
-    """Means of the seconds of steps and of their tokens, with the same weights."""
+    """Running means of the seconds and the tokens of steps, with the same weights."""
 
     def __init__(self, step_s: float, tokens: float) -> None:
         self.step_s = step_s
@@ -98,12 +97,12 @@ class _Means:
         self._steps = SEED_STEPS
 
     def observe(self, step_s: float, tokens: float) -> None:
-        """Take in a step: a plain mean of the first ones, then the older ones fade."""
+        """Add a step: a plain mean at first, then older steps fade."""
         self._steps = min(self._steps + 1, LAST_STEPS)
         self.step_s += (step_s - self.step_s) / self._steps
         self.tokens += (tokens - self.tokens) / self._steps
 
     @property
     def rate_s(self) -> float:
-        """Seconds for each token."""
+        """Seconds per token."""
         return self.step_s / self.tokens

@@ -1,4 +1,4 @@
-"""Step cost: predicted seconds of a step."""
+"""Step cost: the predicted seconds of a step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 
 class StepSize(NamedTuple):
-    """What a step has to do.
+    """The size of a step.
 
     Attributes:
-        tokens: tokens fed, drafts included.
+        tokens: computed tokens, drafts included.
         kv_tokens: KV tokens read.
         sequences: sequences of the batch.
-        pairs: pairs of a token fed behind the first of its sequence and a KV token it attends to.
+        pairs: pairs of a computed token, except the first of its sequence, and a KV token that it
+            attends to.
     """
 
     tokens: int
@@ -31,17 +32,17 @@ class StepSize(NamedTuple):
 class StepCost:
     """Predicted seconds of one forward pass: a staircase over tokens plus linear terms.
 
-    `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences + pair_s * pairs`: tokens
-    that fit a bucket (a CUDA graph, a tile of padded rows) are free, so the table is a staircase.
-    Beyond the last bucket it goes on with the slope of the last step.
+    `T = table(tokens) + kv_token_s * kv_tokens + sequence_s * sequences + pair_s * pairs`. Tokens
+    that fit into a bucket (a CUDA graph, a tile of padded rows) are free, so the table is a
+    staircase. Beyond the last bucket it continues with the slope of the last stair.
 
     Attributes:
         token_buckets: ascending token counts, at least one.
         step_s: seconds of a step of each bucket, not falling.
         kv_token_s: seconds per KV token read.
         sequence_s: seconds per sequence of the batch.
-        pair_s: seconds per pair of a token fed behind the first of its sequence and a KV token it
-            attends to: what is read once is multiplied for each. 0 where that hides behind reading.
+        pair_s: seconds per pair (`StepSize.pairs`): KV is read once per sequence, but multiplied
+            once per token. 0 if reading hides that time.
 
     Raises:
         ValueError: the table is empty, of unequal lengths, not ascending, or falls.
@@ -55,7 +56,7 @@ class StepCost:
     _slope_s: float = field(init=False, repr=False, default=0.0)
 
     def __post_init__(self) -> None:
-        """Check the table and remember the slope beyond it."""
+        """Check the table and compute the slope beyond it."""
         buckets, steps = self.token_buckets, self.step_s
         if not buckets or len(buckets) != len(steps):
             raise ValueError("token_buckets and step_s must be of equal length, at least 1")
@@ -71,8 +72,8 @@ class StepCost:
         """Return the predicted seconds of a step.
 
         Args:
-            slots: how many of the tokens are drafts; they are taken to attend to as many KV tokens
-                as the sequences have on average.
+            slots: how many of the tokens are drafts; they count as attending to the mean number
+                of KV tokens per sequence.
         """
         linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
         pairs = slots * kv_tokens / sequences if sequences else 0.0
@@ -89,7 +90,7 @@ class StepCost:
         Returns:
             `seconds(tokens + n, kv_tokens, sequences, n)` for each n, [most_slots + 1].
         """
-        # On each stair lie the counts of slots up to the one that fills it.
+        # Each stair covers the numbers of slots up to the one that fills it.
         ends = np.array((tokens - 1, *self.token_buckets)) - tokens
         ends = np.minimum(np.maximum(ends, -1), most_slots)
         beyond = np.arange(ends[-1] + 1, most_slots + 1) + (tokens - self.token_buckets[-1])
@@ -107,7 +108,7 @@ class StepCost:
     def few_slots_s(
         self, tokens: int, kv_tokens: int, sequences: int, most_slots: int
     ) -> list[float]:
-        """Return what `slots_s` does, up to its last bits: sooner for some tens of slots."""
+        """Return the same as `slots_s`, up to rounding: faster for some tens of slots."""
         linear_s = self.kv_token_s * kv_tokens + self.sequence_s * sequences
         pair_s = self.pair_s * kv_tokens / sequences if sequences else 0.0
         buckets, steps, last = self.token_buckets, self.step_s, len(self.token_buckets) - 1
@@ -124,16 +125,16 @@ class StepCost:
         return seconds
 
     def edges_up_to(self, tokens: int) -> list[int]:
-        """Return the ends of the stairs up to a token count, beyond the table at its last width."""
+        """Return the ends of the stairs up to a token count; beyond the table by its last width."""
         last = self.token_buckets[-1]
         beyond = range(last + self._last_width, tokens + 1, self._last_width)
         return [bucket for bucket in self.token_buckets if bucket <= tokens] + list(beyond)
 
     def least_token_s(self, tokens: int, most: int, once_s: float = 0.0) -> float:
-        """Return the least average seconds of 1 to `most` tokens more: at the end of a stair.
+        """Return the least mean seconds of 1 to `most` more tokens, which is at the end of a stair.
 
         Args:
-            once_s: what any of them take together beside their own seconds.
+            once_s: seconds that they take together besides their own.
         """
         here_s = self._table_s(tokens) - once_s
         least_s = (self._table_s(tokens + most) - here_s) / most
@@ -145,9 +146,9 @@ class StepCost:
         return least_s
 
     def next_edge(self, tokens: int) -> int:
-        """Return the largest token count that costs more than `tokens` by one stair only.
+        """Return the largest token count on the next stair above `tokens`.
 
-        Behind the last stair one more of its width counts as the next; beyond it, every token.
+        After the last stair, one more of its width counts as a stair; beyond that, every token.
         """
         here_s = self._table_s(tokens)
         higher = bisect_right(self.step_s, here_s)
