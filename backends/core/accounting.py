@@ -88,7 +88,7 @@ class Accounting:
         self._queues.withdraw_pending(sequence)
         self._share_full_blocks(sequence)
         if sequence.finish_reason is None:
-            # The last token is fed next, or was fed already to a step planned behind this one.
+            # The last token is fed next, or was fed already to a step planned ahead.
             self._blocks.trim(sequence.block_table, len(sequence.token_ids))
         else:
             self._finish(sequence, sequence.finish_reason)

@@ -1,7 +1,7 @@
 """Running the steps of a worker: overlapped with the device, or one by one.
 
 A device that works on its own gets its next step before the last one is accounted for, if that step
-can be planned without the last tokens (`Scheduler.plan_behind`); otherwise right after it. Text is
+can be planned without the last tokens (`Scheduler.plan_ahead`); otherwise right after it. Text is
 rendered and delivered while the next step runs. So a sequence may turn out to have ended, by its
 token or at a stop string, when another step with it has been launched. The tokens of that step are
 dropped, and the text is the same.
@@ -72,7 +72,7 @@ class Pipeline:
             self._under_way = _launched(launcher, self._worker.plan(self._now_s()))
             return self._under_way is not None
         plan, step = self._under_way
-        following = _launched(launcher, self._worker.plan_behind(plan, self._now_s()), step)
+        following = _launched(launcher, self._worker.plan_ahead(plan, self._now_s()), step)
         result = launcher.fetch(step)
         emissions = self._worker.apply(plan, result, self._now_s())
         self._under_way = following or _launched(launcher, self._worker.plan(self._now_s()))
@@ -83,8 +83,8 @@ class Pipeline:
         self._deliver(self._worker.render(emissions))
 
 
-def _launched(launcher: Launcher, plan: StepPlan | None, behind: Any = None) -> _Launched | None:
-    return None if plan is None else (plan, launcher.launch(plan, behind))
+def _launched(launcher: Launcher, plan: StepPlan | None, previous: Any = None) -> _Launched | None:
+    return None if plan is None else (plan, launcher.launch(plan, previous))
 
 
 @dataclass(frozen=True, slots=True)

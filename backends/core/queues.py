@@ -100,7 +100,7 @@ class Queues:
         return needed if needed <= self.blocks.num_free else 0
 
     def waiting_prompt_tokens(self, sequences: int, most: int) -> int:
-        """Return the prompt tokens of the next waiting sequences, of which there is one at least.
+        """Return the prompt tokens of the next waiting sequences, at least one of which must exist.
 
         Cached tokens are left out for the first sequence only: a lookup takes as long for each of
         the others, and few of them join the same step.

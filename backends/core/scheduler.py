@@ -61,7 +61,7 @@ DEFAULT_BATCHING: Final[BatchingPolicy] = Slack()
 _LEAST_RECENTLY_SERVED: Final = attrgetter("last_step", "key")
 
 SPARING_STEPS: Final = 64
-"""Steps by which a sparing sequence is ranked behind its last service. All others precede it while
+"""Steps by which a sparing sequence is ranked after its last service. All others precede it while
 each of them is served at least every 64 steps; otherwise it takes turns with them. At steps of 10
 to 30 ms a slow reader then waits 1 to 2 seconds for a token, less than the 30 s after which the
 strictest of common proxies drop a silent connection."""
@@ -101,7 +101,7 @@ class Scheduler:
         self._queues = Queues(blocks)
         self._accounting = Accounting(self._queues, self._drafting, config.eos_ids, self.finish)
         self._step = 0
-        self._assumed: StepPlan | None = None  # a step was planned behind it; not applied yet
+        self._assumed: StepPlan | None = None  # another step was planned ahead of its result
         self._now_s = 0.0
         self._with_service = 0  # open sequences with a service level
         self._traced = 0  # open sequences that are traced
@@ -211,11 +211,11 @@ class Scheduler:
             return None
         return step.build()
 
-    def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
+    def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step after one that was planned last and is not applied yet.
 
         Every sequence is assumed to continue with the token that it is about to get, which is
-        `PENDING`. If a sequence ends after all, `apply` drops its tokens of the step behind.
+        `PENDING`. If a sequence ends after all, `apply` drops its tokens of the next step.
 
         Returns:
             None if the first result must be known before: a proposer, a grammar or a penalty reads

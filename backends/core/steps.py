@@ -236,11 +236,11 @@ class Executor(Protocol):
 class Launcher(Protocol):
     """Runs steps in two parts, on a device that works on its own. Steps start and end in order."""
 
-    def launch(self, plan: StepPlan, behind: Any = None) -> Any:
+    def launch(self, plan: StepPlan, previous: Any = None) -> Any:
         """Start a step and return a handle for `fetch`.
 
         Args:
-            behind: the handle of the previous launch if it has not been fetched yet. Its samples
+            previous: the handle of the previous launch if it has not been fetched yet. Its samples
                 replace the `PENDING` tokens of this plan.
         """
         ...

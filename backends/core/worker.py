@@ -113,9 +113,9 @@ class WorkerCore:
         """
         return self._scheduler.plan(now_s)
 
-    def plan_behind(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
+    def plan_ahead(self, plan: StepPlan, now_s: float | None = None) -> StepPlan | None:
         """Return the step after one that is not applied yet; None if it must be applied first."""
-        return self._scheduler.plan_behind(plan, now_s)
+        return self._scheduler.plan_ahead(plan, now_s)
 
     def complete(
         self, plan: StepPlan, result: StepResult, now_s: float | None = None

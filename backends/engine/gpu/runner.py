@@ -103,11 +103,11 @@ class GpuRunner:
         return self.fetch(self.launch(plan))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, behind: LaunchedGpuStep | None = None) -> LaunchedGpuStep:
+    def launch(self, plan: StepPlan, previous: LaunchedGpuStep | None = None) -> LaunchedGpuStep:
         """Enqueue one step and the copy of its results. Waits for nothing.
 
         Args:
-            behind: the step launched before, which draws what is `PENDING` in this one.
+            previous: the step launched before, which samples the `PENDING` tokens of this one.
         """
         device = self._decoder.device
         began, ended = new_event(device), new_event(device)
@@ -115,7 +115,7 @@ class GpuRunner:
         pooled_rows = pooling.rows_of(plan)
         packed = pack_feeds(map(feed_of, plan.work), pooled_rows=pooled_rows)
         walks = pack_walks(plan)
-        shape, fields = self._place(plan, packed, walks, behind)
+        shape, fields = self._place(plan, packed, walks, previous)
         num_samples, num_pooled = len(packed.rows.sample_rows), len(pooled_rows)
         logits, pooled = self._forward.run(shape, fields, num_samples, num_pooled)
         pooled = None if pooled is None else to_host(pooled)

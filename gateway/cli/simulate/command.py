@@ -35,34 +35,34 @@ def _check_plotly(page: Path | None) -> Path | None:
 def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
     workload: Annotated[
         str | None,
-        typer.Option(help="Workload: code, chat, long_document, shared_prefix, mixed, rag"),
+        typer.Option(help="Workload: code, chat, long_document, shared_prefix, mixed, rag."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Replay this trace (Azure, Mooncake, BurstGPT or JSONL)")
+        Path | None, typer.Option(help="Replay this trace (Azure, Mooncake, BurstGPT or JSONL).")
     ] = None,
     arrival: Annotated[
         str | None,
-        typer.Option(help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S]"),
+        typer.Option(help="Arrival process: constant, poisson, gamma:CV, onoff[:ON_S,OFF_S]."),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second, for all workers together")
+        float | None, typer.Option(help="Requests per second, for all workers together.")
     ] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals")] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of arrivals.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests.")] = None,
     time_scale: Annotated[
-        float | None, typer.Option(help="Replay a trace this many times faster than recorded")
+        float | None, typer.Option(help="Replay a trace this many times faster than recorded.")
     ] = None,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="SLO: time to first token")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="SLO: time per output token")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="SLO: time to first token.")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="SLO: time per output token.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Output tokens of each request")
+        int | None, typer.Option(min=1, help="Output tokens of each request.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Temperature of all requests")
+        float | None, typer.Option(min=0.0, help="Temperature of all requests.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices")] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help="Number of seeds, from --seed on")] = 1,
-    workers: Annotated[int, typer.Option(min=1, help="Number of workers, one device each")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random choices.")] = 0,
+    repeat: Annotated[int, typer.Option(min=1, help="Number of seeds, from --seed on.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of workers, one device each.")] = 1,
     routing: Annotated[
         str,
         typer.Option(help="Routing policy: least_cost, least_loaded, prefix_affinity, ..."),
@@ -71,32 +71,36 @@ def simulate(  # noqa: PLR0913, PLR0917 - each is a flag
         list[str] | None,
         typer.Option(
             help="Speculation policies, separated by commas or repeated, oracle included"
-            " (default: auto)"
+            " (default: auto)."
         ),
     ] = None,
     batching: Annotated[
-        str, typer.Option(help="Batching policy: slack, fixed:TOKENS, prefill_first, decode_first")
+        str, typer.Option(help="Batching policy: slack, fixed:TOKENS, prefill_first, decode_first.")
     ] = "slack",
-    profile: Annotated[str, typer.Option(help="Device profile: a shipped name or a file")] = (
+    profile: Annotated[str, typer.Option(help="Device profile: a shipped name or a file.")] = (
         "h100-8b"
     ),
     proposer: Annotated[
-        str | None, typer.Option(help="Proposer: ngram (default), draft_model, sparse_self")
+        str | None, typer.Option(help="Proposer: ngram (default), draft_model, sparse_self.")
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences of a batch")] = 256,
-    max_step_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a step")] = 2048,
-    max_model_len: Annotated[int, typer.Option(min=2, help="Most tokens of a sequence")] = 32768,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Maximum sequences of a batch.")] = 256,
+    max_step_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a step.")] = 2048,
+    max_model_len: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens of a sequence.")
+    ] = 32768,
     belief_error: Annotated[
         float,
-        typer.Option(min=0.0, max=0.99, help="Share by which workers misjudge step costs at first"),
+        typer.Option(
+            min=0.0, max=0.99, help="Share by which workers misjudge step costs at first."
+        ),
     ] = 0.3,
     truth: Annotated[
         str,
-        typer.Option(help="Device model: roofline (with noise), or profile (exactly as it says)"),
+        typer.Option(help="Device model: roofline (with noise), or profile (exactly as it says)."),
     ] = "roofline",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here")] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     html_out: Annotated[
-        Path | None, typer.Option("--html", callback=_check_plotly, help="Write a page here")
+        Path | None, typer.Option("--html", callback=_check_plotly, help="Write a page here.")
     ] = None,
 ) -> None:
     """Simulate a load under one or more policies: production code in virtual time."""
