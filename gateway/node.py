@@ -26,7 +26,7 @@ from draftgate.gateway.dispatch.decisions import Decisions
 from draftgate.gateway.errors import NotOffered
 from draftgate.gateway.fleet import Fleet, FleetWorker
 from draftgate.gateway.lifecycle import Lifecycle, NodeState
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.state.store import Store, WorkerReport
 from draftgate.gateway.telemetry import metric_definitions as metric
 from draftgate.gateway.telemetry.live import Live
@@ -55,7 +55,7 @@ class Node:
             ValueError: a policy does not exist, the keys cannot be read, or the peer secret is
                 missing.
         """
-        self._served: Served | None = None
+        self._served: ServedModel | None = None
         self.config = config
         self.fleet = fleet
         self.store = store
@@ -116,7 +116,7 @@ class Node:
         return self.config.served_model_name or self.fleet.card.model_id
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """The model as clients see it.
 
         Raises:
@@ -144,7 +144,7 @@ class Node:
         if not self.fleet.forwards:
             card = self.fleet.card
             name = self.config.served_model_name or card.model_id
-            self._served = Served(name, self.fleet.tokenizer, card.max_model_len)
+            self._served = ServedModel(name, self.fleet.tokenizer, card.max_model_len)
         self.metrics.set(metric.BUILD, 1, __version__, platform.python_version())
         if self.lifecycle.state is NodeState.STARTING:
             self.lifecycle.move_to(NodeState.READY)

@@ -16,7 +16,7 @@ from draftgate.gateway.http.replies.shapes import (
     SpeculativeDecoding,
     Usage,
 )
-from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import RequestWatch
 
@@ -24,15 +24,15 @@ from draftgate.gateway.telemetry.watch import RequestWatch
 class Answer:
     """What the streaming and the whole form of an answer have in common."""
 
-    def __init__(self, call: Call, rendering: Rendering, watch: RequestWatch) -> None:
+    def __init__(self, parsed: ParsedRequest, rendering: Rendering, watch: RequestWatch) -> None:
         """Begin before the job is admitted; `run` is set once it is."""
-        self.call = call
+        self.parsed = parsed
         self.rendering = rendering
         self.watch = watch
         self.run: Run
-        prompts = len(call.job.prompts)
+        prompts = len(parsed.job.prompts)
         self._outcomes = [SpeculationOutcome() for _ in range(prompts)]
-        self._open_choices = call.job.n * prompts
+        self._open_choices = parsed.job.n * prompts
 
     @property
     def complete(self) -> bool:
@@ -44,7 +44,7 @@ class Answer:
         self.watch.observe(delta)
         self._open_choices -= delta.finish_reason is not None
         if delta.outcome is not None:
-            self._outcomes[delta.choice // self.call.job.n] += delta.outcome
+            self._outcomes[delta.choice // self.parsed.job.n] += delta.outcome
 
     def usage(self) -> Usage:
         """Return the tokens so far."""
@@ -71,13 +71,13 @@ class Answer:
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the events of a delta that was observed; often one, now and then none."""
-        last = self.complete and not self.call.include_usage
-        usage = self.usage() if self.call.continuous_usage else UNSET
+        last = self.complete and not self.parsed.include_usage
+        usage = self.usage() if self.parsed.continuous_usage else UNSET
         return self.rendering.chunk(delta, usage, self.metrics() if last else UNSET)
 
     def ending(self) -> bytes:
         """Return the events behind the last delta."""
-        if not self.call.include_usage:
+        if not self.parsed.include_usage:
             return self.rendering.ending()
         return self.rendering.ending(self.usage(), self.metrics())
 
@@ -91,7 +91,7 @@ class Answer:
         async for delta in self.run.deltas:
             self.observe(delta)
             choices[delta.choice].append(delta)
-        if self.call.job.sampling.logprobs is None and not self.call.job.traced:
+        if self.parsed.job.sampling.logprobs is None and not self.parsed.job.traced:
             return self.rendering.response(choices, self.usage(), self.metrics())
         # Spelling 500 tokens with 20 alternatives each takes some 20 ms, and the loop has 5.
         return await offload(self.rendering.response, choices, self.usage(), self.metrics())

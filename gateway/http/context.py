@@ -14,7 +14,7 @@ from draftgate.gateway.accounts import Account
 from draftgate.gateway.dispatch.admission import Ask
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import BodyTooLarge, InvalidRequest, invalid
-from draftgate.gateway.http.readers import SlowReaders
+from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.node import Node
 
 NODE: Final = web.AppKey("node", Node)

@@ -28,7 +28,12 @@ from draftgate.gateway.http.context import (
 )
 from draftgate.gateway.http.replies.rendering import event
 from draftgate.gateway.http.requests.forwarded import Wishes, changes, rewritten, wishes_of
-from draftgate.gateway.http.requests.headers import TPOT_HEADER, TTFT_HEADER, retries_of, service_of
+from draftgate.gateway.http.requests.headers import (
+    TPOT_HEADER,
+    TTFT_HEADER,
+    retry_count,
+    service_level,
+)
 from draftgate.gateway.http.stream import UNBUFFERED, EventStream, Heartbeats, one_ending
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
@@ -104,7 +109,7 @@ async def pass_on(request: web.Request, missing: tuple[int, ...] = ()) -> web.St
     node = request.app[NODE]
     with node.dispatcher.counted():
         _, body = await _read(request, node, EVERYBODY)
-        call = _call(request, body, NO_SPAN, service_of(request.headers))._replace(sequences=0)
+        call = _call(request, body, NO_SPAN, service_level(request.headers))._replace(sequences=0)
         async with node.forwarder.run_uncounted(call) as answer:
             if answer.status in missing:
                 raise NotOffered(f"the upstream has no {request.path}")
@@ -231,11 +236,11 @@ def _read_fields(body: bytes, node: Node, account: Account) -> tuple[Wishes, byt
 def _job(request: web.Request, body: bytes, wishes: Wishes, span: Span) -> ForwardJob:
     """Return a request as the forwarder takes it, within its account's bounds."""
     account = request[ACCOUNT]
-    service = account.capped(replace(service_of(request.headers), priority=wishes.priority))
+    service = account.capped(replace(service_level(request.headers), priority=wishes.priority))
     prompt, output = wishes.prompt_tokens, wishes.max_tokens
     need = CapacityNeed(wishes.n, prompt, (prompt + output) * wishes.n, service.tpot_s)
     ask = for_account(
-        Ask(new_id(), (need,), output, service), account, body, retries_of(request.headers)
+        Ask(new_id(), (need,), output, service), account, body, retry_count(request.headers)
     )
     call = _call(request, body, span, service)._replace(sequences=wishes.n)
     wanted = wishes.temperature, wishes.mode, wishes.max_draft_tokens
@@ -245,7 +250,7 @@ def _job(request: web.Request, body: bytes, wishes: Wishes, span: Span) -> Forwa
 def _call(request: web.Request, body: bytes, span: Span, service: ServiceLevel) -> UpstreamCall:
     """Return a request as the upstream gets it, with the service level of its account."""
     headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
-    asked = service_of(request.headers)
+    asked = service_level(request.headers)
     if service.ttft_s is not None and service.ttft_s != asked.ttft_s:
         headers[TTFT_HEADER] = f"{service.ttft_s * 1e3:g}"
     if service.tpot_s is not None and service.tpot_s != asked.tpot_s:

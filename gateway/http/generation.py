@@ -25,12 +25,12 @@ from draftgate.gateway.http.context import (
 from draftgate.gateway.http.forwarding import forward
 from draftgate.gateway.http.replies.rendering import Rendering
 from draftgate.gateway.http.requests.decoding import named_as
-from draftgate.gateway.http.requests.headers import retries_of, service_of
-from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.requests.headers import retry_count, service_level
+from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.stream import EventStream, stream_answer
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.logs import add_about_request
 from draftgate.gateway.telemetry.tracing import Span, Tracing
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
@@ -42,8 +42,8 @@ INLINE_BODY_BYTES: Final = 16 << 10
 """Larger bodies are parsed in a thread. Tokenising 1 MB of text takes 0.4 s, and the event loop may
 be held for 5 ms."""
 
-Parse = Callable[[bytes, Served, str, ServiceLevel], Call]
-"""Makes a call of a body, the model, a request id and what the headers ask for; thread-safe."""
+Parse = Callable[[bytes, ServedModel, str, ServiceLevel], ParsedRequest]
+"""Parses a body, given the model, a request id and what the headers ask for; thread-safe."""
 
 Respond = Callable[[web.Request, Node, RequestWatch], Awaitable[web.StreamResponse]]
 """Answers a request, and reports to the watch."""
@@ -53,7 +53,7 @@ CLIENT_GONE: Final = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Api:
+class Endpoint:
     """An endpoint that generates.
 
     Attributes:
@@ -64,12 +64,12 @@ class Api:
     path: str
     operation: str
     parse: Parse
-    rendering: Callable[[Call, int], Rendering]
+    rendering: Callable[[ParsedRequest, int], Rendering]
     params: Mapping[str, str] = field(default_factory=dict)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request."""
-        return await watched(request, self.path, self.operation, self._respond)
+        return await respond_watched(request, self.path, self.operation, self._respond)
 
     async def _respond(
         self, request: web.Request, node: Node, watch: RequestWatch
@@ -77,10 +77,10 @@ class Api:
         if node.fleet.forwards:
             return await forward(request, node, watch)
         with named_as(self.params):
-            call = await parsed_call(request, node, self.parse, watch)
-            answer = Answer(call, self.rendering(call, int(time.time())), watch)
-            running = node.dispatcher.run(call.job, watch.span, watch)
-            if call.stream:
+            parsed = await parse_request(request, node, self.parse, watch)
+            answer = Answer(parsed, self.rendering(parsed, int(time.time())), watch)
+            running = node.dispatcher.run(parsed.job, watch.span, watch)
+            if parsed.stream:
                 events = EventStream(request, request.app[SLOW_READERS])
                 await stream_answer(events, answer, running)
                 return events.response
@@ -89,7 +89,7 @@ class Api:
         return await send_json(request, body)
 
 
-async def watched(
+async def respond_watched(
     request: web.Request, path: str, operation: str, respond: Respond
 ) -> web.StreamResponse:
     """Answer a request that needs a worker. It counts as in flight until its last byte.
@@ -122,7 +122,9 @@ async def send_json(request: web.Request, body: bytes) -> web.StreamResponse:
     return response
 
 
-async def parsed_call(request: web.Request, node: Node, parse: Parse, watch: RequestWatch) -> Call:
+async def parse_request(
+    request: web.Request, node: Node, parse: Parse, watch: RequestWatch
+) -> ParsedRequest:
     """Return what a request asks for, within the bounds of its account.
 
     Raises:
@@ -131,19 +133,19 @@ async def parsed_call(request: web.Request, node: Node, parse: Parse, watch: Req
     served = node.served
     body = await read_body(request)
     internal_id = new_id()  # two clients may send the same id
-    service, retries = service_of(request.headers), retries_of(request.headers)
+    service, retries = service_level(request.headers), retry_count(request.headers)
     account = request[ACCOUNT]
 
-    def work() -> Call:
-        call = parse(body, served, internal_id, service)
-        return replace(call, job=for_account(call.job, account, body, retries))
+    def work() -> ParsedRequest:
+        parsed = parse(body, served, internal_id, service)
+        return replace(parsed, job=for_account(parsed.job, account, body, retries))
 
-    call = await parsed(work, body)
-    watch.parsed(call.job, served.name, stream=call.stream)
-    return call
+    parsed = await offload_if_long(work, body)
+    watch.parsed(parsed.job, served.name, stream=parsed.stream)
+    return parsed
 
 
-async def parsed(parse: Callable[[], T], body: bytes) -> T:
+async def offload_if_long(parse: Callable[[], T], body: bytes) -> T:
     """Return the result of parsing a body, in a thread if the body is long."""
     return parse() if len(body) <= INLINE_BODY_BYTES else await offload(parse)
 

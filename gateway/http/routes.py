@@ -30,22 +30,24 @@ from draftgate.gateway.http.context import (
     client_request_id,
 )
 from draftgate.gateway.http.endpoints import embeddings, health, live, models, page
-from draftgate.gateway.http.generation import CLIENT_GONE, Api
+from draftgate.gateway.http.generation import CLIENT_GONE, Endpoint
 from draftgate.gateway.http.openapi.document import get_document
 from draftgate.gateway.http.peers.endpoint import add_peer_routes, is_peer
-from draftgate.gateway.http.readers import SlowReaders
 from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
 from draftgate.gateway.http.replies.responses import ResponseRendering
-from draftgate.gateway.http.requests.responses import PARAMS, responses_call
-from draftgate.gateway.http.requests.validation import chat_call, completion_call
+from draftgate.gateway.http.requests.responses import PARAMS, parse_responses
+from draftgate.gateway.http.requests.validation import parse_chat, parse_completion
+from draftgate.gateway.http.slow_readers import SlowReaders
 from draftgate.gateway.node import Node
 from draftgate.gateway.telemetry.logs import about_request, log
 
-CHAT: Final = Api(
-    "/v1/chat/completions", "chat", chat_call, ChatRendering, {"messages": "messages"}
+CHAT: Final = Endpoint(
+    "/v1/chat/completions", "chat", parse_chat, ChatRendering, {"messages": "messages"}
 )
-COMPLETIONS: Final = Api("/v1/completions", "text_completion", completion_call, CompletionRendering)
-RESPONSES: Final = Api("/v1/responses", "chat", responses_call, ResponseRendering, PARAMS)
+COMPLETIONS: Final = Endpoint(
+    "/v1/completions", "text_completion", parse_completion, CompletionRendering
+)
+RESPONSES: Final = Endpoint("/v1/responses", "chat", parse_responses, ResponseRendering, PARAMS)
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/version"})
 """Paths for orchestrators, which have no API key. Their answers contain nothing of any request."""

@@ -18,7 +18,7 @@ from draftgate.backends.types import Delta
 from draftgate.gateway.dispatch.run import Run
 from draftgate.gateway.errors import GatewayError, as_gateway_error
 from draftgate.gateway.http.answer import Answer
-from draftgate.gateway.http.readers import Reader, SlowReaders
+from draftgate.gateway.http.slow_readers import Reader, SlowReaders
 from draftgate.gateway.offload import offload
 from draftgate.gateway.telemetry.watch import Ending, RequestWatch
 

@@ -28,7 +28,7 @@ MOST_KEPT: Final = 2048
 """Values of each kind; in a busier minute the latest are kept. Sorting them takes under 1 ms."""
 
 
-class Percentiles(msgspec.Struct, frozen=True):
+class LatencyPercentiles(msgspec.Struct, frozen=True):
     """Nearest-rank percentiles, in seconds."""
 
     p50: float
@@ -58,13 +58,13 @@ class _Window(Generic[T]):
         return [value for _, value in self._values]
 
 
-def percentiles(values: Sequence[float]) -> Percentiles | None:
+def percentiles(values: Sequence[float]) -> LatencyPercentiles | None:
     """Return the nearest-rank percentiles of some values; None of no values."""
     if not values:
         return None
     ordered = sorted(values)
     ranks = (math.ceil(share * len(ordered)) - 1 for share in (0.5, 0.9, 0.99))
-    return Percentiles(*(ordered[rank] for rank in ranks))
+    return LatencyPercentiles(*(ordered[rank] for rank in ranks))
 
 
 class Recent:
@@ -97,11 +97,11 @@ class Recent:
         if steps > 0:
             self._steps.add((steps, outcome.num_drafted_tokens))
 
-    def ttft_s(self) -> Percentiles | None:
+    def ttft_s(self) -> LatencyPercentiles | None:
         """Return the percentiles of the times to first token; None without requests."""
         return percentiles(self._ttft_s.values())
 
-    def tpot_s(self) -> Percentiles | None:
+    def tpot_s(self) -> LatencyPercentiles | None:
         """Return the percentiles of the requests' TPOT; None without requests."""
         return percentiles(self._tpot_s.values())
 
@@ -122,7 +122,7 @@ RATE_S: Final = 5
 """Window of the rates; over a shorter one they flicker when requests take about a second."""
 
 
-class Sample(msgspec.Struct, frozen=True):
+class NodeSample(msgspec.Struct, frozen=True):
     """The state of a node at one instant.
 
     Counts are summed over the workers, price and acceptance are averaged. Failed workers are left
@@ -150,8 +150,8 @@ class Sample(msgspec.Struct, frozen=True):
     waiting: int
     queued: int
     kv_usage: float
-    ttft_s: Percentiles | None
-    tpot_s: Percentiles | None
+    ttft_s: LatencyPercentiles | None
+    tpot_s: LatencyPercentiles | None
     requests_per_s: float
     tokens_per_s: float
     workers: int
@@ -222,7 +222,7 @@ class Live:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _sample(self) -> Sample | None:
+    def _sample(self) -> NodeSample | None:
         loads = [load for load in self._loads() if load is not None]
         if not loads:
             return None
@@ -231,7 +231,7 @@ class Live:
         then_s, requests, tokens = self._totals[0]
         span_s = max(now_s - then_s, SAMPLE_S)
         blocks = sum(load.kv_blocks_total for load in loads)
-        return Sample(
+        return NodeSample(
             at_s=now_s,
             price=fmean(load.price for load in loads),
             chosen_k=recent.chosen_k(),

@@ -39,18 +39,18 @@ _VLLM: Final = {"finish_reason": "finished_reason"}
 
 
 @dataclass(slots=True)
-class Amount:
+class Scalar:
     """One series of a counter or a gauge."""
 
     value: float = 0.0
 
-    def copy(self) -> Amount:
+    def copy(self) -> Scalar:
         """Return a snapshot."""
-        return Amount(self.value)
+        return Scalar(self.value)
 
 
 @dataclass(slots=True)
-class Histogram:
+class HistogramSeries:
     """One series of a histogram.
 
     Attributes:
@@ -66,12 +66,12 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def copy(self) -> Histogram:
+    def copy(self) -> HistogramSeries:
         """Return a snapshot."""
         return replace(self, counts=self.counts.copy())
 
 
-Rows = list[tuple[Labels, Amount | Histogram]]
+Rows = list[tuple[Labels, Scalar | HistogramSeries]]
 """The series of a metric."""
 
 
@@ -93,33 +93,35 @@ class Metrics:
         self._model = model
         self.recent = Recent()
         self._known_values: defaultdict[str, set[str]] = defaultdict(set)  # by label
-        self._amounts: defaultdict[MetricDefinition, dict[Labels, Amount]] = defaultdict(dict)
-        self._histograms: defaultdict[MetricDefinition, dict[Labels, Histogram]] = defaultdict(dict)
+        self._scalars: defaultdict[MetricDefinition, dict[Labels, Scalar]] = defaultdict(dict)
+        self._histograms: defaultdict[MetricDefinition, dict[Labels, HistogramSeries]] = (
+            defaultdict(dict)
+        )
 
-    def amount(self, metric: MetricDefinition, *labels: str) -> Amount:
+    def scalar(self, metric: MetricDefinition, *labels: str) -> Scalar:
         """Return a series of a counter or gauge; hot paths keep it."""
-        series = self._amounts[metric]
+        series = self._scalars[metric]
         found = series.get(labels)
         if found is None:
-            found = series.setdefault(self._bounded(metric, labels), Amount())
+            found = series.setdefault(self._bounded(metric, labels), Scalar())
         return found
 
-    def histogram(self, metric: MetricDefinition, *labels: str) -> Histogram:
+    def histogram(self, metric: MetricDefinition, *labels: str) -> HistogramSeries:
         """Return a series of a histogram; hot paths keep it."""
         series = self._histograms[metric]
         found = series.get(labels)
         if found is None:
-            empty = Histogram(metric.buckets, [0] * (len(metric.buckets) + 1))
+            empty = HistogramSeries(metric.buckets, [0] * (len(metric.buckets) + 1))
             found = series.setdefault(self._bounded(metric, labels), empty)
         return found
 
     def add(self, metric: MetricDefinition, amount: float = 1.0, *labels: str) -> None:
         """Increase a counter."""
-        self.amount(metric, *labels).value += amount
+        self.scalar(metric, *labels).value += amount
 
     def set(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Set a gauge."""
-        self.amount(metric, *labels).value = value
+        self.scalar(metric, *labels).value = value
 
     def observe(self, metric: MetricDefinition, value: float, *labels: str) -> None:
         """Count a value into a histogram."""
@@ -155,16 +157,16 @@ class Metrics:
         """Return a snapshot of each series."""
         if metric.of_worker is not None:
             return [
-                ((str(number),), Amount(metric.of_worker(load)))
+                ((str(number),), Scalar(metric.of_worker(load)))
                 for number, load in enumerate(self._loads())
                 if load is not None
             ]
-        series: Mapping[Labels, Amount | Histogram]
+        series: Mapping[Labels, Scalar | HistogramSeries]
         create: Callable[[MetricDefinition], object]
         if metric.kind is Kind.HISTOGRAM:
             create, series = self.histogram, self._histograms[metric]
         else:
-            create, series = self.amount, self._amounts[metric]
+            create, series = self.scalar, self._scalars[metric]
         if not metric.labels and self._model():
             create(metric)  # rates need a 0 before the first event
         return [(values, one.copy()) for values, one in series.items()]
@@ -213,9 +215,9 @@ def shown_name(metric: MetricDefinition, name: str) -> str:
 
 
 def _samples(
-    metric: MetricDefinition, name: str, labels: dict[str, str], value: Amount | Histogram
+    metric: MetricDefinition, name: str, labels: dict[str, str], value: Scalar | HistogramSeries
 ) -> Iterator[Sample]:
-    if isinstance(value, Amount):
+    if isinstance(value, Scalar):
         yield Sample(shown_name(metric, name), labels, value.value)
         return
     cumulative = 0

@@ -71,7 +71,7 @@ class RequestWatch:
         self.tenant: str | None = None
         self._metrics = metrics
         self._recent = metrics.recent
-        self._generated = metrics.amount(metric.GENERATION_TOKENS)
+        self._generated = metrics.scalar(metric.GENERATION_TOKENS)
         self._gaps = metrics.histogram(metric.GAPS)
         self._endpoint = endpoint
         self._operation = operation

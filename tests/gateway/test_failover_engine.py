@@ -171,7 +171,7 @@ async def test_whatever_an_engine_ran_goes_on_in_the_other(
         assert where.node.state is NodeState.READY
         resumes = [answer.get("metrics", {}).get("resumes", []) for answer in answers]
         disturbed = {kind for kind, found in zip(kinds, resumes, strict=True) if found}
-        counted = where.node.metrics.amount(metric.RESUMES, "failed", "same_class").value
+        counted = where.node.metrics.scalar(metric.RESUMES, "failed", "same_class").value
         if counted > sum(map(len, resumes)):
             disturbed.add("embedding")  # whose answer does not say so
         assert disturbed >= set(ASKS) - undisturbed

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draftgate.backends.types import Delta, FinishReason, SamplingParams
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import WorkerFailed
-from draftgate.gateway.http.generation import Api
+from draftgate.gateway.http.generation import Endpoint
 from draftgate.gateway.http.replies.completions import ChatRendering, CompletionRendering
 from draftgate.gateway.http.replies.rendering import Rendering, WholeChoice
 from draftgate.gateway.http.replies.shapes import (
@@ -24,9 +24,9 @@ from draftgate.gateway.http.replies.shapes import (
     SpeculativeDecoding,
     Usage,
 )
-from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.routes import CHAT, COMPLETIONS, RESPONSES
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.types import ANYTIME
 from tests.gateway.tool_models import NOW, TOOLS, WEATHER
 
@@ -35,7 +35,7 @@ METRICS = ResponseMetrics(
     1, None, "w", SpeculativeDecoding("off", "auto", None, 0, "test", None, 0, 0, 0, ())
 )
 FLAT = [{"type": "function", **tool["function"]} for tool in (WEATHER, NOW)]
-BODIES: dict[str, tuple[Api, dict[str, Any]]] = {
+BODIES: dict[str, tuple[Endpoint, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}),
     "chat without tools": (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
     "completion": (COMPLETIONS, {"prompt": "x"}),
@@ -73,9 +73,9 @@ class QwenTokenizer:
 def maker(kind: str) -> Callable[[], Rendering]:
     """Return a function that creates renderings of the same request."""
     api, body = BODIES[kind]
-    served = Served("m", QwenTokenizer(), 100)
-    call = api.parse(json.dumps(body).encode(), served, "id", ANYTIME)
-    return lambda: api.rendering(call, 1)
+    served = ServedModel("m", QwenTokenizer(), 100)
+    parsed = api.parse(json.dumps(body).encode(), served, "id", ANYTIME)
+    return lambda: api.rendering(parsed, 1)
 
 
 def data_of(events: bytes) -> list[dict[str, Any]]:
@@ -115,8 +115,8 @@ def test_chunk_is_json_with_the_fields_of_delta_and_request(
 ) -> None:
     """Whatever characters text and model name contain, the assembled chunk parses."""
     job = Job("1f", (), SamplingParams(1, 0), None)
-    call = Call(job, Served(model, None, 9))  # type: ignore[arg-type]
-    sent = rendering(call, 7).chunk(Delta(choice, (1,), text, (), end))
+    parsed = ParsedRequest(job, ServedModel(model, None, 9))  # type: ignore[arg-type]
+    sent = rendering(parsed, 7).chunk(Delta(choice, (1,), text, (), end))
     assert sent.startswith(b"data: ")
     assert sent.endswith(b"\n\n")
     chunk = json.loads(sent.removeprefix(b"data: "))

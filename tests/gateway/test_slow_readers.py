@@ -14,7 +14,7 @@ import pytest
 
 from draftgate.backends.types import GenerationRequest, Pace
 from draftgate.gateway.app import Listening
-from draftgate.gateway.http import readers
+from draftgate.gateway.http import slow_readers
 from tests.gateway.harness import (
     PATIENCE_S,
     ScriptedBackend,
@@ -27,7 +27,7 @@ from tests.gateway.harness import (
 
 BODY = {"prompt": "x", "max_tokens": 400, "stream": True}
 WORDS = "word " * 40
-MOST_HELD_BYTES = readers.BUFFER_BYTES + 4 * readers.SEND_QUEUE_BYTES
+MOST_HELD_BYTES = slow_readers.BUFFER_BYTES + 4 * slow_readers.SEND_QUEUE_BYTES
 """Of one stream on this side: the connection's buffer, and the kernel's, which doubles what it is
 asked for and fills it with its own book-keeping, too."""
 
@@ -68,7 +68,7 @@ async def node(
 ) -> AsyncIterator[Listening]:
     """A node whose worker the test plays; to it a second passes between two looks at a reader."""
     seconds = count()
-    monkeypatch.setattr(readers, "LOOK_S", 0.001)
+    monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
         "draftgate.gateway.http.routes.time",
         SimpleNamespace(monotonic=lambda: float(next(seconds))),

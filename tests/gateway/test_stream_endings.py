@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from draftgate.backends.types import GenerationRequest
 from draftgate.gateway.app import Listening, drain
-from draftgate.gateway.http import readers
+from draftgate.gateway.http import slow_readers
 from draftgate.gateway.lifecycle import NodeState
 from draftgate.gateway.node import Node
 from tests.gateway.harness import ScriptedBackend, events, is_idle, port_of, running, until
@@ -291,7 +291,7 @@ def test_any_interleaving_ends_once_and_leaves_nothing_behind(
     stayed gets one typed ending that tells the truth, and everything is free and accounted for."""
     seconds = count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "LOOK_S", 0.001)
+        patch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
         clock = SimpleNamespace(monotonic=lambda: float(next(seconds)))
         patch.setattr("draftgate.gateway.http.routes.time", clock)
         asyncio.run(played(api, acts))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftgate.backends.types import Delta, FinishReason, SpeculationOutcome, StepTrace
-from draftgate.gateway.http.replies.steps import reason
+from draftgate.gateway.http.replies.steps import describe_step
 from tests.gateway.harness import ScriptedBackend, client, events, running
 
 ENDPOINTS = {
@@ -69,7 +69,7 @@ ENDPOINTS = {
 )
 def test_a_step_is_explained_by_its_own_figures(step: StepTrace, words: str) -> None:
     """The reason says what was verified, what kept the next slot out, and what was accepted."""
-    assert reason(step) == words
+    assert describe_step(step) == words
 
 
 def steps_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -106,7 +106,7 @@ async def test_a_traced_answer_tells_each_step(path: str, stream: bool) -> None:
         "accepted": 1,
         "survivals": [0.9, 0.5],
         "price": 0.25,
-        "reason": reason(drafted),
+        "reason": describe_step(drafted),
     }
 
 

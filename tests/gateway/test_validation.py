@@ -13,17 +13,17 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.gateway.errors import InvalidRequest
 from draftgate.gateway.http.requests.limits import MAX_SEQUENCES
-from draftgate.gateway.http.requests.responses import ResponsesBody, responses_call
+from draftgate.gateway.http.requests.responses import ResponsesBody, parse_responses
 from draftgate.gateway.http.requests.schemas import ChatBody, CompletionBody
 from draftgate.gateway.http.requests.validation import (
     GENERATED_SEED_BITS,
-    Served,
-    chat_call,
-    completion_call,
+    ServedModel,
+    parse_chat,
+    parse_completion,
 )
 from tests.gateway.tool_models import with_template
 
-SERVED = Served("m", Tokenizer(SHIPPED_MODEL), 8192)
+SERVED = ServedModel("m", Tokenizer(SHIPPED_MODEL), 8192)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 JSON = st.recursive(
     SCALARS,
@@ -54,23 +54,23 @@ def bodies(schema: type) -> st.SearchStrategy[dict[str, object]]:
 
 
 PARSERS = [
-    (chat_call, ChatBody),
-    (completion_call, CompletionBody),
-    (responses_call, ResponsesBody),
+    (parse_chat, ChatBody),
+    (parse_completion, CompletionBody),
+    (parse_responses, ResponsesBody),
 ]
 
 
 @pytest.fixture(scope="module", params=["without tools", "with tools"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """The shipped model, and the same with a template that knows tools."""
     if request.param == "without tools":
         return SERVED
     model = with_template(tmp_path_factory.mktemp("models") / "qwen", "qwen2_5")
-    return Served("m", Tokenizer(model), 8192)
+    return ServedModel("m", Tokenizer(model), 8192)
 
 
 @pytest.mark.parametrize(("parse", "schema"), PARSERS)
-def test_any_object_is_a_call_or_a_named_error(parse, schema, served: Served) -> None:
+def test_any_object_is_a_call_or_a_named_error(parse, schema, served: ServedModel) -> None:
     """No JSON object makes validation raise anything but a client error."""
 
     @given(bodies(schema))
@@ -109,21 +109,21 @@ def test_any_bytes_are_a_call_or_a_client_error(body: bytes) -> None:
 def test_a_generated_seed_survives_javascript() -> None:
     """Seeds we make up stay below 2^53, and differ from request to request."""
     body = b'{"prompt": "a"}'
-    seeds = {completion_call(body, SERVED, "id").job.sampling.seed for _ in range(50)}
+    seeds = {parse_completion(body, SERVED, "id").job.sampling.seed for _ in range(50)}
     assert len(seeds) == 50
     assert max(seeds) < 1 << GENERATED_SEED_BITS
 
 
 def test_an_empty_text_starts_from_the_beginning() -> None:
     """OpenAI's default prompt is the start of a document, so an empty text is one."""
-    (prompt,) = completion_call(b'{"prompt": ""}', SERVED, "id").job.prompts
+    (prompt,) = parse_completion(b'{"prompt": ""}', SERVED, "id").job.prompts
     assert prompt.tolist() == [SERVED.tokenizer.special_id("bos_token")]
 
 
 def test_developer_messages_are_system_messages() -> None:
     """OpenAI's newer role reaches templates, which know the older one."""
     calls = [
-        chat_call(
+        parse_chat(
             json.dumps({"messages": [{"role": role, "content": "be brief"}]}).encode(), SERVED, "id"
         )
         for role in ("developer", "system")
@@ -135,4 +135,4 @@ def test_the_newer_name_of_max_tokens_wins() -> None:
     """A client that sends both names means the newer one."""
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     body["max_completion_tokens"] = 7
-    assert chat_call(json.dumps(body).encode(), SERVED, "id").job.max_tokens == 7
+    assert parse_chat(json.dumps(body).encode(), SERVED, "id").job.max_tokens == 7

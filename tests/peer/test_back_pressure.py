@@ -11,7 +11,7 @@ import pytest
 
 from draftgate.backends.testing import make_request
 from draftgate.backends.types import Delta, Pace
-from draftgate.gateway.http import readers
+from draftgate.gateway.http import slow_readers
 from draftgate.gateway.http.peers.session import MOST_DELTAS, DeltaOutbox, PeerSession
 from tests.gateway.harness import ScriptedBackend, running, until
 from tests.gateway.tcp_proxy import proxied
@@ -26,7 +26,7 @@ async def test_a_client_that_reads_slowly_holds_the_peer_back(
 ) -> None:
     """The worker two sockets away spares, pauses and goes on with it; no token is lost."""
     seconds = count()
-    monkeypatch.setattr(readers, "LOOK_S", 0.001)
+    monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
         "draftgate.gateway.http.routes.time",
         SimpleNamespace(monotonic=lambda: float(next(seconds))),

@@ -44,7 +44,7 @@ START_S = STOP_S = 60.0
 
 
 @dataclass
-class Served:
+class ServedModel:
     """A server process of the shipped model on the real engine."""
 
     process: subprocess.Popen[bytes]
@@ -82,7 +82,7 @@ class Served:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[Served]:
+def served(folder: Path) -> Iterator[ServedModel]:
     """Serve the shipped model with little KV memory, so that sequences are preempted, too."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -105,7 +105,7 @@ def served(folder: Path) -> Iterator[Served]:
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=out)
     try:
-        node = Served(process, port, log)
+        node = ServedModel(process, port, log)
         until_ready(node)
         yield node
     finally:
@@ -113,7 +113,7 @@ def served(folder: Path) -> Iterator[Served]:
         process.wait()
 
 
-def until_ready(node: Served) -> None:
+def until_ready(node: ServedModel) -> None:
     """Wait until it serves."""
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:
@@ -127,14 +127,14 @@ def until_ready(node: Served) -> None:
     raise AssertionError("it does not start")
 
 
-def at_rest(node: Served) -> tuple[float, int]:
+def at_rest(node: ServedModel) -> tuple[float, int]:
     """Return tasks and open files of a node that nobody asks anything."""
     tasks = node.figure("draftgate_event_loop_tasks")
     time.sleep(SAMPLE_S)  # the connection of that question closes
     return tasks, node.open_files
 
 
-async def soaked(node: Served, crowd: Crowd) -> list[tuple[float, float, float, float]]:
+async def soaked(node: ServedModel, crowd: Crowd) -> list[tuple[float, float, float, float]]:
     """Send traffic; return time, memory, tasks and requests in flight, every few seconds."""
     samples = []
     running = asyncio.create_task(crowd.run(CLIENTS))

@@ -18,16 +18,16 @@ from draftgate.backends.types import SamplingParams, Task
 from draftgate.gateway.dispatch.job import Job
 from draftgate.gateway.errors import ContextTooLong, NoEmbeddings, invalid
 from draftgate.gateway.http.forwarding import forward
-from draftgate.gateway.http.generation import parsed_call, send_json, watched
+from draftgate.gateway.http.generation import parse_request, respond_watched, send_json
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import EmbeddingList, EmbeddingReply, EmbeddingUsage
 from draftgate.gateway.http.requests.decoding import decode, reject_unsupported
 from draftgate.gateway.http.requests.limits import Range, check_ranges
 from draftgate.gateway.http.requests.schemas import EmbeddingBody, UnsupportedFields
-from draftgate.gateway.http.requests.validation import Call, prompts_of
+from draftgate.gateway.http.requests.validation import ParsedRequest, prompts_of
 from draftgate.gateway.node import Node
 from draftgate.gateway.offload import offload
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 from draftgate.gateway.telemetry.watch import RequestWatch
 from draftgate.policies.types import ServiceLevel, SpeculationMode
 
@@ -52,7 +52,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
         NoEmbeddings: the backend has no embeddings.
         GatewayError, RequestRejected, BackendFailed: as for requests that generate.
     """
-    return await watched(request, PATH, "embeddings", _respond)
+    return await respond_watched(request, PATH, "embeddings", _respond)
 
 
 async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web.StreamResponse:
@@ -61,18 +61,18 @@ async def _respond(request: web.Request, node: Node, watch: RequestWatch) -> web
     capabilities = node.fleet.card.capabilities
     if not capabilities.embeddings:
         raise NoEmbeddings(node.config.backend, node.served.name)
-    parse = partial(embedding_call, capabilities.embedding_size)
-    call = await parsed_call(request, node, parse, watch)
-    states = await _states(node, call.job, watch)
-    reply = partial(embeddings_reply, call, states, watch.prompt_tokens)
+    parse = partial(parse_embeddings, capabilities.embedding_size)
+    parsed = await parse_request(request, node, parse, watch)
+    states = await _states(node, parsed.job, watch)
+    reply = partial(embeddings_reply, parsed, states, watch.prompt_tokens)
     short = sum(map(len, states)) <= INLINE_STATE_BYTES
     return await send_json(request, reply() if short else await offload(reply))
 
 
-def embedding_call(
-    size: int, body: bytes, served: Served, request_id: str, service: ServiceLevel
-) -> Call:
-    """Return the call of an embedding request's body.
+def parse_embeddings(
+    size: int, body: bytes, served: ServedModel, request_id: str, service: ServiceLevel
+) -> ParsedRequest:
+    """Return the parsed form of an embedding request's body.
 
     Args:
         size: dimensions of the model's embeddings.
@@ -105,7 +105,7 @@ def embedding_call(
         service=replace(service, priority=wire.priority or 0),
         task=Task.EMBED,
     )
-    return Call(job, served, body=wire)
+    return ParsedRequest(job, served, body=wire)
 
 
 async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
@@ -130,7 +130,7 @@ async def _states(node: Node, job: Job, watch: RequestWatch) -> list[bytes]:
     return [states[index] for index in range(len(job.prompts))]
 
 
-def embeddings_reply(call: Call, states: Sequence[bytes], prompt_tokens: int) -> bytes:
+def embeddings_reply(parsed: ParsedRequest, states: Sequence[bytes], prompt_tokens: int) -> bytes:
     """Return the JSON of an answer.
 
     Args:
@@ -140,7 +140,7 @@ def embeddings_reply(call: Call, states: Sequence[bytes], prompt_tokens: int) ->
     Raises:
         BackendFailed: a state is not finite.
     """
-    wire = call.body
+    wire = parsed.body
     assert isinstance(wire, EmbeddingBody)
     data = []
     # Encoded one by one, because encoding holds the GIL.
@@ -152,7 +152,7 @@ def embeddings_reply(call: Call, states: Sequence[bytes], prompt_tokens: int) ->
             shown = encode(vector.tolist())
         data.append(EmbeddingReply(index, msgspec.Raw(shown)))
     usage = EmbeddingUsage(prompt_tokens, prompt_tokens)
-    return encode(EmbeddingList(data, call.served.name, usage))
+    return encode(EmbeddingList(data, parsed.served.name, usage))
 
 
 def unit_vector(state: bytes, dimensions: int | None) -> npt.NDArray[np.float32]:

@@ -20,7 +20,7 @@ SHOWN: Final = 50
 
 
 async def live(request: web.Request) -> web.StreamResponse:
-    """Send a sample (`gateway.telemetry.live.Sample`) each second, beginning with the kept ones.
+    """Send a sample (`telemetry.live.NodeSample`) each second, beginning with the kept ones.
 
     With `?interval=N` only every Nth sample is sent. The stream ends when the client leaves or the
     node stops.

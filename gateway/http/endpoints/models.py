@@ -11,7 +11,7 @@ from aiohttp import web
 from draftgate.gateway.errors import ModelNotFound, invalid
 from draftgate.gateway.http.context import NODE, json_response, read_body
 from draftgate.gateway.http.forwarding import pass_on
-from draftgate.gateway.http.generation import parsed
+from draftgate.gateway.http.generation import offload_if_long
 from draftgate.gateway.http.replies.rendering import encode
 from draftgate.gateway.http.replies.shapes import (
     DetokenizeReply,
@@ -24,7 +24,7 @@ from draftgate.gateway.http.requests.messages import chat_prompt
 from draftgate.gateway.http.requests.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from draftgate.gateway.http.requests.tools import offered_tools
 from draftgate.gateway.node import Node
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 
 _tokenize_decoder: Final = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder: Final = msgspec.json.Decoder(DetokenizeBody)
@@ -81,16 +81,16 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 
 
 async def _answer(
-    request: web.Request, work: Callable[[bytes, Served], msgspec.Struct]
+    request: web.Request, work: Callable[[bytes, ServedModel], msgspec.Struct]
 ) -> web.StreamResponse:
     if request.app[NODE].fleet.forwards:
         return await pass_on(request, missing=(404, 405))
     served = request.app[NODE].served
     body = await read_body(request)
-    return json_response(await parsed(lambda: encode(work(body, served)), body))
+    return json_response(await offload_if_long(lambda: encode(work(body, served)), body))
 
 
-def _tokenize(body: bytes, served: Served) -> TokenizeReply:
+def _tokenize(body: bytes, served: ServedModel) -> TokenizeReply:
     wire = decode(body, _tokenize_decoder)
     served.check_name(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
@@ -108,7 +108,7 @@ def _tokenize(body: bytes, served: Served) -> TokenizeReply:
     return TokenizeReply(len(tokens), served.max_model_len, tokens)
 
 
-def _detokenize(body: bytes, served: Served) -> DetokenizeReply:
+def _detokenize(body: bytes, served: ServedModel) -> DetokenizeReply:
     wire = decode(body, _detokenize_decoder)
     served.check_name(wire.model)
     for index, token in enumerate(wire.tokens):

@@ -17,7 +17,7 @@ from draftgate.gateway.http.openapi.operations import OPERATIONS, Operation
 from draftgate.gateway.http.openapi.schemas import components
 from draftgate.gateway.http.requests.headers import TPOT_HEADER, TTFT_HEADER
 from draftgate.gateway.offload import offload
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 
 JSON: Final = "application/json"
 
@@ -89,7 +89,7 @@ async def get_document(request: web.Request) -> web.Response:
 
 
 @lru_cache(maxsize=2)
-def document(served: Served | None) -> bytes:
+def document(served: ServedModel | None) -> bytes:
     """Return the document as JSON.
 
     Args:
@@ -119,7 +119,7 @@ def document(served: Served | None) -> bytes:
 
 
 def _operation(
-    operation: Operation, refs: Mapping[Any, Any], served: Served | None
+    operation: Operation, refs: Mapping[Any, Any], served: ServedModel | None
 ) -> dict[str, Any]:
     parameters = [_with_model(one, served) for one in operation.parameters]
     text = "An id for logs and the answer; a long or unprintable one is replaced."
@@ -144,7 +144,7 @@ def _operation(
     return entry
 
 
-def _with_model(parameter: Mapping[str, Any], served: Served | None) -> Mapping[str, Any]:
+def _with_model(parameter: Mapping[str, Any], served: ServedModel | None) -> Mapping[str, Any]:
     if parameter["name"] != "model" or served is None:
         return parameter
     return {**parameter, "schema": {**parameter["schema"], "enum": [served.name]}}

@@ -17,7 +17,7 @@ from draftgate.gateway.http.requests.responses import (
 )
 from draftgate.gateway.http.requests.schemas import UnsupportedFields
 from draftgate.gateway.http.requests.tools import CHOICES
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 
 Schema = dict[str, Any]
 
@@ -84,7 +84,7 @@ _ALTERNATIVES: Final[Mapping[str, list[Schema]]] = {
 """What validation requires of combinations of fields, by struct."""
 
 
-def components(types: Iterable[Any], served: Served | None) -> tuple[list[Schema], Schema]:
+def components(types: Iterable[Any], served: ServedModel | None) -> tuple[list[Schema], Schema]:
     """Return the schemas of types, and by name the schemas to which they refer.
 
     Args:
@@ -105,7 +105,7 @@ def components(types: Iterable[Any], served: Served | None) -> tuple[list[Schema
     return list(found), named
 
 
-def _bounded(name: str, field: str, schema: Schema, served: Served | None) -> Schema:
+def _bounded(name: str, field: str, schema: Schema, served: ServedModel | None) -> Schema:
     """Return a field's schema with its bounds."""
     if field in _NEUTRAL_ONLY.get(name, ()):
         return {
@@ -151,7 +151,7 @@ def _require(name: str, schema: Schema) -> None:
         del schema["required"]
 
 
-def _prompt(served: Served | None) -> Schema:
+def _prompt(served: ServedModel | None) -> Schema:
     """Return the schema of a prompt: a text, texts, token ids, or lists of them."""
     ids = {"type": "array", "minItems": 1, "items": _token(served)}
     several = KEYWORDS["prompt"]["array"]
@@ -159,6 +159,6 @@ def _prompt(served: Served | None) -> Schema:
     return {"anyOf": [{"type": "string"}, texts, ids, {"type": "array", **several, "items": ids}]}
 
 
-def _token(served: Served | None) -> Schema:
+def _token(served: ServedModel | None) -> Schema:
     token: Schema = {"type": "integer", "minimum": 0}
     return token if served is None else {**token, "maximum": served.tokenizer.vocab_size - 1}

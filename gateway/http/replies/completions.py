@@ -25,7 +25,7 @@ from draftgate.gateway.http.replies.shapes import (
 )
 from draftgate.gateway.http.replies.steps import step_replies
 from draftgate.gateway.http.requests.tools import OfferedTools
-from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.tools.parsing import CallParser, call_id
 
 
@@ -35,8 +35,8 @@ class CompletionRendering(ChunkRendering):
     _prefix = "cmpl"
     _object = _chunk_object = "text_completion"
 
-    def __init__(self, call: Call, created_s: int) -> None:
-        super().__init__(call, created_s)
+    def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
+        super().__init__(parsed, created_s)
         self._offsets: dict[int, int] = {}  # characters of the tokens sent, by choice
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> CompletionChoice:
@@ -45,7 +45,7 @@ class CompletionRendering(ChunkRendering):
             "".join(choice.texts),
             self._logprobs(index, choice.logprobs),
             choice.finish_reason,
-            step_replies(choice, self._call.served.tokenizer),
+            step_replies(choice, self._parsed.served.tokenizer),
         )
 
     def _chunk_choice(self, delta: Delta) -> CompletionChoice:
@@ -54,13 +54,13 @@ class CompletionRendering(ChunkRendering):
             delta.text,
             self._logprobs(delta.choice, delta.logprobs),
             delta.finish_reason,
-            step_replies(delta, self._call.served.tokenizer),
+            step_replies(delta, self._parsed.served.tokenizer),
         )
 
     def _logprobs(self, choice: int, entries: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if not self._wants_logprobs:
             return None
-        text = self._call.served.tokenizer.token_text
+        text = self._parsed.served.tokenizer.token_text
         reply = CompletionLogprobs([], [], [], [])
         offset = self._offsets.get(choice, 0)
         for entry in entries:
@@ -82,8 +82,8 @@ class ChatRendering(ChunkRendering):
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(self, call: Call, created_s: int) -> None:
-        super().__init__(call, created_s)
+    def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
+        super().__init__(parsed, created_s)
         self._begun: set[int] = set()  # choices whose role was sent
         self._calls: dict[int, _ChoiceCalls] = {}  # by choice, if there are tools
 
@@ -92,7 +92,7 @@ class ChatRendering(ChunkRendering):
         message = ChatMessage(text)
         if calls:
             message = ChatMessage(text or None, tool_calls=[_whole_call(call) for call in calls])
-        steps = step_replies(choice, self._call.served.tokenizer)
+        steps = step_replies(choice, self._parsed.served.tokenizer)
         return ChatChoice(index, message, self._logprobs(choice.logprobs), reason, steps)
 
     def _chunk_choice(self, delta: Delta) -> ChatChunkChoice | None:
@@ -109,18 +109,18 @@ class ChatRendering(ChunkRendering):
             ChatDelta(role, content, calls or UNSET),
             self._logprobs(delta.logprobs),
             reason,
-            step_replies(delta, self._call.served.tokenizer),
+            step_replies(delta, self._parsed.served.tokenizer),
         )
 
     def _read(
         self, choice: int, text: str, reason: FinishReason | None
     ) -> tuple[str, list[ToolCallDelta], str | None]:
         """Return the content and the calls that text adds to a choice, and why the choice ended."""
-        if self._call.tools is None:
+        if self._parsed.tools is None:
             return text, [], reason
         if choice not in self._calls:
-            seed = f"{self._call.job.request_id}/{choice}"
-            self._calls[choice] = _ChoiceCalls(self._call.tools, seed)
+            seed = f"{self._parsed.job.request_id}/{choice}"
+            self._calls[choice] = _ChoiceCalls(self._parsed.tools, seed)
         return self._calls[choice].read(text, reason)
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> ChatLogprobs | None:
@@ -134,7 +134,7 @@ class ChatRendering(ChunkRendering):
         return TokenLogprobReply(chosen.token, chosen.logprob, chosen.bytes, top)
 
     def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
-        token = self._call.served.tokenizer.token_text(token_id)
+        token = self._parsed.served.tokenizer.token_text(token_id)
         # Part of a character has no text, and so its bytes are not known here.
         return TopLogprob(token, logprob, None if "\ufffd" in token else list(token.encode()))
 

@@ -21,7 +21,7 @@ from draftgate.gateway.http.replies.shapes import (
     ResponseMetrics,
     Usage,
 )
-from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.requests.validation import ParsedRequest
 
 encode: Final = msgspec.json.Encoder().encode
 
@@ -63,9 +63,9 @@ class Rendering:
     complete server-sent events, possibly none.
     """
 
-    def __init__(self, call: Call, created_s: int) -> None:
+    def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
         """Prepare an answer; `created_s` is Unix time."""
-        self._call = call
+        self._parsed = parsed
         self._created_s = created_s
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
@@ -105,9 +105,9 @@ class ChunkRendering(Rendering):
     _object: ClassVar[str]
     _chunk_object: ClassVar[str]
 
-    def __init__(self, call: Call, created_s: int) -> None:
-        super().__init__(call, created_s)
-        self._wants_logprobs = call.job.sampling.logprobs is not None
+    def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
+        super().__init__(parsed, created_s)
+        self._wants_logprobs = parsed.job.sampling.logprobs is not None
         # Nearly all chunks have one choice and nothing else: what they have in common is encoded
         # once. This saves 0.3 of 1.0 us per chunk (one core, Zen 4, 2026-11-21).
         self._head = self._reply(self._chunk_object, []).removesuffix(b"[]}") + b"["
@@ -148,6 +148,6 @@ class ChunkRendering(Rendering):
         usage: OptionalUsage = UNSET,
         metrics: OptionalMetrics = UNSET,
     ) -> bytes:
-        name = f"{self._prefix}-{self._call.job.request_id}"
-        model = self._call.served.name
+        name = f"{self._prefix}-{self._parsed.job.request_id}"
+        model = self._parsed.served.name
         return encode(Reply[Any](name, kind, self._created_s, model, choices, usage, metrics))

@@ -23,7 +23,7 @@ from draftgate.gateway.http.replies.shapes import (
     Usage,
 )
 from draftgate.gateway.http.requests.responses import ResponsesBody
-from draftgate.gateway.http.requests.validation import Call
+from draftgate.gateway.http.requests.validation import ParsedRequest
 from draftgate.gateway.http.tools.parsing import CallParser, Piece, call_id
 
 
@@ -141,15 +141,15 @@ class ResponseEvent(Struct):
 class ResponseRendering(Rendering):
     """`/v1/responses`."""
 
-    def __init__(self, call: Call, created_s: int) -> None:
-        super().__init__(call, created_s)
+    def __init__(self, parsed: ParsedRequest, created_s: int) -> None:
+        super().__init__(parsed, created_s)
         self._reason: FinishReason | None = None
         self._items: list[MessageItem | FunctionCallItem] = []
         self._item_is_open = False
         self._events: list[bytes] = []  # not yet returned
         self._sent = 0
         self._parser = None
-        if (tools := call.tools) is not None:
+        if (tools := parsed.tools) is not None:
             self._parser = CallParser(tools.dialect, tools.names, several=tools.several)
 
     def response(self, choices: Choices, usage: Usage, metrics: ResponseMetrics) -> bytes:
@@ -243,7 +243,7 @@ class ResponseRendering(Rendering):
 
     def _begin_call(self, name: str) -> None:
         calls = sum(isinstance(item, FunctionCallItem) for item in self._items)
-        called = call_id(f"{self._call.job.request_id}/0", calls)
+        called = call_id(f"{self._parsed.job.request_id}/0", calls)
         item = FunctionCallItem(self._item_id("fc"), "in_progress", called, name, "")
         self._begin_item(item, item)
 
@@ -280,7 +280,7 @@ class ResponseRendering(Rendering):
         self._emit_at_item("response.output_item.done", item=item)
 
     def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._call.job.request_id}_{len(self._items)}"
+        return f"{prefix}_{self._parsed.job.request_id}_{len(self._items)}"
 
     def _ended(self, usage: OptionalUsage, metrics: OptionalMetrics) -> ResponseReply:
         whole = self._reply(self._status)
@@ -292,14 +292,14 @@ class ResponseRendering(Rendering):
 
     def _reply(self, status: str) -> ResponseReply:
         """Return the response in its present state; it repeats fields of the request."""
-        body = self._call.body
+        body = self._parsed.body
         assert isinstance(body, ResponsesBody)
-        sampling = self._call.job.sampling
+        sampling = self._parsed.job.sampling
         wanted = body.text.format if body.text is not None else None
         return ResponseReply(
-            id=f"resp_{self._call.job.request_id}",
+            id=f"resp_{self._parsed.job.request_id}",
             created_at=self._created_s,
-            model=self._call.served.name,
+            model=self._parsed.served.name,
             status=status,
             output=list(self._items),
             instructions=body.instructions,

@@ -38,13 +38,13 @@ def step_replies(added: Delta | WholeChoice, tokenizer: Tokenizer) -> list[StepR
                 step.accepted,
                 list(step.survivals),
                 step.price,
-                reason(step),
+                describe_step(step),
             )
         )
     return replies
 
 
-def reason(step: StepTrace) -> str:
+def describe_step(step: StepTrace) -> str:
     """Describe what a step did with its draft, and what decided how much of it was verified."""
     if step.offered == 0:
         return "no draft tokens" + _at_price(step)

@@ -17,7 +17,7 @@ RETRIES_HEADER: Final = "x-stainless-retry-count"
 """Sent by OpenAI's clients."""
 
 
-def service_of(headers: Mapping[str, str]) -> ServiceLevel:
+def service_level(headers: Mapping[str, str]) -> ServiceLevel:
     """Return the latency targets of a request; its priority is in the body.
 
     Raises:
@@ -26,7 +26,7 @@ def service_of(headers: Mapping[str, str]) -> ServiceLevel:
     return ServiceLevel(_seconds(headers, TTFT_HEADER), _seconds(headers, TPOT_HEADER))
 
 
-def retries_of(headers: Mapping[str, str]) -> int | None:
+def retry_count(headers: Mapping[str, str]) -> int | None:
     """Return how often the client has sent the request before; None if it does not say."""
     text = headers.get(RETRIES_HEADER, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else None

@@ -35,8 +35,8 @@ from draftgate.gateway.http.requests.schemas import (
     Tool,
     ToolCallMessage,
 )
-from draftgate.gateway.http.requests.validation import Call, call_of_chat
-from draftgate.gateway.served import Served
+from draftgate.gateway.http.requests.validation import ParsedRequest, parse_decoded_chat
+from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.types import ANYTIME, ServiceLevel
 
 
@@ -134,10 +134,10 @@ PARAMS: Final = {
 _decoder: Final = msgspec.json.Decoder(ResponsesBody)
 
 
-def responses_call(
-    body: bytes, served: Served, request_id: str, service: ServiceLevel = ANYTIME
-) -> Call:
-    """Return the call of a response's body.
+def parse_responses(
+    body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
+) -> ParsedRequest:
+    """Return the parsed form of a response's body.
 
     Args:
         service: what the headers ask for.
@@ -164,8 +164,8 @@ def responses_call(
         **{name: getattr(wire, name) for name in _SAME_IN_CHATS},
     )
     with named_as(paths):
-        call = call_of_chat(chat, served, request_id, service)
-    return replace(call, include_usage=True, body=wire)
+        parsed = parse_decoded_chat(chat, served, request_id, service)
+    return replace(parsed, include_usage=True, body=wire)
 
 
 def _messages(wire: ResponsesBody) -> tuple[list[Message], dict[str, str]]:

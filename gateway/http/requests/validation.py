@@ -40,7 +40,7 @@ from draftgate.gateway.http.requests.schemas import (
     UnsupportedFields,
 )
 from draftgate.gateway.http.requests.tools import OfferedTools, offered_tools
-from draftgate.gateway.served import Served
+from draftgate.gateway.served_model import ServedModel
 from draftgate.policies.speculation.repetition import repetition
 from draftgate.policies.types import ANYTIME, ServiceLevel, SpeculationMode
 
@@ -57,7 +57,7 @@ _completion_decoder: Final = msgspec.json.Decoder(CompletionBody)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedRequest:
     """A job, and how its answer is to be sent.
 
     Attributes:
@@ -68,7 +68,7 @@ class Call:
     """
 
     job: Job
-    served: Served
+    served: ServedModel
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -76,10 +76,10 @@ class Call:
     body: msgspec.Struct | None = None
 
 
-def chat_call(
-    body: bytes, served: Served, request_id: str, service: ServiceLevel = ANYTIME
-) -> Call:
-    """Return the call of a chat completion's body.
+def parse_chat(
+    body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
+) -> ParsedRequest:
+    """Return the parsed form of a chat completion's body.
 
     Args:
         service: what the headers ask for.
@@ -88,11 +88,13 @@ def chat_call(
         InvalidRequest: the request is malformed.
         RequestRejected: the model's template rejects the messages.
     """
-    return call_of_chat(decode(body, _chat_decoder), served, request_id, service)
+    return parse_decoded_chat(decode(body, _chat_decoder), served, request_id, service)
 
 
-def call_of_chat(wire: ChatBody, served: Served, request_id: str, service: ServiceLevel) -> Call:
-    """Return the call of a decoded chat; see `chat_call`."""
+def parse_decoded_chat(
+    wire: ChatBody, served: ServedModel, request_id: str, service: ServiceLevel
+) -> ParsedRequest:
+    """Return the parsed form of a decoded chat; see `parse_chat`."""
     served.check_name(wire.model)
     _check_common(wire)
     reject_unsupported(wire, UnsupportedFields.__struct_fields__, wire.n or 1)
@@ -101,16 +103,16 @@ def call_of_chat(wire: ChatBody, served: Served, request_id: str, service: Servi
     prompts = (chat_prompt(wire.messages, served.tokenizer, shown),)
     most = wire.max_completion_tokens
     max_tokens = wire.max_tokens if most is None else most
-    call = _call(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
+    parsed = _call(wire, served, request_id, prompts, max_tokens, _chat_logprobs(wire), service)
     if tools is not None and tools.grammar is not None:
-        call = replace(call, job=replace(call.job, grammar=tools.grammar))
-    return replace(call, tools=tools)
+        parsed = replace(parsed, job=replace(parsed.job, grammar=tools.grammar))
+    return replace(parsed, tools=tools)
 
 
-def completion_call(
-    body: bytes, served: Served, request_id: str, service: ServiceLevel = ANYTIME
-) -> Call:
-    """Return the call of a completion's body.
+def parse_completion(
+    body: bytes, served: ServedModel, request_id: str, service: ServiceLevel = ANYTIME
+) -> ParsedRequest:
+    """Return the parsed form of a completion's body.
 
     Args:
         service: what the headers ask for.
@@ -134,13 +136,13 @@ def completion_call(
 
 def _call(
     wire: GenerationFields,
-    served: Served,
+    served: ServedModel,
     request_id: str,
     prompts: tuple[TokenIds, ...],
     max_tokens: int | None,
     logprobs: int | None,
     service: ServiceLevel,
-) -> Call:
+) -> ParsedRequest:
     speculation = wire.speculation or SpeculationOptions()
     sampling = SamplingParams(
         max_tokens=max_tokens or 1,
@@ -173,7 +175,7 @@ def _call(
     )
     options = wire.stream_options or StreamOptions()
     usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
-    return Call(job, served, bool(wire.stream), usage, continuous)
+    return ParsedRequest(job, served, bool(wire.stream), usage, continuous)
 
 
 def _check_common(wire: GenerationFields) -> None:
@@ -223,7 +225,9 @@ def _schema(raw: bytes) -> str:
         raise invalid(param, str(error)) from None
 
 
-def _logit_bias(bias: dict[int, float] | None, served: Served) -> tuple[tuple[int, float], ...]:
+def _logit_bias(
+    bias: dict[int, float] | None, served: ServedModel
+) -> tuple[tuple[int, float], ...]:
     """Return the bias of each token id, in ascending order."""
     pairs = sorted((bias or {}).items())
     if len(pairs) > MAX_BIASED_TOKENS:
@@ -243,7 +247,7 @@ def _chat_logprobs(wire: ChatBody) -> int | None:
 
 
 def prompts_of(
-    name: str, given: str | list[str | int | list[int]] | None, served: Served
+    name: str, given: str | list[str | int | list[int]] | None, served: ServedModel
 ) -> tuple[TokenIds, ...]:
     """Return the token ids of every prompt.
 
@@ -281,7 +285,7 @@ def _encoded(text: str, tokenizer: Tokenizer, param: str) -> TokenIds:
     return compact(ids)
 
 
-def _ids(items: Sequence[object], served: Served, param: str) -> TokenIds:
+def _ids(items: Sequence[object], served: ServedModel, param: str) -> TokenIds:
     ids = [item for item in items if isinstance(item, int)]
     if not ids:
         raise invalid(param, "must not be empty")

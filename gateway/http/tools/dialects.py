@@ -32,7 +32,7 @@ _ID: Final = re.compile(r'"[a-zA-Z0-9]{0,63}')
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Match:
     """A match.
 
     Attributes:
@@ -51,7 +51,7 @@ class NoMatch(Enum):
     INCOMPLETE = "further text may make it match"
 
 
-def match(pattern: Pattern, text: str, at: int, names: Collection[str]) -> Found | NoMatch:
+def match(pattern: Pattern, text: str, at: int, names: Collection[str]) -> Match | NoMatch:
     """Match a pattern at an index of a text that may continue.
 
     Args:
@@ -73,15 +73,15 @@ def match(pattern: Pattern, text: str, at: int, names: Collection[str]) -> Found
             return NoMatch.INCOMPLETE if incomplete else NoMatch.NEVER
         at += len(literal)
         name = literal[1:-1] if element == NAME else name
-    return Found(at, name)
+    return Match(at, name)
 
 
 def first_match(
     patterns: Sequence[Pattern], text: str, at: int, names: Collection[str]
-) -> Found | NoMatch:
+) -> Match | NoMatch:
     """Return the shortest match of several patterns; see `match`."""
     results = [match(pattern, text, at, names) for pattern in patterns]
-    found = [result for result in results if isinstance(result, Found)]
+    found = [result for result in results if isinstance(result, Match)]
     if found:
         return min(found, key=lambda one: one.end)
     return NoMatch.INCOMPLETE if NoMatch.INCOMPLETE in results else NoMatch.NEVER

@@ -17,7 +17,7 @@ from typing import Final
 from draftgate.gateway.http.tools.dialects import (
     OBJECT_ENDS,
     Dialect,
-    Found,
+    Match,
     NoMatch,
     Pattern,
     beginnings,
@@ -131,7 +131,7 @@ class CallParser:
     def _call(self, pieces: list[Piece], patterns: tuple[Pattern, ...]) -> bool:
         """Begin a call if the held text begins one."""
         found = first_match(patterns, self._held, 0, self._names)
-        if isinstance(found, Found):
+        if isinstance(found, Match):
             source = self._take(found.end - 1)  # the brace belongs to the arguments
             pieces.append(Piece(source, name=found.name))
             self.calls += 1
@@ -151,7 +151,7 @@ class CallParser:
             found = first_match(patterns, self._held, begin.start(), self._names)
             if found is not NoMatch.NEVER:
                 self._content(pieces, begin.start())
-                return isinstance(found, Found) and self._call(pieces, patterns)
+                return isinstance(found, Match) and self._call(pieces, patterns)
         self._content(pieces, len(self._held))
         return False
 
@@ -174,7 +174,7 @@ class CallParser:
     def _framing(self, pieces: list[Piece], patterns: tuple[Pattern, ...], then: _Mode) -> bool:
         """Take framing, if the held text begins with it."""
         found = first_match(patterns, self._held, 0, self._names)
-        if isinstance(found, Found):
+        if isinstance(found, Match):
             pieces.append(Piece(self._take(found.end)))
             self._mode = then
         elif found is NoMatch.NEVER:

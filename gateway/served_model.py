@@ -9,7 +9,7 @@ from draftgate.gateway.errors import InvalidRequest, ModelNotFound
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What a request must be held against."""
 
     name: str

@@ -35,10 +35,10 @@ SEND_QUEUE_BYTES: Final = 32 << 10
 CHUNK_BYTES: Final = 230
 """Approximate size of a chunk with one token, to count waiting tokens as bytes."""
 
-LOOK_S: Final = 0.25
+CHECK_INTERVAL_S: Final = 0.25
 """Interval of the checks; a few dozen tokens are generated meanwhile."""
 
-LOOKS_AT_ONCE: Final = 200
+CHECKS_AT_ONCE: Final = 200
 """Readers checked in one callback of the event loop. Each takes some 5 microseconds."""
 
 
@@ -60,7 +60,7 @@ class SlowReaders:
         self._readers[reader] = None
         if not self._looking:
             self._looking = True
-            asyncio.get_running_loop().call_later(LOOK_S, self._look, ())
+            asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._look, ())
 
     def discard(self, reader: Reader) -> None:
         """Stop checking a reader."""
@@ -70,14 +70,14 @@ class SlowReaders:
         """Check some of the readers that are left in this round, or begin a round."""
         now_s = self._now_s()
         turn = left or tuple(self._readers)
-        for reader in turn[:LOOKS_AT_ONCE]:
+        for reader in turn[:CHECKS_AT_ONCE]:
             if reader in self._readers and _caught_up(reader, now_s):
                 del self._readers[reader]
-        loop, rest = asyncio.get_running_loop(), turn[LOOKS_AT_ONCE:]
+        loop, rest = asyncio.get_running_loop(), turn[CHECKS_AT_ONCE:]
         if rest:
             loop.call_soon(self._look, rest)
         elif self._readers:
-            loop.call_later(LOOK_S, self._look, ())
+            loop.call_later(CHECK_INTERVAL_S, self._look, ())
         else:
             self._looking = False
 
