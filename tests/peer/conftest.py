@@ -1,4 +1,4 @@
-"""Fixtures of the peers' tests: those of the gateway's that they share."""
+"""Fixtures of the gateway's tests that the peers' tests share."""
 
 from tests.gateway.conftest import scripted
 

@@ -1,4 +1,4 @@
-"""A worker of another node, reached over a socket of this machine, and what stands in its place."""
+"""Workers of other nodes, reached over local sockets, and servers that impersonate them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.gateway.tcp_proxy import TcpProxy, proxied
 FILES = Tokenizer(SHIPPED_MODEL).files()
 SECRET = SharedSecret("a secret of the cluster")
 SLOW = "h100-8b"
-"""A simulated device whose steps take 6 ms: 8,000 tokens do not end while a test waits."""
+"""A simulated device with steps of 6 ms: 8,000 tokens outlast any test."""
 SILENCE_S = 0.6
-"""Short, so that tests of silence are; six reports would have come."""
+"""Short for quick tests, yet the time of six reports."""
 
 
 @asynccontextmanager
 async def linked_to(url: str, **settings: Any) -> AsyncIterator[PeerBackend]:
-    """A backend that is linked to the node at an address."""
+    """Yield a backend that is linked to the node at an address."""
     backend = PeerBackend(url, settings.pop("secret", None), **settings)
     await backend.start()
     try:
@@ -48,7 +48,7 @@ async def linked_to(url: str, **settings: Any) -> AsyncIterator[PeerBackend]:
 
 @asynccontextmanager
 async def behind_proxy(**settings: Any) -> AsyncIterator[tuple[PeerBackend, TcpProxy, Listening]]:
-    """A node, a proxy in front of it, and a backend that is linked through that."""
+    """Yield a node, a proxy in front of it, and a backend that is linked through the proxy."""
     async with (
         running(**settings) as where,
         proxied(where.url) as proxy,
@@ -58,12 +58,12 @@ async def behind_proxy(**settings: Any) -> AsyncIterator[tuple[PeerBackend, TcpP
 
 
 class Impostor:
-    """A server at the address of a peer, which says what a test wants.
+    """A server at the address of a peer that sends what a test wants.
 
     Attributes:
         ready: its first message; it stays silent with None.
-        commands: what it was sent, of any connection, but for questions for the tokenizer.
-        connection: the latest.
+        commands: received commands of all connections, without requests for the tokenizer.
+        connection: the latest one.
     """
 
     connection: web.WebSocketResponse
@@ -112,17 +112,17 @@ async def impostor(ready: Ready | None) -> AsyncIterator[Impostor]:
 
 
 def a_card(**changes: Any) -> ModelCard:
-    """The card of a worker with the shipped tokenizer."""
+    """Return the card of a worker with the shipped tokenizer."""
     facts = {"model_id": "m", "root": "r", "max_model_len": 512, "numerics_class": "c"}
     return ModelCard(**{**facts, "created_s": 1, "capabilities": Capabilities(), **changes})
 
 
 def ready_message(**changes: Any) -> Ready:
-    """The first message of such a worker, without a secret."""
+    """Return the first message of such a worker, without a secret."""
     facts = {"epoch": "e", "card": a_card(), "tokenizer": files_digest(FILES)}
     return Ready(**{**facts, **changes})
 
 
 def an_update(*deltas: tuple[str, Delta]) -> Update:
-    """An update with these deltas."""
+    """Return an update with these deltas."""
     return Update(list(deltas), WorkerLoad(0, 0, 8, 8, 0.0, 0.5, ()), sent_s=1.0)

@@ -1,4 +1,4 @@
-"""Who may use a node's workers: those that prove that they know the cluster's secret."""
+"""Access to a node's workers, for nodes that prove that they know the cluster's secret."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KEY = "a client's own key"
 
 @pytest.fixture
 async def where(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Listening]:
-    """A node with clients' keys and the cluster's secret."""
+    """Yield a node with API keys for clients and the cluster's secret."""
     monkeypatch.setenv(VARIABLE, "a secret of the cluster")
     async with running(peer_secret_env=VARIABLE, api_keys=(KEY,)) as listening:
         yield listening
 
 
-async def test_who_knows_the_secret_is_let_in_without_a_clients_key(where: Listening) -> None:
-    """And both ends have proved themselves before a request is sent."""
+async def test_peer_with_the_secret_needs_no_api_key(where: Listening) -> None:
+    """Both ends have proved themselves before a request is sent."""
     async with (
         linked_to(where.url, secret=SECRET) as backend,
         aclosing(backend.generate(make_request(backend))) as stream,
@@ -45,18 +45,18 @@ async def test_who_knows_the_secret_is_let_in_without_a_clients_key(where: Liste
 
 
 @pytest.mark.parametrize("secret", [None, OTHER], ids=["none", "another"])
-async def test_who_does_not_know_it_is_told_so_at_once(
+async def test_start_fails_at_once_with_another_secret(
     where: Listening, secret: SharedSecret | None
 ) -> None:
-    """`start` fails; waiting would not help."""
+    """Waiting would not help."""
     backend = PeerBackend(where.url, secret)
     with pytest.raises(PeerRefused, match="does not accept peers, or has another secret"):
         await backend.start()
     await backend.stop()
 
 
-async def test_a_server_that_does_not_know_it_gets_no_request() -> None:
-    """It could have been set up to read along: nothing is sent to who cannot answer the proof."""
+async def test_server_without_the_secret_gets_no_request() -> None:
+    """It could be an eavesdropper, so nothing is sent to a server that cannot answer the proof."""
     async with impostor(ready_message()) as there:
         backend = PeerBackend(there.url, SECRET)
         with pytest.raises(PeerRefused, match="has another secret, or none"):
@@ -65,8 +65,8 @@ async def test_a_server_that_does_not_know_it_gets_no_request() -> None:
         assert there.commands == []
 
 
-async def test_strangers_find_nothing(where: Listening) -> None:
-    """With any key, any method and any header, it is answered as a path that does not exist."""
+async def test_peer_paths_look_missing_without_a_proof(where: Listening) -> None:
+    """With any key, method and header the answer is that of a path that does not exist."""
     proof = OTHER.proof(PATH, 0.0)
     tries = [{}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": proof.header}]
     upgrade = {
@@ -87,14 +87,14 @@ async def test_strangers_find_nothing(where: Listening) -> None:
 
 
 def told(answer: httpx.Response, path: str) -> tuple[object, ...]:
-    """All that an answer says, but for the path and what is new in each."""
+    """Return an answer without the path and the headers that are new in each."""
     headers = {k: v for k, v in answer.headers.items() if k not in {"date", "x-request-id"}}
     headers.pop("content-length", None)
     return answer.status_code, headers, answer.text.replace(path, "PATH")
 
 
-async def test_a_proof_counts_once(where: Listening) -> None:
-    """Who heard one on the way cannot use it again."""
+async def test_proof_is_valid_once(where: Listening) -> None:
+    """A recorded proof cannot be used again."""
     headers = {"Authorization": SECRET.proof(PATH, time.time()).header}
     async with (
         aiohttp.ClientSession() as session,
@@ -106,8 +106,8 @@ async def test_a_proof_counts_once(where: Listening) -> None:
         assert refused.value.status == 401
 
 
-async def test_a_browsers_page_is_no_peer() -> None:
-    """Browsers say from where a page is that opens a connection; no node does."""
+async def test_browser_page_is_not_a_peer() -> None:
+    """Browsers send the origin of a page that opens a connection; nodes do not."""
     async with running() as where, aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
             await session.ws_connect(where.url + PATH, origin="http://example.com")
@@ -117,10 +117,10 @@ async def test_a_browsers_page_is_no_peer() -> None:
 
 
 @pytest.mark.parametrize(("data", "code"), [(b"\xc1", 1002), (b"\x90", 1002), (b"x" * 2000, 1009)])
-async def test_nonsense_ends_the_connection_and_nothing_else(
+async def test_invalid_message_ends_only_its_connection(
     data: bytes, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No message, a message of no kind, one beyond the bound: that peer has to begin anew."""
+    """The message is not msgpack, of an unknown kind, or too large."""
     monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.MOST_FRAME_BYTES", 1000)
     async with (
         running() as where,
@@ -137,8 +137,8 @@ async def test_nonsense_ends_the_connection_and_nothing_else(
         assert [delta async for delta in stream][-1].finish_reason is not None
 
 
-def test_a_proof_is_for_one_path_one_minute_and_one_secret() -> None:
-    """The answer to it is right only for those who know the secret."""
+def test_proof_is_bound_to_path_minute_and_secret() -> None:
+    """Its answer is right only for nodes that know the secret."""
     checker = ProofChecker(SECRET)
     proof = SECRET.proof(PATH, 1000.0)
     assert checker.answer(proof.header, "/peer/v1/workers/1", 1000.0) is None
@@ -152,8 +152,8 @@ def test_a_proof_is_for_one_path_one_minute_and_one_secret() -> None:
     assert checker.answer(proof.header, PATH, 1000.0 + WINDOW_S) is None
 
 
-def test_proofs_that_were_used_are_remembered_for_as_long_as_they_could_count() -> None:
-    """And no longer, so that memory does not grow with connections."""
+def test_nonces_are_kept_until_their_proofs_expire() -> None:
+    """They are then forgotten, so memory does not grow with connections."""
     checker = ProofChecker(SECRET)
     ahead = SECRET.proof(PATH, 1000.0 + WINDOW_S)
     assert checker.answer(ahead.header, PATH, 1000.0) is not None
@@ -178,10 +178,10 @@ def test_proofs_that_were_used_are_remembered_for_as_long_as_they_could_count() 
         ({"peer_secret_env": VARIABLE}, True, "asked for"),
     ],
 )
-def test_without_a_secret_only_this_machine_has_peers_and_only_if_it_needs_no_keys(
+def test_without_a_secret_only_local_nodes_without_keys_serve_peers(
     settings: dict[str, str], keys: bool, proofs: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that others reach serves no peers until it has a secret."""
+    """A node that other machines reach serves no peers without a secret."""
     monkeypatch.setenv(VARIABLE, "a secret of the cluster")
     access = peer_access(ServeConfig(**settings), keys=keys)
     if proofs is None:
@@ -191,17 +191,17 @@ def test_without_a_secret_only_this_machine_has_peers_and_only_if_it_needs_no_ke
     assert access.admit(PATH, {}) == (NO_PROOF if proofs == NO_PROOF else None)
 
 
-def test_an_address_is_loopback_or_not() -> None:
-    """Names are not looked up: what they lead to may change."""
+def test_loopback_addresses() -> None:
+    """Names are not resolved, since their addresses may change."""
     assert [is_loopback(host) for host in ("127.0.0.2", "::1", "localhost")] == [True] * 3
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "192.168.1.4", "loopback"))
 
 
 @pytest.mark.parametrize(("value", "reason"), [(None, "is not set"), ("short", "fewer than 16")])
-def test_a_secret_that_is_missing_or_short_stops_the_start(
+def test_missing_or_short_secret_fails_the_start(
     value: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line names the setting and the variable, and not the secret."""
+    """One line mentions the setting and the variable, but not the secret."""
     monkeypatch.delenv(VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(VARIABLE, value)
@@ -211,6 +211,6 @@ def test_a_secret_that_is_missing_or_short_stops_the_start(
     assert value is None or value not in str(stopped.value).replace(VARIABLE, "")
 
 
-def test_no_secret_is_named_no_secret_is_there() -> None:
-    """Without the setting there is none to prove."""
+def test_no_setting_means_no_secret() -> None:
+    """Without the setting there is no secret to prove."""
     assert secret_of(None) is None

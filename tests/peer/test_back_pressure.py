@@ -1,4 +1,4 @@
-"""Readers that fall behind, on either side of the connection: bounded memory, and every token."""
+"""Slow readers on either side of the link: bounded memory, and no lost token."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.peer.harness import linked_to
 WORDS = "word " * 200
 
 
-async def test_a_client_that_reads_slowly_holds_the_peer_back(
+async def test_slow_client_pauses_its_request_at_the_peer(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker two sockets away spares, pauses and goes on with it; no token is lost."""
+    """The worker two sockets away slows it down, pauses and resumes it; no token is lost."""
     seconds = count()
     monkeypatch.setattr(slow_readers, "CHECK_INTERVAL_S", 0.001)
     monkeypatch.setattr(
@@ -49,10 +49,10 @@ async def test_a_client_that_reads_slowly_holds_the_peer_back(
     assert text.count("data: [DONE]") == 1
 
 
-async def test_a_gateway_that_stops_reading_is_waited_for_in_bounded_memory(
+async def test_gateway_that_stops_reading_costs_bounded_memory(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes meanwhile lies in the outbox, up to its bound, and beyond it merged by request."""
+    """Deltas wait in the outbox up to its bound, and beyond it are merged by request."""
     sessions: list[PeerSession] = []
     run = PeerSession.run
 
@@ -84,8 +84,8 @@ async def test_a_gateway_that_stops_reading_is_waited_for_in_bounded_memory(
         assert len(texts) < steps
 
 
-async def test_an_outbox_holds_so_much_and_lets_everybody_wait_in_turn() -> None:
-    """Order is kept for each stream; what is taken makes room."""
+async def test_full_outbox_makes_all_streams_wait() -> None:
+    """Taking deltas makes space, and each stream keeps its order."""
     outbox = DeltaOutbox()
     most = 3 * MOST_DELTAS
 
@@ -107,10 +107,10 @@ async def test_an_outbox_holds_so_much_and_lets_everybody_wait_in_turn() -> None
     await asyncio.gather(*filling)
 
 
-async def test_all_deltas_of_a_step_go_in_one_message(
+async def test_all_deltas_of_a_step_are_one_message(
     scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many requests a step had, it is encoded and sent once."""
+    """A step is encoded and sent once, however many requests it has."""
     sizes: list[int] = []
     take = DeltaOutbox.take
 

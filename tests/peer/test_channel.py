@@ -1,4 +1,4 @@
-"""Messages of any size over a connection: whole, bounded, and with room for others between."""
+"""Messages of any size over a connection: complete, bounded, and interleaved with small ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.gateway.harness import ScriptedBackend, running, until
 from tests.peer.harness import linked_to
 
 PROMPT_TOKENS = 500_000
-"""Of a prompt of a megabyte, roughly."""
+"""Of a prompt of 1 MB, roughly."""
 
 
 class Line:
@@ -50,8 +50,8 @@ def a_channel(line: Line, most_bytes: int = MOST_COMMAND_BYTES) -> PeerChannel[R
 
 
 @given(st.integers(0, 5000), st.integers(1, 2000))
-def test_a_message_of_any_size_arrives_whole(size: int, piece_bytes: int) -> None:
-    """Below, at and above the size of a piece; the next one begins anew."""
+def test_message_of_any_size_arrives_whole(size: int, piece_bytes: int) -> None:
+    """Sizes are below, at and above that of a piece; two messages follow each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channels, "PIECE_BYTES", piece_bytes)
         line = Line()
@@ -65,8 +65,8 @@ def test_a_message_of_any_size_arrives_whole(size: int, piece_bytes: int) -> Non
 
 
 @given(st.integers(1, 3))
-def test_a_message_beyond_the_bound_is_known_before_its_last_piece(over: int) -> None:
-    """What has no end does not fill memory."""
+def test_oversized_message_is_rejected_before_its_last_piece(over: int) -> None:
+    """A message without an end cannot fill memory."""
     line = Line()
     channel = a_channel(line, most_bytes=3 * PIECE_BYTES)
     asyncio.run(channel.send(TokenizerFiles({"a": bytes((3 + over) * PIECE_BYTES)})))
@@ -76,16 +76,16 @@ def test_a_message_beyond_the_bound_is_known_before_its_last_piece(over: int) ->
         channel.read(line.frames[3])
 
 
-def test_pieces_of_pieces_are_no_message() -> None:
-    """Else a small message could stand for a large one, again and again."""
+def test_piece_within_a_piece_is_rejected() -> None:
+    """Nested pieces would bypass the size limit."""
     codec = Codec[Report](Report)
     inner = codec.encode(MessagePiece(b"x", last=True))
     with pytest.raises(ValueError, match="a piece within a piece"):
         a_channel(Line()).read(codec.encode(MessagePiece(inner, last=True)))
 
 
-async def test_others_have_their_turn_between_the_pieces_of_a_prompt() -> None:
-    """A megabyte holds nobody up: each frame is small, and small messages pass between them."""
+async def test_small_messages_pass_between_pieces_of_a_prompt() -> None:
+    """A prompt of 1 MB blocks nobody, since each of its frames is small."""
     line = Line()
     channel = a_channel(line)
     wanted = make_request_of(PROMPT_TOKENS)
@@ -110,8 +110,8 @@ def make_request_of(tokens: int):
     return replace(make_request(backend), prompt_ids=compact(range(tokens)))
 
 
-async def test_a_prompt_of_a_megabyte_reaches_the_worker(scripted: ScriptedBackend) -> None:
-    """Over a real connection, and a cancel behind it does, too."""
+async def test_prompt_of_one_megabyte_reaches_the_worker(scripted: ScriptedBackend) -> None:
+    """It arrives over a real connection, and so does a cancel after it."""
     scripted.card = replace(scripted.card, max_model_len=1 << 20)
     scripted.kv_tokens = 1 << 20
     async with running(backends=[scripted]) as there, linked_to(there.url) as backend:

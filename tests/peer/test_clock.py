@@ -1,4 +1,4 @@
-"""Instants of another machine, moved to this one's clock."""
+"""Conversion of another machine's times to this machine's clock."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ DELAYS = st.lists(st.floats(1e-5, 0.5), min_size=1, max_size=30)
 
 
 @given(OFFSETS, DELAYS)
-def test_moved_instants_keep_their_order_with_what_happens_here(
-    offset_s: float, delays_s: list[float]
-) -> None:
-    """Behind the sending of a request, before the arrival of the news, off by the quickest way."""
+def test_converted_times_keep_causal_order(offset_s: float, delays_s: list[float]) -> None:
+    """They lie between sending and arrival, and are late by the fastest transfer."""
     clock, arrived_s, quickest_s = RemoteClock(), 0.0, math.inf
     for number, delay_s in enumerate(delays_s):
-        sent_s = 100.0 + 0.1 * number  # by our clock, which nobody there knows
-        arrived_s = max(arrived_s, sent_s + delay_s)  # a connection keeps the order
+        sent_s = 100.0 + 0.1 * number  # by our clock
+        arrived_s = max(arrived_s, sent_s + delay_s)  # a connection preserves order
         clock.heard(sent_s + offset_s, arrived_s)
         quickest_s = min(quickest_s, arrived_s - sent_s)
         found_s = clock.ours_s(sent_s + offset_s)
@@ -32,8 +30,8 @@ def test_moved_instants_keep_their_order_with_what_happens_here(
 
 
 @pytest.mark.parametrize("rate", [1 - 1e-4, 1 + 1e-4])
-def test_a_clock_that_drifts_is_followed(rate: float) -> None:
-    """After a day in which two clocks part by seconds, instants are right to the way here."""
+def test_conversion_follows_clock_drift(rate: float) -> None:
+    """After a day in which clocks part by seconds, the error is still one transfer."""
     clock = RemoteClock()
     for minute in range(24 * 60):
         ours_s = 60.0 * minute
@@ -41,8 +39,8 @@ def test_a_clock_that_drifts_is_followed(rate: float) -> None:
         assert abs(clock.ours_s(ours_s * rate) - ours_s) < 1.1e-3
 
 
-def test_phases_are_moved_as_one() -> None:
-    """What lies between two of them stays what it was; who recorded them, too."""
+def test_phases_are_converted_together() -> None:
+    """Intervals between phases and the recorded flag stay the same."""
     clock = RemoteClock()
     clock.heard(1000.0, 7.5)
     theirs = Phases(999.0, 999.25, ((999.5, 16), (999.75, 8)), 999.75, recorded=True)

@@ -1,4 +1,4 @@
-"""A worker of another node keeps the contract of backends, and gives the texts it gives there."""
+"""Workers of other nodes keep the contract of backends and give the same texts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ needs_engine = pytest.mark.skipif(
 )
 
 
-async def test_it_keeps_the_contract_of_backends() -> None:
-    """The conformance suite passes over a socket, and the other node holds nothing behind it."""
+async def test_peer_with_simulator_passes_conformance_suite() -> None:
+    """The other node holds nothing afterwards."""
     async with running() as where:
         await check_backend(PeerBackend(where.url, None))
         await until(lambda: is_idle(where.node))
@@ -43,15 +43,15 @@ async def test_it_keeps_the_contract_of_backends() -> None:
 
 @pytest.mark.long
 @needs_engine
-async def test_an_engine_there_keeps_it_too() -> None:
-    """The same with the shipped model on a device: drafts, resumes, embeddings and all."""
+async def test_peer_with_engine_passes_conformance_suite() -> None:
+    """The shipped model runs there, with drafts, resumes and embeddings."""
     async with running(**ENGINE) as where:
         await check_backend(PeerBackend(where.url, None))
         await until(lambda: is_idle(where.node))
 
 
-async def test_the_card_and_the_tokenizer_are_those_of_the_worker() -> None:
-    """A node without a worker counts, checks, renders and decodes as the one with it does."""
+async def test_card_and_tokenizer_are_those_of_the_worker() -> None:
+    """A node without a worker counts, checks, renders and decodes like the node with it."""
     messages = [{"role": "user", "content": "héllo"}]
     async with running(max_model_len=300) as where, linked_to(where.url) as backend:
         there = where.node.fleet.workers[0].generating
@@ -67,8 +67,8 @@ async def test_the_card_and_the_tokenizer_are_those_of_the_worker() -> None:
             assert refused.value.limit_tokens == 300
 
 
-async def test_texts_are_those_of_a_worker_in_this_process() -> None:
-    """For every seed and number of choices, together and one by one."""
+async def test_texts_equal_those_of_a_local_worker() -> None:
+    """Seeds and numbers of choices vary, together and one by one."""
     local = SimBackend(WorkerConfig())
     await local.start()
     async with running() as where, linked_to(where.url) as backend:
@@ -78,8 +78,8 @@ async def test_texts_are_those_of_a_worker_in_this_process() -> None:
     await local.stop()
 
 
-async def test_a_request_begun_here_goes_on_there() -> None:
-    """Its rest is the rest of the undisturbed text, at every token at which it may change."""
+async def test_request_begun_locally_is_resumed_by_peer() -> None:
+    """The output continues as if undisturbed, from every token at which it may change."""
     local = SimBackend(WorkerConfig())
     await local.start()
     async with running() as where, linked_to(where.url) as backend:
@@ -96,8 +96,8 @@ async def test_a_request_begun_here_goes_on_there() -> None:
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["read", "unread"])
-async def test_closing_a_stream_frees_the_memory_there(read: bool) -> None:
-    """Decoding or not even begun: the other worker has nothing of it any more."""
+async def test_closing_a_stream_frees_memory_at_the_peer(read: bool) -> None:
+    """The request is decoding, or has not even begun."""
     async with running(profile=SLOW) as where, linked_to(where.url) as backend:
         async with aclosing(backend.generate(make_request(backend, max_tokens=8000))) as stream:
             if read:
@@ -107,8 +107,8 @@ async def test_closing_a_stream_frees_the_memory_there(read: bool) -> None:
         await until(lambda: backend.load().kv_blocks_free == backend.load().kv_blocks_total)
 
 
-async def test_stopping_the_gateway_ends_what_it_left_there(scripted: ScriptedBackend) -> None:
-    """The end of the connection is the end of everything that came over it."""
+async def test_stopping_the_gateway_cancels_its_requests(scripted: ScriptedBackend) -> None:
+    """The end of the connection cancels all requests on it."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         for _ in range(3):
             backend.generate(make_request(backend))
@@ -119,8 +119,8 @@ async def test_stopping_the_gateway_ends_what_it_left_there(scripted: ScriptedBa
         assert is_idle(where.node)
 
 
-async def test_a_pace_that_overtakes_its_request_holds(scripted: ScriptedBackend) -> None:
-    """It may come while the request is still being looked through."""
+async def test_pace_set_during_the_check_takes_effect(scripted: ScriptedBackend) -> None:
+    """It may arrive while the request is still being checked."""
     async with running(backends=[scripted]) as where, linked_to(where.url) as backend:
         wanted = make_request(backend)
         async with aclosing(backend.generate(wanted)):
@@ -130,8 +130,8 @@ async def test_a_pace_that_overtakes_its_request_holds(scripted: ScriptedBackend
             await until(lambda: scripted.paces == [(came.request_id, Pace.PAUSED)])
 
 
-async def test_a_node_has_as_many_peers_as_it_has_workers() -> None:
-    """Each worker has an address of its own; there is none behind the last."""
+async def test_each_worker_of_a_node_has_its_own_address() -> None:
+    """There is no address after the last worker."""
     async with running(devices=(0, 1)) as where:
         for number in (0, 1):
             address = f"{where.url}/peer/v1/workers/{number}"
@@ -147,8 +147,8 @@ async def test_a_node_has_as_many_peers_as_it_has_workers() -> None:
 
 @pytest.mark.long
 @needs_engine
-async def test_formats_and_texts_of_an_engine_there() -> None:
-    """What is held to a format is compiled here, and is the same text with and without a socket."""
+async def test_grammars_and_texts_equal_those_of_a_local_engine() -> None:
+    """Grammars are checked here, and texts are the same with and without a socket."""
     regex = GrammarSpec(GrammarKind.REGEX, "(ab|ba){3,9}")
     async with running(**ENGINE) as where, linked_to(where.url) as backend:
         local = where.node.fleet.workers[0].generating

@@ -1,4 +1,4 @@
-"""A peer that is cut off, hangs, talks nonsense, is another one, or comes back."""
+"""Peers that are cut off, hang, send invalid messages, change or come back."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.peer.harness import (
 )
 
 LONG = 8000
-"""Tokens of a stream that is not over when something happens to it."""
+"""Tokens of a stream that still runs when something happens to it."""
 
 
 async def broken(backend: PeerBackend, happen: Callable[[], None]) -> str:
-    """What three streams, of which one is not read, end with after something happened."""
+    """Return the error of three streams, one of which is not read, after an event."""
     streams = [backend.generate(make_request(backend, max_tokens=LONG)) for _ in range(3)]
     for stream in streams[:2]:
         await anext(stream)
@@ -53,7 +53,7 @@ async def broken(backend: PeerBackend, happen: Callable[[], None]) -> str:
 
 
 async def ending(stream: AsyncGenerator[Delta, None]) -> str:
-    """What a stream fails with, which it must do soon."""
+    """Return the error of a stream, which must fail soon."""
     try:
         async with asyncio.timeout(5):
             async for _ in stream:
@@ -64,22 +64,22 @@ async def ending(stream: AsyncGenerator[Delta, None]) -> str:
 
 
 def in_the_middle_of_a_message(proxy: TcpProxy) -> None:
-    """Let five more bytes pass, which is less than any message has."""
+    """Let five more bytes pass, which is less than any message."""
     proxy.most_bytes = proxy.passed_bytes + 5
 
 
-def in_frames_that_are_none(proxy: TcpProxy) -> None:
-    """Reserved bits that nobody negotiated."""
+def in_invalid_frames(proxy: TcpProxy) -> None:
+    """Send reserved bits that were not negotiated."""
     proxy.spoil(b"\xff" * 64)
 
 
-def in_messages_that_are_none(proxy: TcpProxy) -> None:
-    """A binary frame of six bytes, which are no msgpack of ours."""
+def in_invalid_messages(proxy: TcpProxy) -> None:
+    """Send a binary frame of six bytes that are not valid msgpack."""
     proxy.spoil(b"\x82\x06\xc1\xc1\xc1\xc1\xc1\xc1")
 
 
-def with_a_message_beyond_the_bound(proxy: TcpProxy) -> None:
-    """The head of a frame that announces more than is taken."""
+def with_an_oversized_frame(proxy: TcpProxy) -> None:
+    """Send the head of a frame that is too large."""
     proxy.spoil(b"\x82\x7f" + (MOST_FRAME_BYTES + 1).to_bytes(8, "big"))
 
 
@@ -88,16 +88,16 @@ def with_a_message_beyond_the_bound(proxy: TcpProxy) -> None:
     [
         (TcpProxy.cut, "the connection broke"),
         (in_the_middle_of_a_message, "the connection broke|it closed the connection"),
-        (in_frames_that_are_none, "a message was invalid"),
-        (in_messages_that_are_none, "a message was invalid"),
-        (with_a_message_beyond_the_bound, "a message was too large"),
+        (in_invalid_frames, "a message was invalid"),
+        (in_invalid_messages, "a message was invalid"),
+        (with_an_oversized_frame, "a message was too large"),
         (TcpProxy.freeze, f"it sent nothing for {SILENCE_S:g} s"),
     ],
 )
-async def test_a_broken_connection_ends_every_stream_and_is_made_anew(
+async def test_broken_connection_ends_every_stream_and_is_reopened(
     happen: Callable[[TcpProxy], None], reason: str
 ) -> None:
-    """All say why; the peer frees what they had, and serves again without being asked to."""
+    """All streams fail with the reason, and the peer frees them and serves again."""
     async with behind_proxy(profile=SLOW) as (backend, proxy, where):
         before = await collect(backend, make_request(backend))
         assert re.search(reason, await broken(backend, partial(happen, proxy)))
@@ -109,16 +109,16 @@ async def test_a_broken_connection_ends_every_stream_and_is_made_anew(
         assert await collect(backend, make_request(backend)) == before
 
 
-async def test_streams_do_not_wait_for_a_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that hangs says none; its streams have ended by the time that one stops waiting."""
+async def test_streams_end_before_the_close_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that hangs never answers a close frame."""
     monkeypatch.setattr("draftgate.backends.peer.link.CLOSE_S", 60.0)
     async with behind_proxy() as (backend, proxy, _):
         assert "it sent nothing" in await broken(backend, proxy.freeze)
         proxy.thaw()
 
 
-async def test_what_cannot_be_reached_is_asked_with_pauses() -> None:
-    """While it is gone it takes no requests and says why; once it is back it does."""
+async def test_unreachable_peer_is_asked_again() -> None:
+    """While it is gone it takes no requests and has a failure; later it serves again."""
     async with behind_proxy() as (backend, proxy, _):
         proxy.cut(refuse=True)
         await until(lambda: backend.failure is not None)
@@ -130,8 +130,8 @@ async def test_what_cannot_be_reached_is_asked_with_pauses() -> None:
         await collect(backend, make_request(backend))
 
 
-async def test_a_slow_network_is_no_failure() -> None:
-    """Every block is late, each way, by more than the peer's reports are apart."""
+async def test_slow_network_is_not_a_failure() -> None:
+    """Every block is delayed by more than the time between two reports."""
     async with behind_proxy() as (backend, proxy, _):
         before = await collect(backend, make_request(backend))
         proxy.delay_s = SILENCE_S / 4
@@ -139,10 +139,10 @@ async def test_a_slow_network_is_no_failure() -> None:
         assert backend.load_age_s < SILENCE_S
 
 
-async def test_a_gateway_that_is_cut_off_without_a_word_keeps_no_memory(
+async def test_peer_frees_requests_of_a_vanished_gateway(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peer asks it whether it is there, and ends what it left, though no connection closed."""
+    """The peer pings the gateway and cancels its requests, although no connection closed."""
     monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", SILENCE_S / 2)
     async with (
         running(profile=SLOW) as where,
@@ -157,8 +157,8 @@ async def test_a_gateway_that_is_cut_off_without_a_word_keeps_no_memory(
         await stream.aclose()
 
 
-async def test_a_gateway_that_only_waits_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has nothing to say while it reads, and answers when it is asked."""
+async def test_gateway_that_only_reads_stays_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends nothing while it reads, but answers pings."""
     monkeypatch.setattr("draftgate.gateway.http.peers.endpoint.PING_S", 0.05)
     async with (
         running() as where,
@@ -168,8 +168,8 @@ async def test_a_gateway_that_only_waits_is_not_cut_off(monkeypatch: pytest.Monk
         assert sum([len(delta.token_ids) async for delta in stream]) == 100
 
 
-def test_a_silence_is_known_after_its_time_and_not_before() -> None:
-    """In virtual time: a peer that reports is there, and the last report starts the count."""
+def test_silence_is_noticed_after_its_time() -> None:
+    """In virtual time, the count starts with the last report."""
 
     async def scenario() -> float:
         link = Link(None)
@@ -183,15 +183,15 @@ def test_a_silence_is_known_after_its_time_and_not_before() -> None:
     assert 3.0 <= run_virtual(scenario()) <= 3.5
 
 
-def test_a_stall_of_this_event_loop_is_no_silence_of_the_peer() -> None:
-    """However long nothing was read here, what came meanwhile is read before anybody is blamed."""
+def test_stalled_event_loop_is_not_silence_of_the_peer() -> None:
+    """Messages that arrived during the stall are read before the peer is given up."""
 
     async def scenario() -> None:
         link, clock = Link(None), asyncio.get_running_loop()._jumping
         listening = asyncio.create_task(link._watch_silence(3.0))
         await asyncio.sleep(0.1)
         for _ in range(10):
-            clock.now_s += 100.0  # the loop stood still: its timers are due, and nothing was read
+            clock.now_s += 100.0  # the loop stalled: its timers are due, and nothing was read
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             link._heard = True
@@ -204,7 +204,7 @@ def test_a_stall_of_this_event_loop_is_no_silence_of_the_peer() -> None:
 
 @contextmanager
 def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A node with the simulator in a process of its own, and its address."""
+    """Yield a node with the simulator in its own process, and its address."""
     command = [*COMMAND, "serve", "--backend", "sim", "--port", "0"]
     node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -219,8 +219,8 @@ def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
             node.stdout.close()
 
 
-async def test_a_process_that_is_killed_ends_every_stream_at_once() -> None:
-    """Its system resets the connection: nobody waits for a silence."""
+async def test_killed_process_ends_every_stream_at_once() -> None:
+    """Its system resets the connection, so no silence has to be noticed."""
     with process() as (node, url):
         async with linked_to(url, silence_s=60.0) as backend:
             assert "it sent nothing" not in await broken(backend, node.kill)
@@ -228,8 +228,8 @@ async def test_a_process_that_is_killed_ends_every_stream_at_once() -> None:
                 backend.generate(make_request(backend))
 
 
-async def test_a_process_that_is_stopped_is_known_by_its_silence_and_comes_back() -> None:
-    """Its system still takes what is sent, so nothing else tells; it goes on where it stood."""
+async def test_suspended_process_is_noticed_by_silence_and_recovers() -> None:
+    """Its system still accepts data, so only silence shows that it is suspended."""
     with process() as (node, url):
         async with linked_to(url, silence_s=SILENCE_S) as backend:
             before = await collect(backend, make_request(backend))
@@ -241,8 +241,8 @@ async def test_a_process_that_is_stopped_is_known_by_its_silence_and_comes_back(
             await until(lambda: backend.load().running + backend.load().waiting == 0)
 
 
-async def test_a_node_that_starts_later_is_waited_for() -> None:
-    """`start` ends once it is there; until then the backend says what is wrong."""
+async def test_start_waits_for_a_node_that_starts_later() -> None:
+    """Until then the backend reports what is wrong."""
     async with running(start=False) as where:
         backend = PeerBackend(where.url, None)
         starting = asyncio.create_task(backend.start())
@@ -254,10 +254,10 @@ async def test_a_node_that_starts_later_is_waited_for() -> None:
         await backend.stop()
 
 
-async def test_one_that_never_comes_can_be_given_up() -> None:
-    """`stop` ends a `start` that waits, with an error."""
+async def test_stop_ends_a_waiting_start() -> None:
+    """The waiting `start` fails."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        taken.bind(("127.0.0.1", 0))  # no server listens there
         backend = PeerBackend(f"http://127.0.0.1:{taken.getsockname()[1]}", None)
         starting = asyncio.create_task(backend.start())
         await until(lambda: "connection refused" in str(backend.failure))
@@ -266,8 +266,8 @@ async def test_one_that_never_comes_can_be_given_up() -> None:
         await starting
 
 
-async def test_a_node_that_is_about_to_stop_takes_no_more_and_ends_what_it_has() -> None:
-    """New requests are refused on this side already; the open stream comes to its end."""
+async def test_draining_node_takes_no_requests_and_completes_running_ones() -> None:
+    """New requests are refused on this side already."""
     async with (
         running() as where,
         linked_to(where.url) as backend,
@@ -283,8 +283,8 @@ async def test_a_node_that_is_about_to_stop_takes_no_more_and_ends_what_it_has()
         assert await draining
 
 
-async def test_a_request_that_crosses_the_news_is_refused_by_itself() -> None:
-    """Sent before this side knew that the node drains: its stream ends, and no other."""
+async def test_request_sent_while_the_peer_begins_to_drain_is_refused() -> None:
+    """Only its own stream ends."""
     async with (
         running() as where,
         linked_to(where.url) as backend,
@@ -300,8 +300,8 @@ async def test_a_request_that_crosses_the_news_is_refused_by_itself() -> None:
         assert await draining
 
 
-async def test_a_worker_that_breaks_there_ends_its_streams_with_its_own_reason() -> None:
-    """The connection stays; what it was told of the failure, clients are told here."""
+async def test_broken_worker_ends_streams_with_its_own_reason() -> None:
+    """The connection stays open, and clients get the worker's reason."""
     async with running(devices=(0, 1)) as where, linked_to(where.url) as backend:
         worker = where.node.fleet.workers[0].backend
         stopping: list[asyncio.Task[None]] = []
@@ -311,8 +311,8 @@ async def test_a_worker_that_breaks_there_ends_its_streams_with_its_own_reason()
         await until(lambda: "the worker was stopped" in str(backend.failure))
 
 
-async def test_another_life_of_a_peer_is_not_the_one_that_was_meant() -> None:
-    """Asked for one epoch, the backend never serves with another, at first or later."""
+async def test_backend_for_one_epoch_never_uses_another() -> None:
+    """This holds for the first link and for later ones."""
     async with impostor(ready_message(epoch="first")) as there:
         backend = PeerBackend(there.url, None, epoch="another")
         with pytest.raises(PeerRefused, match="epoch first, not another"):
@@ -326,8 +326,8 @@ async def test_another_life_of_a_peer_is_not_the_one_that_was_meant() -> None:
             await until(backend._linking.done)  # it never asks again
 
 
-async def test_without_an_epoch_a_restarted_peer_is_taken_as_it_comes() -> None:
-    """Its bounds may have changed, and are the ones that count from then on."""
+async def test_backend_without_an_epoch_uses_a_restarted_peer() -> None:
+    """The limits of the restarted peer apply."""
     async with impostor(ready_message(epoch="first")) as there, linked_to(there.url) as backend:
         wanted = make_request(backend, max_tokens=100)
         backend.check(wanted)
@@ -340,8 +340,8 @@ async def test_without_an_epoch_a_restarted_peer_is_taken_as_it_comes() -> None:
 
 
 @pytest.mark.parametrize("change", [{"tokenizer": "0" * 64}, {"card": a_card(model_id="other")}])
-async def test_a_restarted_peer_with_another_model_is_of_no_use(change: dict[str, object]) -> None:
-    """Token ids would mean something else; it is asked again, as it may be set right."""
+async def test_restarted_peer_with_another_model_is_not_used(change: dict[str, object]) -> None:
+    """Token ids would mean something else; it is asked again, since this may be corrected."""
     async with impostor(ready_message()) as there, linked_to(there.url) as backend:
         there.ready = ready_message(**change)
         await there.connection.close()
@@ -350,8 +350,8 @@ async def test_a_restarted_peer_with_another_model_is_of_no_use(change: dict[str
         await until(lambda: backend.failure is None)
 
 
-async def test_what_comes_late_for_a_request_is_not_taken_for_its_second_try() -> None:
-    """Over one connection, each try of a request has an id of its own."""
+async def test_late_delta_is_not_delivered_to_a_second_try() -> None:
+    """Each try of a request has its own id on a connection."""
     async with impostor(ready_message()) as there, linked_to(there.url, silence_s=60.0) as backend:
         wanted = make_request(backend)
         async with aclosing(backend.generate(wanted)):
@@ -376,10 +376,10 @@ async def test_what_comes_late_for_a_request_is_not_taken_for_its_second_try() -
         ({"additional_chat_templates/../../x.jinja": b""}, "a file that no tokenizer has"),
     ],
 )
-async def test_files_that_are_not_the_tokenizers_are_refused(
+async def test_unexpected_tokenizer_files_are_refused(
     files: dict[str, bytes], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is written to where a peer wants it, and nothing read that it did not announce."""
+    """Nothing is written outside the folder, and unannounced files are not loaded."""
     monkeypatch.setattr("tests.peer.harness.FILES", files)
     async with impostor(ready_message(tokenizer="0" * 64)) as there:
         backend = PeerBackend(there.url, None)
@@ -388,10 +388,10 @@ async def test_files_that_are_not_the_tokenizers_are_refused(
         await backend.stop()
 
 
-async def test_a_server_that_says_nothing_is_not_waited_for(
+async def test_silent_server_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever takes the connection and does not say who it is, is no peer."""
+    """A server that accepts the connection and sends nothing is not a peer."""
     monkeypatch.setattr("draftgate.backends.peer.link.CONNECT_S", 0.2)
     async with impostor(None) as there:
         backend = PeerBackend(there.url, None)
@@ -411,10 +411,10 @@ async def test_a_server_that_says_nothing_is_not_waited_for(
         ({"prompt_ids": compact([1]) * (1 << 15)}, "context holds"),
     ],
 )
-async def test_what_cannot_run_there_is_refused_and_the_worker_lives(
+async def test_invalid_request_is_refused_and_the_worker_survives(
     change: dict[str, object], reason: str
 ) -> None:
-    """The peer does not trust what comes over a network to have been checked."""
+    """The peer checks requests again, since they arrive over a network."""
     async with running() as where, linked_to(where.url) as backend:
         wanted = replace(make_request(backend), **change)
         with pytest.raises(RequestRejected, match=reason):

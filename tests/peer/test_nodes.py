@@ -1,4 +1,4 @@
-"""A node without a worker in front of others: `--backend peer --upstream URL`."""
+"""A node without a worker in front of other nodes: `--backend peer --upstream URL`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BODY = {"prompt": "def f(x):", "max_tokens": 24, "seed": 3, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed": 3}
 
 
-async def test_clients_see_no_difference() -> None:
-    """Texts, usage, models and tokens of a node in front are those of the node behind it."""
+async def test_clients_see_no_difference_to_a_local_worker() -> None:
+    """Texts, usage, models and tokens are those of the node with the worker."""
     async with (
         running() as there,
         running(backend="peer", upstream=(there.url,)) as where,
@@ -51,8 +51,8 @@ async def test_clients_see_no_difference() -> None:
         assert where.node.dispatcher.in_flight == 0
 
 
-async def test_a_client_that_leaves_frees_the_memory_two_nodes_away() -> None:
-    """Closing an HTTP stream here ends the sequence there."""
+async def test_client_that_leaves_frees_memory_two_nodes_away() -> None:
+    """Closing its HTTP stream ends the sequence there."""
     body = {**BODY, "max_tokens": 4000, "stream": True}
     async with (
         running(profile=SLOW) as there,
@@ -66,8 +66,8 @@ async def test_a_client_that_leaves_frees_the_memory_two_nodes_away() -> None:
         await until(lambda: where.node.dispatcher.in_flight == 0)
 
 
-async def test_a_node_counts_what_others_send_to_its_worker() -> None:
-    """Its own clients wait for seats that another node's requests have, and get them then."""
+async def test_requests_of_peers_count_against_capacity() -> None:
+    """The node's own clients wait while another node's requests fill the worker."""
     async with (
         running(max_num_seqs=1, profile=SLOW) as there,
         running(backend="peer", upstream=(there.url,)) as where,
@@ -82,8 +82,8 @@ async def test_a_node_counts_what_others_send_to_its_worker() -> None:
         assert (await asked).status_code == 200
 
 
-async def test_a_node_of_peers_outlives_them() -> None:
-    """While all are out it is not ready, and says so; it serves again with the first that is."""
+async def test_node_survives_the_outage_of_all_peers() -> None:
+    """It is not ready meanwhile, with a reason, and serves again with the first peer."""
     async with (
         running() as there,
         proxied(there.url) as proxy,
@@ -107,8 +107,8 @@ async def test_a_node_of_peers_outlives_them() -> None:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
 
 
-async def test_of_two_peers_the_one_that_is_about_to_stop_gets_nothing_new() -> None:
-    """A rolling restart of the workers: every request is answered."""
+async def test_draining_peer_gets_no_new_requests() -> None:
+    """During a rolling restart every request is answered by the other peer."""
     async with (
         running() as first,
         running() as second,
@@ -123,8 +123,8 @@ async def test_of_two_peers_the_one_that_is_about_to_stop_gets_nothing_new() -> 
         assert await draining
 
 
-async def test_peers_with_different_models_are_no_fleet(tmp_path: Path) -> None:
-    """Token ids of one mean something else to another: the node does not start, and names both."""
+async def test_peers_with_different_models_fail_the_start(tmp_path: Path) -> None:
+    """Token ids would mean different things; the message names both models."""
     other = tmp_path / "another"
     shutil.copytree(SHIPPED_MODEL, other)
     async with running() as first, running(model=str(other)) as second:
@@ -133,8 +133,8 @@ async def test_peers_with_different_models_are_no_fleet(tmp_path: Path) -> None:
                 pass
 
 
-async def test_peers_of_peers_are_not_passed_on() -> None:
-    """A node offers the workers of its own process only, so that no request goes in circles."""
+async def test_node_offers_only_its_own_workers() -> None:
+    """Otherwise requests could go in circles."""
     async with (
         running() as there,
         running(backend="peer", upstream=(there.url,)) as where,
@@ -146,24 +146,24 @@ async def test_peers_of_peers_are_not_passed_on() -> None:
                 pass
 
 
-async def test_there_is_no_worker_behind_the_last(scripted: ScriptedBackend) -> None:
-    """A number that no worker has is a path that does not exist."""
+async def test_worker_number_beyond_the_last_is_not_found(scripted: ScriptedBackend) -> None:
+    """The path does not exist."""
     async with running(backends=[scripted]) as there:
         with pytest.raises(StartError, match="does not accept peers"):
             async with running(backend="peer", upstream=(f"{there.url}/peer/v1/workers/1",)):
                 pass
 
 
-def test_peers_need_an_address() -> None:
-    """Without one the node does not start, and says what is missing."""
+def test_missing_address_fails_the_start() -> None:
+    """The message says what is missing."""
     config = ServeConfig(backend="peer")
     node = build_node(config)
     with pytest.raises(StartError, match="needs --upstream URL"):
         asyncio.run(start_workers(node))
 
 
-def test_a_peer_is_made_by_name_without_torch() -> None:
-    """A gateway needs none to send requests to those that do."""
+def test_peer_backend_does_not_import_torch() -> None:
+    """A gateway without torch can use workers that need it."""
     code = (
         "import sys; from draftgate.backends.worker_config import WorkerConfig\n"
         "from draftgate.backends.registry import backend_factory\n"

@@ -113,13 +113,13 @@ def name_of(message: object) -> str:
 
 
 def over_codec(message: WorkerMessage, received: object) -> object:
-    """The message after msgpack, as between nodes."""
+    """Return the message after msgpack, as between nodes."""
     codec = Codec[object](received)
     return codec.decode(codec.encode(message))
 
 
 def over_socket(message: WorkerMessage, received: object) -> object:
-    """The message after a socket, as from or to an engine's own process."""
+    """Return the message after a socket, as from or to an engine's own process."""
     here, there = socket.socketpair()
     with here, there:
         SocketChannel(here, received).send(message)

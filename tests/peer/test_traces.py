@@ -1,4 +1,4 @@
-"""One trace over two nodes: right parents, no hop twice, instants of one clock."""
+"""One trace over two nodes: right parents, no duplicate spans, times of one clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVER = f"POST {PATH}"
 HOPS = ("worker.queue", "prefill", "decode")
 BODY = {"prompt": "tell nobody", "max_tokens": 20, "seed": 1, "stream": True}
 AHEAD_S = 5000.0
-"""By so much the other machine's monotonic clock differs from this one's."""
+"""Offset of the other machine's monotonic clock."""
 DECODE_SUM = "draftgate_decode_seconds_sum"
 
 
@@ -31,7 +31,7 @@ DECODE_SUM = "draftgate_decode_seconds_sum"
 async def two_nodes(
     collector: Collector, *, there_too: bool, **settings: object
 ) -> AsyncIterator[tuple[Listening, Listening]]:
-    """A node that traces, in front of one that does, too, or does not."""
+    """Yield a tracing node in front of a node that traces, or does not."""
     tracings: list[Tracing] = [open_tracing(collector.url, {})]
     tracings.append(open_tracing(collector.url, {}) if there_too else Tracing())
     try:
@@ -45,8 +45,8 @@ async def two_nodes(
             await asyncio.to_thread(tracing.shutdown)
 
 
-async def test_the_peers_hops_are_below_a_server_span_of_its_own() -> None:
-    """Which is below `dispatch`; the gateway makes none of the worker's hops a second time."""
+async def test_worker_spans_are_below_the_peers_server_span() -> None:
+    """That span is below `dispatch`, and the gateway records no worker span again."""
     async with (
         collecting() as collector,
         two_nodes(collector, there_too=True) as (where, there),
@@ -66,8 +66,8 @@ async def test_the_peers_hops_are_below_a_server_span_of_its_own() -> None:
     assert not any(span.failed for span in collector.spans)
 
 
-async def test_a_peer_that_does_not_trace_is_traced_from_here() -> None:
-    """Its hops are made of what its deltas tell, below `dispatch`, as for a worker of this node."""
+async def test_gateway_records_worker_spans_of_a_peer_without_tracing() -> None:
+    """They follow from the deltas and are below `dispatch`, as for a local worker."""
     async with (
         collecting() as collector,
         two_nodes(collector, there_too=False) as (where, _),
@@ -81,8 +81,8 @@ async def test_a_peer_that_does_not_trace_is_traced_from_here() -> None:
     assert "peer.generate" not in {span.name for span in collector.spans}
 
 
-async def test_what_is_not_sampled_here_is_not_traced_there() -> None:
-    """The client's decision holds on every machine that the request comes to."""
+async def test_unsampled_request_is_not_traced_by_the_peer() -> None:
+    """The client's sampling decision holds on every machine."""
     headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"}
     async with (
         collecting() as collector,
@@ -93,10 +93,10 @@ async def test_what_is_not_sampled_here_is_not_traced_there() -> None:
     assert collector.spans == []
 
 
-async def test_instants_of_a_machine_with_another_clock_lie_where_they_belong(
+async def test_times_of_another_clock_lie_within_dispatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Within `dispatch`, and in the figures of the gateway as durations that were."""
+    """The gateway's metrics have the right durations, too."""
     theirs = SimpleNamespace(monotonic=lambda: time.monotonic() + AHEAD_S)
     monkeypatch.setattr("draftgate.gateway.http.peers.session.time", theirs)
     backend = ScriptedBackend()
@@ -129,8 +129,8 @@ async def test_instants_of_a_machine_with_another_clock_lie_where_they_belong(
     assert 0 < float(decode.split()[-1]) < 60
 
 
-async def test_a_cancel_ends_the_peers_span_too() -> None:
-    """The client leaves: both nodes' spans end, and blame nobody."""
+async def test_cancel_ends_the_spans_of_both_nodes() -> None:
+    """The client leaves, which is an error of neither."""
     async with collecting() as collector:
         async with two_nodes(collector, there_too=True) as (where, there):
             body = {**BODY, "max_tokens": 8000, "ignore_eos": True}
@@ -143,11 +143,13 @@ async def test_a_cancel_ends_the_peers_span_too() -> None:
         assert not any(span.failed for span in collector.spans)
 
 
-async def test_an_error_there_is_on_the_span_there_and_here(
+async def test_worker_error_is_on_the_spans_of_both_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The worker breaks: each node says so on its own part of the trace."""
-    monkeypatch.setattr("draftgate.gateway.dispatch.failover.COMEBACK_S", 0.0)  # nobody comes back
+    """Each node marks its own part of the trace."""
+    monkeypatch.setattr(
+        "draftgate.gateway.dispatch.failover.COMEBACK_S", 0.0
+    )  # no worker comes back
     backend = ScriptedBackend()
     async with (
         collecting() as collector,
