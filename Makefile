@@ -21,7 +21,7 @@ pip_install = PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-co
   --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long check docs format clean
+.PHONY: help setup serve test test-long coverage check docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,18 +55,26 @@ $(SETUP): $(SERVE)
 	$(pip_install) $(torch_index) --no-build-isolation -e '.[dev]'
 	@touch $@
 
+# Several processes share the tests, whole files each: fixtures of a file are set up once.
+parallel = -n auto --maxprocesses 4 --dist loadfile
+
 test: $(SETUP) ## run the quick tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(parallel) $(ARGS)
 
 test-long: $(SETUP) ## run every test, including the long ones
 	$(BIN)/python -m pytest --long $(ARGS)
 
-check: $(SETUP) ## check style, types, import contracts and docstrings of tests
+coverage: $(SETUP) ## run the quick tests and report which lines they reach
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage report --skip-covered
+
+check: $(SETUP) ## check style, types, import contracts, docstrings of tests and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/interrogate tests
+	$(BIN)/codespell
 
 docs: $(SETUP) ## write the pages that are made from declarations
 	$(BIN)/python -m draftgate.gateway.cli.reference docs/reference

@@ -108,13 +108,13 @@ class Row(NamedTuple):
         chances: for each position, the probability of its token given all before it.
         survivals: for each position, the probability of its token and all before it.
         surprises: for each number of accepted tokens, the sum of 1 - chance over them.
-        informations: for each number of tokens, the sum of chance x (1 - chance) over them.
+        information: for each number of tokens, the sum of chance x (1 - chance) over them.
     """
 
     chances: tuple[float, ...]
     survivals: tuple[float, ...]
     surprises: tuple[float, ...]
-    informations: tuple[float, ...]
+    information: tuple[float, ...]
 
     def of_length(self, length: int) -> tuple[float, ...]:
         """Return the survivals of a chain of that many tokens."""
@@ -154,7 +154,7 @@ class RequestShift:
         accepted = min(accepted, POSITIONS)
         gradient = row.surprises[accepted] - (row.chances[accepted] if tested > accepted else 0.0)
         forgotten = (1.0 - SHIFT_MEMORY) * SHIFT_DEVIATION**-2
-        self.information = SHIFT_MEMORY * self.information + forgotten + row.informations[tested]
+        self.information = SHIFT_MEMORY * self.information + forgotten + row.information[tested]
         moved = self.shift + gradient / self.information
         self.shift = min(max(moved, -MOST_SHIFT), MOST_SHIFT)
 
