@@ -34,6 +34,7 @@ from draftgate.backends.engine.numerics import (
     fix_sums,
     numerics_class,
 )
+from draftgate.backends.engine.pooling import pools_last_token
 from draftgate.backends.engine.proposers.registry import (
     ProposerSetup,
     check_proposer_name,
@@ -41,7 +42,6 @@ from draftgate.backends.engine.proposers.registry import (
 )
 from draftgate.backends.engine.runner import ModelRunner, Runner
 from draftgate.backends.engine.sampler import Verify
-from draftgate.backends.engine.sentence_transformers import pools_last_token
 from draftgate.backends.engine.served import ServedModel
 from draftgate.backends.engine.warmup import TOKEN_BUCKETS, exactness, measure_step_cost, rehearse
 from draftgate.backends.engine.weights import Weights, load_weights

@@ -1,31 +1,51 @@
-"""Embeddings: the last token's hidden state behind the final norm, out of a step.
+"""Embeddings: the hidden state of the last token after the final norm.
 
-That is how embedding models made from decoders pool, for the last token alone has seen all others
-(Qwen3-Embedding, arXiv 2506.05176; vLLM's `LAST`). Whoever asked normalises it.
+Embedding models made from decoders pool the last token, because it alone attends to all others
+(Qwen3-Embedding, arXiv 2506.05176; vLLM's `LAST`). The gateway normalises the embedding.
+
+A checkpoint in the layout of sentence-transformers lists its modules in `modules.json` and its
+pooling in `1_Pooling/config.json`. Mean pooling would need the hidden states of all rows, also of
+cached ones, so a checkpoint that asks for it gets no embeddings.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
 
 from torch import Tensor
 
 from draftgate.backends.core.steps import StepPlan
+from draftgate.backends.errors import CheckpointError
+from draftgate.backends.tokenizer import read_json
+
+LAST_TOKEN: Final = "lasttoken"
+DEFAULT_MODE: Final = "mean_tokens"
+"""Mode that sentence-transformers uses if a pooling configuration names none."""
+
+_FLAG: Final = "pooling_mode_"
+_POOLING: Final = "Pooling"
+_SUPPORTED: Final = frozenset({"Transformer", _POOLING, "Normalize"})
+
+logger = logging.getLogger(__name__)
 
 
-def rows_of(plan: StepPlan) -> list[int]:
-    """Return the rows of a step that are pooled."""
+def rows_to_pool(plan: StepPlan) -> list[int]:
+    """Return the rows of a step whose hidden state is wanted."""
     if not plan.pooled:
         return []
     ends = list(accumulate(work.num_tokens for work in plan.work))
     return [ends[place] - 1 for place in plan.pooled]
 
 
-def wanted(hidden: Tensor, num_samples: int, num_pooled: int) -> Tensor | None:
-    """Return the rows that are pooled; they stand behind those that are sampled.
+def select_pooled(hidden: Tensor, num_samples: int, num_pooled: int) -> Tensor | None:
+    """Return the pooled rows, which follow the sampled ones.
 
     Args:
-        hidden: [rows, hidden_size], of `Decoder.last_hidden`.
+        hidden: [rows, hidden_size], from `Decoder.last_hidden`.
 
     Returns:
         float32 [num_pooled, hidden_size], on the same device; None if there are none.
@@ -33,6 +53,59 @@ def wanted(hidden: Tensor, num_samples: int, num_pooled: int) -> Tensor | None:
     return hidden[num_samples : num_samples + num_pooled].float() if num_pooled else None
 
 
-def read(pooled: Tensor | None) -> list[bytes] | None:
-    """Return each row, in main memory, as float32 in little-endian order; None for none."""
+def pooled_bytes(pooled: Tensor | None) -> list[bytes] | None:
+    """Return each row of a tensor in main memory as little-endian float32; None for None."""
     return None if pooled is None else [row.tobytes() for row in pooled.numpy().astype("<f4")]
+
+
+def pools_last_token(directory: Path) -> bool:
+    """Return whether a checkpoint's embeddings are supported; log the reason if they are not.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    reason = unsupported_pooling(directory)
+    if reason is not None:
+        logger.warning("no embeddings: %s; only last-token pooling is supported", reason)
+    return reason is None
+
+
+def unsupported_pooling(directory: Path) -> str | None:
+    """Return why a checkpoint's embeddings are not supported; None if they are.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    pooling = "1_Pooling"
+    for module in _modules(directory / "modules.json"):
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind not in _SUPPORTED:
+            return f"modules.json asks for a module {kind!r} after the pooling"
+        if kind == _POOLING:
+            pooling = str(module.get("path", pooling))
+    settings = read_json(directory / pooling / "config.json", missing={_FLAG + LAST_TOKEN: True})
+    modes = _modes(settings)
+    if modes != [LAST_TOKEN]:
+        return f"{pooling}/config.json asks for pooling by {' and '.join(modes)}"
+    return None
+
+
+def _modes(settings: dict[str, Any]) -> list[str]:
+    """Return the modes that a pooling configuration asks for."""
+    named = settings.get("pooling_mode")
+    if isinstance(named, str):
+        return [named]
+    flags = [name for name, on in settings.items() if on is True and name.startswith(_FLAG)]
+    return [name.removeprefix(_FLAG) for name in flags] or [DEFAULT_MODE]
+
+
+def _modules(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"damaged {path}: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
+        raise CheckpointError(f"damaged {path}: a list of JSON objects was expected")
+    return modules

@@ -30,7 +30,7 @@ class LaunchedStep:
         logprobs: one entry for each part of the plan, None where it does not ask; None where
             nobody does.
         started_s: `time.perf_counter` when it was launched.
-        pooled: what the plan pools (`pooling.wanted`).
+        pooled: what the plan pools (`pooling.select_pooled`).
     """
 
     plan: StepPlan
@@ -87,11 +87,11 @@ class Runner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step: forward, sample, look log probabilities up. Reads nothing back."""
         started_s = time.perf_counter()
-        feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_of(plan)
+        feeds, pooled_rows = map(feed_of, plan.work), pooling.rows_to_pool(plan)
         inputs = build_inputs(feeds, self._pool.dump_slot, pooled_rows=pooled_rows)
         hidden = self._decoder.last_hidden(inputs, self._pool.layers)
         logits = self._decoder.sampled_logits(hidden, inputs.num_samples)
-        pooled = pooling.wanted(hidden, inputs.num_samples, inputs.num_pooled)
+        pooled = pooling.select_pooled(hidden, inputs.num_samples, inputs.num_pooled)
         if plan.is_plain:
             tokens = draw(plan, logits, self._verify)
             return LaunchedStep(plan, tokens, None, started_s, pooled)
@@ -107,7 +107,7 @@ class Runner:
         walks = walk(step.plan, step.tokens.tolist())
         self._compact(step.plan, walks)
         found = logprobs.read(step.logprobs, walks)
-        pooled = pooling.read(step.pooled)
+        pooled = pooling.pooled_bytes(step.pooled)
         return StepResult(walks.emitted, found, time.perf_counter() - step.started_s, pooled)
 
     @torch.inference_mode()

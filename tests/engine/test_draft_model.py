@@ -53,7 +53,7 @@ class Drafter:
             DraftModel(draft, kv, model.config.vocab_size),
             self.pages,
             eos_ids=model.config.eos_ids,
-            with_laws=False,
+            keep_distributions=False,
             catch_up_tokens=catch_up_tokens,
             cost=COST,
         )

@@ -17,7 +17,7 @@ from transformers import AutoModel
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.pipeline import run_until_idle
 from draftgate.backends.engine.backend import EngineBackend
-from draftgate.backends.engine.sentence_transformers import why_not_embedded
+from draftgate.backends.engine.pooling import unsupported_pooling
 from draftgate.backends.errors import CheckpointError, RequestRejected
 from draftgate.backends.types import FinishReason, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
@@ -228,7 +228,7 @@ def test_only_last_token_pooling_is_taken_for_what_a_checkpoint_asks(
         if value is not None:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(json.dumps(value))
-    found = why_not_embedded(tmp_path)
+    found = unsupported_pooling(tmp_path)
     assert (found is None) == (reason is None)
     assert reason is None or reason in found
 
@@ -238,7 +238,7 @@ def test_damaged_modules_are_named(damage: str, tmp_path: Path) -> None:
     """A list of modules that is none ends loading, with the file's name."""
     (tmp_path / "modules.json").write_text(damage)
     with pytest.raises(CheckpointError, match=r"damaged .*modules\.json"):
-        why_not_embedded(tmp_path)
+        unsupported_pooling(tmp_path)
 
 
 CONFIG = WorkerConfig(max_model_len=512, kv_bytes=4 << 20, threads=1)

@@ -12,9 +12,14 @@ from hypothesis import given
 from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.engine.proposers.corpus import MOST_TENANTS, Corpora
 from draftgate.backends.engine.proposers.ngram import NgramProposer
-from draftgate.backends.engine.proposers.ngram_index import MOST_EVIDENCE, MOST_MATCHES, NgramIndex
+from draftgate.backends.engine.proposers.ngram_index import (
+    MOST_EVIDENCE,
+    MOST_MATCHES,
+    MOST_TENANTS,
+    NgramIndex,
+    TenantCorpora,
+)
 from draftgate.backends.engine.testing import check_draft
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, ResumedChoice, SamplingParams
@@ -173,9 +178,9 @@ def test_a_long_match_of_its_own_is_not_looked_for_elsewhere() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=30), st.integers(2, 60))
 def test_a_corpus_keeps_the_latest_tokens(texts, most) -> None:
     """Never more than it may; the end of the last text is always there, if it has room for it."""
-    corpora = Corpora(most)
+    corpora = TenantCorpora(most)
     for text in texts:
-        corpora.add("a", text)
+        corpora.add_text("a", text)
     corpus = corpora._by_tenant.get("a")
     if corpus is None:
         assert not texts
@@ -188,11 +193,11 @@ def test_a_corpus_keeps_the_latest_tokens(texts, most) -> None:
 
 def test_tenants_are_bounded_too() -> None:
     """The tenant that was silent longest is forgotten."""
-    corpora = Corpora(10)
+    corpora = TenantCorpora(10)
     for number in range(MOST_TENANTS):
-        corpora.add(str(number), [1, 2, 3])
+        corpora.add_text(str(number), [1, 2, 3])
     assert list(corpora.matches("0", [1, 2]))
-    corpora.add("new", [1, 2, 3])
+    corpora.add_text("new", [1, 2, 3])
     assert list(corpora.matches("0", [1, 2]))
     assert not list(corpora.matches("1", [1, 2]))
     assert Counter(len(c) for c in corpora._by_tenant.values()) == {3: MOST_TENANTS}

@@ -67,7 +67,7 @@ def proposer_of(
         budget_tokens=budget,
         sink_tokens=SINK,
         eos_ids=model.config.eos_ids,
-        with_laws=model.verify == "rejection",
+        keep_distributions=model.verify == "rejection",
         cost=COST,
     )
 
@@ -424,7 +424,7 @@ def test_a_depth_costs_a_step_that_reads_the_budget(shipped: Model) -> None:
     """The price of a depth is that of one token for each sequence and of its budget."""
     cost = StepCost((4, 16), (1e-3, 2e-3), kv_token_s=1e-6, sequence_s=1e-4)
     pool = KvPool(shipped.config, 1, shipped.dtype)
-    settings = {"eos_ids": frozenset[int](), "with_laws": False, "cost": cost}
+    settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": cost}
     proposer = SparseSelfProposer(
         shipped.decoder, pool, budget_tokens=BUDGET, sink_tokens=SINK, **settings
     )
@@ -438,7 +438,7 @@ def test_a_depth_costs_a_step_that_reads_the_budget(shipped: Model) -> None:
 def test_a_budget_holds_the_sinks_and_a_page(shipped: Model, budget: int, sink: int) -> None:
     """Sizes that are not positive or leave no whole page for the latest tokens are refused."""
     pool = KvPool(shipped.config, 1, shipped.dtype)
-    settings = {"eos_ids": frozenset[int](), "with_laws": False, "cost": COST}
+    settings = {"eos_ids": frozenset[int](), "keep_distributions": False, "cost": COST}
 
     def build(budget: int, sink: int) -> SparseSelfProposer:
         return SparseSelfProposer(

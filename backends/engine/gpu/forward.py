@@ -79,7 +79,7 @@ class DeviceForward:
 
         Returns:
             The logits of its sampled rows, float32 [num_samples, vocab_size], and the hidden states
-            of those behind them (`pooling.wanted`), which the next step may write over.
+            of those behind them (`pooling.select_pooled`), which the next step may write over.
         """
         if shape in self._graphs:
             graph, hidden = self._graphs[shape]
@@ -87,7 +87,7 @@ class DeviceForward:
         else:
             inputs = fields.inputs(num_samples, num_pooled)
             hidden = self._decoder.last_hidden(inputs, self._layers)
-        pooled = pooling.wanted(hidden, num_samples, num_pooled)
+        pooled = pooling.select_pooled(hidden, num_samples, num_pooled)
         return self._decoder.logits(hidden[:num_samples]), pooled
 
     @torch.inference_mode()

@@ -112,7 +112,7 @@ class GpuRunner:
         device = self._decoder.device
         began, ended = new_event(device), new_event(device)
         began.record()
-        pooled_rows = pooling.rows_of(plan)
+        pooled_rows = pooling.rows_to_pool(plan)
         packed = pack_feeds(map(feed_of, plan.work), pooled_rows=pooled_rows)
         walks = pack_walks(plan)
         shape, fields = self._place(plan, packed, walks, previous)
@@ -135,7 +135,7 @@ class GpuRunner:
         walks = _walks(step.starts, step.results.tolist())
         found = logprobs.read(step.logprobs, walks)
         step_s = step.began.elapsed_time(step.ended) / 1e3
-        return StepResult(walks.emitted, found, step_s, pooling.read(step.pooled))
+        return StepResult(walks.emitted, found, step_s, pooling.pooled_bytes(step.pooled))
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""

@@ -1,1 +1,1 @@
-"""Proposers: what drafts."""
+"""Proposers of draft tokens."""

@@ -1,9 +1,9 @@
-"""Drafts drawn by a model, token after token, for many sequences at once.
+"""Chains of drafts sampled from a model, one token at a time, for many sequences at once.
 
-A draft is drawn as the target draws: with the noise of the position (`coupled`, contract), behind
-the same grammar, bias, penalties and filters. Where draft model and target agree on a law they then
-agree on the token, and a draft never is what the grammar forbids, so none is ever cut by its token:
-under `verify: rejection` that would bend the law.
+A draft is sampled as the target samples: with the noise of its position, and after the same
+grammar, bias, penalties and filters. If draft model and target have the same distribution, they
+therefore agree on the token. A draft never violates the grammar, so no draft is ever cut because of
+its token, which would bias the distribution under `verify: rejection`.
 """
 
 from __future__ import annotations
@@ -26,61 +26,62 @@ from draftgate.backends.engine.logits import adjust, forbid_rows
 from draftgate.backends.engine.sampler import draw, row_sampling
 
 PER_MILLE = 1000
-"""Unit of a model's evidence: the probability of the first token."""
+"""Unit of a model's evidence, the probability of the first token."""
 
 Forward = Callable[[Many[Feed]], Tensor]
 """Runs feeds of one sampled row each; returns logits, float32 [feeds, vocab_size]."""
 
-Measured = Callable[[Many[Feed], float], None]
-"""Hears what was fed for a token of each chain, and the seconds until they were drawn."""
+Observe = Callable[[Many[Feed], float], None]
+"""Receives the feeds of one depth and the seconds until their tokens were sampled."""
 
 
 @dataclass(slots=True)
 class _Chain:
-    """A draft under way.
+    """A draft in progress.
 
     Attributes:
-        sequence: as if the drafts had been drawn: a copy with more tokens.
-        laws: of each draft, [vocab_size]; empty unless rejection needs them.
+        sequence: a copy of the sequence with the drafts appended.
+        confirmed: tokens of the sequence without drafts.
+        distributions: one [vocab_size] per draft; empty unless rejection needs them.
     """
 
     sequence: Sequence
     confirmed: int
-    most: int
+    max_tokens: int
     evidence: int = 0
-    laws: list[Tensor] = field(default_factory=list)
+    distributions: list[Tensor] = field(default_factory=list)
 
     @property
     def drafted(self) -> tuple[int, ...]:
         return tuple(self.sequence.token_ids[self.confirmed :])
 
     def draft(self) -> Draft:
-        law = torch.stack(self.laws) if self.laws else None
-        return Draft(self.drafted, evidence=self.evidence, distributions=law)
+        distributions = torch.stack(self.distributions) if self.distributions else None
+        return Draft(self.drafted, evidence=self.evidence, distributions=distributions)
 
 
 @torch.inference_mode()
 def draw_chains(
     requests: Many[DraftRequest],
-    first: Many[Feed],
-    following: Callable[[int, int, int], Feed],
+    first_feeds: Many[Feed],
+    next_feed: Callable[[int, int, int], Feed],
     forward: Forward,
-    measured: Measured,
+    observe: Observe,
     *,
     eos_ids: frozenset[int],
-    with_laws: bool,
+    keep_distributions: bool,
 ) -> list[Draft]:
     """Return a chain of `max_tokens` drafts for each request.
 
     Args:
         requests: at least one token each.
-        first: what to feed for the first draft of each: up to the sequence's last token.
-        following: given the place of a request, a position and the draft drawn for it, what to
-            feed for the next draft.
-        forward: the model.
-        measured: hears of each depth.
-        eos_ids: tokens that end a sequence; all below the vocabulary's size.
-        with_laws: whether sampled drafts carry their laws, for rejection.
+        first_feeds: the feed for each request's first draft, up to the sequence's last token.
+        next_feed: returns the feed for the next draft, given the index of a request, and the
+            position and token of its latest draft.
+        forward: runs the model.
+        observe: receives the time of each depth.
+        eos_ids: tokens that end a sequence, all below the vocabulary's size.
+        keep_distributions: whether sampled drafts carry their distributions, for rejection.
     """
     chains = [
         _Chain(
@@ -90,27 +91,27 @@ def draw_chains(
         )
         for request in requests
     ]
-    feeds = dict(enumerate(first))
+    feeds = dict(enumerate(first_feeds))
     while feeds:
         started_s = time.perf_counter()
         fed = list(feeds.values())
-        tokens = _draw([chains[p] for p in feeds], forward(fed), eos_ids, with_laws=with_laws)
-        measured(fed, time.perf_counter() - started_s)
-        for place, token in zip(list(feeds), tokens, strict=True):
-            chain = chains[place]
+        tokens = _draw([chains[i] for i in feeds], forward(fed), eos_ids, keep_distributions)
+        observe(fed, time.perf_counter() - started_s)
+        for index, token in zip(list(feeds), tokens, strict=True):
+            chain = chains[index]
             position = len(chain.sequence.token_ids)
             chain.sequence.token_ids.append(token)
-            if position + 1 - chain.confirmed < chain.most:
-                feeds[place] = following(place, position, token)
+            if position + 1 - chain.confirmed < chain.max_tokens:
+                feeds[index] = next_feed(index, position, token)
             else:
-                del feeds[place]
+                del feeds[index]
     return [chain.draft() for chain in chains]
 
 
 def _draw(
-    chains: Many[_Chain], logits: Tensor, eos_ids: frozenset[int], *, with_laws: bool
+    chains: Many[_Chain], logits: Tensor, eos_ids: frozenset[int], keep_distributions: bool
 ) -> list[int]:
-    """Draw the next token of each chain, and note laws and evidence."""
+    """Sample the next token of each chain; record evidence and distributions."""
     plan = StepPlan(tuple(_last_token(chain.sequence) for chain in chains))
     for row, chain in enumerate(chains):
         if chain.sequence.grammar is not None:
@@ -122,15 +123,15 @@ def _draw(
         chances = torch.softmax(logits, dim=1).gather(1, tokens[:, None])[:, 0].tolist()
         for chain, chance in zip(chains, chances, strict=True):
             chain.evidence = round(PER_MILLE * chance)
-    if with_laws:
-        laws = torch.softmax(filtered_scores(logits, row_sampling(plan, logits.device)), dim=1)
-        for chain, law in zip(chains, laws, strict=True):
+    if keep_distributions:
+        scores = filtered_scores(logits, row_sampling(plan, logits.device))
+        for chain, distribution in zip(chains, torch.softmax(scores, dim=1), strict=True):
             if chain.sequence.request.sampling.temperature > 0:
-                chain.laws.append(law)
+                chain.distributions.append(distribution)
     return tokens.tolist()
 
 
 def _last_token(sequence: Sequence) -> SequenceWork:
-    """Return the work of which sampling behind the last token is part."""
+    """Return the work that samples the token after the sequence's last one."""
     last = len(sequence.token_ids) - 1
     return SequenceWork(sequence, last, (sequence.token_ids[last],), samples=True)

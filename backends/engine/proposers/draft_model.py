@@ -1,10 +1,10 @@
-"""Drafts of a smaller model with the target's vocabulary.
+"""Drafts from a smaller model with the target's vocabulary.
 
 Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (arXiv
-2211.17192). Its keys and values live in pages borrowed from the target's memory
-(`core/draft_pages.py`), which may be called in at any time: how many leading tokens of a sequence
-they hold is known (`DraftTable.valid_tokens`), and what is missing is computed again, a bounded
-number of tokens a step, before a sequence is drafted for.
+2211.17192). The draft model keeps keys and values in pages borrowed from the target's memory
+(`core/draft_pages.py`), which the target may take back at any time. `DraftTable.valid_tokens` is
+the number of leading tokens that the pages of a sequence still hold. Missing tokens are computed
+again, a bounded number per step, before the proposer drafts for the sequence.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class DraftModel:
     """A draft model over its pages: runs feeds, returns logits in the target's vocabulary.
 
     Attributes:
-        reach_tokens: how far back a token can have a part in the logits of the last one: the sum of
-            the windows of all layers; None where a layer sees everything.
+        reach_tokens: how many tokens back a token can influence the last logits, the sum of the
+            windows of all layers; None if a layer has no window.
     """
 
     def __init__(
         self, decoder: Decoder, kv: DraftLayers, vocab_size: int, forward: Forward | None = None
     ) -> None:
-        """Keep them.
+        """Bind a decoder to its layers of the pool.
 
         Args:
-            vocab_size: the target's.
-            forward: runs the decoder over `kv`; None leaves it to the decoder.
+            vocab_size: of the target.
+            forward: runs the decoder over `kv`; by default the decoder itself.
         """
         windows = decoder.config.windows
         self.kv = kv
@@ -53,11 +53,9 @@ class DraftModel:
 
     @torch.inference_mode()
     def forward(self, feeds: Many[Feed]) -> Tensor:
-        """Return the logits of the sampled rows, float32 [rows, vocab_size].
-
-        Vocabularies differ by padding alone: what only one of them has is never drafted.
-        """
+        """Return the logits of the sampled rows, float32 [rows, vocab_size of the target]."""
         logits = self._forward(feeds)
+        # The vocabularies differ only by padding; a token that one of them lacks is never drafted.
         missing = self._vocab_size - logits.shape[1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -69,7 +67,7 @@ class DraftModel:
 
 
 class DraftModelProposer:
-    """Draws chains with a draft model, as deep as was decided."""
+    """Proposes chains sampled from a draft model."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class DraftModelProposer:
         pages: DraftPages,
         *,
         eos_ids: frozenset[int],
-        with_laws: bool,
+        keep_distributions: bool,
         catch_up_tokens: int,
         cost: StepCost,
     ) -> None:
@@ -85,34 +83,34 @@ class DraftModelProposer:
 
         Args:
             eos_ids: tokens that end a sequence.
-            with_laws: whether sampled drafts carry their laws, for rejection.
-            catch_up_tokens: most tokens of a step that are computed for sequences which the draft
-                model has not followed, all of them together.
-            cost: of a forward pass of so many tokens, at first: those that run teach what it is,
-                the tokens of catching up among them.
+            keep_distributions: whether sampled drafts carry their distributions, for rejection.
+            catch_up_tokens: upper bound, per step, on the missing tokens that the draft model
+                computes for all sequences together.
+            cost: initial cost of a forward pass by its tokens; updated by measured passes.
         """
         self._model = model
         self._pages = pages
         self._eos_ids = eos_ids
-        self._with_laws = with_laws
+        self._keep_distributions = keep_distributions
         self._catch_up_tokens = catch_up_tokens
         self._fit = StepCostFit(cost)
-        self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}  # by key: behind how many, what
+        # By sequence key: tokens of the sequence when it was drafted for, and the drafts fed.
+        self._drafted: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def depth_s(self, sequences: int) -> float:
-        """Return the measured seconds of a forward pass of one token each."""
+        """Return the predicted seconds of a forward pass with one token per sequence."""
         return self._fit.cost.seconds(sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return what a forward pass takes longer for the tokens it has not followed."""
-        missing = len(sequence.token_ids) - 1 - self._followed_tokens(sequence)
+        """Return the predicted seconds that the missing tokens add to a forward pass."""
+        missing = len(sequence.token_ids) - 1 - self._computed_tokens(sequence)
         cost = self._fit.cost
         return cost.seconds(1 + missing) - cost.seconds(1)
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each sequence whose past the draft model has computed."""
+        """Return a chain for each sequence whose tokens the draft model has computed."""
         ready: list[int] = []
-        behind: list[Feed] = []
+        catching_up: list[Feed] = []
         left = self._catch_up_tokens
         for place, request in enumerate(requests):
             sequence = request.sequence
@@ -128,10 +126,10 @@ class DraftModelProposer:
             else:
                 fed = sequence.token_ids[valid : valid + tokens]
                 pages = sequence.draft_table.pages
-                behind.append(Feed(fed, valid, pages, num_samples=0))
+                catching_up.append(Feed(fed, valid, pages, num_samples=0))
                 sequence.draft_table.valid_tokens = valid + tokens
-        if behind:
-            self._model.forward(behind)
+        if catching_up:
+            self._model.forward(catching_up)
         drafts = [Draft()] * len(requests)
         chains = self._draw([requests[place] for place in ready]) if ready else []
         for place, draft in zip(ready, chains, strict=True):
@@ -139,67 +137,68 @@ class DraftModelProposer:
         return drafts
 
     def forget(self, sequence: Sequence) -> None:
-        """Give back the sequence's pages."""
+        """Return the sequence's pages to the target."""
         self._drafted.pop(sequence.key, None)
         self._pages.release(sequence.draft_table)
 
     def _draw(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each sequence, which have pages enough."""
+        """Return a chain for each sequence; their pages must be reserved."""
 
-        def first(sequence: Sequence) -> Feed:
+        def first_feed(sequence: Sequence) -> Feed:
             valid = sequence.draft_table.valid_tokens
             fed = sequence.token_ids[valid:]
             return Feed(fed, valid, sequence.draft_table.pages, num_samples=1)
 
-        def following(place: int, position: int, token: int) -> Feed:
-            pages = requests[place].sequence.draft_table.pages
+        def next_feed(index: int, position: int, token: int) -> Feed:
+            pages = requests[index].sequence.draft_table.pages
             return Feed((token,), position, pages, num_samples=1)
 
         drafts = draw_chains(
             requests,
-            [first(request.sequence) for request in requests],
-            following,
+            [first_feed(request.sequence) for request in requests],
+            next_feed,
             self._model.forward,
-            self._measured,
+            self._observe,
             eos_ids=self._eos_ids,
-            with_laws=self._with_laws,
+            keep_distributions=self._keep_distributions,
         )
         for request, draft in zip(requests, drafts, strict=True):
             sequence = request.sequence
             sequence.draft_table.valid_tokens = len(sequence.token_ids)
-            # The last draft was drawn, not fed.
+            # The last draft was sampled, but not fed.
             self._drafted[sequence.key] = len(sequence.token_ids), draft.token_ids[:-1]
         return drafts
 
-    def _measured(self, feeds: Many[Feed], seconds: float) -> None:
-        """Learn what a forward pass takes. Without other terms: its contexts are what they are."""
+    def _observe(self, feeds: Many[Feed], seconds: float) -> None:
+        """Fit the cost by tokens alone; the contexts are not a term of it."""
         tokens = sum(len(feed.token_ids) for feed in feeds)
         self._fit.observe(StepSize(tokens, 0, 0, 0), seconds)
 
     def _valid_tokens(self, sequence: Sequence) -> int:
-        """Return how many leading tokens need no computing, drafts that came true among them."""
-        sequence.draft_table.valid_tokens = self._followed_tokens(sequence)
+        """Update and return the number of leading tokens that need no computation."""
+        sequence.draft_table.valid_tokens = self._computed_tokens(sequence)
         self._drafted.pop(sequence.key, None)
         return sequence.draft_table.valid_tokens
 
-    def _followed_tokens(self, sequence: Sequence) -> int:
+    def _computed_tokens(self, sequence: Sequence) -> int:
+        """Return the number of leading tokens that need no computation, right drafts included."""
         valid = sequence.draft_table.valid_tokens
-        behind, drafted = self._drafted.get(sequence.key, (0, ()))
-        if drafted and valid == behind:
-            came = sequence.token_ids[behind:]
+        confirmed, drafted = self._drafted.get(sequence.key, (0, ()))
+        if drafted and valid == confirmed:
+            came = sequence.token_ids[confirmed:]
             valid += len(Draft(drafted).accepted_places(came))
         # The last token is always fed, for its logits.
         last = len(sequence.token_ids) - 1
-        # What is out of reach is not computed: whatever lies in its pages is masked.
+        # Tokens out of reach are masked, so they need no computation.
         return max(min(valid, last), self._unread_tokens(sequence))
 
     def _unread_tokens(self, sequence: Sequence) -> int:
-        """Return how many leading tokens are out of reach of all that is still to come."""
+        """Return the number of leading tokens out of reach of every future token."""
         reach = self._model.reach_tokens
         return 0 if reach is None else max(0, len(sequence.token_ids) - 1 - reach)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> bool:
-        """Make the sequence's draft pages hold so many tokens; return whether they do."""
+        """Extend the sequence's draft pages to hold `tokens`; return whether that succeeded."""
         try:
             self._pages.extend(sequence.draft_table, tokens, self._unread_tokens(sequence))
         except OutOfBlocks:

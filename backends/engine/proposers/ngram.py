@@ -1,149 +1,139 @@
-"""Drafts from the past: what followed where the last tokens stood before.
+"""Drafts by n-gram lookup: the continuations of earlier matches of a sequence's last tokens.
 
-Prompt look-up (A. Saxena, 2023; "LLMA", arXiv 2304.04487) with an incremental index. Earlier
-places that go on differently become branches of a tree, so a slot goes to the likeliest token that
-is left, be it deeper or beside. Where the sequence itself has no long match, what its tenant's
-finished requests said is looked at, if that is kept (SuffixDecoding, arXiv 2411.04975, keeps it in
-a tree).
+Prompt lookup (A. Saxena, 2023; "LLMA", arXiv 2304.04487) with an incremental index. Matches that
+continue differently become branches of a tree, so each slot gets the likeliest remaining token,
+deeper or beside. If the sequence itself has no long match, the proposer also searches the tenant's
+finished requests, if they are kept (SuffixDecoding, arXiv 2411.04975, keeps them in a tree).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from heapq import heappop, heappush
-from typing import Final, NamedTuple
+from typing import Final
 
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.proposer import DraftRequest
 from draftgate.backends.core.sequence import Sequence
-from draftgate.backends.engine.proposers.corpus import Corpora
-from draftgate.backends.engine.proposers.ngram_index import Match, NgramIndex
+from draftgate.backends.engine.proposers.ngram_index import Match, NgramIndex, TenantCorpora
 
 LENGTH_WEIGHT: Final = 2.0
-"""How much more a place counts for each token by which its match is longer. Tokens a step along
-25 held-out files with 4 / 8 / 16 slots: chain 1.77 / 1.88 / 1.92; trees with the match's length as
-weight 1.81 / 1.97 / 2.09, doubling 1.81 / 1.98 / 2.10, times four 1.82 / 1.98 / 2.09; all trees
-wasted fewer slots than the chain (2026-11-21)."""
+"""Factor on the weight of a match per token of its length. Tokens a step on 25 held-out files with
+4 / 8 / 16 slots: chain 1.77 / 1.88 / 1.92; trees weighted by the match's length 1.81 / 1.97 / 2.09,
+doubling 1.81 / 1.98 / 2.10, times four 1.82 / 1.98 / 2.09. All trees wasted fewer slots than the
+chain (2026-11-21)."""
 
 DEEPER: Final = 0.75
-"""Chance of a token, its parent being right, by which branches are compared with longer ones."""
+"""Assumed chance that a token is right if its parent is, to compare branches with deeper tokens."""
 
 LONG_MATCH: Final = 4
-"""A match of so many tokens in the sequence itself is not looked for elsewhere."""
-
-
-class Place(NamedTuple):
-    """Where a draft may come from: a text, and an earlier place in it."""
-
-    tokens: Many[int]
-    match: Match
-
-    def continuation(self, length: int) -> Many[int]:
-        """Return what followed; past the end of the text its repetition goes on."""
-        end = self.match.end
-        found = self.tokens[end : end + length]
-        period = len(self.tokens) - end
-        if len(found) == length:
-            return found
-        return [self.tokens[end + i % period] for i in range(length)]
+"""A match of this length in the sequence itself ends the search."""
 
 
 class NgramProposer:
-    """Proposes what followed the earlier places whose past agrees longest with a sequence's."""
+    """Proposes the continuations of the longest matches of a sequence's end."""
 
     def __init__(self, *, corpus_tokens: int = 0, trees: bool = True) -> None:
         """Start without sequences.
 
         Args:
             corpus_tokens: tokens of finished requests that are kept for each tenant; 0 keeps none.
-            trees: whether places that go on differently become branches; else the best one counts.
+            trees: whether different continuations become branches; otherwise only the best is used.
         """
         self._indexes: dict[int, NgramIndex] = {}  # by sequence key
-        self._corpora = Corpora(corpus_tokens)
+        self._corpora = TenantCorpora(corpus_tokens)
         self._trees = trees
 
     def depth_s(self, sequences: int) -> float:
-        """Return 0: drafts are looked up."""
+        """Return 0: a lookup needs no forward pass."""
         return 0.0
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return 0: catching up with an index takes microseconds."""
+        """Return 0: indexing new tokens takes microseconds."""
         return 0.0
 
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return what followed earlier places of each sequence's end, if there are any."""
+        """Return the continuations of each sequence's matches; an empty draft without a match."""
         return [self._draft(request.sequence, request.max_tokens) for request in requests]
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the sequence's index, and keep its tokens for its tenant."""
+        """Drop the sequence's index, and add its text to the tenant's corpus."""
         if self._indexes.pop(sequence.key, None) is not None:
-            self._corpora.add(sequence.request.tenant, sequence.token_ids)
+            self._corpora.add_text(sequence.request.tenant, sequence.token_ids)
 
     def _draft(self, sequence: Sequence, max_tokens: int) -> Draft:
-        places = self._places(sequence)
-        if not places:
+        matches = self._matches(sequence)
+        if not matches:
             return Draft()
-        evidence = places[0].match.length
-        ways: dict[tuple[int, ...], float] = {}
-        for place in places if self._trees else places[:1]:
-            way = tuple(place.continuation(max_tokens))
-            weight = LENGTH_WEIGHT ** (place.match.length - evidence)
-            ways[way] = ways.get(way, 0.0) + weight
-        if len(ways) == 1:
-            return Draft(way, evidence=evidence)
-        return _branch(list(ways.items()), max_tokens, evidence)
+        evidence = matches[0][1].length
+        weights: dict[tuple[int, ...], float] = {}
+        for tokens, match in matches if self._trees else matches[:1]:
+            continuation = _continuation(tokens, match.end, max_tokens)
+            weight = LENGTH_WEIGHT ** (match.length - evidence)
+            weights[continuation] = weights.get(continuation, 0.0) + weight
+        if len(weights) == 1:
+            return Draft(continuation, evidence=evidence)
+        return _tree(list(weights.items()), max_tokens, evidence)
 
-    def _places(self, sequence: Sequence) -> list[Place]:
-        """Return earlier places of the sequence's end, the longest match first."""
+    def _matches(self, sequence: Sequence) -> list[tuple[Many[int], Match]]:
+        """Return the matches of the sequence's end with their texts, longest first."""
         tokens = sequence.token_ids
         index = self._indexes.get(sequence.key)
         if index is None:
             index = self._indexes[sequence.key] = NgramIndex()
         index.catch_up(tokens)
-        places = [Place(tokens, match) for match in index.matches(tokens, tokens)]
-        if not places or places[0].match.length < LONG_MATCH:
-            for text, match in self._corpora.matches(sequence.request.tenant, tokens):
-                places.append(Place(text, match))
-            places.sort(key=lambda place: -place.match.length)
-        return places
+        found: list[tuple[Many[int], Match]] = [(tokens, m) for m in index.matches(tokens, tokens)]
+        if not found or found[0][1].length < LONG_MATCH:
+            found.extend(self._corpora.matches(sequence.request.tenant, tokens))
+            found.sort(key=lambda place: -place[1].length)
+        return found
 
 
-_Way = tuple[tuple[int, ...], float]  # tokens, and how much they count
+def _continuation(tokens: Many[int], end: int, length: int) -> tuple[int, ...]:
+    """Return the tokens from `end` on; beyond the text, its repetition from `end`."""
+    period = len(tokens) - end
+    if length <= period:
+        return tuple(tokens[end : end + length])
+    return tuple([tokens[end + i % period] for i in range(length)])
 
 
-def _branch(ways: list[_Way], max_tokens: int, evidence: int) -> Draft:
-    """Return the tree of the likeliest tokens of several ways, beginnings shared, best first.
+_Weighted = tuple[tuple[int, ...], float]  # a continuation and its weight
 
-    A token is looked at once its parent is taken, so the cost is that of the tokens taken.
+
+def _tree(continuations: list[_Weighted], max_tokens: int, evidence: int) -> Draft:
+    """Return the tree of the likeliest tokens, with shared beginnings, best first.
+
+    The children of a token are looked at when the token is taken, so the cost is proportional to
+    the tokens taken.
     """
     tokens: list[int] = []
     parents: list[int] = []
     shares: list[float] = []
-    # Minus the chance; an order, in which equals come as their places do; then the token.
-    ahead: list[tuple[float, int, int, float, int, int, list[_Way]]] = []
+    # (-chance, insertion order for ties, token, share, parent, depth, continuations through it)
+    ahead: list[tuple[float, int, int, float, int, int, list[_Weighted]]] = []
     order = 0
 
-    def look_behind(parent: int, depth: int, chance: float, ways: list[_Way]) -> None:
+    def push_children(parent: int, depth: int, chance: float, through: list[_Weighted]) -> None:
         nonlocal order
-        if len(ways) == 1:  # most tokens: without a choice there is nothing to compute
+        if len(through) == 1:  # the common case: no branches, nothing to compute
             order += 1
-            heappush(ahead, (-chance, order, ways[0][0][depth], 1.0, parent, depth, ways))
+            heappush(ahead, (-chance, order, through[0][0][depth], 1.0, parent, depth, through))
             return
-        groups: dict[int, list[_Way]] = {}
-        for way in ways:
-            groups.setdefault(way[0][depth], []).append(way)
-        total = sum(weight for _, weight in ways)
+        groups: dict[int, list[_Weighted]] = {}
+        for continuation in through:
+            groups.setdefault(continuation[0][depth], []).append(continuation)
+        total = sum(weight for _, weight in through)
         for token, group in groups.items():
             share = 1.0 if len(groups) == 1 else sum(weight for _, weight in group) / total
             order += 1
             heappush(ahead, (-chance * share, order, token, share, parent, depth, group))
 
-    look_behind(ROOT, 0, 1.0, ways)
+    push_children(ROOT, 0, 1.0, continuations)
     while len(tokens) < max_tokens:
         chance, _, token, share, parent, depth, group = heappop(ahead)
         tokens.append(token)
         parents.append(parent)
         shares.append(share)
         if depth + 1 < max_tokens:
-            look_behind(len(tokens) - 1, depth + 1, -chance * DEEPER, group)
+            push_children(len(tokens) - 1, depth + 1, -chance * DEEPER, group)
     return Draft(tuple(tokens), tuple(parents), tuple(shares), evidence)

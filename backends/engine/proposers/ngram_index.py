@@ -1,49 +1,52 @@
-"""Where the last tokens of a text stood before.
+"""Indexes that find earlier matches of the end of a text, in the text itself or a tenant's corpus.
 
-Hash chains, as deflate keeps them for its matches (RFC 1951): for each pair of tokens, and for each
-single one, where it ended last, and for each such place the one before it. A token costs two
-dictionary entries and two array items to add, whatever the length of the text, and earlier places
-are found latest first.
+Hash chains, as deflate keeps them for its matches (RFC 1951). For each pair of tokens, and for each
+single token, the index has its latest end, and for each end the previous one. Adding a token costs
+two dictionary entries and two array items, whatever the length of the text. Matches are found
+latest first.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from typing import Final, NamedTuple
 
 MOST_MATCHES: Final = 8
-"""Earlier places that are compared. Tokens a step with 8 slots along held-out code, 1 / 4 / 8 / 16
-places: 1.80 / 1.92 / 1.93 / 1.92 (`bench/ngram.py`, 2026-11-21); each costs half a microsecond."""
+"""Matches that are compared. Tokens a step with 8 slots on held-out code, with 1 / 4 / 8 / 16
+matches: 1.80 / 1.92 / 1.93 / 1.92 (2026-11-21); each costs half a microsecond."""
 
 MOST_EVIDENCE: Final = 32
 """Longest match that is counted; longer ones are no better evidence."""
+
+MOST_TENANTS: Final = 64
+"""Tenants whose texts are kept, least recently used first out; bounds the memory."""
 
 _SHIFT: Final = 20
 """Bits of a token in a pair: no vocabulary has 2^20 tokens."""
 
 
 class Match(NamedTuple):
-    """An earlier place: where the text behind it begins, and how many tokens before it agree."""
+    """An earlier place in a text: `length` tokens before `end` equal the end of another text."""
 
     end: int
     length: int
 
 
 class NgramIndex:
-    """Earlier places in one growing text, which the caller keeps."""
+    """Index of one growing text, which the caller keeps."""
 
     def __init__(self) -> None:
-        """Know nothing."""
         self._pairs: dict[int, int] = {}
         self._singles: dict[int, int] = {}
-        # By end, from 0: the end before it of the same pair, or single token; 0 for none.
+        # By end, from 0: the previous end of the same pair or token; 0 for none.
         self._earlier_pairs = array("i", [0])
         self._earlier_singles = array("i", [0])
 
     def catch_up(self, tokens: Many[int]) -> None:
-        """Index what ends before the last token: the end itself has no continuation yet."""
+        """Index all ends before the last token, which has no continuation yet."""
         pairs, singles = self._pairs, self._singles
         first = len(self._earlier_singles)
         previous = tokens[first - 2] if first > 1 else -1
@@ -57,23 +60,23 @@ class NgramIndex:
                 pairs[pair] = end
             previous = token
 
-    def matches(self, tokens: Many[int], behind: Many[int]) -> list[Match]:
-        """Return earlier places of the end of a text, the longest first, then the latest.
+    def matches(self, tokens: Many[int], text: Many[int]) -> list[Match]:
+        """Return the matches of the end of a text, longest first, then latest first.
 
         Args:
             tokens: the indexed text.
-            behind: the text whose end is looked for; it may be the indexed one itself.
+            text: the text whose end is searched; may be the indexed text itself.
         """
-        found = [Match(end, _agreement(tokens, end, behind)) for end in self._ends(behind)]
+        found = [Match(end, _agreement(tokens, end, text)) for end in self._ends(text)]
         found.sort(key=lambda match: -match.length)
         return found
 
-    def _ends(self, behind: Many[int]) -> Iterator[int]:
-        """Yield where the last pair of a text ended before, or its last token if none did."""
-        end = self._pairs.get(behind[-2] << _SHIFT | behind[-1], 0) if len(behind) > 1 else 0
+    def _ends(self, text: Many[int]) -> Iterator[int]:
+        """Yield earlier ends of the last pair of a text, or of its last token if there are none."""
+        end = self._pairs.get(text[-2] << _SHIFT | text[-1], 0) if len(text) > 1 else 0
         earlier = self._earlier_pairs
         if not end:
-            end, earlier = self._singles.get(behind[-1], 0), self._earlier_singles
+            end, earlier = self._singles.get(text[-1], 0), self._earlier_singles
         for _ in range(MOST_MATCHES):
             if not end:
                 return
@@ -81,11 +84,70 @@ class NgramIndex:
             end = earlier[end]
 
 
-def _agreement(tokens: Many[int], end: int, behind: Many[int]) -> int:
-    """Return how many tokens before `end` equal those at the end of a text."""
-    most = min(end, len(behind), MOST_EVIDENCE)
-    last = len(behind)
+def _agreement(tokens: Many[int], end: int, text: Many[int]) -> int:
+    """Return the number of tokens before `end` that equal those at the end of a text."""
+    last = len(text)
+    most = min(end, last, MOST_EVIDENCE)
     for length in range(most):
-        if tokens[end - 1 - length] != behind[last - 1 - length]:
+        if tokens[end - 1 - length] != text[last - 1 - length]:
             return length
     return most
+
+
+class Corpus:
+    """The latest tokens of one tenant, in two generations.
+
+    Tokens are added to the younger generation. When it holds half of the limit, it becomes the
+    older one, and the previous older one is dropped. So the corpus keeps between half and all of
+    the limit, and no index ever moves or removes an entry.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        """Keep up to `most_tokens` tokens, at least 2."""
+        self._half = max(1, most_tokens // 2)
+        self._generations: list[tuple[list[int], NgramIndex]] = [([], NgramIndex())]
+
+    def __len__(self) -> int:
+        return sum(len(tokens) for tokens, _ in self._generations)
+
+    def add_text(self, text: Many[int]) -> None:
+        """Add a text, or its end if it is too long."""
+        text = text[-self._half :]
+        if len(self._generations[0][0]) + len(text) > self._half:
+            self._generations = [([], NgramIndex()), self._generations[0]]
+        tokens, index = self._generations[0]
+        tokens.extend(text)
+        index.catch_up(tokens)
+
+    def matches(self, text: Many[int]) -> Iterator[tuple[Many[int], Match]]:
+        """Yield each match of the end of a text, with the tokens that it is a place in."""
+        for tokens, index in self._generations:
+            for match in index.matches(tokens, text):
+                yield tokens, match
+
+
+class TenantCorpora:
+    """One corpus per tenant, so that no tenant's texts appear in drafts for another one."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """Keep up to `most_tokens` tokens for each tenant; 0 keeps nothing."""
+        self._most_tokens = most_tokens
+        self._by_tenant: OrderedDict[str, Corpus] = OrderedDict()
+
+    def add_text(self, tenant: str, text: Many[int]) -> None:
+        """Add the text of a tenant's finished request."""
+        if not self._most_tokens:
+            return
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = Corpus(self._most_tokens)
+        self._by_tenant.move_to_end(tenant)
+        self._by_tenant[tenant].add_text(text)
+        if len(self._by_tenant) > MOST_TENANTS:
+            self._by_tenant.popitem(last=False)
+
+    def matches(self, tenant: str, text: Many[int]) -> Iterator[tuple[Many[int], Match]]:
+        """Yield each match of the end of a text in the tenant's corpus."""
+        corpus = self._by_tenant.get(tenant)
+        if corpus is not None:
+            self._by_tenant.move_to_end(tenant)
+            yield from corpus.matches(text)

@@ -1,4 +1,4 @@
-"""Proposers by name, cheapest first, including those of other packages (entry points)."""
+"""Proposers by name, including those of other packages (entry points)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PROPOSER_GROUP: Final = "draftgate.proposers"
 
 @dataclass(frozen=True, slots=True)
 class ProposerSetup:
-    """What a proposer may build on.
+    """The parts of a worker that a proposer may use.
 
     Attributes:
         config: the worker's settings.
-        decoder, pool, blocks: the target, its memory, and who hands that out.
+        decoder, pool, blocks: the target, its KV memory, and the allocator of that memory.
         cost: of the target's steps.
-        draft: the draft model; None if there is none.
-        max_model_len: most tokens of a sequence; None is as many as the model can.
-        forward: runs the target over its pool; None leaves it to the decoder.
+        draft: the draft model; None without one.
+        max_model_len: upper bound on the tokens of a sequence; None is the model's own bound.
+        forward: runs the target over its pool; by default the decoder itself.
     """
 
     config: WorkerConfig
@@ -50,12 +50,12 @@ class ProposerSetup:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence, of those the vocabulary has."""
+        """Tokens of the vocabulary that end a sequence."""
         return self.decoder.config.known_eos_ids
 
     @property
-    def with_laws(self) -> bool:
-        """Whether drawn drafts carry their laws."""
+    def keep_distributions(self) -> bool:
+        """Whether sampled drafts carry their distributions."""
         return self.config.verify == "rejection"
 
 
@@ -73,7 +73,7 @@ def _sparse_self(setup: ProposerSetup) -> Proposer:
         budget_tokens=setup.config.sparse_budget_tokens,
         sink_tokens=setup.config.sparse_sink_tokens,
         eos_ids=setup.eos_ids,
-        with_laws=setup.with_laws,
+        keep_distributions=setup.keep_distributions,
         cost=setup.cost,
         forward=setup.forward,
     )
@@ -88,7 +88,7 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
         model,
         DraftPages(setup.blocks, kv.groups, kv.page_tokens, kv.group_pages),
         eos_ids=setup.eos_ids,
-        with_laws=setup.with_laws,
+        keep_distributions=setup.keep_distributions,
         catch_up_tokens=setup.config.max_step_tokens,
         cost=measure_depths(
             lambda count: model.forward([Feed((0,), 0, [0], num_samples=1)] * count),
@@ -98,7 +98,7 @@ def _draft_model(setup: ProposerSetup) -> Proposer:
 
 
 def _captured(setup: ProposerSetup, draft: Decoder, kv: DraftLayers) -> Forward:
-    """Return what runs a draft model on a GPU, with a graph for any batch that drafts a depth."""
+    """Capture the forward pass of a draft model on a GPU, for every batch of one-token feeds."""
     longest = setup.max_model_len or setup.decoder.config.max_position_embeddings
     most = setup.config.max_num_seqs
     rows = next((rows for rows in ROW_BUCKETS if rows >= most), ROW_BUCKETS[-1])
@@ -113,21 +113,21 @@ _BUILT_IN: Final[dict[str, ProposerFactory]] = {
     "draft_model": _draft_model,
     "sparse_self": _sparse_self,
 }
-"""Cheapest first: a look-up, a smaller model, the model itself."""
+"""Cheapest first: a lookup, a smaller model, the model itself."""
 
 
 def proposer_names(*, has_draft: bool) -> tuple[str, ...]:
-    """Return the names of all proposers there are, cheapest first."""
+    """Return the names of all available proposers, cheapest first."""
     found = sorted(entry.name for entry in entry_points(group=PROPOSER_GROUP))
     built_in = [name for name in _BUILT_IN if has_draft or name != "draft_model"]
     return (*built_in, *(name for name in found if name not in _BUILT_IN))
 
 
 def check_proposer_name(name: str | None, *, has_draft: bool) -> None:
-    """Return if a worker can offer the proposer; None, all there are, always can be.
+    """Check that a worker can offer a proposer; None stands for all available ones.
 
     Raises:
-        ValueError: there is none of that name, or it lacks a draft model.
+        ValueError: if the name is unknown, or the proposer lacks a draft model.
     """
     if name is None or name in proposer_names(has_draft=has_draft):
         return
@@ -139,13 +139,13 @@ def check_proposer_name(name: str | None, *, has_draft: bool) -> None:
 
 
 def make_proposers(setup: ProposerSetup) -> dict[str, Proposer]:
-    """Return the proposers a worker offers: all there are, or the one its settings name.
+    """Return the proposers that a worker offers: the one in its settings, or all available ones.
 
-    A name that is not built in is that of an entry point of `draftgate.proposers`: a callable that
-    takes a `ProposerSetup` and returns a `Proposer`.
+    Other packages register proposers as entry points in `draftgate.proposers`: callables that take
+    a `ProposerSetup` and return a `Proposer`.
 
     Raises:
-        ValueError: as `check_proposer_name`, or a setting does not fit.
+        ValueError: as `check_proposer_name`, or if a setting is invalid.
     """
     wanted, has_draft = setup.config.proposer, setup.draft is not None
     check_proposer_name(wanted, has_draft=has_draft)

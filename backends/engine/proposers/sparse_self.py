@@ -1,24 +1,24 @@
-"""Drafts by the target itself, which looks at the beginning and the end of its context only.
+"""Drafts from the target itself, which reads only the beginning and the end of its context.
 
-MagicDec (arXiv 2408.11049) with the cache of StreamingLLM (arXiv 2309.17453): the first pages (the
-attention sinks) and the latest ones, so drafting costs the same however long the context is, while
-a verify step reads all of it. There is no second cache. Drafts are fed through a sub-list of the
-sequence's own page table, and their keys and values go to the slots the scheduler reserved for
-them behind the sequence.
+MagicDec (arXiv 2408.11049) with the cache of StreamingLLM (arXiv 2309.17453). The target reads the
+first pages (the attention sinks) and the latest ones, so drafting costs the same for any context
+length, while a verify step reads the whole context. There is no second cache: drafts are fed
+through a sub-list of the sequence's own page table, and their keys and values go to the slots that
+the scheduler reserved for them after the sequence.
 
-What a draft wrote does not last: the verify step feeds the pending token and all drafts again, and
-each layer writes their slots before it reads them. Drafts that are not verified after all leave
-something behind the end of the sequence, where nothing is read before it is written. No page is
-touched but the last ones, which nobody shares: a page is known to others only when all its tokens
+The keys and values of drafts are temporary. The verify step feeds the pending token and all drafts
+again, and each layer writes their slots before it reads them. Drafts that are not verified leave
+values after the end of the sequence, where every slot is written before it is read. Only the last
+pages are written, and those are not shared: the prefix cache knows a page only when all its tokens
 are computed, and the pending token is not.
 
-Keys are read as they were rotated, at their true positions, and queries are rotated at theirs: the
-pages left out are as if they had no weight. (StreamingLLM rotates keys anew by their place in its
-cache, to go beyond the length its models know; a target is never asked for that here.)
+Keys keep the rotation of their true positions, as do queries, so the omitted pages act as if they
+had no weight. (StreamingLLM rotates keys by their place in its cache to exceed the trained context
+length, which is not needed here.)
 
-Sliding windows count places in the sub-list. Where a layer's window is no longer than the latest
-pages hold, it sees what the target sees; where it is longer, it sees sinks that the target does not
-see any more. That may cost acceptance, and never changes the text.
+Sliding windows count places in the sub-list. If a layer's window is not longer than the latest
+pages, the layer sees the same tokens as the target. If it is longer, the layer also sees sinks that
+the target does not see any more. That may lower acceptance, but never changes the text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from draftgate.policies.costs.step_cost_fit import StepCostFit
 
 
 class SparseSelfProposer:
-    """Drafts chains with the target and a bounded part of each sequence's keys and values."""
+    """Proposes chains sampled from the target on a bounded part of each sequence's KV cache."""
 
     def __init__(
         self,
@@ -51,41 +51,39 @@ class SparseSelfProposer:
         budget_tokens: int,
         sink_tokens: int,
         eos_ids: frozenset[int],
-        with_laws: bool,
+        keep_distributions: bool,
         cost: StepCost,
         forward: Forward | None = None,
     ) -> None:
-        """Keep no state per sequence.
+        """Create a proposer, which keeps no state per sequence.
 
         Args:
             decoder: the target.
-            pool: its keys and values.
-            budget_tokens: most tokens a draft may look at, rounded down to whole pages. Contexts
-                within it are read whole. Attention reads tiles of `KV_TILE`, so multiples of that
-                cost least for what they show.
+            pool: the target's keys and values.
+            budget_tokens: upper bound on the tokens that a draft reads, rounded down to whole
+                pages. Attention reads tiles of `KV_TILE`, so use a multiple of it.
             sink_tokens: how many of them are the first of the sequence, rounded up to whole pages.
-            eos_ids: tokens that end a sequence; all below the vocabulary's size.
-            with_laws: whether sampled drafts carry their laws, for rejection.
-            cost: of the target's steps, at first: what drafting takes teaches what it is.
-            forward: runs the decoder over the pool; None leaves it to the decoder.
+            eos_ids: tokens that end a sequence, all below the vocabulary's size.
+            keep_distributions: whether sampled drafts carry their distributions, for rejection.
+            cost: initial cost of the target's steps; updated by measured drafting.
+            forward: runs the decoder over the pool; by default the decoder itself.
 
         Raises:
-            ValueError: the sizes are not positive, or leave no page for the latest tokens.
+            ValueError: if the sizes are not positive, or leave no page for the latest tokens.
         """
         self._sink_pages = -(-sink_tokens // BLOCK_TOKENS)
         self._recent_pages = budget_tokens // BLOCK_TOKENS - self._sink_pages
         if sink_tokens < 1 or self._recent_pages < 1:
             least = (max(self._sink_pages, 1) + 1) * BLOCK_TOKENS
             raise ValueError(
-                f"budget_tokens must be at least {least} and sink_tokens at least 1, in pages of "
-                f"{BLOCK_TOKENS} tokens one of which is for the latest, not {budget_tokens} and "
-                f"{sink_tokens}"
+                f"budget_tokens must be at least {least}, the sinks and a page of {BLOCK_TOKENS}, "
+                f"not {budget_tokens}, and sink_tokens at least 1, not {sink_tokens}"
             )
         self._decoder = decoder
         self._pool = pool
         self._budget_tokens = budget_tokens
         self._eos_ids = eos_ids
-        self._with_laws = with_laws
+        self._keep_distributions = keep_distributions
         self._fit = StepCostFit(cost)
         self._forward = forward or self._run
 
@@ -94,48 +92,45 @@ class SparseSelfProposer:
         return self._fit.cost.seconds(sequences, sequences * self._budget_tokens, sequences)
 
     def catch_up_s(self, sequence: Sequence) -> float:
-        """Return 0: it reads what the target has computed."""
+        """Return 0: the keys and values are those of the target."""
         return 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Many[DraftRequest]) -> list[Draft]:
-        """Return a chain for each sequence that decodes; nothing for others.
-
-        With more than one token pending, those before the last one have no keys and values yet.
-        """
+        """Return a chain for each decoding sequence, and an empty draft for the others."""
+        # With several pending tokens, only the last one could be fed; the others have no KV yet.
         decodes = [request for request in requests if request.sequence.pending_tokens == 1]
         sequences = [request.sequence for request in decodes]
 
-        def following(place: int, position: int, token: int) -> Feed:
-            return self._feed(sequences[place].block_table, position, token)
+        def next_feed(index: int, position: int, token: int) -> Feed:
+            return self._feed(sequences[index].block_table, position, token)
 
         chains = draw_chains(
             decodes,
             [self._feed(s.block_table, s.num_computed, s.token_ids[-1]) for s in sequences],
-            following,
+            next_feed,
             self._forward,
-            self._measured,
+            self._observe,
             eos_ids=self._eos_ids,
-            with_laws=self._with_laws,
+            keep_distributions=self._keep_distributions,
         )
         drafts = {s.key: chain for s, chain in zip(sequences, chains, strict=True)}
         return [drafts.get(request.sequence.key, Draft()) for request in requests]
 
     def forget(self, sequence: Sequence) -> None:
-        """Return at once: nothing is kept."""
+        """Do nothing: no state is kept."""
 
-    def _measured(self, feeds: Many[Feed], seconds: float) -> None:
-        """Learn what a depth takes, reading the budget."""
+    def _observe(self, feeds: Many[Feed], seconds: float) -> None:
         count = len(feeds)
         self._fit.observe(StepSize(count, count * self._budget_tokens, count, 0), seconds)
 
     def _feed(self, table: array[int], position: int, token: int) -> Feed:
-        """Return the feed of one token, written where it belongs and shown the sub-list."""
+        """Return the feed of one token, which is written to its own slot and reads the sub-list."""
         used = position // BLOCK_TOKENS + 1
-        left_out = max(0, used - self._sink_pages - self._recent_pages)
-        shown = table[: self._sink_pages] + table[self._sink_pages + left_out : used]
-        place = position - left_out * BLOCK_TOKENS
-        return Feed((token,), position, table, 1, spans=(AttentionSpan(1, place, shown),))
+        omitted = max(0, used - self._sink_pages - self._recent_pages)
+        visible = table[: self._sink_pages] + table[self._sink_pages + omitted : used]
+        place = position - omitted * BLOCK_TOKENS
+        return Feed((token,), position, table, 1, spans=(AttentionSpan(1, place, visible),))
 
     def _run(self, feeds: Many[Feed]) -> Tensor:
         inputs = build_inputs(feeds, self._pool.dump_slot)
