@@ -1,4 +1,4 @@
-"""A step as tensors: rows of tokens, and which keys and values each of them sees."""
+"""The input of a forward pass: rows of tokens, and the KV slots that each row attends to."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from draftgate.backends.engine.transfer import to_device
 
 
 class AttentionSpan(NamedTuple):
-    """Which rows of the step attend to which slots.
+    """Consecutive rows of a step, and the slots that they attend to.
 
     Attributes:
-        rows: how many; they stand behind those of the spans before.
-        start: position of the first row; those behind it follow one by one. They see all positions
-            before their own, and the step's own keys and values are among them.
-        pages: the sequence's page table; an `array` of 64-bit numbers is read as it lies.
-        tail_start: position from which on slots are those of `tail`, not of the pages.
-        tail: slots; none for most sequences.
+        rows: number of rows; they follow those of the previous spans.
+        start: position of the first row; the positions of the others are consecutive. A row sees
+            its own position and all earlier ones, the step's own keys and values included.
+        pages: the sequence's page table; an `array` of 64-bit numbers is read without a copy.
+        tail_start: positions from here on use the slots in `tail` instead of the pages.
+        tail: slots; empty for most sequences.
     """
 
     rows: int
@@ -40,12 +40,12 @@ class AttentionSpan(NamedTuple):
 
 @dataclass(slots=True)
 class AttentionSpans:
-    """The spans of a step, by column: making one for each sequence takes as long as using them.
+    """The spans of a step as columns, since creating one object per sequence costs host time.
 
     Attributes:
         page_tokens: slots of a page.
         rows, starts, pages: of each span.
-        tails: `tail_start` and `tail` by the span's number, for those that have one.
+        tails: `tail_start` and `tail` by the index of the span, for spans with a tail.
     """
 
     page_tokens: int = BLOCK_TOKENS
@@ -55,7 +55,6 @@ class AttentionSpans:
     tails: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
     def add(self, span: AttentionSpan) -> None:
-        """Append a span."""
         if span.tail:
             self.tails[len(self.rows)] = span.tail_start, span.tail
         self.rows.append(span.rows)
@@ -63,25 +62,23 @@ class AttentionSpans:
         self.pages.append(span.pages)
 
     def __iter__(self) -> Iterator[AttentionSpan]:
-        """Yield the spans in order."""
         for index, span in enumerate(zip(self.rows, self.starts, self.pages, strict=True)):
             yield AttentionSpan(*span, *self.tails.get(index, ()))
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self.rows)
 
 
 class Feed(NamedTuple):
-    """What one sequence feeds to a forward pass.
+    """The input of one sequence to a forward pass.
 
     Attributes:
-        token_ids: of each row; keys and values go to the slots from that of `start` on.
-        start: position of the first.
+        token_ids: one per row; keys and values are written to consecutive slots from `start` on.
+        start: position of the first token.
         pages: the sequence's page table.
-        num_samples: the last so many rows' logits are wanted.
-        positions: of the rows of a tree; empty where each follows the one before.
-        spans: who attends to what, together all rows; empty for one span over the pages.
+        num_samples: number of last rows whose logits are wanted.
+        positions: of the rows, for a tree; empty if they are consecutive.
+        spans: attention spans that cover all rows; empty for one span over the pages.
     """
 
     token_ids: Many[int]
@@ -95,16 +92,18 @@ class Feed(NamedTuple):
 class RaggedSpans(NamedTuple):
     """The spans of a step as tensors on its device, for kernels that attend in one launch.
 
-    A chain of drafts counts as confirmed: rows of it see all rows before them.
+    A chain of drafts counts as confirmed: its rows see all earlier rows.
 
     Attributes:
-        query_starts: int32 [sequences + 1], the first row of each sequence, and the end of the last
-            one; sequences that are padding have no rows.
+        query_starts: int32 [sequences + 1], the first row of each sequence, then the end of the
+            last one; padding sequences have no rows.
         context_lens: int32 [sequences], slots in use, those of the step included.
-        tables: int32 [sequences, most pages]; what lies behind a context is not read.
-        ancestors: int64 [rows], draft tokens that a row of a tree sees, itself included, as bits.
-        draft_starts: int32 [sequences], tokens before a tree; without one the whole context.
-        positions: int32 [rows], of each row among what it attends to.
+        tables: int32 [sequences, pages of the longest table]; entries beyond a context are not
+            read.
+        ancestors: int64 [rows], the draft tokens that a row of a tree sees, itself included, as
+            bits.
+        draft_starts: int32 [sequences], tokens before a tree; the whole context without a tree.
+        positions: int32 [rows], the position of each row in its attention span.
         page_tokens: slots of a page.
     """
 
@@ -119,16 +118,16 @@ class RaggedSpans(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The tensors of a step. `rows` counts padding.
+    """The tensors of a step; `rows` includes padding.
 
     Attributes:
-        token_ids, positions, slots: [rows] int64; where each token's keys and values go.
-        spans: one for each sequence, and one more for each further branch of a tree.
-        sample_rows: rows whose logits are wanted, behind them those whose hidden state is, padded
-            to the row tile.
-        num_samples: how many logits are wanted.
-        ragged: the spans on the device, if they are there already.
-        num_pooled: how many hidden states are wanted.
+        token_ids, positions, slots: int64 [rows]; `slots` is where keys and values are written.
+        spans: one per sequence, plus one for each branch of a tree after the first.
+        sample_rows: rows whose logits are wanted, then rows whose hidden state is wanted, padded to
+            the row tile.
+        num_samples: number of logits wanted.
+        ragged: the spans on the device, if they are already there.
+        num_pooled: number of hidden states wanted.
     """
 
     token_ids: Tensor
@@ -141,7 +140,7 @@ class StepInputs:
     num_pooled: int = 0
 
     def on(self, device: torch.device) -> StepInputs:
-        """Return the same step with its tensors on a device."""
+        """Return the step with its tensors on a device."""
         if self.token_ids.device == device:
             return self
         moved = (self.token_ids, self.positions, self.slots, self.sample_rows)
@@ -153,12 +152,12 @@ class StepInputs:
 
 @dataclass(slots=True)
 class StepRows:
-    """Feeds laid out as one ragged batch, without padding.
+    """Feeds as one ragged batch, without padding.
 
     Attributes:
+        spans: the attention spans of all rows.
         token_ids, positions, slots: of each row.
         sample_rows: rows whose logits are wanted.
-        spans: who attends to what.
     """
 
     spans: AttentionSpans
@@ -169,27 +168,23 @@ class StepRows:
 
 
 def lay_out(feeds: Iterable[Feed], page_tokens: int = BLOCK_TOKENS) -> StepRows:
-    """Return feeds as one ragged batch.
-
-    Args:
-        page_tokens: slots of a page.
-    """
+    """Lay feeds out as one ragged batch, given the slots of a page."""
     spans = AttentionSpans(page_tokens)
     batch = StepRows(spans)
     token_ids, positions, slots = batch.token_ids, batch.positions, batch.slots
     samples = batch.sample_rows
     span_rows, span_starts, span_pages = spans.rows, spans.starts, spans.pages
     rows = 0
-    for fed, start, pages, num_samples, shown_at, own_spans in feeds:
+    for fed, start, pages, num_samples, tree_positions, own_spans in feeds:
         count = len(fed)
-        if count == 1:  # most of a batch
+        if count == 1:  # the common case: a decode
             token_ids.append(fed[0])
             positions.append(start)
             slots.append(pages[start // page_tokens] * page_tokens + start % page_tokens)
         else:
             places = range(start, start + count)
             token_ids += fed
-            positions += shown_at or places
+            positions += tree_positions or places
             slots += slots_of(pages, places, page_tokens)
         rows += count
         if num_samples == 1:
@@ -214,7 +209,7 @@ def build_inputs(
     """Lay feeds out as one ragged batch, padded to the row tile.
 
     Args:
-        dump_slot: where padding rows write.
+        dump_slot: where padding rows write their keys and values.
         page_tokens: slots of a page.
         pooled_rows: rows whose hidden state is wanted.
     """
@@ -234,12 +229,12 @@ def build_inputs(
 
 
 def _tensor(numbers: list[int]) -> Tensor:
-    """Return them as int64, in a fifth of the time that `torch.tensor` takes."""
+    # `torch.tensor` takes five times as long.
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
-def attending(span: AttentionSpan, rows: int) -> StepInputs:
-    """Return a step of so many rows that does nothing but attend: to probe and to test with."""
+def attention_inputs(span: AttentionSpan, rows: int) -> StepInputs:
+    """Return a step of one attention span, to measure and test attention alone."""
     zeros = torch.zeros(rows, dtype=torch.int64)
     spans = AttentionSpans()
     spans.add(span)
@@ -247,7 +242,7 @@ def attending(span: AttentionSpan, rows: int) -> StepInputs:
 
 
 def feed_of(work: SequenceWork) -> Feed:
-    """Return what a sequence feeds to the target in a step."""
+    """Return the input of a sequence to the target in a step."""
     sequence, start, token_ids, samples, draft = work
     if not draft.token_ids:
         return Feed(token_ids, start, sequence.block_table, samples)
@@ -260,42 +255,39 @@ def feed_of(work: SequenceWork) -> Feed:
 def slots_of(
     table: Many[int], positions: Iterable[int], page_tokens: int = BLOCK_TOKENS
 ) -> list[int]:
-    """Return where the table keeps the tokens at these positions."""
+    """Return the slots of the tokens at these positions."""
     return [table[p // page_tokens] * page_tokens + p % page_tokens for p in positions]
 
 
 def _spans(work: SequenceWork, table: Many[int]) -> tuple[AttentionSpan, ...]:
-    """Return one span for all confirmed tokens and the first branch, one for each further branch.
-
-    A branch is read as if its tokens stood behind each other, so its rows have the bits that they
-    would have in a chain: attention adds in the order of positions. Ancestor masks over the slots
-    of the tree would put zeros in between.
-    """
+    """Return a span for the confirmed tokens and the first branch, and one per further branch."""
+    # Each branch is read as a chain, so its rows have the bits of a chain: attention adds in the
+    # order of positions. Ancestor masks over the slots of the tree would add zeros in between.
     ends = _branch_ends(work.draft)
     spans = [AttentionSpan(len(work.token_ids) + ends[0], work.start, table)]
     for begin, end in pairwise(ends):
         path = _ancestors(work.draft, begin)
-        shown = slots_of(table, (work.confirmed_end + i for i in (*path, *range(begin, end))))
+        slots = slots_of(table, (work.confirmed_end + i for i in (*path, *range(begin, end))))
         spans.append(
             AttentionSpan(
                 end - begin,
                 work.confirmed_end + len(path),
                 table,
                 tail_start=work.confirmed_end,
-                tail=tuple(shown),
+                tail=tuple(slots),
             )
         )
     return tuple(spans)
 
 
 def _branch_ends(draft: Draft) -> list[int]:
-    """Return where each run of tokens that follow each other ends."""
+    """Return the end of each run of tokens in which every token follows the previous one."""
     starts = [i for i in range(1, len(draft)) if draft.parent(i) != i - 1]
     return [*starts, len(draft)]
 
 
 def _ancestors(draft: Draft, place: int) -> list[int]:
-    """Return the places on the way from the sequence's end to a token, itself excluded."""
+    """Return the places on the path to a token, itself excluded."""
     path = []
     while (place := draft.parent(place)) != ROOT:
         path.append(place)

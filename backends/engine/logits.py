@@ -1,19 +1,19 @@
-"""What happens to logits before temperature: grammars, bias, penalties, ends not due yet.
+"""Changes to logits before temperature: grammars, bias, penalties, and forbidden early ends.
 
-    z = -inf                                     what a grammar does not allow
+    z = -inf                                     tokens that the grammar does not allow
     z = z + bias                                 OpenAI's logit_bias
-    z = z / r if z > 0 else z * r                for tokens of the prompt or the output
-    z = z - (f * c + p * [c > 0])                c: how often the token stands in the output
-    z = -inf                                     for end-of-sequence tokens before min_tokens
+    z = z / r if z > 0 else z * r                tokens of the prompt or the output
+    z = z - (f * c + p * [c > 0])                c: occurrences of the token in the output
+    z = -inf                                     end-of-sequence tokens before min_tokens
 
 r is the repetition penalty (CTRL, arXiv 1909.05858), f and p are OpenAI's frequency and presence
-penalties. Drafts before a row are output to it: the row behind a draft token sees the logits that
-a sequence without drafts would see once it had drawn that token and those it follows, so drafts
-change no law.
+penalties. For a row, the drafts that precede it belong to the output. The row of a draft token
+therefore has the logits that a sequence without drafts would have after that token, and drafts do
+not change the distribution.
 
-All of it is a function of tokens, computed anew in each step: nothing is kept that preemption,
-resume or a rejected draft could leave stale. Only tokens that carry a bias or a count are read and
-written, once for all rows of a step, element by element: bits do not depend on the batch.
+Everything is computed from the tokens in each step. No state is kept that preemption, resume or a
+rejected draft could make stale. Only tokens with a bias or a count are read and written, once for
+all rows of a step and element by element, so bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.transfer import to_device
 
 _KEPT_PROMPTS: Final = 64
-"""Prompts whose distinct tokens are remembered: as many sequences as a batch often has."""
+"""Prompts whose distinct tokens are cached, about the sequences of a batch."""
 
 _Tokens = npt.NDArray[np.int64]
 _Values = npt.NDArray[np.float64]
 
 
 class _Changes(NamedTuple):
-    """What changes in the logits of one sequence.
+    """Changes to the logits of one sequence.
 
     Attributes:
         tokens: [m] ascending, all different.
         bias: [rows, m]; added first.
-        repetition: [rows, m]; divides what is positive and multiplies what is negative; 1 is off.
-        penalty: [rows, m]; subtracted last; inf forbids.
+        repetition: [rows, m]; divides positive logits and multiplies negative ones; 1 is off.
+        penalty: [rows, m]; subtracted last; inf forbids the token.
     """
 
     tokens: _Tokens
@@ -58,14 +58,13 @@ class _Changes(NamedTuple):
 def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
     """Apply bias, penalties and min_tokens of every sequence to its rows, in place.
 
-    Costs nothing where no sequence has any. Token ids of prompts, outputs and biases must be below
-    the vocabulary's size.
+    Token ids of prompts, outputs and biases must be below the vocabulary's size.
 
     Args:
-        logits: float32 [rows, vocab_size], contiguous; the rows of each part in order.
-        eos_ids: tokens that end a sequence; all below the vocabulary's size.
+        logits: float32 [rows, vocab_size], contiguous; the rows of each sequence in order.
+        eos_ids: tokens that end a sequence, all below the vocabulary's size.
     """
-    places: list[_Tokens] = []  # in the flat logits
+    places: list[_Tokens] = []  # indices into the flat logits
     values: list[_Values] = []
     first, vocab = 0, logits.shape[1]
     for work in plan.work:
@@ -87,7 +86,7 @@ def adjust(plan: StepPlan, logits: Tensor, eos_ids: frozenset[int]) -> None:
 
 
 def forbid(plan: StepPlan, logits: Tensor) -> None:
-    """Set the logits of what a sequence's grammar does not allow to -inf, in place.
+    """Set the logits of tokens that a sequence's grammar does not allow to -inf, in place.
 
     Args:
         logits: as for `adjust`.
@@ -102,12 +101,11 @@ def forbid(plan: StepPlan, logits: Tensor) -> None:
 
 
 def forbid_rows(rows: Tensor, masks: Many[bytes]) -> None:
-    """Set the logits of what the masks do not allow to -inf, in place.
+    """Set the logits of tokens that the masks do not allow to -inf, in place.
 
     Args:
         rows: float32 [rows, vocab_size].
-        masks: one for each row, as `Grammar.masks` returns them. Tokens beyond their length are
-            forbidden.
+        masks: one per row, from `Grammar.masks`. Tokens beyond a mask are forbidden.
     """
     packed = np.frombuffer(b"".join(masks), dtype=np.uint8).reshape(len(masks), -1)
     bits = np.unpackbits(packed, axis=1, bitorder="little")[:, : rows.shape[1]]
@@ -122,22 +120,22 @@ def _changes_logits(work: SequenceWork) -> bool:
 
 def _forbids_ends(work: SequenceWork) -> bool:
     sampling = work.sequence.request.sampling
-    if sampling.ignore_eos or work.sequence.grammar is not None:  # which says itself when it ends
+    if sampling.ignore_eos or work.sequence.grammar is not None:  # a grammar decides when it ends
         return False
     return work.sequence.output_tokens < sampling.min_tokens
 
 
 def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
-    """Return what changes; the cost is that of a pass over the output, whatever the vocabulary."""
+    """Return the changes at the cost of one pass over the output, whatever the vocabulary."""
     sequence, sampling = work.sequence, work.sequence.request.sampling
     counts, repeats = sampling.counts_tokens, sampling.repetition_penalty != 1
-    # Slices copy: of what is not used, take nothing.
+    # A slice copies, so take only slices that are used.
     output = _ids(sequence.token_ids[sequence.prompt_tokens :] if counts else ())
     drafts = _ids(work.draft.token_ids if counts else ())
-    prompt = _distinct(sequence.request.prompt_ids.tobytes()) if repeats else _ids(())
+    prompt = _prompt_tokens(sequence.request.prompt_ids.tobytes()) if repeats else _ids(())
     biased = _ids(token for token, _ in sampling.logit_bias)
     ends = _ids(eos_ids if _forbids_ends(work) else ())
-    tokens = _different(np.concatenate([prompt, output, drafts, biased, ends]))
+    tokens = _distinct(np.concatenate([prompt, output, drafts, biased, ends]))
 
     count = _counts(tokens, output, work.draft if counts else Draft(), work.num_samples)
     seen = count > 0
@@ -152,9 +150,9 @@ def _changes(work: SequenceWork, eos_ids: frozenset[int]) -> _Changes:
 
 
 def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Values:
-    """Return how often each token stands before each row, prompt excluded: [rows, m].
+    """Return how often each token precedes each row, prompt excluded: [rows, m].
 
-    Row 0 comes behind the output, row i + 1 behind token i of the draft and those it follows.
+    Row 0 follows the output; row i + 1 follows token i of the draft and its ancestors.
     """
     drawn = np.bincount(np.searchsorted(tokens, output), minlength=len(tokens))
     count = np.repeat(drawn[None].astype(np.float64), rows, axis=0)
@@ -165,16 +163,17 @@ def _counts(tokens: _Tokens, output: _Tokens, draft: Draft, rows: int) -> _Value
 
 
 @lru_cache(maxsize=_KEPT_PROMPTS)
-def _distinct(prompt_ids: bytes) -> _Tokens:
-    """Return the different tokens of a prompt, which may be long and is the same in every step."""
-    return _different(np.frombuffer(prompt_ids, dtype=np.int64))
+def _prompt_tokens(prompt_ids: bytes) -> _Tokens:
+    """Return the distinct tokens of a prompt, which may be long and is the same in every step."""
+    return _distinct(np.frombuffer(prompt_ids, dtype=np.int64))
 
 
 def _ids(tokens: Iterable[int]) -> _Tokens:
     return np.fromiter(tokens, dtype=np.int64)
 
 
-def _different(tokens: _Tokens) -> _Tokens:
-    """Return the different tokens, ascending; `np.unique` takes three times as long."""
+def _distinct(tokens: _Tokens) -> _Tokens:
+    """Return the distinct tokens, ascending."""
+    # `np.unique` takes three times as long.
     ordered = np.sort(tokens)
     return ordered[np.diff(ordered, prepend=-1) > 0]

@@ -1,4 +1,4 @@
-"""The decoder: one parameterised transformer of the Llama lineage over a ragged batch."""
+"""The decoder: one parameterised Llama-type transformer over a ragged batch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from draftgate.backends.engine.weights import Weights
 
 
 class Decoder:
-    """Runs one step: tokens in, logits of the sampling rows out. Stateless but for the KV pool."""
+    """Computes the logits of a step. The only state is the KV pool, which the caller passes."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
-        """Keep the weights, tabulate the rotations of all positions, choose the operators."""
         self.config = config
         self._weights = weights
         self.device = weights.embedding.device
@@ -31,21 +30,16 @@ class Decoder:
         return next(filter(None, (self._weights.lm_head.library, *products)), self.operators.name)
 
     def forward(self, inputs: StepInputs, kv: Layers) -> Tensor:
-        """Write the step's keys and values to the layers of a pool and return the logits.
-
-        Returns:
-            float32 [num_samples, vocab_size].
-        """
+        """Write the step's keys and values to `kv`; return logits, float32 [num_samples, vocab]."""
         return self.sampled_logits(self.last_hidden(inputs, kv), inputs.num_samples)
 
     @torch.inference_mode()
     def compile_products(self) -> None:
-        """Multiply each shape of weight once with every number of rows that a product may have.
+        """Multiply each weight shape once with every number of rows that a product may have.
 
-        On a CPU kernels are compiled at the first such product and kept: steps then neither wait
-        for them nor need more memory. That takes some 0.1 s for each of the shipped models (idle,
-        one thread of a Zen 4, 2026-11-21); the products themselves are a thousand rows of one
-        layer and of the LM head, at most a sixth of the timing of steps that follows.
+        On a CPU the first product of a shape compiles its kernel. Steps then neither wait for
+        kernels nor need more memory. It takes about 0.1 s for each shipped model (idle, one thread
+        of a Zen 4, 2026-11-21).
         """
         dtype = self._weights.embedding.dtype
         linears = (linear for layer in self._weights.layers for linear in layer.linears)
@@ -56,42 +50,38 @@ class Decoder:
             self.logits(torch.zeros(rows, self.config.hidden_size, dtype=dtype))
 
     def sampled_logits(self, hidden: Tensor, num_samples: int) -> Tensor:
-        """Return the logits of the first rows that `last_hidden` returned, without their padding.
-
-        What is pooled stands behind them, and is multiplied only where rows are padded anyway.
-
-        Returns:
-            float32 [num_samples, vocab_size].
-        """
+        """Return the logits of the sampled rows of `last_hidden`: float32 [num_samples, vocab]."""
+        # Pooled rows follow the sampled ones; multiply only those that serve as padding.
         rows = padded_rows(num_samples)
         return self.logits(hidden if len(hidden) == rows else hidden[:rows])[:num_samples]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of rows that `last_hidden` returned: float32 [rows, vocab_size]."""
-        if not len(hidden):  # prefill chunks alone
+        """Return the logits of rows from `last_hidden`: float32 [rows, vocab_size]."""
+        if not len(hidden):  # a step of prefill chunks
             return hidden.new_empty(0, self.config.vocab_size).float()
         return self._weights.lm_head.float32(hidden)
 
     def last_hidden(self, inputs: StepInputs, kv: Layers) -> Tensor:
-        """Write the step's keys and values; return what the LM head multiplies, and what is pooled.
+        """Write the step's keys and values; return the final hidden states of the sample rows.
 
         Returns:
-            [sample_rows, hidden_size]; none if no row is wanted.
+            [sample_rows, hidden_size], for the LM head and for pooling; [0, hidden_size] if no row
+            is wanted.
         """
-        does = self.operators
+        ops = self.operators
         inputs = inputs.on(self.device)
-        step = does.begin(inputs)
+        step = ops.begin(inputs)
         hidden = functional.embedding(inputs.token_ids, self._weights.embedding)
         delta = None
         layers = zip(self._weights.layers, kv, self.config.windows, strict=True)
         for layer, layer_kv, window in layers:
-            fused = layer.qkv(does.add_norm(hidden, delta, layer.input_norm))
-            queries = does.turn_and_store(step, fused, layer_kv, layer.qk_norm)
-            attended = layer.output(does.attend(step, queries, layer_kv, window))
-            gate_up = layer.gate_up(does.add_norm(hidden, attended, layer.mlp_norm))
-            delta = layer.down(does.gate(gate_up))
+            fused = layer.qkv(ops.add_norm(hidden, delta, layer.input_norm))
+            queries = ops.turn_and_store(step, fused, layer_kv, layer.qk_norm)
+            attended = layer.output(ops.attend(step, queries, layer_kv, window))
+            gate_up = layer.gate_up(ops.add_norm(hidden, attended, layer.mlp_norm))
+            delta = layer.down(ops.gate(gate_up))
         if not inputs.num_samples + inputs.num_pooled:
             return hidden[:0]
         rows = inputs.sample_rows
         last = None if delta is None else delta[rows]
-        return does.add_norm(hidden[rows], last, self._weights.final_norm)
+        return ops.add_norm(hidden[rows], last, self._weights.final_norm)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings and the ways in which published models stretch them."""
+"""Rotary position embeddings, and the context extensions of published models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1: long waves are stretched, short ones kept, those between blended.
+    """Llama 3.1: stretches long waves, keeps short ones, blends those between.
 
     Attributes:
-        factor: how far the long waves are stretched.
-        low_freq_factor, high_freq_factor: a wave is long if fewer than the first, short if more
-            than the second of its turns fit into the original context.
-        original_positions: the context the model was first trained with.
+        factor: by which long waves are stretched.
+        low_freq_factor, high_freq_factor: a wave is long if it makes fewer turns than the first in
+            the original context, and short if it makes more than the second.
+        original_positions: context length of the original training.
     """
 
     factor: float
@@ -45,15 +45,15 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): as Llama 3, with the ramp over dimensions instead of frequencies.
+    """YaRN (arXiv 2309.00071): as Llama 3, with a ramp over dimensions instead of frequencies.
 
     Attributes:
-        factor: how far the long waves are stretched.
-        beta_fast, beta_slow: turns in the original context from which waves are kept, and up to
-            which they are stretched in full.
-        attention_factor: what cosines and sines are multiplied by; softens attention.
-        truncate: the ramp begins and ends at whole dimensions.
-        original_positions: the context the model was first trained with.
+        factor: by which long waves are stretched.
+        beta_fast, beta_slow: waves with more turns than the first in the original context are kept;
+            those with fewer than the second are stretched in full.
+        attention_factor: multiplies cosines and sines, which softens attention.
+        truncate: whether the ramp begins and ends at whole dimensions.
+        original_positions: context length of the original training.
     """
 
     factor: float
@@ -66,10 +66,8 @@ class YarnScaling:
     def frequencies(self, plain: Tensor, theta: float) -> Tensor:
         """Return the scaled frequencies, [head_dim / 2]."""
         half = len(plain)
-        low, high = (
-            self._dimension(self.beta_fast, half, theta),
-            self._dimension(self.beta_slow, half, theta),
-        )
+        low = self._dimension(self.beta_fast, half, theta)
+        high = self._dimension(self.beta_slow, half, theta)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * half - 1)
@@ -79,7 +77,7 @@ class YarnScaling:
         return _blend(plain / self.factor, plain, kept)
 
     def _dimension(self, turns: float, half: int, theta: float) -> float:
-        """Return the dimension whose wave makes that many turns in the original context."""
+        """Return the dimension whose wave makes `turns` turns in the original context."""
         positions_per_radian = self.original_positions / (turns * 2 * math.pi)
         return half * math.log(positions_per_radian) / math.log(theta)
 
@@ -87,9 +85,10 @@ class YarnScaling:
 def yarn_attention_factor(
     factor: float, mscale: float | None = None, mscale_all_dim: float | None = None
 ) -> float:
-    """Return the attention factor that a YaRN checkpoint means when it names none.
+    """Return the attention factor of a YaRN checkpoint that does not specify it.
 
-    0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4); with both `mscale`, the ratio of two such.
+    It is 0.1 ln(factor) + 1 (arXiv 2309.00071, section 3.4). With both `mscale` values it is the
+    ratio of two such terms, the logarithms weighted by them.
     """
 
     def softening(weight: float) -> float:
@@ -102,7 +101,7 @@ def yarn_attention_factor(
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model turns queries and keys by their position (RoPE, arXiv 2104.09864)."""
+    """Rotation of queries and keys by their position (RoPE, arXiv 2104.09864)."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None

@@ -18,7 +18,7 @@ from draftgate.backends.engine.logits import adjust, forbid
 from draftgate.backends.engine.logprobs import RowLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
-from draftgate.backends.engine.sampler import Verify, Walks, draw, walk
+from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, walk_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +93,20 @@ class Runner:
         logits = self._decoder.sampled_logits(hidden, inputs.num_samples)
         pooled = pooling.select_pooled(hidden, inputs.num_samples, inputs.num_pooled)
         if plan.is_plain:
-            tokens = draw(plan, logits, self._verify)
+            tokens = draw_tokens(plan, logits, self._verify)
             return LaunchedStep(plan, tokens, None, started_s, pooled)
         wanted = logprobs.model_logprobs(plan, logits)
         forbid(plan, logits)
         adjust(plan, logits, self._eos_ids)
-        tokens = draw(plan, logits, self._verify)
-        found = logprobs.look_up(plan, wanted, tokens)
+        tokens = draw_tokens(plan, logits, self._verify)
+        found = logprobs.row_logprobs(plan, wanted, tokens)
         return LaunchedStep(plan, tokens, found, started_s, pooled)
 
     def fetch(self, step: LaunchedStep) -> StepResult:
         """Wait for a launched step and walk its drafts. The one place that waits for the device."""
-        walks = walk(step.plan, step.tokens.tolist())
+        walks = walk_drafts(step.plan, step.tokens.tolist())
         self._compact(step.plan, walks)
-        found = logprobs.read(step.logprobs, walks)
+        found = logprobs.emitted_logprobs(step.logprobs, walks)
         pooled = pooling.pooled_bytes(step.pooled)
         return StepResult(walks.emitted, found, time.perf_counter() - step.started_s, pooled)
 

@@ -1,4 +1,4 @@
-"""From logits to emitted tokens: draw a token for every row, then walk each draft."""
+"""Sampling of a token for every row, and the walk along drafts that finds the emitted tokens."""
 
 from __future__ import annotations
 
@@ -17,43 +17,42 @@ from draftgate.backends.engine.transfer import to_device
 from draftgate.backends.types import SamplingParams
 
 Verify = Literal["coupled", "rejection"]
-"""How drafts are verified: a draft is kept if it equals the token of its position (`coupled`), or
-with probability p/q (`rejection`)."""
+"""How drafts are verified: a draft is accepted if it equals the token of its position (`coupled`),
+or with probability p/q (`rejection`)."""
 
 _SIGN_BIT = 1 << 63
 
 _MAX_INT32 = (1 << 31) - 1
-"""A `top_k` beyond any vocabulary, and the largest that its tensor holds."""
+"""A `top_k` beyond any vocabulary, the largest that its tensor holds."""
 
 _MIN_TEMPERATURE = 1e-30
-"""Dividing logits by less overflows float32; no noise matters there, so less is greedy."""
+"""Lower temperatures count as greedy: noise does not matter, and the division would overflow."""
 
 _MAX_TEMPERATURE = 1e38
-"""The largest float32 or so: nothing is left of logits there, so more is the same."""
+"""About the largest float32: logits vanish there, so higher temperatures are the same."""
 
 
-def draw(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
+def draw_tokens(plan: StepPlan, logits: Tensor, verify: Verify) -> Tensor:
     """Return the token of every row, on the device of the logits: int64 [rows].
 
-    A draft that equals the token of its row is accepted, whichever way it is verified.
+    Either way of verification accepts a draft that equals the token of its row.
 
     Args:
-        logits: float32 [rows, vocab_size], contiguous; the rows of each part in order,
-            `num_samples` each.
+        logits: float32 [rows, vocab_size], contiguous; `num_samples` rows for each sequence.
     """
     greedy = all(_temperature(work.sequence.request.sampling) == 0 for work in plan.work)
-    # Of equal logits a GPU's argmax may find any.
+    # On a GPU argmax may return any of several equal logits.
     if not len(logits) or (greedy and not logits.is_cuda):
         return logits.argmax(dim=1)
     rows = row_sampling(plan, logits.device)
-    if verify == "rejection" and settles_drafts(plan):
+    if verify == "rejection" and needs_rejection(plan):
         return _draw_by_rejection(plan, logits, rows)
     return _sample(logits, rows)
 
 
-def settles_drafts(plan: StepPlan) -> bool:
-    """Return whether rejection has something to decide on: drafts that were drawn."""
-    return any(map(_settles_drafts, plan.work))
+def needs_rejection(plan: StepPlan) -> bool:
+    """Return whether a plan has sampled drafts, for which rejection differs from coupling."""
+    return any(map(_needs_rejection, plan.work))
 
 
 def _sample(logits: Tensor, rows: RowSampling) -> Tensor:
@@ -65,10 +64,10 @@ def _sample(logits: Tensor, rows: RowSampling) -> Tensor:
 
 
 class Walks(NamedTuple):
-    """How far each part of a step came.
+    """The emitted tokens of each sequence of a step.
 
     Attributes:
-        rows: the rows of each part whose tokens stand: the first, and those behind accepted drafts.
+        rows: the rows that emit a token: the first one and those of accepted drafts.
         emitted: the tokens of these rows.
     """
 
@@ -76,44 +75,44 @@ class Walks(NamedTuple):
     emitted: list[tuple[int, ...]]
 
 
-def walk(plan: StepPlan, tokens: Many[int]) -> Walks:
-    """Return what each part emits: accepted drafts and the token behind them.
+def walk_drafts(plan: StepPlan, tokens: Many[int]) -> Walks:
+    """Return what each sequence emits: its accepted drafts and the token after them.
 
     Args:
         tokens: the token of every row.
     """
     if all(work.samples and not work.draft.token_ids for work in plan.work):
         return Walks([(0,)] * len(tokens), list(zip(tokens)))
-    stand: list[tuple[int, ...]] = []
+    walked: list[tuple[int, ...]] = []
     emitted: list[tuple[int, ...]] = []
     first = 0
     for work in plan.work:
         rows: tuple[int, ...] = (0,) if work.samples else ()
-        if work.draft.token_ids:  # most of a batch has none
-            drawn = tokens[first : first + work.num_samples]
-            rows = (0, *(place + 1 for place in work.draft.accepted_places(drawn, per_row=True)))
-        stand.append(rows)
+        if work.draft.token_ids:  # mostly empty
+            own = tokens[first : first + work.num_samples]
+            rows = (0, *(place + 1 for place in work.draft.accepted_places(own, per_row=True)))
+        walked.append(rows)
         emitted.append(tuple([tokens[first + row] for row in rows]))
         first += work.num_samples
-    return Walks(stand, emitted)
+    return Walks(walked, emitted)
 
 
 def row_sampling(plan: StepPlan, device: torch.device) -> RowSampling:
-    """Return the sampling parameters of every row, drafts' rows included."""
-    # Through numpy: `torch.tensor` takes five times as long.
+    """Return the sampling parameters of every row, those of drafts included."""
+    # `torch.tensor` takes five times as long as NumPy.
     columns = sampling_columns(plan).items()
     return RowSampling(**{name: to_device(torch.from_numpy(c), device) for name, c in columns})
 
 
 def sampling_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """Return the fields of `RowSampling` in main memory, drafts' rows included."""
-    # The token behind position p is drawn with the noise of position p + 1.
+    """Return the fields of `RowSampling` as arrays in main memory."""
+    # The token after position p is drawn with the noise of position p + 1.
     sampling = [work for work in plan.work if work.samples]
     positions: list[int] = []
     for work in sampling:
         end = work.confirmed_end
         positions.append(end)
-        if work.draft.token_ids:  # most of a batch has none
+        if work.draft.token_ids:  # mostly empty
             positions.extend(end + depth for depth in work.draft.depths)
     repeats = [work.num_samples for work in sampling]
     params = [work.sequence.request.sampling for work in sampling]
@@ -132,28 +131,25 @@ def sampling_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def _settles_drafts(work: SequenceWork) -> bool:
-    """Return whether rejection has something to decide on.
-
-    Drafts that were not drawn have all their law's mass: p/q is p, and accepting the token if it
-    equals the one drawn from p, as coupled verification does, is the same law.
-    """
-    drawn = isinstance(work.draft.distributions, Tensor)
-    return drawn and _temperature(work.sequence.request.sampling) > 0
+def _needs_rejection(work: SequenceWork) -> bool:
+    # A draft that was not sampled has all the mass of its distribution, so p/q is p. Coupled
+    # verification, which accepts it if it equals a token drawn from p, then is the same rule.
+    sampled = isinstance(work.draft.distributions, Tensor)
+    return sampled and _temperature(work.sequence.request.sampling) > 0
 
 
 def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Tensor:
-    """Settle the drafts that were drawn; draw all other rows as coupled verification does."""
-    settling = [work for work in plan.work if _settles_drafts(work)]
+    """Verify sampled drafts by rejection; draw all other rows as coupled verification does."""
+    rejectable = [work for work in plan.work if _needs_rejection(work)]
     has_draft = [
-        _settles_drafts(work) and slot < work.num_drafts
+        _needs_rejection(work) and slot < work.num_drafts
         for work in plan.work
         for slot in range(work.num_samples)
     ]
     drafted = torch.tensor([i for i, has in enumerate(has_draft) if has], device=logits.device)
     plain = torch.tensor([i for i, has in enumerate(has_draft) if not has], device=logits.device)
-    drafts = [token for work in settling for token in work.draft.token_ids]
-    laws = [work.draft.distributions[: work.num_drafts] for work in settling]  # type: ignore[index]
+    drafts = [token for work in rejectable for token in work.draft.token_ids]
+    distributions = [work.draft.distributions[: work.num_drafts] for work in rejectable]  # type: ignore[index]
 
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     tokens[plain] = _sample(logits[plain], rows.select(plain))
@@ -161,7 +157,7 @@ def _draw_by_rejection(plan: StepPlan, logits: Tensor, rows: RowSampling) -> Ten
         logits[drafted],
         rows.select(drafted),
         torch.tensor(drafts, device=logits.device),
-        torch.cat(laws),
+        torch.cat(distributions),
     )
     return tokens
 

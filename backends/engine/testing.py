@@ -1,4 +1,4 @@
-"""Conformance checks for proposers: for our own tests, and for those of third parties."""
+"""Conformance checks for proposers, for our tests and those of other packages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PROMPTS: Final = (
 NEW_TOKENS: Final = 40
 MOST_DRAFTS: Final = 5
 KV_BYTES: Final = 8 << 20
-"""Holds the prompts and little more, so that drafts of a model have to give way."""
+"""Little more than the prompts need, so that the target takes draft pages back."""
 
 
-class Watched:
-    """A proposer whose every draft is looked at."""
+class CheckedProposer:
+    """Wraps a proposer and checks every draft."""
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
         self._proposer = proposer
@@ -38,20 +38,20 @@ class Watched:
 
     def depth_s(self, sequences: int) -> float:
         depth_s = self._proposer.depth_s(sequences)
-        assert depth_s >= 0.0, "drafting takes no negative time"
+        assert depth_s >= 0.0, "depth_s must not be negative"
         return depth_s
 
     def catch_up_s(self, sequence: Sequence) -> float:
         catch_up_s = self._proposer.catch_up_s(sequence)
-        assert catch_up_s >= 0.0, "catching up takes no negative time"
+        assert catch_up_s >= 0.0, "catch_up_s must not be negative"
         return catch_up_s
 
     def propose(self, requests: Many[DraftRequest]) -> Many[Draft]:
         before = [request.sequence.token_ids[:] for request in requests]
         drafts = self._proposer.propose(requests)
-        assert len(drafts) == len(requests), "one draft for each request, if only an empty one"
+        assert len(drafts) == len(requests), "propose returns one draft per request, possibly empty"
         for request, draft, tokens in zip(requests, drafts, before, strict=True):
-            assert request.sequence.token_ids == tokens, "tokens are not a proposer's"
+            assert request.sequence.token_ids == tokens, "propose must not change a sequence"
             check_draft(draft, request.max_tokens, self._vocab_size)
             self.open.add(request.sequence.key)
             self.drafts += bool(draft)
@@ -64,37 +64,38 @@ class Watched:
 
 
 def check_draft(draft: Draft, max_tokens: int, vocab_size: int) -> None:
-    """Check that a draft is one: a chain or a tree of different siblings, within its bounds.
+    """Check that a draft is a valid chain or tree within its bounds.
 
     Raises:
-        AssertionError: it is not; the message names the promise.
+        AssertionError: if it is not; the message names the rule.
     """
     size = len(draft)
-    assert size <= max_tokens, "a draft is no longer than was asked for"
-    assert all(0 <= token < vocab_size for token in draft.token_ids), "tokens of the vocabulary"
-    assert len(draft.parents) in {0, size}, "a parent for each token, or a chain"
-    assert len(draft.shares) in {0, size}, "a share for each token, or none"
+    assert size <= max_tokens, "a draft has at most max_tokens tokens"
+    assert all(0 <= token < vocab_size for token in draft.token_ids), "tokens are in the vocabulary"
+    assert len(draft.parents) in {0, size}, "parents are given for every token or for none"
+    assert len(draft.shares) in {0, size}, "shares are given for every token or for none"
     assert all(ROOT <= parent < i for i, parent in enumerate(draft.parents)), "parents come first"
     children = [(draft.parent(place), draft.token_ids[place]) for place in range(size)]
-    assert len(set(children)) == size, "siblings differ"
+    assert len(set(children)) == size, "the children of one parent are different"
     for parent in set(draft.parents):
         below = [draft.shares[i] for i in range(len(draft.shares)) if draft.parents[i] == parent]
-        assert sum(below) <= 1.0 + 1e-9, "shares of siblings are parts of one"
-    assert draft.distributions is None or draft.is_chain, "what was drawn is a chain"
+        assert sum(below) <= 1.0 + 1e-9, "shares of siblings sum to at most 1"
+    assert draft.distributions is None or draft.is_chain, "a draft with distributions is a chain"
 
 
 def check_proposer(name: str, model: str | None = None) -> None:
-    """Run a proposer on a model, by the name of its entry point, and check what it promises.
+    """Run a proposer on a model, and check the contract of `backends.core.proposer.Proposer`.
 
-    Texts must be those without drafts, greedy and drawn; requests come and go, and memory is so
-    short that they are preempted; in the end nothing is kept.
+    Texts must equal those without drafts, greedy and sampled. Requests finish and are cancelled,
+    and memory is so scarce that they are preempted. In the end the proposer must keep no state.
 
     Args:
+        name: of the proposer, for one of another package that of its entry point.
         model: directory of a checkpoint; None is the shipped model.
 
     Raises:
-        AssertionError: the proposer breaks the contract of `backends.core.proposer.Proposer`.
-        ValueError: there is none of that name.
+        AssertionError: if the proposer breaks the contract.
+        ValueError: if the name is unknown.
     """
     plain = _Run(WorkerConfig(model=model, speculation="off", kv_bytes=KV_BYTES), None)
     config = WorkerConfig(
@@ -103,26 +104,26 @@ def check_proposer(name: str, model: str | None = None) -> None:
     drafted = _Run(config, name)
     for temperature in (0.0, 0.8):
         expected = plain.texts(temperature)
-        assert drafted.texts(temperature) == expected, "drafts must not change a text"
+        assert drafted.texts(temperature) == expected, "drafts must not change the text"
     drafted.cancel_midway()
     drafted.check_nothing_is_left()
 
 
 class _Run:
-    """A worker with one proposer, and every draft of it looked at; `off` without a name."""
+    """A worker with one checked proposer; without a name, one that does not speculate."""
 
     def __init__(self, config: WorkerConfig, name: str | None) -> None:
         self._engine = load_engine(config)
         self._mode = SpeculationMode.OFF if name is None else SpeculationMode.AUTO
         self._name = name
-        self._watched: Watched | None = None
+        self._checked: CheckedProposer | None = None
         if name is not None:
             proposers = self._engine.proposers
             vocab_size = self._engine.worker.tokenizer.vocab_size
-            self._watched = proposers[name] = Watched(proposers[name], vocab_size)
+            self._checked = proposers[name] = CheckedProposer(proposers[name], vocab_size)
 
     def texts(self, temperature: float) -> dict[str, list[int]]:
-        """Return the tokens of two rounds of all prompts, the second with prompts in the cache."""
+        """Return the tokens of two rounds of all prompts, the second one from the prefix cache."""
         tokens: dict[str, list[int]] = {}
         for turn in range(2):
             for request in self._requests(temperature, turn):
@@ -134,7 +135,7 @@ class _Run:
         return tokens
 
     def cancel_midway(self) -> None:
-        """Leave every request in the middle of its text."""
+        """Cancel every request in the middle of its text."""
         requests = self._requests(0.8, 0)
         for request in requests:
             self._engine.worker.submit(request)
@@ -144,12 +145,12 @@ class _Run:
                     self._engine.worker.cancel(request.request_id)
 
     def check_nothing_is_left(self) -> None:
-        """Check that memory is free, and that there was something to check."""
+        """Check that memory is free, and that any draft was checked."""
         load = self._engine.worker.load()
-        assert load.kv_blocks_free == load.kv_blocks_total, "memory must be given back"
-        assert self._watched is not None
-        assert not self._watched.open, "the scheduler forgets what has finished"
-        assert self._watched.drafts > 0, "not one draft was proposed"
+        assert load.kv_blocks_free == load.kv_blocks_total, "a proposer must free its KV blocks"
+        assert self._checked is not None
+        assert not self._checked.open, "the scheduler must call forget for finished sequences"
+        assert self._checked.drafts > 0, "the proposer proposed no draft"
 
     def _requests(self, temperature: float, turn: int) -> list[GenerationRequest]:
         plan = SpeculationPlan(

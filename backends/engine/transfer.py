@@ -1,7 +1,7 @@
-"""Tensors on their way between a host and its GPU, without the one waiting for the other.
+"""Asynchronous copies between a host and its GPU.
 
-A copy is asynchronous only from and to pinned memory; torch keeps what it pinned and hands it out
-again once the copies that use it are done. On a CPU everything here is a plain copy, or none.
+A copy is asynchronous only from and to pinned memory. torch caches pinned memory and reuses it once
+the copies that use it are done. On a CPU these functions copy synchronously, or not at all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of main memory on a device; enqueued, not waited for."""
+    """Copy a tensor from main memory to a device, without waiting."""
     if device.type != "cuda":
         return tensor
     if not tensor.numel():
@@ -23,7 +23,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in main memory. On a GPU it may be read behind a `Mark` that came after."""
+    """Copy a tensor to main memory. From a GPU, wait for a later event before reading it."""
     if tensor.device.type != "cuda":
         return tensor.clone()
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
@@ -32,7 +32,7 @@ def to_host(tensor: Tensor) -> Tensor:
 def host_memory(
     shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return main memory which the device copies from and to by itself; contents undefined."""
+    """Allocate main memory that the device can copy from and to asynchronously."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 

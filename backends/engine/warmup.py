@@ -15,7 +15,7 @@ from draftgate.backends.core.drafts import Draft
 from draftgate.backends.core.sequence import Sequence
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.config import ModelConfig
-from draftgate.backends.engine.inputs import AttentionSpan, attending
+from draftgate.backends.engine.inputs import AttentionSpan, attention_inputs
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE
 from draftgate.backends.engine.linear import padded_rows
 from draftgate.backends.engine.numerics import CPU
@@ -212,7 +212,7 @@ def windows_are_exact(config: ModelConfig, dtype: torch.dtype, device: torch.dev
             tokens = min(width, stop - start)
             span = AttentionSpan(tokens, start, pages)
             step = queries[start : start + padded_rows(tokens)]
-            begun = operators.begin(attending(span, len(step)).on(device))
+            begun = operators.begin(attention_inputs(span, len(step)).on(device))
             rows.append(operators.attend(begun, step, layer_kv, PROBE_WINDOW)[:tokens])
         return torch.cat(rows)
 

@@ -26,7 +26,7 @@ from draftgate.backends.core.steps import StepPlan, StepResult
 from draftgate.backends.engine.inputs import build_inputs, feed_of
 from draftgate.backends.engine.load import LoadedEngine, load_engine
 from draftgate.backends.engine.runner import Runner
-from draftgate.backends.engine.sampler import row_sampling, walk
+from draftgate.backends.engine.sampler import row_sampling, walk_drafts
 from draftgate.backends.streams import DeltaStreams
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
@@ -111,7 +111,7 @@ def build_step(runner: Runner, plan: StepPlan, temperature: float) -> object:
 def stub_result(plan: StepPlan, count: int) -> StepResult:
     """Return a token for each row, walked as the sampler's are."""
     rows = sum(work.num_samples for work in plan.work)
-    walks = walk(plan, [(count * 17 + row) % 3000 + 300 for row in range(rows)])
+    walks = walk_drafts(plan, [(count * 17 + row) % 3000 + 300 for row in range(rows)])
     return StepResult(walks.emitted, ((),) * len(plan.work), 0.0)
 
 

@@ -82,13 +82,13 @@ GOOD = Draft((1, 2, 3), (-1, -1, 0), (0.6, 0.4, 1.0))
     ("broken", "promise"),
     [
         (replace(GOOD, token_ids=(1, 2, 99)), "vocabulary"),
-        (replace(GOOD, parents=(-1, -1)), "a parent for each"),
-        (replace(GOOD, shares=(1.0,)), "a share for each"),
+        (replace(GOOD, parents=(-1, -1)), "parents are given"),
+        (replace(GOOD, shares=(1.0,)), "shares are given"),
         (replace(GOOD, parents=(-1, 2, 0)), "parents come first"),
-        (replace(GOOD, token_ids=(1, 1, 3)), "siblings differ"),
-        (replace(GOOD, shares=(0.8, 0.4, 1.0)), "parts of one"),
+        (replace(GOOD, token_ids=(1, 1, 3)), "children of one parent"),
+        (replace(GOOD, shares=(0.8, 0.4, 1.0)), "sum to at most 1"),
         (replace(GOOD, distributions=object()), "a chain"),
-        (Draft((1, 2, 3, 4)), "no longer"),
+        (Draft((1, 2, 3, 4)), "at most max_tokens"),
     ],
 )
 def test_every_broken_promise_is_named(broken: Draft, promise: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine import linear as linear_module
 from draftgate.backends.engine.config import ModelConfig, read_model_config
-from draftgate.backends.engine.inputs import AttentionSpan, attending
+from draftgate.backends.engine.inputs import AttentionSpan, attention_inputs
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KV_TILE, KvPool
 from draftgate.backends.engine.linear import (
     EXACT_ROWS,
@@ -206,7 +206,7 @@ class Attention:
             tokens = min(width, CONTEXT - start)
             step = self.queries[start : start + padded_rows(tokens)]
             span = AttentionSpan(tokens, start, table)
-            begun = self.operators.begin(attending(span, len(step)))
+            begun = self.operators.begin(attention_inputs(span, len(step)))
             rows.append(self.operators.attend(begun, step, layer_kv, window)[:tokens])
         return torch.cat(rows)
 

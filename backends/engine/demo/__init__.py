@@ -1,1 +1,1 @@
-"""The shipped demo models and how they were trained."""
+"""The shipped demo models."""

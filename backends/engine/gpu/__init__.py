@@ -1,1 +1,1 @@
-"""The engine's path on a GPU: one copy in, a captured forward pass, one copy out."""
+"""Execution on a GPU: one copy in, a captured forward pass, one copy out."""

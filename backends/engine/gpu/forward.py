@@ -1,13 +1,12 @@
-"""A model's forward pass on a GPU: feeds in, logits out; graphs for the shapes that recur.
+"""The forward pass on a GPU, with CUDA graphs for recurring shapes.
 
-Launching the 300 kernels of a step one by one takes a host longer than a GPU needs for a small
-step. So for every shape (`shapes.py`) the kernels from the embedding to the last norm are captured
-once and replayed; what differs between steps lies in memory at fixed addresses (`layout.py`): the
-kernels find the sequences of a row, their lengths and pages there. The LM head stays outside: it
-multiplies the sampled rows alone, and what it returns, the largest tensor of a step, need not be
-held for every graph.
+Launching the 300 kernels of a step takes the host longer than a GPU needs for a small step.
+Therefore the kernels from the embedding to the last norm are captured once per shape (`shapes.py`)
+and replayed. The kernels read all that differs between steps from memory at fixed addresses
+(`layout.py`). The LM head stays outside the graphs: it multiplies only the sampled rows, and its
+result, the largest tensor of a step, need not be kept for every graph.
 
-Padding rows belong to no sequence: they attend to nothing, and write to the dump slot.
+Padding rows belong to no sequence. They attend to nothing and write to the dump slot.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.transfer import host_memory
 
 MoreFields = Callable[[HostFields], None]
-"""Writes fields of a step that the forward pass does not read, to go over in the same copy."""
+"""Writes fields that the forward pass does not read, for the same copy to the device."""
 
 
 class DeviceForward:
@@ -39,7 +38,7 @@ class DeviceForward:
 
         Args:
             layers: keys and values of a pool.
-            dump_slot: where padding rows write.
+            dump_slot: where padding rows write their keys and values.
         """
         self.shapes = shapes
         self._decoder = decoder
@@ -54,7 +53,7 @@ class DeviceForward:
     def place(
         self, packed: PackedFeeds, more: MoreFields | None = None
     ) -> tuple[StepShape, StepFields]:
-        """Bring a step to the device in one copy; enqueued, not waited for."""
+        """Copy a step to the device in one copy, without waiting."""
         rows, sequences = len(packed.rows.token_ids), len(packed.spans.context_lens)
         shape, captured = self.shapes.shape(rows, sequences, packed.longest_context)
         layout = self._layout(shape) if captured else StepLayout(shape)
@@ -75,11 +74,11 @@ class DeviceForward:
     def run(
         self, shape: StepShape, fields: StepFields, num_samples: int, num_pooled: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a step that was placed.
+        """Run a placed step.
 
         Returns:
-            The logits of its sampled rows, float32 [num_samples, vocab_size], and the hidden states
-            of those behind them (`pooling.select_pooled`), which the next step may write over.
+            The logits of the sampled rows, float32 [num_samples, vocab_size], and the hidden states
+            to pool (`pooling.select_pooled`), which the next step may overwrite.
         """
         if shape in self._graphs:
             graph, hidden = self._graphs[shape]
@@ -98,21 +97,21 @@ class DeviceForward:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture every shape, the largest first, in one pool of memory."""
+        """Capture every shape, largest first, in one memory pool."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._decoder.device)
         for shape in self.shapes.captured():
             inputs = self._idle(shape).inputs(shape.rows)
-            # What is launched for the first time is compiled and loaded, which no graph can hold.
+            # The first launch of a kernel compiles and loads it, which cannot be captured.
             self._decoder.last_hidden(inputs, self._layers)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may have workers of their own, on other GPUs.
+            # Thread-local, because other threads may run workers on other GPUs.
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 hidden = self._decoder.last_hidden(inputs, self._layers)
             self._graphs[shape] = graph, hidden
 
     def _idle(self, shape: StepShape) -> StepFields:
-        """Return the fields of a step that is all padding."""
+        """Place a step that is all padding, and return its fields."""
         layout = self._layout(shape)
         host = host_memory((layout.num_bytes,), torch.uint8, self._decoder.device)
         pack_feeds(()).write(HostFields(layout, host), self._dump_slot)

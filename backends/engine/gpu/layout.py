@@ -1,7 +1,7 @@
-"""A step as one run of bytes: written on the host, copied once, read on the device field by field.
+"""The memory layout of a step: written on the host, copied once, read on the device by field.
 
-Where a field lies follows from the shape of the step alone, so a captured graph finds the fields
-of every step of its shape at the same addresses.
+The offset of a field depends only on the shape of the step, so a captured graph finds the fields of
+every step of its shape at the same addresses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from draftgate.backends.engine.inputs import AttentionSpans, RaggedSpans, StepIn
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling
 
 _ALIGNED: Final = 64
-"""Fields begin at multiples of so many bytes: Triton compiles kernels for aligned pointers."""
+"""Alignment of fields in bytes; Triton compiles kernels for aligned pointers."""
 
 
 class StepShape(NamedTuple):
@@ -26,7 +26,7 @@ class StepShape(NamedTuple):
 
     Attributes:
         rows: tokens.
-        sequences: parts; those that are padding have no rows.
+        sequences: padding sequences have no rows.
         pages: of the longest page table.
     """
 
@@ -36,7 +36,7 @@ class StepShape(NamedTuple):
 
 
 class _Field(NamedTuple):
-    """`size` counts `unit`s, one of the names of `StepShape`, and `more` elements."""
+    """An array with one element per `unit`, a field of `StepShape`, and `more` elements."""
 
     dtype: torch.dtype
     unit: str
@@ -44,7 +44,7 @@ class _Field(NamedTuple):
 
 
 _FIELDS: Final = {
-    # What the forward pass reads (`StepInputs`, `RaggedSpans`).
+    # Read by the forward pass (`StepInputs`, `RaggedSpans`).
     "token_ids": _Field(torch.int64, "rows"),
     "positions": _Field(torch.int64, "rows"),
     "slots": _Field(torch.int64, "rows"),
@@ -54,10 +54,10 @@ _FIELDS: Final = {
     "query_starts": _Field(torch.int32, "sequences", 1),
     "context_lens": _Field(torch.int32, "sequences"),
     "draft_starts": _Field(torch.int32, "sequences"),
-    # Rows whose tokens the step before draws, and in which of its sampled rows.
+    # Rows whose tokens the previous step samples, and the rows that it samples them in.
     "pending_rows": _Field(torch.int64, "rows"),
     "pending_sources": _Field(torch.int64, "rows"),
-    # What draws tokens (`RowSampling`), one entry for each row that is sampled.
+    # Read by sampling (`RowSampling`), one entry per sampled row.
     "temperature": _Field(torch.float32, "rows"),
     "top_k": _Field(torch.int32, "rows"),
     "top_p": _Field(torch.float32, "rows"),
@@ -65,7 +65,7 @@ _FIELDS: Final = {
     "seed": _Field(torch.int64, "rows"),
     "choice": _Field(torch.int32, "rows"),
     "position": _Field(torch.int32, "rows"),
-    # What walks drafts (`accept_walk`).
+    # Read by `accept_walk`.
     "draft_tokens": _Field(torch.int64, "rows"),
     "draft_parents": _Field(torch.int32, "rows"),
     "sample_starts": _Field(torch.int32, "sequences", 1),
@@ -84,10 +84,9 @@ _NUMPY: Final[dict[torch.dtype, Any]] = {
 
 
 class StepLayout:
-    """Where the fields of steps of one shape lie. The page tables come last."""
+    """The offsets of the fields of a step. The page tables are last."""
 
     def __init__(self, shape: StepShape) -> None:
-        """Lay the fields out one behind the other."""
         self.shape = shape
         sizes = shape._asdict()
         self._spans: dict[str, tuple[int, int]] = {}
@@ -100,15 +99,15 @@ class StepLayout:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of a step."""
+        """Size of a step in bytes."""
         return self._tables_begin + self.shape.sequences * self.shape.pages * _TABLES.itemsize
 
     def used_bytes(self, sequences: int) -> int:
-        """Return the leading bytes that matter where only so many sequences are no padding."""
+        """Return the leading bytes that matter if the sequences from this number on are padding."""
         return self._tables_begin + sequences * self.shape.pages * _TABLES.itemsize
 
     def fields(self, memory: Tensor) -> dict[str, Tensor]:
-        """Return the fields as views of memory, uint8 [num_bytes or more]."""
+        """Return the fields as views of memory, uint8 [at least num_bytes]."""
         found = {
             name: memory[begin:end].view(_FIELDS[name].dtype)
             for name, (begin, end) in self._spans.items()
@@ -117,7 +116,7 @@ class StepLayout:
         return found | {"tables": tables.view(self.shape.sequences, self.shape.pages)}
 
     def array(self, name: str, memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-        """Return a field as a view of main memory, but for the tables."""
+        """Return a field other than the tables as a view of main memory."""
         begin, end = self._spans[name]
         return memory[begin:end].view(_NUMPY[_FIELDS[name].dtype])
 
@@ -128,19 +127,17 @@ class StepLayout:
 
 
 class StepFields:
-    """The fields of a step on the device, grouped as those want them who read them."""
+    """The fields of a step on the device."""
 
     def __init__(self, fields: dict[str, Tensor], page_tokens: int) -> None:
-        """Keep the views."""
         self._fields = fields
         self._page_tokens = page_tokens
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a field by its name in the layout."""
         return self._fields[name]
 
     def inputs(self, num_samples: int, num_pooled: int = 0) -> StepInputs:
-        """Return what the decoder reads: so many rows sampled, and so many behind them pooled."""
+        """Return the decoder's inputs, given the numbers of sampled and of pooled rows."""
         fields = self._fields
         return StepInputs(
             fields["token_ids"],
@@ -162,25 +159,20 @@ class StepFields:
         )
 
     def sampling(self, num_samples: int) -> RowSampling:
-        """Return how the first so many sampled rows are drawn."""
+        """Return the sampling parameters of the first `num_samples` sampled rows."""
         return RowSampling(*(self._fields[name][:num_samples] for name in RowSampling._fields))
 
 
 class HostFields:
-    """The fields of a step on the host, to be written."""
+    """The fields of a step in main memory, for writing."""
 
     def __init__(self, layout: StepLayout, memory: Tensor) -> None:
-        """Look at memory, uint8 [num_bytes]; what is not written is undefined."""
+        """Wrap memory, uint8 [num_bytes]. Fields that are not written are undefined."""
         self._layout = layout
         self._memory: npt.NDArray[np.uint8] = memory.numpy()
 
-    def write(
-        self,
-        name: str,
-        values: list[int] | list[float] | npt.NDArray[np.int64],
-        padding: int = 0,
-    ) -> None:
-        """Write a field from its beginning, and padding behind."""
+    def write(self, name: str, values: list[int] | npt.NDArray[Any], padding: int = 0) -> None:
+        """Write values to the beginning of a field and padding to the rest."""
         array = self._layout.array(name, self._memory)
         array[: len(values)] = values
         array[len(values) :] = padding

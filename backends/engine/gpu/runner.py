@@ -1,9 +1,9 @@
-"""Turns a `StepPlan` into a `StepResult` on a GPU, which works while the host goes on.
+"""Turns a `StepPlan` into a `StepResult` on a GPU, asynchronously to the host.
 
-`launch` copies the plan over, enqueues all that is to be done with it, and reads nothing back:
-forward pass, draw, walk, compaction, and one copy of what was emitted into pinned memory. `fetch`
-waits for the mark behind that copy. Grammars, penalties, log probabilities and rejection come in
-between as they do on a CPU (`runner.py`); only rejection makes the host wait.
+`launch` copies the plan to the device and enqueues the whole step: forward pass, sampling, accept
+walk, compaction, and one copy of the emitted tokens into pinned memory. It reads nothing back.
+`fetch` waits for the event after that copy. Grammars, penalties, log probabilities and rejection
+work as on a CPU (`engine/runner.py`); only rejection makes the host wait.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ from draftgate.backends.engine.logits import adjust, forbid
 from draftgate.backends.engine.logprobs import RowLogprobs
 from draftgate.backends.engine.model import Decoder
 from draftgate.backends.engine.operators.base import Operators
-from draftgate.backends.engine.sampler import Verify, Walks, draw, settles_drafts
+from draftgate.backends.engine.sampler import Verify, Walks, draw_tokens, needs_rejection
 from draftgate.backends.engine.transfer import new_event, to_device, to_host
 
 _PENDING: Final = ("pending_rows", "pending_sources")
 
 WALK_ROWS: Final = 65
-"""Rows that the walk is compiled for: the longest draft of any policy and the row before it."""
+"""Rows that the accept walk is compiled for: the longest draft of any policy, and its root."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedGpuStep:
-    """A step whose results are, or will be, in main memory.
+    """An enqueued step. `results`, `logprobs` and `pooled` are undefined before `ended` has passed.
 
     Attributes:
-        row_of: the sampled row behind the last confirmed token, by sequence key.
-        tokens: int64 [sampled rows], drawn in each, on the device.
-        starts: the first sampled row of each part, and the end of the last one.
-        results: int64 [2 * sampled rows + parts]: emitted tokens and the rows that drew them, by
-            row, then how many there are of each part. Undefined before `ended` is passed.
-        logprobs: one entry for each part of the plan, in main memory, None where it does not ask;
-            None where nobody does.
-        began, ended: around the step's work.
-        pooled: what the plan pools, float32 [pooled rows, hidden_size], in main memory; None where
-            nothing does. Undefined before `ended` is passed.
+        row_of: the sampled row after the last confirmed token, by sequence key.
+        tokens: int64 [sampled rows], the token of each, on the device.
+        starts: the first sampled row of each sequence, then the end of the last one.
+        results: int64 [2 * sampled rows + sequences], in main memory: by row the emitted tokens and
+            the rows that sampled them, then their number for each sequence.
+        logprobs: one entry per sequence, in main memory, None where it does not ask for any; None
+            if no sequence does.
+        began, ended: events around the work of the step.
+        pooled: float32 [pooled rows, hidden_size], in main memory; None without pooled rows.
     """
 
     row_of: dict[int, int]
@@ -75,7 +74,7 @@ class GpuRunner:
     def __init__(
         self, decoder: Decoder, pool: KvPool, forward: DeviceForward, verify: Verify = "coupled"
     ) -> None:
-        """Keep them. `forward` runs the decoder over the pool."""
+        """Create a runner; `forward` runs the decoder over the pool."""
         self._decoder = decoder
         self._pool = pool
         self._forward = forward
@@ -85,26 +84,26 @@ class GpuRunner:
         self._ends = to_device(ends, decoder.device)
 
     def capture(self) -> None:
-        """Capture the graphs of all shapes that recur. Takes seconds to minutes."""
+        """Capture the graphs of all recurring shapes. Takes seconds to minutes."""
         self._forward.capture()
 
     @property
     def launcher(self) -> GpuRunner:
-        """The runner itself: a GPU works while the host does something else."""
+        """The runner itself, as a GPU works asynchronously."""
         return self
 
     @property
     def operators(self) -> Operators:
-        """What computes between the products."""
+        """The operators between the matrix products."""
         return self._decoder.operators
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end."""
+        """Run one step and wait for its result."""
         return self.fetch(self.launch(plan))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, previous: LaunchedGpuStep | None = None) -> LaunchedGpuStep:
-        """Enqueue one step and the copy of its results. Waits for nothing.
+        """Enqueue one step and the copy of its results, without waiting.
 
         Args:
             previous: the step launched before, which samples the `PENDING` tokens of this one.
@@ -130,19 +129,19 @@ class GpuRunner:
         )
 
     def fetch(self, step: LaunchedGpuStep) -> StepResult:
-        """Wait for a launched step. The one place that waits for the device."""
+        """Wait for a launched step and return its result. Only this method waits for the device."""
         step.ended.synchronize()
         walks = _walks(step.starts, step.results.tolist())
-        found = logprobs.read(step.logprobs, walks)
+        found = logprobs.emitted_logprobs(step.logprobs, walks)
         step_s = step.began.elapsed_time(step.ended) / 1e3
         return StepResult(walks.emitted, found, step_s, pooling.pooled_bytes(step.pooled))
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Run the forward pass alone; return float32 [sampling rows, vocab_size]."""
+        """Run only the forward pass of a plan; return float32 [sampled rows, vocab_size]."""
         return self.forward(map(feed_of, plan.work))
 
     def forward(self, feeds: Iterable[Feed]) -> Tensor:
-        """Run the forward pass over any feeds; return float32 [sampled rows, vocab_size]."""
+        """Run the forward pass of any feeds; return float32 [sampled rows, vocab_size]."""
         return self._forward(feeds)
 
     def _place(
@@ -150,9 +149,9 @@ class GpuRunner:
         plan: StepPlan,
         packed: PackedFeeds,
         walks: PackedWalks,
-        behind: LaunchedGpuStep | None,
+        previous: LaunchedGpuStep | None,
     ) -> tuple[StepShape, StepFields]:
-        """Bring a step to the device, and fill in the tokens that are known there alone."""
+        """Copy a step to the device, and fill in the tokens that only the device knows."""
         pending = _pending(plan, behind) if behind is not None else ([], [])
 
         def write(host: HostFields) -> None:
@@ -169,7 +168,7 @@ class GpuRunner:
     def _sample(
         self, plan: StepPlan, logits: Tensor, fields: StepFields
     ) -> tuple[Tensor, tuple[RowLogprobs | None, ...] | None]:
-        """Return the token of every row, and what was asked about them, on its way here."""
+        """Return the token of every row, and the log probabilities on their way to the host."""
         if plan.is_plain:
             return self._draw(plan, logits, fields), None
         wanted = logprobs.model_logprobs(plan, logits)
@@ -178,18 +177,18 @@ class GpuRunner:
         tokens = self._draw(plan, logits, fields)
         found = tuple(
             None if row is None else RowLogprobs(*map(to_host, row))
-            for row in logprobs.look_up(plan, wanted, tokens)
+            for row in logprobs.row_logprobs(plan, wanted, tokens)
         )
         return tokens, found
 
     def _draw(self, plan: StepPlan, logits: Tensor, fields: StepFields) -> Tensor:
         """Return the token of every row: int64 [rows]."""
-        if self._verify == "rejection" and settles_drafts(plan):
-            return draw(plan, logits, self._verify)
+        if self._verify == "rejection" and needs_rejection(plan):
+            return draw_tokens(plan, logits, self._verify)
         return sample(logits, fields.sampling(len(logits)))
 
     def _walk(self, tokens: Tensor, fields: StepFields, walks: PackedWalks) -> Acceptance:
-        """Walk the drafts up to where a sequence ends; put what was accepted where it belongs."""
+        """Walk the drafts, and move the keys and values of accepted tokens to their slots."""
         rows = len(tokens)
         walked = accept_walk(
             tokens,
@@ -214,11 +213,11 @@ def gpu_runner(
     max_model_len: int,
     verify: Verify = "coupled",
 ) -> GpuRunner:
-    """Return a runner whose steps run kernel by kernel until `capture`.
+    """Return a runner, which launches kernels one by one until `capture` has been called.
 
     Args:
-        max_num_seqs: most parts of a step.
-        max_model_len: most slots of a context.
+        max_num_seqs: upper bound on the sequences of a step.
+        max_model_len: upper bound on the slots of a context.
     """
     shapes = Shapes(ROW_BUCKETS[-1], max_num_seqs, max_model_len, BLOCK_TOKENS)
     forward = DeviceForward(decoder, pool.layers, pool.dump_slot, shapes)
@@ -228,18 +227,17 @@ def gpu_runner(
 def _compact(
     memory: Tensor, row_slots: Tensor, sample_starts: Tensor, kept_rows: Tensor, longest: int
 ) -> None:
-    """Move what an accepted path wrote; never synchronises with the device.
-
-    The token that a row was fed lies in the row's slot; accepted at depth d it belongs into the
-    slot of row d. `kept_rows` says which row that was (`accept_walk`), and the walk ascends.
+    """Move the keys and values of accepted paths to their slots, without waiting.
 
     Args:
         memory: [strips, slots, head_dim], all layers of a pool; modified.
-        row_slots: int64 [sampled rows], slot of each.
+        row_slots: int64 [sampled rows], the slot of each row's input token.
         sample_starts: int32 [sequences + 1], the first sampled row of each sequence.
-        kept_rows: int32 [sampled rows], of the emitted tokens, `NO_ROW` behind the last.
-        longest: most sampled rows of a sequence.
+        kept_rows: int32 [sampled rows], from `accept_walk`.
+        longest: sampled rows of the sequence that has most.
     """
+    # A token accepted at depth d was written to the slot of its row, kept_rows[d], and belongs in
+    # the slot of row d, where a chain would have written it. The rows of a path ascend.
     depths = torch.arange(longest, device=memory.device)
     starts, ends = sample_starts[:-1, None].long(), sample_starts[1:, None]
     targets = starts + depths
@@ -252,7 +250,7 @@ def _compact(
 
 
 def _pending(plan: StepPlan, behind: LaunchedGpuStep) -> tuple[list[int], list[int]]:
-    """Return the rows of pending tokens, and the rows of the step before that draw them."""
+    """Return the rows of pending tokens, and the rows of the previous step that sample them."""
     rows: list[int] = []
     sources: list[int] = []
     first = 0
@@ -275,7 +273,7 @@ def _rows_of_sequences(plan: StepPlan) -> dict[int, int]:
 
 
 def _walks(starts: Many[int], results: list[int]) -> Walks:
-    """Return what each part emits."""
+    """Return the emitted tokens of each sequence."""
     rows = starts[-1]
     walks = Walks([], [])
     for begin, count in zip(starts, results[2 * rows :], strict=False):

@@ -23,7 +23,7 @@ from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.inputs import Feed
 from draftgate.backends.engine.kernels.sample_verify_ref import filtered_scores
 from draftgate.backends.engine.logits import adjust, forbid_rows
-from draftgate.backends.engine.sampler import draw, row_sampling
+from draftgate.backends.engine.sampler import draw_tokens, row_sampling
 
 PER_MILLE = 1000
 """Unit of a model's evidence, the probability of the first token."""
@@ -118,7 +118,7 @@ def _draw(
             mask = chain.sequence.grammar.masks(Draft(chain.drafted))[-1]
             forbid_rows(logits[row : row + 1], [mask])
     adjust(plan, logits, eos_ids)
-    tokens = draw(plan, logits, "coupled")
+    tokens = draw_tokens(plan, logits, "coupled")
     if not chains[0].drafted:
         chances = torch.softmax(logits, dim=1).gather(1, tokens[:, None])[:, 0].tolist()
         for chain, chance in zip(chains, chances, strict=True):
