@@ -8,7 +8,7 @@ import torch
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.steps import StepPlan
 from draftgate.backends.engine.runner import Runner
-from tests.engine.feeding import Table, blocks_of, logits_in_steps, runner_of, work
+from tests.engine.step_logits import Table, blocks_of, logits_in_steps, runner_of, work
 
 
 @pytest.fixture(scope="module")

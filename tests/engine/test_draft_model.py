@@ -29,7 +29,7 @@ from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
 from tests.engine.harness import Model, Setup, request, run
-from tests.engine.proposing import every_proposer, shipped_draft
+from tests.engine.shipped_proposers import every_proposer, shipped_draft
 
 COST = StepCost((1, 8), (1e-3, 2e-3))
 

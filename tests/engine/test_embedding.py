@@ -23,9 +23,9 @@ from draftgate.backends.types import FinishReason, GenerationRequest
 from draftgate.backends.worker_config import WorkerConfig
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
-from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
 from tests.engine.harness import Engine, Model, Setup, request, to_embed
-from tests.engine.test_families import random_model
+from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
+from tests.engine.test_model_families import random_model
 
 MODEL = Model(SHIPPED_MODEL)
 DEFAULT = Setup()

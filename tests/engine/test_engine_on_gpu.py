@@ -38,7 +38,7 @@ from tests.engine.harness import (
     request,
     to_embed,
 )
-from tests.engine.tiny import (
+from tests.engine.tiny_model import (
     MIXED_BLOCKS,
     VOCAB,
     TinyEngine,

@@ -37,7 +37,7 @@ from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.warmup import exactness, windows_are_exact
 from draftgate.backends.engine.weights import load_weights
-from tests.engine.feeding import Table, blocks_of, logits_in_steps, runner_of
+from tests.engine.step_logits import Table, blocks_of, logits_in_steps, runner_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [5, 16, 33, 40, 160, 512]

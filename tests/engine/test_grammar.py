@@ -19,8 +19,7 @@ from draftgate.backends.grammar import MOST_COMPILED, LlGrammars
 from draftgate.backends.schema_bounds import MOST_PATTERN_CHARACTERS
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarSpec
-from tests.engine.published_schemas import random_schemas
-from tests.engine.structured import (
+from tests.engine.grammar_runs import (
     completed,
     next_mask,
     regex_spec,
@@ -29,6 +28,7 @@ from tests.engine.structured import (
     tokens_in,
     walks,
 )
+from tests.engine.published_schemas import random_schemas
 
 EOS = 0
 SPECIAL = (0, 1, 2, 3)

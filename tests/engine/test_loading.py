@@ -15,7 +15,7 @@ from draftgate.backends.engine.checkpoint import HASH_PIECE_BYTES, Checkpoint, c
 from draftgate.backends.engine.config import read_model_config
 from draftgate.backends.engine.weights import load_weights
 from draftgate.backends.errors import CheckpointError
-from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
+from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 
 LARGE = {
     "hidden_size": 512,

@@ -14,7 +14,7 @@ from draftgate.backends.engine.logits import adjust
 from draftgate.backends.token_ids import compact
 from draftgate.backends.types import GenerationRequest, SamplingParams
 from draftgate.policies.types import SpeculationMode, SpeculationPlan
-from tests.engine.oracles import adjusted
+from tests.engine.reference_logits import adjusted
 
 VOCAB = 40
 EOS_IDS = frozenset({3, 17})

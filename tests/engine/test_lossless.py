@@ -20,7 +20,7 @@ from tests.engine.harness import (
     request,
     run,
 )
-from tests.engine.proposing import every_proposer, every_proposer_and_a_hostile_one, mixed
+from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mixed
 
 PROMPTS = 200
 NEW_TOKENS = 128

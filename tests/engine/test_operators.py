@@ -23,7 +23,7 @@ from draftgate.backends.engine.operators.native import native_operators
 from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import load_weights
-from tests.engine.feeding import blocks_of, logits_in_steps
+from tests.engine.step_logits import blocks_of, logits_in_steps
 
 DTYPES = (torch.float32, torch.bfloat16)
 POSITIONS, SLOTS, ROWS = 40, 64, 12

@@ -17,7 +17,7 @@ from draftgate.backends.types import GenerationRequest
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
-from tests.engine import oracles
+from tests.engine import reference_logits
 from tests.engine.harness import (
     Model,
     Outcome,
@@ -26,7 +26,7 @@ from tests.engine.harness import (
     request,
     run,
 )
-from tests.engine.proposing import every_proposer, every_proposer_and_a_hostile_one, mixed
+from tests.engine.shipped_proposers import every_proposer, every_proposer_and_a_hostile_one, mixed
 
 PROMPTS = 6
 NEW_TOKENS = 40
@@ -168,7 +168,7 @@ def test_logprobs_are_of_the_model_before_anything_changes_them(shipped: Model) 
         for token, row, entry in zip(
             tokens, rows, outcome.logprobs[one.request_id, 0], strict=True
         ):
-            exact = oracles.logprobs(row)
+            exact = reference_logits.logprobs(row)
             assert entry.token_id == token
             assert entry.logprob == pytest.approx(exact[token], abs=1e-5)
             likeliest = sorted(range(len(exact)), key=lambda t: -exact[t])[:4]

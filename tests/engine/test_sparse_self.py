@@ -41,9 +41,9 @@ from tests.engine.harness import (
     request,
     run,
 )
-from tests.engine.oracles import adjusted
-from tests.engine.test_joint_law import NEW_TOKENS, VOCAB, write_checkpoint
-from tests.kernels.laws import ALPHA, filtered_law, p_value
+from tests.engine.reference_logits import adjusted
+from tests.engine.test_joint_distribution import NEW_TOKENS, VOCAB, write_checkpoint
+from tests.kernels.distributions import ALPHA, filtered_distribution, p_value
 
 NAME = "sparse_self"
 BUDGET, SINK = 64, 16
@@ -245,7 +245,7 @@ def law_of_texts(model: Model, one: GenerationRequest) -> list[float]:
     law = {(): 1.0}
     for _ in range(NEW_TOKENS):
         following = {
-            text: filtered_law(
+            text: filtered_distribution(
                 adjusted(logits[text], PROMPT, text, one.sampling), one.sampling.temperature
             )
             for text in law

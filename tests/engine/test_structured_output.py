@@ -16,10 +16,7 @@ from draftgate.backends.types import FinishReason, GenerationRequest, ResumedCho
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from draftgate.policies.types import SpeculationMode
-from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request
-from tests.engine.proposing import every_proposer, mixed
-from tests.engine.published_schemas import Schema, random_schemas
-from tests.engine.structured import (
+from tests.engine.grammar_runs import (
     Held,
     Run,
     check_held,
@@ -28,6 +25,9 @@ from tests.engine.structured import (
     schema_spec,
     under,
 )
+from tests.engine.harness import Engine, HostileProposer, Model, RandomSlots, Setup, request
+from tests.engine.published_schemas import Schema, random_schemas
+from tests.engine.shipped_proposers import every_proposer, mixed
 
 SCHEMAS = 200
 MOST_TOKENS = 200

@@ -19,7 +19,7 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import Engine, Model, RandomSlots, Setup, request, run
-from tests.engine.proposing import every_proposer_and_a_hostile_one, mixed
+from tests.engine.shipped_proposers import every_proposer_and_a_hostile_one, mixed
 
 NEW_TOKENS = 24
 

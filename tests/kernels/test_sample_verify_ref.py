@@ -9,7 +9,7 @@ import torch
 
 from draftgate.backends.engine.kernels import noise, sample_verify_ref
 from draftgate.backends.engine.kernels.sample_verify_ref import filtered_scores, sample
-from tests.kernels import cases
+from tests.kernels import sampling_cases as cases
 
 
 def _kept(

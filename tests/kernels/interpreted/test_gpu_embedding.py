@@ -9,7 +9,7 @@ import pytest
 
 from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import HostileProposer, Outcome, Setup, request, to_embed
-from tests.engine.tiny import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
+from tests.engine.tiny_model import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
 
 # As in test_gpu_runner.py.
 pytestmark = [

@@ -11,7 +11,7 @@ from draftgate.backends.types import GenerationRequest, TokenLogprob
 from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, request
-from tests.engine.tiny import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
+from tests.engine.tiny_model import VOCAB, cpu_engine, gpu_engine, tiny_config, tiny_weights
 
 # Triton 3.6 interprets loop bounds in a way that NumPy 2.3 deprecates (and 2.4 refuses).
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftgate.backends.engine.kernels import sample_verify, sample_verify_ref
-from tests.kernels import cases
+from tests.kernels import sampling_cases as cases
 
 
 @pytest.mark.parametrize(("vocab", "tile"), [(4096, 2048), (1001, 256), (7, 16), (511, 512)])

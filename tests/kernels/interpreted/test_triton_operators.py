@@ -7,7 +7,7 @@ import torch
 
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS, KvPool
 from draftgate.backends.engine.runner import Runner
-from tests.engine.tiny import (
+from tests.engine.tiny_model import (
     MIXED_BLOCKS,
     mixed_plans,
     tiny_config,

@@ -11,8 +11,8 @@ from scipy import stats
 
 from draftgate.backends.engine.kernels.accept_walk_ref import NO_DRAFT, accept_walk
 from draftgate.backends.engine.kernels.sample_verify_ref import sample
-from tests.kernels import cases
-from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram
+from tests.kernels import sampling_cases as cases
+from tests.kernels.distributions import ALPHA, assert_follows, filtered_distribution, histogram
 from tests.kernels.walk_cases import never_stop
 
 _DRAWS = 20_000
@@ -43,7 +43,7 @@ def test_tokens_follow_the_filtered_law(temperature: float, filters: dict[str, f
     rows = cases.row_sampling(_DRAWS, temperature=temperature, seed=1234, **filters)  # type: ignore[arg-type]
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
     assert_follows(
-        histogram(tokens, _VOCAB), filtered_law(_LOGITS.tolist(), temperature, **filters)
+        histogram(tokens, _VOCAB), filtered_distribution(_LOGITS.tolist(), temperature, **filters)
     )  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ def test_noise_is_fresh_in_every_coordinate(varied: str) -> None:
     for name, tensor in coordinates.items():
         tensor.copy_(index if name == varied else torch.full_like(index, 7))
     tokens = sample(_LOGITS.expand(_DRAWS, -1).contiguous(), rows)
-    law = filtered_law(_LOGITS.tolist(), 1.0)
+    law = filtered_distribution(_LOGITS.tolist(), 1.0)
     # Pairs with the rarest tokens merged, so that all cells are large enough.
     common = [token for token in range(_VOCAB) if law[token] > 0.04]
     cell = torch.full((_VOCAB,), len(common))

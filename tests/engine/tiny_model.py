@@ -25,8 +25,8 @@ from draftgate.backends.engine.operators.reference import TorchOperators
 from draftgate.backends.engine.runner import Runner
 from draftgate.backends.engine.weights import LayerWeights, Weights
 from draftgate.backends.types import Delta, GenerationRequest
-from tests.engine.feeding import Table
 from tests.engine.harness import COST, Outcome, Setup, note
+from tests.engine.step_logits import Table
 
 if TYPE_CHECKING:
     from draftgate.backends.engine.gpu.runner import GpuRunner

@@ -24,7 +24,7 @@ from transformers import (
 
 from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.engine.config import read_model_config
-from tests.engine.feeding import blocks_of, logits_in_steps, runner_of
+from tests.engine.step_logits import blocks_of, logits_in_steps, runner_of
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -9,8 +9,14 @@ from scipy import stats
 from draftgate.backends.engine.kernels import noise, rejection_ref
 from draftgate.backends.engine.kernels.rejection_ref import rejection_sample
 from draftgate.backends.engine.kernels.sample_verify_ref import RowSampling, sample
-from tests.kernels import cases
-from tests.kernels.laws import ALPHA, assert_follows, filtered_law, histogram, p_value
+from tests.kernels import sampling_cases as cases
+from tests.kernels.distributions import (
+    ALPHA,
+    assert_follows,
+    filtered_distribution,
+    histogram,
+    p_value,
+)
 
 _DRAWS = 30_000
 _VOCAB = 8
@@ -27,7 +33,7 @@ _FILTERS = [
 
 
 def _exact(logits: list[float], filters: dict[str, float]) -> list[float]:
-    return filtered_law(logits, **{"temperature": 1.0, **filters})  # type: ignore[arg-type]
+    return filtered_distribution(logits, **{"temperature": 1.0, **filters})  # type: ignore[arg-type]
 
 
 def _draw_drafts(law: list[float], rows: RowSampling) -> torch.Tensor:

@@ -12,7 +12,7 @@ from draftgate.backends.checkpoints import SHIPPED_MODEL
 from draftgate.backends.core.drafts import ROOT, Draft
 from draftgate.backends.core.steps import SequenceWork, StepPlan
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
-from tests.engine.feeding import Table, logits_in_steps, runner_of
+from tests.engine.step_logits import Table, logits_in_steps, runner_of
 
 BLOCKS = 64
 VOCAB = 4096

@@ -12,7 +12,14 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import HostileProposer, Outcome, RandomSlots, Setup, note, request
-from tests.engine.tiny import VOCAB, TinyEngine, cpu_engine, tiny_config, tiny_weights, tokens_of
+from tests.engine.tiny_model import (
+    VOCAB,
+    TinyEngine,
+    cpu_engine,
+    tiny_config,
+    tiny_weights,
+    tokens_of,
+)
 
 REQUESTS = 10
 NEW_TOKENS = 48

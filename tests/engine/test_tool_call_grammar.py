@@ -15,7 +15,7 @@ from draftgate.backends.errors import RequestRejected
 from draftgate.backends.grammar import LlGrammars
 from draftgate.backends.tokenizer import Tokenizer
 from draftgate.backends.types import GrammarKind, GrammarSpec
-from tests.engine.structured import completed, next_mask, tokens_in
+from tests.engine.grammar_runs import completed, next_mask, tokens_in
 
 POINT = {
     "type": "object",

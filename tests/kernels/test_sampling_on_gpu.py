@@ -14,7 +14,8 @@ from draftgate.backends.engine.kernels import (
     sample_verify,
     sample_verify_ref,
 )
-from tests.kernels import cases, noise_kernel
+from tests.kernels import noise_kernel
+from tests.kernels import sampling_cases as cases
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ from draftgate.backends.engine.inputs import feed_of, lay_out
 from draftgate.backends.engine.kv_pool import BLOCK_TOKENS
 from draftgate.backends.engine.linear import Linear
 from draftgate.backends.engine.operators.ragged import ragged_spans
-from tests.engine.feeding import Table
+from tests.engine.step_logits import Table
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ ALPHA = 1e-3
 """Tests are deterministic; a right sampler fails a newly chosen seed once in a thousand times."""
 
 
-def filtered_law(
+def filtered_distribution(
     logits: Sequence[float],
     temperature: float,
     top_k: int = 0,

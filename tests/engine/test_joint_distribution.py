@@ -33,8 +33,8 @@ from draftgate.policies.protocols import SpeculationPolicy
 from draftgate.policies.registry import speculation_policy
 from draftgate.policies.speculation.baselines import Off
 from tests.engine.harness import Model, RandomSlots, Setup, request, run
-from tests.engine.oracles import adjusted
-from tests.kernels.laws import ALPHA, filtered_law, p_value
+from tests.engine.reference_logits import adjusted
+from tests.kernels.distributions import ALPHA, filtered_distribution, p_value
 
 VOCAB = 5
 NEW_TOKENS = 4
@@ -197,7 +197,7 @@ def exact_law(directory: Path, sampling: SamplingParams) -> list[float]:
         longer = {}
         for text, probability in law.items():
             row = adjusted(logits[text], PROMPT, text, sampling)
-            following = filtered_law(
+            following = filtered_distribution(
                 row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
             )
             for token, share in enumerate(following):
