@@ -152,7 +152,7 @@ class GpuRunner:
         previous: LaunchedGpuStep | None,
     ) -> tuple[StepShape, StepFields]:
         """Copy a step to the device, and fill in the tokens that only the device knows."""
-        pending = _pending(plan, behind) if behind is not None else ([], [])
+        pending = _pending(plan, previous) if previous is not None else ([], [])
 
         def write(host: HostFields) -> None:
             walks.write(plan, host)
@@ -160,9 +160,9 @@ class GpuRunner:
                 host.write(name, places)
 
         shape, fields = self._forward.place(packed, write)
-        if behind is not None and pending[0]:
+        if previous is not None and pending[0]:
             rows, sources = (fields[name][: len(pending[0])] for name in _PENDING)
-            fields["token_ids"].index_copy_(0, rows, behind.tokens[sources])
+            fields["token_ids"].index_copy_(0, rows, previous.tokens[sources])
         return shape, fields
 
     def _sample(
@@ -249,7 +249,7 @@ def _compact(
     kv_move(memory, row_slots[sources], torch.where(moves, row_slots[targets], NO_MOVE))
 
 
-def _pending(plan: StepPlan, behind: LaunchedGpuStep) -> tuple[list[int], list[int]]:
+def _pending(plan: StepPlan, previous: LaunchedGpuStep) -> tuple[list[int], list[int]]:
     """Return the rows of pending tokens, and the rows of the previous step that sample them."""
     rows: list[int] = []
     sources: list[int] = []
@@ -257,7 +257,7 @@ def _pending(plan: StepPlan, behind: LaunchedGpuStep) -> tuple[list[int], list[i
     for work in plan.work:
         if work.token_ids[-1] == PENDING:
             rows.append(first + len(work.token_ids) - 1)
-            sources.append(behind.row_of[work.sequence.key])
+            sources.append(previous.row_of[work.sequence.key])
         first += work.num_tokens
     return rows, sources
 
