@@ -1,1 +1,1 @@
-"""Measures a server from outside: HTTP and the public schemas are all it knows."""
+"""Load generator: sends load to a server over HTTP, checks every stream, and reports."""

@@ -1,7 +1,7 @@
-"""`python -m loadgen`."""
+"""`python -m draftgate.loadgen`."""
 
 from __future__ import annotations
 
 from draftgate.loadgen.cli import app
 
-app(prog_name="python -m loadgen")
+app(prog_name="python -m draftgate.loadgen")

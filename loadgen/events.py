@@ -1,28 +1,28 @@
-"""What happened in a run, as JSON lines: every figure can be computed from them again.
+"""The events of a run as JSON lines, from which every report can be made again.
 
     {"format": "loadgen-events/1", "settings": {...}}
     {"record": {"index": 0, "class": "code", ..., "chunks": [[at_s, tokens, characters], ...]}}
     {"end": {"duration_s": ..., "health": {...}, ...}}
     {"lossless": {...}}
 
-A line is written when a request is over, so a run that crashes leaves what was known: then the end
-is missing, and the last line may be half written. Instants are seconds from the start of the
-run. Prompts and answers are not kept, only their lengths and SHA-256: the files are smaller, tell
-nobody's text, and still show whether two runs were asked and answered the same.
+A line is written when a request ends, so a run that crashes leaves what was known. Its file lacks
+the end, and its last line may be incomplete. Instants are seconds from the start of the run.
+Prompts and answers are not kept, only their lengths and SHA-256. The files are smaller and hold no
+user's text, and still show whether two runs had the same requests and answers.
 """
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from msgspec import UNSET, DecodeError, Struct, UnsetType, ValidationError, convert, field
 from msgspec.json import Encoder, decode, encode
+from msgspec.structs import asdict
 
 from draftgate.loadgen.checking.lossless import LosslessCheck
 from draftgate.loadgen.types import (
@@ -37,22 +37,38 @@ from draftgate.loadgen.types import (
 
 FORMAT: Final = "loadgen-events/1"
 
+_REQUEST_FIELDS: Final = (
+    "max_tokens",
+    "seed",
+    "class_name",
+    "tenant",
+    "session",
+    "slo",
+    "n",
+    "hop",
+)
+_RECORD_FIELDS: Final = (
+    *("scheduled_s", "sent_s", "end_s", "verdict", "detail", "finish_reasons", "usage", "metrics"),
+    *("status", "connect_s", "stream_id", "empty_s"),
+)
+"""Fields of `RequestSpec` and `Record` that are stored as they are."""
+
 
 class Header(Struct, kw_only=True):
-    """The first line: the form, and the settings of the run."""
+    """The first line: the format, and the settings of the run."""
 
     format: str = FORMAT
     settings: dict[str, Any]
 
 
 class RecordLine(Struct, omit_defaults=True):
-    """A request and what became of it; fields as in `loadgen.types`, unless described here.
+    """A request and its outcome; fields as in `loadgen.types`, unless described here.
 
     Attributes:
-        chunks: of each its instant, its tokens if told, its characters.
-        asked_sha256: of the body's prompt or messages, as JSON.
-        answers_sha256: of each choice's text.
-        hops: of a question that took several requests, each of them.
+        chunks: for each its instant, its tokens if reported, and its characters.
+        asked_sha256: of the prompt, messages or inputs, as JSON.
+        answers_sha256: of the text of each choice.
+        hops: for a flow of several requests, a line of each.
     """
 
     index: int
@@ -74,7 +90,7 @@ class RecordLine(Struct, omit_defaults=True):
     n: int = 1
     extra: dict[str, Any] = {}
     detail: str = ""
-    finish_reasons: list[str | None] = []
+    finish_reasons: tuple[str | None, ...] = ()
     usage: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
     status: int | None = None
@@ -83,11 +99,11 @@ class RecordLine(Struct, omit_defaults=True):
     hop: str = ""
     facts: dict[str, bool] = {}
     hops: list[RecordLine] = []
-    empty_s: list[float] = []
+    empty_s: tuple[float, ...] = ()
 
 
 class End(Struct):
-    """What is known when the run is over."""
+    """What is known when the run is over; fields as in `LoadRun`."""
 
     duration_s: float
     scheduled_duration_s: float | None
@@ -98,12 +114,11 @@ class End(Struct):
     @classmethod
     def of(cls, run: LoadRun) -> Self:
         """Return the end of a run."""
-        schedule_s = run.scheduled_duration_s
-        return cls(run.duration_s, schedule_s, run.health, run.interrupted, run.lost)
+        return cls(**{name: getattr(run, name) for name in cls.__struct_fields__})
 
 
-class Line(Struct, omit_defaults=True):
-    """Any line but the first."""
+class EventLine(Struct, omit_defaults=True):
+    """Any line after the first."""
 
     record: RecordLine | UnsetType = UNSET
     end: End | UnsetType = UNSET
@@ -111,7 +126,7 @@ class Line(Struct, omit_defaults=True):
 
 
 class EventWriter:
-    """Writes a run's lines while it goes on.
+    """Writes the events of a run while it is in progress.
 
     Raises:
         OSError: the file cannot be written.
@@ -119,31 +134,24 @@ class EventWriter:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._encoder = Encoder()
-        self._file: IO[bytes] = path.open("wb", buffering=0)  # each line is one write: none is lost
+        self._file: IO[bytes] = path.open("wb", buffering=0)  # a crash loses no complete line
         self._write(Header(settings=settings))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def record(self, record: Record) -> None:
-        """Write what became of a request."""
-        self._write(Line(record=_line(record)))
+        """Write the outcome of a request."""
+        self._write(EventLine(record=_line(record)))
 
     def end(self, run: LoadRun) -> None:
         """Write what is known when the run is over."""
-        self._write(Line(end=End.of(run)))
+        self._write(EventLine(end=End.of(run)))
 
     def lossless(self, check: LosslessCheck) -> None:
-        """Write what replaying showed."""
-        self._write(Line(lossless=check))
+        """Write the result of the replays."""
+        self._write(EventLine(lossless=check))
 
     def _write(self, line: Struct) -> None:
         self._file.write(self._encoder.encode(line) + b"\n")
@@ -152,34 +160,33 @@ class EventWriter:
 def read_events(path: Path) -> tuple[LoadRun, LosslessCheck | None]:
     """Return the run of a file, and its lossless check if there was one.
 
-    The records hold no texts. The file may be compressed (`.gz`). A file without its last line
-    gives a run that was interrupted and whose health is not known.
+    The records hold no texts. The file may be compressed (`.gz`). A file without its end gives an
+    interrupted run whose health is unknown.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not of this form, or damaged; file and line are named.
+        ValueError: the file has another format, or is damaged; file and line are named.
     """
     lines = _content(path).split(b"\n")
-    run, lossless = LoadRun(_header(path, lines[0]), interrupted=True), None
-    last = len(lines) - 1  # empty, or half written
+    run, lossless = LoadRun(_settings(path, lines[0]), interrupted=True), None
+    last = len(lines) - 1  # empty, or incomplete
     for number, text in enumerate(lines[1:last], 2):
         try:
-            line = decode(text, type=Line)
+            line = decode(text, type=EventLine)
         except DecodeError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         if line.record is not UNSET:
             run.records.append(_record(line.record))
         if line.end is not UNSET:
-            end = line.end
-            run.duration_s, run.interrupted = end.duration_s, end.interrupted
-            run.scheduled_duration_s, run.health = end.scheduled_duration_s, end.health
-            run.lost = end.lost
+            for name, value in asdict(line.end).items():
+                setattr(run, name, value)
         if line.lossless is not UNSET:
             lossless = line.lossless
-    run.records.sort(key=lambda record: record.end_s)  # several processes' came in any order
+    run.records.sort(key=lambda record: record.end_s)  # several processes write in any order
     if run.health is None:
         run.duration_s = max((record.end_s for record in run.records), default=0.0)
-        run.scheduled_duration_s = _last_instant(run.records)
+        instants = [r.planned.at_s for r in run.records if r.planned.at_s is not None]
+        run.scheduled_duration_s = max(instants, default=None)
     return run, lossless
 
 
@@ -191,95 +198,48 @@ def _content(path: Path) -> bytes:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def _header(path: Path, line: bytes) -> dict[str, Any]:
+def _settings(path: Path, line: bytes) -> dict[str, Any]:
     try:
         header = decode(line)
-        form = header.get("format") if isinstance(header, dict) else None
-        if form == FORMAT:
+        found = header.get("format") if isinstance(header, dict) else None
+        if found == FORMAT:
             return convert(header, Header).settings
     except (DecodeError, ValidationError) as error:
         raise ValueError(f"{path}, line 1: {error}") from None
-    raise ValueError(f"{path} is not of the form {FORMAT} but {form!r}")
-
-
-def _last_instant(records: Iterable[Record]) -> float | None:
-    instants = [r.planned.at_s for r in records if r.planned.at_s is not None]
-    return max(instants, default=None)
+    raise ValueError(f"{path}: expected the format {FORMAT}, found {found!r}")
 
 
 def _line(record: Record) -> RecordLine:
-    question = record.planned.request
-    asked = question.prompt if question.prompt is not None else question.messages or question.inputs
-    text = encode(asked)
+    request = record.planned.request
+    asked = request.prompt if request.prompt is not None else request.messages or request.inputs
+    texts = [request.prompt] if request.prompt is not None else list(request.inputs)
+    texts += [message.content for message in request.messages]
     return RecordLine(
         index=record.planned.index,
-        class_name=question.class_name,
-        scheduled_s=record.scheduled_s,
-        sent_s=record.sent_s,
-        end_s=record.end_s,
-        verdict=record.verdict,
-        max_tokens=question.max_tokens,
-        seed=question.seed,
-        chunks=[(c.at_s, c.tokens, c.characters) for c in record.chunks],
-        asked_sha256=sha256(text).hexdigest(),
-        asked_characters=sum(map(len, _texts(question))),
-        answers_sha256=[sha256(encode(answer)).hexdigest() for answer in record.texts],
         at_s=record.planned.at_s,
-        tenant=question.tenant,
-        session=question.session,
-        slo=question.slo,
-        n=question.n,
-        extra=dict(question.extra),
-        detail=record.detail,
-        finish_reasons=list(record.finish_reasons),
-        usage=record.usage,
-        metrics=record.metrics,
-        status=record.status,
-        connect_s=record.connect_s,
-        stream_id=record.stream_id,
-        hop=question.hop,
-        facts=dict(question.facts),
+        chunks=[(c.at_s, c.tokens, c.characters) for c in record.chunks],
+        asked_sha256=sha256(encode(asked)).hexdigest(),
+        asked_characters=sum(map(len, texts)),
+        answers_sha256=[sha256(encode(answer)).hexdigest() for answer in record.texts],
+        extra=dict(request.extra),
+        facts=dict(request.facts),
         hops=[_line(hop) for hop in record.hops],
-        empty_s=list(record.empty_s),
+        **{name: getattr(request, name) for name in _REQUEST_FIELDS},
+        **{name: getattr(record, name) for name in _RECORD_FIELDS},
     )
-
-
-def _texts(question: RequestSpec) -> list[str]:
-    if question.prompt is not None:
-        return [question.prompt]
-    return [message.content for message in question.messages] or list(question.inputs)
 
 
 def _record(line: RecordLine) -> Record:
-    question = RequestSpec(
+    request = RequestSpec(
         prompt="",
         messages=(),
-        max_tokens=line.max_tokens,
-        seed=line.seed,
-        class_name=line.class_name,
-        tenant=line.tenant,
-        session=line.session,
-        slo=line.slo,
-        n=line.n,
         extra=tuple(line.extra.items()),
-        hop=line.hop,
         facts=tuple(line.facts.items()),
+        **{name: getattr(line, name) for name in _REQUEST_FIELDS},
     )
     return Record(
-        PlannedRequest(line.index, line.at_s, question),
-        line.scheduled_s,
-        line.sent_s,
-        line.end_s,
-        line.verdict,
-        line.detail,
-        tuple(TextChunk(*chunk) for chunk in line.chunks),
-        (),
-        tuple(line.finish_reasons),
-        line.usage,
-        line.metrics,
-        line.status,
-        line.connect_s,
-        stream_id=line.stream_id,
+        PlannedRequest(line.index, line.at_s, request),
+        chunks=tuple(TextChunk(*chunk) for chunk in line.chunks),
         hops=tuple(map(_record, line.hops)),
-        empty_s=tuple(line.empty_s),
+        **{name: getattr(line, name) for name in _RECORD_FIELDS},
     )

@@ -1,4 +1,4 @@
-"""What the parts of the load generator hand each other. Pure values; units are in the names."""
+"""Values that the parts of the load generator exchange. Units are in the names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request was promised; None promises nothing.
+    """The service-level objective of a request. None sets no limit.
 
     Attributes:
-        ttft_s: most seconds to the first text, from the scheduled instant.
-        tpot_s: most mean seconds per token after the first.
-        latency_s: most seconds to the end of the answer, from the scheduled instant: the deadline.
+        ttft_s: time to the first text, from the scheduled instant.
+        tpot_s: mean time per token after the first.
+        latency_s: the deadline: time to the end of the answer, from the scheduled instant.
     """
 
     ttft_s: float | None = None
@@ -25,7 +25,7 @@ class Slo:
     def of_ms(
         cls, ttft_ms: float | None, tpot_ms: float | None, latency_ms: float | None = None
     ) -> Slo:
-        """Return what flags name in milliseconds."""
+        """Return an SLO from limits in milliseconds."""
         limits = (ttft_ms, tpot_ms, latency_ms)
         return cls(*(None if limit is None else limit / 1e3 for limit in limits))
 
@@ -40,19 +40,19 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What to ask: a prompt for completions, the messages of a chat, or vectors of texts.
+    """A request to send: a completion, a chat completion or embeddings.
 
     Attributes:
         prompt: the text to continue; None when `messages` or `inputs` are given.
         messages: the chat so far; empty when `prompt` is given.
-        inputs: the texts of which embeddings are wanted; empty where an answer is.
-        class_name: the workload's class of request, by which figures are grouped.
-        tenant: whose request it is.
-        session: requests of one session share a beginning, or follow each other as turns.
-        slo: what was promised.
-        extra: further fields of the request's body, as they are (temperature, speculation, ...).
-        hop: which request of a flow it is; empty where it is the only one.
-        facts: what its flow knows when it asks and reports count, by name; never sent.
+        inputs: the texts to embed; empty for completions and chats.
+        class_name: the workload's class of request, by which reports group.
+        tenant: the tenant that sends the request.
+        session: requests of one session share a prefix or are turns of one conversation.
+        extra: further fields of the body, sent as they are (temperature, speculation, ...).
+        hop: the name of this request in its flow; empty for a flow of one request.
+        facts: outcomes that a flow knows when it builds the request and reports count, by name.
+            They are never sent.
     """
 
     prompt: str | None
@@ -71,13 +71,13 @@ class RequestSpec:
 
     @property
     def path(self) -> str:
-        """The endpoint's."""
+        """The path of the endpoint."""
         if self.inputs:
             return "/v1/embeddings"
         return "/v1/chat/completions" if self.prompt is None else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
-        """Return the request's body."""
+        """Return the body of the HTTP request."""
         if self.inputs:
             wanted = {"input": self.inputs, "encoding_format": "base64"}
             return {"model": model, **wanted, **dict(self.extra)}
@@ -98,32 +98,32 @@ class RequestSpec:
 
 @runtime_checkable
 class Flow(Protocol):
-    """How a question is answered: by one request after the other, made of the answers so far.
+    """Builds the requests that serve one user action, each from the answers before it.
 
-    Holds no state, so that a plan can be sent again.
+    A flow holds no state, so that a plan can be sent again.
     """
 
     def next(
-        self, question: RequestSpec, answered: Sequence[Record], elapsed_s: float
+        self, request: RequestSpec, answered: Sequence[Record], elapsed_s: float
     ) -> RequestSpec | None:
-        """Return the next request; None if there is none.
+        """Return the next request, or None when the flow is complete.
 
         Args:
-            question: of the plan: what the user asks.
-            answered: what became of the requests so far, in order; failed ones, too.
-            elapsed_s: since the instant at which the user asked.
+            request: the planned request, which states what the user asks.
+            answered: the records of the requests so far, in order, failed ones included.
+            elapsed_s: seconds since the user asked.
         """
         ...
 
 
 class Single:
-    """The plain flow: the question is the request."""
+    """The flow of one request: the planned request itself."""
 
     def next(
-        self, question: RequestSpec, answered: Sequence[Record], elapsed_s: float
+        self, request: RequestSpec, answered: Sequence[Record], elapsed_s: float
     ) -> RequestSpec | None:
-        """Return the question, once."""
-        return None if answered else question
+        """Return the request once."""
+        return None if answered else request
 
 
 SINGLE: Final = Single()
@@ -131,14 +131,14 @@ SINGLE: Final = Single()
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """A user's question in the plan; most are one request, the question itself.
+    """A user action in the plan. Most are one HTTP request.
 
     Attributes:
-        index: its place in the plan, from 0; unique.
-        at_s: when it is to be sent, in seconds from the start of the run; None in a closed loop,
-            where the next is sent when an answer is complete.
-        request: what is asked, and what the user was promised.
-        flow: the requests that answer it.
+        index: its position in the plan, from 0.
+        at_s: when to send it, in seconds from the start of the run. None in a closed loop, where a
+            client sends its next request when it has an answer.
+        request: what the user asks, and the user's SLO.
+        flow: builds the HTTP requests that answer it.
     """
 
     index: int
@@ -149,12 +149,12 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """A chunk with content, as it came.
+    """A chunk that carried content.
 
     Attributes:
-        at_s: seconds from the start of the run.
-        tokens: how many tokens it brought, if the server tells (continuous usage); else None.
-        characters: of text, over all choices; of vectors 0.
+        at_s: when it was read, in seconds from the start of the run.
+        tokens: how many tokens it carried, if the server reports usage continuously.
+        characters: length of its text over all choices; 0 for embeddings.
     """
 
     at_s: float
@@ -164,28 +164,26 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What became of a user's question. Instants are seconds from the start of the run.
+    """The outcome of a planned request. Instants are seconds from the start of the run.
 
-    Where it took several requests, the answer is that of the last one, the verdict the first fault
-    of any, and `hops` are the records of them all: what became of each by itself.
+    For a flow of several requests the answer is that of the last one, the verdict is the first
+    fault of any, and `hops` holds a record of each.
 
     Attributes:
-        scheduled_s: when it was meant to be sent: latencies count from here. In a closed loop, when
-            its client turned to it; of a later hop, when the one before it was over.
+        scheduled_s: when it was due; latencies count from here. In a closed loop, when its client
+            became free; for a later hop, when the hop before it ended.
         sent_s: when its first byte was handed to the network.
         chunks: the chunks with content, in order.
-        end_s: when it was over.
-        verdict: `loadgen.checking.audit.Verdict` as text: `ok`, or the first thing that went wrong.
+        end_s: when the answer ended.
+        verdict: a `loadgen.checking.audit.Verdict`: `ok` or the first fault.
         detail: the fault in words.
-        texts: text by choice.
-        finish_reasons: by choice.
+        texts, finish_reasons: one per choice.
         usage, metrics: what the server reported, if it did.
-        status: HTTP status, if there was an answer.
-        connect_s: time spent on setting up a connection before sending; 0 if one stood.
-        stream_id: the id that the chunks carried last; empty if none did.
-        vectors: embeddings, as little-endian float32, one for each input; not kept in `hops`.
-        empty_s: when chunks came whose text was empty. No figure of ours counts them; other tools'
-            do (`loadgen.other_tools`).
+        status: the HTTP status, if there was an answer.
+        connect_s: time spent on opening a connection before sending; 0 if one was open.
+        stream_id: the last id that the chunks carried; empty if none did.
+        vectors: embeddings as little-endian float32, one per input; not kept in `hops`.
+        empty_s: when chunks with empty text arrived. Only the metrics of other tools use them.
     """
 
     planned: PlannedRequest
@@ -207,21 +205,21 @@ class Record:
     empty_s: tuple[float, ...] = ()
 
     @property
-    def requests(self) -> tuple[Record, ...]:
-        """The records of all requests it took."""
+    def http_records(self) -> tuple[Record, ...]:
+        """One record per HTTP request."""
         return self.hops or (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientHealth:
-    """How well the generator itself kept up.
+    """How well the load generator kept up with its schedule.
 
     Attributes:
-        max_lag_s, p99_lag_s: sending behind schedule.
-        cpu_share: CPU seconds of this process per second of the run.
-        loop_stall_s: longest time the event loop did not answer.
-        processes: of a generator of several, each one's own; None of one that died. Each figure
-            above is then the worst of them.
+        max_lag_s, p99_lag_s: how far requests were sent behind schedule.
+        cpu_share: CPU seconds of the process per second of the run.
+        loop_stall_s: longest time for which the event loop did not run.
+        processes: with several processes, the health of each, None for one that died. The values
+            above are then the worst of them.
     """
 
     max_lag_s: float
@@ -233,15 +231,16 @@ class ClientHealth:
 
 @dataclass(slots=True)
 class LoadRun:
-    """Everything a run gave.
+    """The result of a run.
 
     Attributes:
-        settings: the command's flags, and what was found out about the server (model, version).
+        settings: the command's flags, and what the server reported (model, version).
         records: in order of their end.
         duration_s: from the start to the end of the last request.
         scheduled_duration_s: length of the schedule; None in a closed loop.
-        interrupted: whether it was stopped before its plan was done.
-        lost: of a generator of several processes, those that died, in words.
+        health: None if the run ended before it was known.
+        interrupted: whether the run stopped before its plan was complete.
+        lost: a description of each sending process that died.
     """
 
     settings: dict[str, Any]

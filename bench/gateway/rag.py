@@ -29,13 +29,15 @@ from bench.harness.provenance import bench_parser, simulated_provenance, write_r
 from bench.harness.servers import Server, served
 from draftgate.gateway.cli.environment import collect_environment
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.hops import hops, hops_as_dict
+from draftgate.loadgen.measuring.confidence import Z_95
+from draftgate.loadgen.measuring.hops import summarize_hops
 from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
-from draftgate.loadgen.measuring.slo import Z_95, attainment
+from draftgate.loadgen.measuring.slo import attainment
 from draftgate.loadgen.measuring.summary import summarize
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.report.html import html_table
-from draftgate.loadgen.sending.run import Target, run_load
+from draftgate.loadgen.sending.run import run_load
+from draftgate.loadgen.sending.target import Target
 from draftgate.loadgen.types import LoadRun, Record, Slo
 
 POLICIES: Final = ("off", "auto")
@@ -80,7 +82,7 @@ def together(runs: Sequence[LoadRun]) -> dict[str, Any]:
         "attainment": counted.share,
         "attainment_interval": list(counted.interval),
         **{name: None if one is None else one.as_dict() for name, one in found.items()},
-        "hops": hops_as_dict(hops(records)),
+        "hops": {hop.name: hop.as_dict() for hop in summarize_hops(records)},
     }
 
 
@@ -120,7 +122,7 @@ def _by_question(records: Sequence[Record], figure: str) -> dict[int, float]:
         record.planned.index: value
         for record in records
         if record.verdict == Verdict.OK
-        for value in METRICS[figure].of(record)
+        for value in METRICS[figure].values(record)
     }
 
 

@@ -28,13 +28,19 @@ from bench.harness.processes import on_core, two_cores
 from bench.harness.provenance import bench_parser, simulated_provenance
 from bench.harness.servers import served
 from draftgate.gateway.cli.environment import collect_environment
-from draftgate.loadgen.cli.ending import write_json
+from draftgate.loadgen.cli.commands import report_sweep, write_json
 from draftgate.loadgen.measuring.metrics import intact
 from draftgate.loadgen.planning.plan import Load
-from draftgate.loadgen.report.sweep import finish
-from draftgate.loadgen.sending.run import Target, run_load
-from draftgate.loadgen.sweep.cells import Contender, in_order, numbers
-from draftgate.loadgen.sweep.run import Done, Sweep, run_sweep
+from draftgate.loadgen.sending.run import run_load
+from draftgate.loadgen.sending.target import Target
+from draftgate.loadgen.sweep import (
+    Done,
+    Sweep,
+    SweepTarget,
+    parse_rates,
+    run_sweep,
+    shuffled_cells,
+)
 from draftgate.loadgen.types import Slo
 from training.corpus import held_out_files
 
@@ -63,7 +69,7 @@ FLAGS: Final = (
 
 
 @contextmanager
-def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[Contender]]:
+def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[SweepTarget]]:
     """Run a server for each policy.
 
     Raises:
@@ -77,7 +83,7 @@ def contending(policies: Sequence[str], scratch: Path) -> Iterator[list[Contende
             folder.mkdir()
             flags = [*FLAGS, "--speculation", policy]
             server = stack.enter_context(served(flags, folder, core, backend="engine"))
-            found.append(Contender(policy, server.url))
+            found.append(SweepTarget(policy, server.url))
         yield found
 
 
@@ -108,7 +114,7 @@ async def capacity_rps(url: str, load: Load, console: Console) -> float:
 
 
 async def measure(
-    contenders: Sequence[Contender], args: Namespace, console: Console
+    contenders: Sequence[SweepTarget], args: Namespace, console: Console
 ) -> tuple[Sweep, Done, dict[str, float]]:
     """Ask each for what it can do, find the rates if they are not given, and sweep them.
 
@@ -120,7 +126,7 @@ async def measure(
     console.print(f"requests/s that a closed loop completes: {capacities}")
     most_rps = capacities[contenders[0].name]
     rates = args.rates or [float(f"{share * most_rps:.2g}") for share in args.shares]
-    cells = tuple(in_order(contenders, rates, args.rounds, args.seed))
+    cells = tuple(shuffled_cells(contenders, rates, args.rounds, args.seed))
     events = None if args.events is None else args.events.absolute()
     sweep = Sweep(cells, replace(load, rate_rps=rates[0]), Target(""), folder=events)
     return sweep, await run_sweep(sweep, console), capacities
@@ -129,8 +135,10 @@ async def measure(
 def _parser() -> ArgumentParser:
     parser = bench_parser("sweep", __doc__)
     parser.add_argument("--policies", default=POLICIES, help="the first one sets the rates")
-    parser.add_argument("--rates", type=numbers, help="requests a second, instead of shares")
-    parser.add_argument("--shares", type=numbers, default=numbers(SHARES), help="of the capacity")
+    parser.add_argument("--rates", type=parse_rates, help="requests a second, instead of shares")
+    parser.add_argument(
+        "--shares", type=parse_rates, default=parse_rates(SHARES), help="of the capacity"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="each in an order of its own")
     parser.add_argument("--round-s", type=float, default=ROUND_S, help="of sending, in its cells")
     parser.add_argument("--events", type=Path, help="folder for the raw data of each cell")
@@ -159,9 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             sweep, done, capacities = runner.run(measure(found, args, Console(stderr=True)))
-    result = finish(sweep, done, args.html)
-    if args.json is not None:
-        write_json(args.json, result | told | {"closed_loop_rps": capacities})
+    result = report_sweep(sweep, done, args.html)
+    write_json(args.json, result | told | {"closed_loop_rps": capacities})
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from draftgate.gateway.dispatch.job import Job
 from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.types import PlannedRequest, Record
-from draftgate.loadgen.workloads import prompt_text
+from draftgate.loadgen.workloads.base import prompt_text
 
 MEASURED: Final = (("ttft_s", "mean"), ("ttft_s", "p90"), ("tpot_s", "mean"), ("tpot_s", "p90"))
 MAX_MODEL_LEN: Final = 2048

@@ -7,7 +7,7 @@ from typing import Final
 
 from bench.tool_comparison.tools import Figures
 from draftgate.loadgen.events import read_events
-from draftgate.loadgen.other_tools import DIALECTS
+from draftgate.loadgen.other_tools import TOOLS
 
 NAMES: Final = {
     "vllm": {
@@ -53,10 +53,10 @@ def said_as(events: Path) -> dict[str, Figures]:
     """Return each dialect's figures of a run's events."""
     run, _ = read_events(events)
     found: dict[str, Figures] = {}
-    for dialect, account in DIALECTS.items():
+    for dialect, account in TOOLS.items():
         said = account(run)
         counts = {one.name: one.value for one in said.counts}
-        spreads = {one.name: one.values for one in said.spreads}
+        spreads = {one.name: one.values for one in said.distributions}
         figures: Figures = {}
         for key, name in NAMES[dialect].items():
             if name in counts:

@@ -1,19 +1,23 @@
-"""Was a stream intact? Sans-I/O.
+"""Decides whether an answer arrived intact. Performs no I/O.
 
-An intact stream gives every choice exactly one `finish_reason` and nothing behind it, the usage
-once if it was asked for, then `[DONE]`, then nothing. Everything in it carries one id, which no
-other stream of the run has, and belongs to a choice that was asked for; the usage allows for the
-text that came. Everything else is a failure, however much text came before: a generator which
+In an intact stream every choice has exactly one `finish_reason` and no text after it. The usage
+arrives once if it was requested, then `[DONE]`, then nothing. All chunks carry one id, which no
+other stream of the run has, and belong to a requested choice. The usage is consistent with the
+text. A stream that misses any of this is a failure, however much text arrived: a generator that
 counts cut streams as successes measures nothing.
 
-A repeated chunk cannot be told from a repetitive answer by its text. It is caught by counting: a
-chunk with text stands for at least one token, so more such chunks than `completion_tokens` means
-that some came twice (or that a proxy cuts tokens into pieces: then the usage belongs to another
-stream than the one received). Where several tokens come per chunk, only `verify` can tell.
+A repeated chunk cannot be told from a repetitive answer by its text, so chunks are counted. A chunk
+with text carries at least one token. More such chunks than `completion_tokens` therefore mean that
+a chunk arrived twice, or that a proxy splits tokens and the usage describes another stream. Where
+chunks carry several tokens, only `checking.lossless` finds a repetition.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import math
+import struct
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
@@ -22,48 +26,81 @@ from msgspec import DecodeError, Struct
 from msgspec.json import Decoder
 
 DONE: Final = b"[DONE]"
+FLOAT_BYTES: Final = 4
 
 ABORTS: Final = frozenset({"abort", "aborted", "cancel", "cancelled", "error", "timeout"})
-"""Finish reasons by which servers tell, in the band, that they gave up (vLLM and SGLang: abort)."""
+"""Finish reasons by which a server reports a failure (vLLM and SGLang send `abort`)."""
 
 
 class Verdict(StrEnum):
-    """What became of a request: `OK`, or the first thing that went wrong."""
+    """The outcome of a request: `OK`, or the first fault."""
 
     OK = "ok"
     NO_CONNECTION = "no_connection"
-    """There was none, or it broke before an answer began."""
+    """The connection failed before an answer began."""
     TIMEOUT = "timeout"
-    """The answer took longer than a request may."""
+    """The whole answer took too long."""
     STALLED = "stalled"
-    """Text had come, then none for longer than a stream may pause."""
+    """The stream paused too long after some text."""
     HTTP_STATUS = "http_status"
     NO_STREAM = "no_stream"
-    """The answer was no stream of server-sent events."""
+    """The answer was not a stream of server-sent events."""
     CUT = "cut"
     """The connection broke inside the answer."""
     ERROR_EVENT = "error_event"
-    """The server told of an error inside the stream, as an event or as a finish reason."""
+    """The stream reported an error, as an event or as a finish reason."""
     MALFORMED = "malformed"
     CROSSED = "crossed"
-    """Content of another request, or of a choice nobody asked for."""
+    """Content of another request, or of a choice that was not requested."""
     DUPLICATED = "duplicated"
-    """More chunks with text than tokens, or the usage twice."""
+    """More chunks with text than tokens, or a second usage."""
     NO_FINISH_REASON = "no_finish_reason"
     AFTER_FINISH = "after_finish"
     NO_USAGE = "no_usage"
     BAD_USAGE = "bad_usage"
-    """The usage contradicts itself or what was told before."""
+    """The usage contradicts itself or an earlier one."""
     TOO_LONG = "too_long"
-    """More tokens than were allowed."""
+    """More tokens than `max_tokens`."""
     NO_DONE = "no_done"
     AFTER_DONE = "after_done"
     INTERRUPTED = "interrupted"
-    """The run was stopped while the request was open: nobody's fault, but no success either."""
+    """The run stopped while the request was open: not a fault, and not a success."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Audit:
+    """What any answer yields.
+
+    Attributes:
+        verdict: the first fault so far.
+        detail: the fault in words.
+        usage, metrics: what the server reported, if it did.
+        finish_reasons: one per choice; None where none arrived.
+        stream_id: the last id that the chunks carried; empty if none did.
+        vectors: embeddings as little-endian float32, by input; empty unless the answer was intact.
+    """
+
+    verdict: Verdict = Verdict.OK
+    detail: str = ""
+    usage: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None
+    finish_reasons: list[str | None] = field(default_factory=list)
+    stream_id: str = ""
+    vectors: tuple[bytes, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The text of each choice."""
+        return ()
+
+    def fault(self, verdict: Verdict, detail: str) -> None:
+        """Record a fault. The first one is kept."""
+        if self.verdict is Verdict.OK:
+            self.verdict, self.detail, self.vectors = verdict, detail, ()
 
 
 class Content(NamedTuple):
-    """What a chunk brought: characters of text, which may be 0, and tokens where it tells them."""
+    """What a chunk carried: characters, which may be 0, and tokens if the server counts them."""
 
     characters: int
     tokens: int | None
@@ -105,35 +142,24 @@ _decoder: Final = Decoder(_Chunk)
 
 
 @dataclass(slots=True)
-class StreamAudit:
+class StreamAudit(Audit):
     """Follows one stream of `/v1/completions` or `/v1/chat/completions`.
 
     Attributes:
-        choices: how many were asked for.
-        max_tokens: most tokens of a choice, if that was limited.
+        choices: how many were requested.
+        max_tokens: the limit per choice, if there was one.
         wants_usage: whether `stream_options.include_usage` was set.
-        ids: of all streams of the run so far; this stream adds its own.
-        verdict: the first fault so far; final after `end`.
-        detail: the fault in words.
-        finish_reasons: by choice; None where none came.
-        usage, metrics: what the server reported, if it did.
-        stream_id: the id that its chunks carried last; empty if none did.
+        ids: the ids of all streams of the run so far; this stream adds its own.
     """
 
     choices: int = 1
     max_tokens: int | None = None
     wants_usage: bool = True
     ids: set[str] = field(default_factory=set)
-    verdict: Verdict = Verdict.OK
-    detail: str = ""
-    finish_reasons: list[str | None] = field(init=False)
-    usage: dict[str, Any] | None = None
-    metrics: dict[str, Any] | None = None
-    stream_id: str = ""
     _parts: list[list[str]] = field(init=False)
-    _tokens: int = 0  # as told last
+    _tokens: int = 0  # as last reported
     _text_chunks: int = 0
-    _text_only: bool = True  # neither reasoning nor tool calls, whose parsers split tokens
+    _text_only: bool = True  # no reasoning or tool calls, whose parsers may split tokens
     _usage_chunk: bool = False
     _done: bool = False
 
@@ -143,13 +169,13 @@ class StreamAudit:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Text by choice: content, reasoning and tool arguments in the order in which they came."""
+        """The text of each choice: content, reasoning and tool arguments, in order of arrival."""
         return tuple(map("".join, self._parts))
 
     def add(self, data: bytes, event: str = "message") -> Content | None:
-        """Take an event's data and type; return what it brought, None if that was no text."""
+        """Check an event and return its content, or None if it carried no text."""
         if self._done:
-            self.fault(Verdict.AFTER_DONE, f"after [DONE] came {_excerpt(data)}")
+            self.fault(Verdict.AFTER_DONE, f"after [DONE]: {_excerpt(data)}")
             return None
         if data == DONE:
             self._done = True
@@ -166,37 +192,30 @@ class StreamAudit:
         elif chunk.choices is None:
             self.fault(Verdict.MALFORMED, f"no choices in {_excerpt(data)}")
         else:
-            return self._chunk(chunk, chunk.choices)
+            return self._add_chunk(chunk, chunk.choices)
         return None
 
     def end(self, *, cut: str | None = None) -> None:
-        """Conclude: the connection ended, in order or with the error `cut`."""
+        """Conclude when the connection has ended, normally or with the error `cut`."""
         missing = [i for i, reason in enumerate(self.finish_reasons) if reason is None]
         if cut is not None:
             self.fault(Verdict.CUT, cut)
         if missing:
             self.fault(Verdict.NO_FINISH_REASON, f"choices without a finish_reason: {missing}")
         if self.wants_usage and self.usage is None:
-            self.fault(Verdict.NO_USAGE, "usage was asked for and did not come")
+            self.fault(Verdict.NO_USAGE, "the usage was requested and did not arrive")
         if not self._done:
             self.fault(Verdict.NO_DONE, "the stream ended without [DONE]")
 
-    def fault(self, verdict: Verdict, detail: str) -> None:
-        """Record a fault; the first one stands."""
-        if self.verdict is Verdict.OK:
-            self.verdict, self.detail = verdict, detail
-
-    def _chunk(self, chunk: _Chunk, choices: list[_Choice]) -> Content | None:
+    def _add_chunk(self, chunk: _Chunk, choices: list[_Choice]) -> Content | None:
         if chunk.id:
             self._check_id(chunk.id)
-        characters = 0
-        for choice in choices:
-            characters += self._choice(choice)
+        characters = sum(map(self._add_choice, choices))
         if chunk.metrics is not None:
             self.metrics = chunk.metrics
         tokens = None
         if chunk.usage is not None:
-            tokens = self._count(chunk.usage, alone=not choices)
+            tokens = self._add_usage(chunk.usage, alone=not choices)
         if characters or (choices and _has_empty_text(choices[0])):
             return Content(characters, tokens)
         return None
@@ -213,17 +232,17 @@ class StreamAudit:
         self.stream_id = chunk_id
         self.ids.add(chunk_id)
 
-    def _choice(self, choice: _Choice) -> int:
-        """Take one choice of a chunk; return its characters of text."""
+    def _add_choice(self, choice: _Choice) -> int:
+        """Take one choice of a chunk and return how many characters of text it has."""
         index, reason = choice.index, choice.finish_reason or None
         text = choice.text or ""
         if choice.delta is not None:
-            text = self._delta(choice.delta)
+            text = self._delta_text(choice.delta)
         if not 0 <= index < self.choices:
             self.fault(Verdict.CROSSED, f"choice {index} of {self.choices}")
             return 0
         if (text or reason) and self.finish_reasons[index] is not None:
-            self.fault(Verdict.AFTER_FINISH, f"choice {index} went on after its finish_reason")
+            self.fault(Verdict.AFTER_FINISH, f"choice {index} continued after its finish_reason")
         if reason is not None:
             self.finish_reasons[index] = reason
             if reason in ABORTS:
@@ -233,7 +252,7 @@ class StreamAudit:
             self._text_chunks += 1
         return len(text)
 
-    def _delta(self, delta: _Delta) -> str:
+    def _delta_text(self, delta: _Delta) -> str:
         text = delta.content or ""
         reasoning = delta.reasoning_content or delta.reasoning  # the same under two names
         if reasoning or delta.tool_calls:
@@ -243,40 +262,40 @@ class StreamAudit:
             text = "".join([reasoning or "", text, *called])
         return text
 
-    def _count(self, usage: dict[str, Any], *, alone: bool) -> int | None:
-        """Check a usage; return the tokens it counts beyond the last one.
+    def _add_usage(self, usage: dict[str, Any], *, alone: bool) -> int | None:
+        """Check a usage and return how many tokens it adds to the last one.
 
-        None where there is more than one choice: servers then count on by choice or over all.
+        Returns None for several choices: servers then count per choice or over all.
 
         Args:
-            alone: whether it came without choices, as the last usage does.
+            alone: whether it came without choices, as the final usage does.
         """
         prompt, tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
         if not (isinstance(prompt, int) and isinstance(tokens, int) and min(prompt, tokens) >= 0):
-            self.fault(Verdict.BAD_USAGE, f"not counts of tokens: {usage}")
+            self.fault(Verdict.BAD_USAGE, f"not token counts: {usage}")
             return None
         total = usage.get("total_tokens", prompt + tokens)
         if not (isinstance(total, int) and total >= prompt + tokens):
-            self.fault(Verdict.BAD_USAGE, f"a total below its parts: {usage}")
+            self.fault(Verdict.BAD_USAGE, f"the total is below the sum of its parts: {usage}")
         if self._usage_chunk and alone:
-            self.fault(Verdict.DUPLICATED, f"the usage came twice: {self.usage}, then {usage}")
+            self.fault(Verdict.DUPLICATED, f"two usages: {self.usage}, then {usage}")
         self.usage, self._usage_chunk = usage, self._usage_chunk or alone
         if not alone and self.choices > 1:
             return None
-        brought, self._tokens = tokens - self._tokens, tokens
-        if brought < 0:
-            self.fault(Verdict.BAD_USAGE, f"{tokens} tokens after {tokens - brought}")
+        added, self._tokens = tokens - self._tokens, tokens
+        if added < 0:
+            self.fault(Verdict.BAD_USAGE, f"{tokens} tokens after {tokens - added}")
         if self._text_only and self._text_chunks > tokens:
-            told = f"{self._text_chunks} chunks with text, but {tokens} tokens"
-            self.fault(Verdict.DUPLICATED, told)
+            counted = f"{self._text_chunks} chunks with text, but {tokens} tokens"
+            self.fault(Verdict.DUPLICATED, counted)
         if self.max_tokens is not None and tokens > self.max_tokens * self.choices:
             allowed = f"{self.max_tokens} for each of {self.choices}"
-            self.fault(Verdict.TOO_LONG, f"{tokens} tokens, allowed were {allowed}")
-        return brought
+            self.fault(Verdict.TOO_LONG, f"{tokens} tokens, but the limit was {allowed}")
+        return added
 
 
 def _has_empty_text(choice: _Choice) -> bool:
-    """Whether a choice without characters has a text: a special token has, a role has not."""
+    """Whether a choice without characters has a text: a special token has one, a role has not."""
     delta = choice.delta
     return delta is None or (delta.content == "" and delta.role is None)
 
@@ -287,3 +306,84 @@ def _excerpt(data: bytes) -> str:
 
 def _message(error: Any) -> str:
     return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+class _Vector(Struct):
+    index: int
+    embedding: str | list[float]
+
+
+class _Reply(Struct):
+    data: list[_Vector] | None = None
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_reply_decoder: Final = Decoder(_Reply)
+
+
+@dataclass(slots=True)
+class VectorAudit(Audit):
+    """Checks one answer of `/v1/embeddings`.
+
+    Every input has exactly one vector. All are finite and of one length, and the usage counts
+    tokens.
+
+    Attributes:
+        inputs: how many texts were sent.
+    """
+
+    inputs: int
+
+    def add(self, body: bytes) -> None:
+        """Check the body of the answer."""
+        try:
+            reply = _reply_decoder.decode(body)
+            if reply.error is not None or reply.data is None:
+                raise ValueError(f"no data but {body[:80]!r}")
+            places = sorted(vector.index for vector in reply.data)
+            if len(set(places)) < len(places):
+                self.fault(Verdict.DUPLICATED, f"an input has two vectors: {places}")
+            elif places != list(range(self.inputs)):
+                self.fault(Verdict.MALFORMED, f"{self.inputs} inputs, vectors {places}")
+            else:
+                in_order = sorted(reply.data, key=lambda vector: vector.index)
+                self.vectors = _checked([_packed(vector.embedding) for vector in in_order])
+        except (DecodeError, UnicodeDecodeError, ValueError, OverflowError) as error:
+            self.fault(Verdict.MALFORMED, str(error))
+        else:
+            self._check_usage(reply.usage)
+
+    def _check_usage(self, usage: dict[str, Any] | None) -> None:
+        self.usage = usage
+        if usage is None:
+            self.fault(Verdict.NO_USAGE, "the answer has no usage")
+            return
+        tokens = usage.get("prompt_tokens")
+        if not isinstance(tokens, int) or tokens < self.inputs:
+            self.fault(Verdict.BAD_USAGE, f"{self.inputs} inputs, but the usage is {usage}")
+
+
+def _packed(embedding: str | list[float]) -> bytes:
+    """Return the bytes of a vector. Servers without base64 send numbers."""
+    if isinstance(embedding, list):
+        return struct.pack(f"<{len(embedding)}f", *embedding)
+    try:
+        return base64.b64decode(embedding, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"not base64: {error}") from None
+
+
+def _checked(vectors: list[bytes]) -> tuple[bytes, ...]:
+    """Return the vectors.
+
+    Raises:
+        ValueError: a vector is empty, differs in length from the others, or is not finite.
+    """
+    sizes = {len(vector) for vector in vectors}
+    if len(sizes) > 1 or 0 in sizes or any(size % FLOAT_BYTES for size in sizes):
+        raise ValueError(f"vectors of {sorted(sizes)} bytes")
+    for vector in vectors:
+        if not all(map(math.isfinite, struct.unpack(f"<{len(vector) // FLOAT_BYTES}f", vector))):
+            raise ValueError("a vector is not finite")
+    return tuple(vectors)

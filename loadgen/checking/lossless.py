@@ -1,8 +1,8 @@
-"""Did speculation change what was said? A sample of the run is asked again without it.
+"""Checks that speculation did not change the text: replays a sample of a run without it.
 
-With coupled noise the text of a request is a function of its seed, whatever was drafted; so the
-same request with `speculation: {mode: off}` and the same seed must give the same text. It must do
-so within one numerics class only: answers of different classes are not compared.
+With coupled noise the text of a request is a function of its seed, whatever was drafted. The same
+request with `speculation: {mode: off}` and the same seed must therefore give the same text. This
+holds within one numerics class, so answers of different classes are not compared.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-import aiohttp
-
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.sending.client import ClientTimeouts, ask
-from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.client import OpenAIClient
 from draftgate.loadgen.types import PlannedRequest, Record
 
 CONTEXT: Final = 30
@@ -27,12 +24,12 @@ CONFIDENCE: Final = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where an answer and its replay part.
+    """Where an answer and its replay diverge.
 
     Attributes:
         index: of the request in the plan.
-        at: character of the choice's text from which the two differ.
-        run, replay: the texts around that place.
+        at: the first character of the choice's text that differs.
+        run, replay: the texts around it.
     """
 
     index: int
@@ -44,13 +41,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class LosslessCheck:
-    """What replaying showed.
+    """The result of the replays.
 
     Attributes:
         compared: how many answers were compared.
-        drafted: how many of them had draft tokens in them; the others prove nothing.
+        drafted: how many of them contain draft tokens; the others prove nothing.
         differences: the first one of each answer that differed.
-        failed: replays that failed, by request: their verdicts in words.
+        failed: the requests whose replay failed, with the verdict in words.
         incomparable: how many replays were of another numerics class.
     """
 
@@ -67,10 +64,10 @@ class LosslessCheck:
 
     @property
     def rate_bound(self) -> float | None:
-        """Most share of answers that may differ although no compared one with drafts did.
+        """Upper bound for the share of answers that differ, if no compared one with drafts did.
 
-        The exact (Clopper-Pearson) one-sided bound at 95 %: `1 - 0.05^(1/n)`. None if any differed,
-        or nothing with drafts was compared.
+        The exact (Clopper-Pearson) one-sided bound at 95 %: `1 - 0.05^(1/n)`. None if an answer
+        differed, or none with drafts was compared.
         """
         if self.differences or not self.drafted:
             return None
@@ -78,28 +75,18 @@ class LosslessCheck:
 
 
 async def check_lossless(
-    session: aiohttp.ClientSession,
-    url: str,
-    model: str,
-    records: Sequence[Record],
-    count: int,
-    *,
-    seed: int = 0,
-    patience: ClientTimeouts | None = None,
+    client: OpenAIClient, records: Sequence[Record], count: int, *, seed: int = 0
 ) -> LosslessCheck:
     """Replay `count` answers of a run, chosen by `seed`, one at a time without speculation.
 
-    Answers that were not intact cannot be compared and are not chosen; fewer than `count` are
-    chosen if there are no more.
+    Answers that were not intact cannot be compared and are not chosen, so there may be fewer.
     """
-    clock, waits = start_clock(), patience or ClientTimeouts()
     comparable, incomparable = list[tuple[Record, Record]](), 0
     failed = []
     for record in choose(records, count, seed):
-        again = replay_of(record)
-        replayed = await ask(session, url, model, again, clock=clock, patience=waits)
+        replayed = await client.ask(replay_of(record))
         if replayed.verdict != Verdict.OK:
-            failed.append((again.index, f"{replayed.verdict}: {replayed.detail}"))
+            failed.append((record.planned.index, f"{replayed.verdict}: {replayed.detail}"))
         elif _numerics(record) != _numerics(replayed):
             incomparable += 1
         else:
@@ -122,19 +109,19 @@ def choose(records: Sequence[Record], count: int, seed: int) -> list[Record]:
 
 
 def replay_of(record: Record) -> PlannedRequest:
-    """Return the request again, without speculation, and with the seed the server used."""
-    question = record.planned.request
+    """Return the request again, without speculation, and with the seed that the server used."""
+    request = record.planned.request
     seed = (record.metrics or {}).get("seed")
     again = replace(
-        question,
-        seed=seed if isinstance(seed, int) else question.seed,
-        extra=(*question.extra, ("speculation", {"mode": "off"})),
+        request,
+        seed=seed if isinstance(seed, int) else request.seed,
+        extra=(*request.extra, ("speculation", {"mode": "off"})),
     )
     return PlannedRequest(record.planned.index, None, again)
 
 
 def first_difference(record: Record, replayed: Record) -> Difference | None:
-    """Return where the texts, or else the ends, of two answers first differ; None if nowhere."""
+    """Return where two answers first differ in text, or else in finish reason, if at all."""
     ends = zip(record.finish_reasons, replayed.finish_reasons, strict=True)
     texts = zip(record.texts, replayed.texts, strict=True)
     for choice, ((run, replay), (run_end, replay_end)) in enumerate(zip(texts, ends, strict=True)):

@@ -1,18 +1,15 @@
-"""The commands of the load generator, a file each.
-
-`python -m loadgen URL` and `draftgate load URL` are the same.
-"""
+"""The command line: `python -m draftgate.loadgen` and `draftgate load` are the same."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-from draftgate.loadgen.cli import calibrate, compare, run, search, sweep
+from draftgate.loadgen.cli import commands
 from draftgate.loadgen.cli.flags import with_groups
 from draftgate.loadgen.command_line import HelpGroup, PlainTyper
 
 
-class UrlFirst(HelpGroup):
+class RunByDefault(HelpGroup):
     """A group in which `run` is the default command, so that a URL may come first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -27,18 +24,16 @@ class UrlFirst(HelpGroup):
 
 app = PlainTyper(
     "Send load to a server, and check and measure every stream.",
-    cls=UrlFirst,
+    cls=RunByDefault,
     subcommand_metavar="URL | COMMAND [ARGS]...",
 )
 
-COMMANDS: Final = (
-    run.run,
-    run.report,
-    compare.compare,
-    sweep.sweep,
-    search.search,
-    calibrate.calibrate,
-)
-
-for command in COMMANDS:
+for command in (
+    commands.run,
+    commands.report,
+    commands.compare,
+    commands.sweep,
+    commands.search,
+    commands.calibrate,
+):
     app.command()(with_groups(command))

@@ -1,1 +1,1 @@
-"""Two runs of load against each other: which figures changed, and how surely. Pure."""
+"""Compares two runs: what changed, with confidence intervals, and whether that is a regression."""

@@ -1,48 +1,103 @@
 """What changed between two runs, with intervals, and whether that is a regression.
 
 For each statistic s: the change `s(B) - s(A)`, its standard error SE over stationary bootstrap
-resamples of requests (`loadgen.measuring.bootstrap`), and the 95 % interval `change -+ t SE`, t of
-Student's law with `n/b - 1` degrees of freedom for n requests in blocks of mean length b. Where
-both runs were asked the same at the same instants, a resample takes the same requests of both: what
-a question costs is in both and cancels. Else each run is resampled by itself.
+resamples of requests (`measuring.confidence`), and the 95 % interval `change -+ t SE`. t is
+Student's with `n/b - 1` degrees of freedom for n requests in blocks of mean length b. If both runs
+had the same requests at the same instants, a resample takes the same requests of both. The cost of
+a request is then in both and cancels. Otherwise each run is resampled by itself.
 
-A statistic is *worse* if its change for the worse exceeds what is allowed (nothing, unless a limit
-says so), and *better* if it improved, each with an error of 2.5 % **for all statistics together**
-(Holm, Scandinavian Journal of Statistics 6, 1979): of runs that are alike, one in forty is called a
-regression, however many figures there are.
+A statistic is *worse* if it worsened by more than its threshold (without one, by more than 0), and
+*better* if it improved, each with an error of 2.5 % **over all statistics together** (Holm,
+Scandinavian Journal of Statistics 6, 1979). Of identical runs, one comparison in forty reports a
+regression, however many metrics there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import copysign, inf
+from math import copysign, inf, isfinite
 from typing import Final
 
 import numpy as np
 
-from draftgate.loadgen.compare.limits import Limit
-from draftgate.loadgen.compare.measures import HIGHER_IS_BETTER, Measure, measures
-from draftgate.loadgen.measuring.bootstrap import (
+from draftgate.loadgen.compare.measures import HIGHER_IS_BETTER, QUANTILES, Measure, measures
+from draftgate.loadgen.measuring.confidence import (
     REPLICATES,
     Floats,
     block_length,
     resampled_counts,
+    student_quantile,
+    student_tail,
 )
-from draftgate.loadgen.measuring.quantiles import student_quantile, student_tail
-from draftgate.loadgen.measuring.summary import invalid_reasons
+from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import LoadRun, Slo
 
 ERROR: Final = 0.025
-"""Of either side: 95 % intervals."""
+"""Error on either side: 95 % intervals."""
 
 LEAST_REQUESTS: Final = 20
-"""Fewer requests cannot be compared: blocks of them even less."""
+"""Fewer requests cannot be compared, in blocks even less."""
 
 CELLS: Final = 4_000_000
-"""Values of resamples held at a time: 32 MB a table."""
+"""Values of resamples held at a time: 32 MB per table."""
 
-NOT_TOLD: Final = frozenset({"started", "generator", "verify_lossless", "characters_per_token"})
+IGNORED_SETTINGS: Final = frozenset(
+    {"started", "generator", "verify_lossless", "characters_per_token"}
+)
+
+STATISTICS: Final = {
+    **dict.fromkeys(("ttft_s", "tpot_s", "latency_s", "chunk_gap_s"), tuple(QUANTILES)),
+    "fluidity": ("mean",),
+    **dict.fromkeys(("attainment", "goodput_rps", "accepted_tokens_per_s"), ("",)),
+}
+"""The statistics that can be compared, by metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """The most by which a statistic may worsen without being a regression.
+
+    Attributes:
+        relative: as a share of A's value.
+        absolute: in the metric's unit.
+    """
+
+    key: str
+    statistic: str
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    def __str__(self) -> str:
+        most = f"{self.relative * 100:g}%" if self.relative else f"{self.absolute:g}"
+        return ":".join(part for part in (self.key, self.statistic, most) if part)
+
+
+def parse_threshold(text: str) -> Threshold:
+    """Return the threshold `METRIC[:STATISTIC]:MOST`, e.g. `ttft_s:p90:5%`.
+
+    Raises:
+        ValueError: there is no such metric or statistic, or no number.
+    """
+    key, *rest = text.split(":")
+    statistics = STATISTICS.get(key)
+    if statistics is None:
+        raise ValueError(f"threshold {text!r}: metric must be one of {', '.join(STATISTICS)}")
+    if not rest:
+        raise ValueError(f"threshold {text!r}: expected a number or percentage, as in {text}:5%")
+    *named, most = rest
+    statistic = ":".join(named) or statistics[0]
+    if statistic not in statistics or (not named and len(statistics) > 1):
+        raise ValueError(f"threshold {text!r}: statistic must be one of {', '.join(statistics)}")
+    try:
+        value = float(most.removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not isfinite(value) or value < 0:
+        raise ValueError(f"threshold {text!r}: {most!r} is neither a number nor a percentage")
+    if most.endswith("%"):
+        return Threshold(key, statistic, relative=value / 100)
+    return Threshold(key, statistic, absolute=value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +105,29 @@ class Change:
     """A statistic in both runs.
 
     Attributes:
-        interval: 95 % interval of `change`, of this statistic by itself.
-        p_worse: chance of so much worsening beyond the limit if it were just the limit.
-        p_better: chance of so much improvement if there were none.
-        judged: whether it has a say in the verdict.
-        verdict: `worse`, `better` or nothing, with Holm's correction over all that are judged.
+        interval: 95 % interval of `change`, for this statistic alone.
+        p_worse: chance of such a worsening if the true one were just the threshold.
+        p_better: chance of such an improvement if there were none.
+        judged: whether it counts for the verdict.
+        verdict: `worse`, `better` or empty, with Holm's correction over all judged statistics.
         block: mean length of the resampled blocks, in requests.
     """
 
     key: str
-    point: str
+    statistic: str
     a: float
     b: float
     interval: tuple[float, float]
     p_worse: float
     p_better: float
     block: float
-    limit: Limit | None = None
+    threshold: Threshold | None = None
     judged: bool = True
     verdict: str = ""
 
     @property
     def change(self) -> float:
-        """B less A."""
+        """B minus A."""
         return self.b - self.a
 
     @property
@@ -83,13 +138,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs against each other.
+    """The result of comparing run B with run A.
 
     Attributes:
         requests: of A and B.
-        paired: whether both were asked the same at the same instants.
-        settings: in which the runs differ, with both values.
-        invalid: why one of them, or both, proves nothing.
+        paired: whether both had the same requests at the same instants.
+        settings: those in which the runs differ, with both values.
+        invalid: why one of the runs, or both, cannot be used.
     """
 
     requests: tuple[int, int]
@@ -104,56 +159,60 @@ class Comparison:
         return any(change.verdict == "worse" for change in self.changes)
 
 
-def compare(a: LoadRun, b: LoadRun, limits: Sequence[Limit] = (), seed: int = 0) -> Comparison:
-    """Compare B with A; with limits, only those are judged. The same for the same arguments.
+def compare(
+    a: LoadRun, b: LoadRun, thresholds: Sequence[Threshold] = (), seed: int = 0
+) -> Comparison:
+    """Compare B with A. With thresholds, only those statistics are judged.
+
+    The same arguments give the same result.
 
     Raises:
-        ValueError: they cannot be compared: too few requests, other promises, or a limit on what
-            one of them has no figure for.
+        ValueError: the runs cannot be compared: too few requests, different SLOs, or a threshold
+            for a metric that one of them lacks.
     """
     for name, run in (("A", a), ("B", b)):
         if len(run.records) < LEAST_REQUESTS:
-            raise ValueError(f"{name} has {len(run.records)} requests; {LEAST_REQUESTS} are needed")
-    if promises(a) != promises(b):
-        raise ValueError("other classes, or other SLOs, were promised: the figures mean others")
+            raise ValueError(f"{name} has {len(run.records)} requests, fewer than {LEAST_REQUESTS}")
+    if slos(a) != slos(b):
+        raise ValueError("the runs have different classes or SLOs, so they cannot be compared")
     paired = plan_of(a) == plan_of(b)
     ours, theirs = measures(a), measures(b)
+    allowed = {(one.key, one.statistic): one for one in thresholds}
     found = [
-        change
+        replace(change, judged=not thresholds or change.threshold is not None)
         for key in ours
         if key in theirs
-        for change in _changes(key, ours[key], theirs[key], _limits_of(key, limits), paired, seed)
+        for change in _changes(key, ours[key], theirs[key], allowed, paired, seed)
     ]
-    missing = [w for w in limits if (w.key, w.point) not in {(c.key, c.point) for c in found}]
+    missing = allowed.keys() - {(change.key, change.statistic) for change in found}
     if missing:
-        raise ValueError(f"not enough values in both runs for {missing[0].in_words}")
+        raise ValueError(f"not enough values in both runs for {allowed[min(missing)]}")
     invalid = [f"{n}: {why}" for n, run in (("A", a), ("B", b)) for why in invalid_reasons(run)]
-    judged = judge([_of_interest(change, limits) for change in found])
     requests = (len(a.records), len(b.records))
-    return Comparison(requests, paired, differing(a, b), invalid, judged)
+    return Comparison(requests, paired, differing_settings(a, b), invalid, judge(found))
 
 
 def plan_of(run: LoadRun) -> list[tuple[object, ...]]:
-    """Return what was planned: equal for two runs that were asked the same at the same instants."""
+    """Return the plan of a run: equal for two runs with the same requests at the same instants."""
     planned = sorted((record.planned for record in run.records), key=lambda one: one.index)
-    asked = ((p, p.request) for p in planned)
-    return [(p.index, p.at_s, q.class_name, q.seed, q.max_tokens, q.n) for p, q in asked]
+    pairs = ((p, p.request) for p in planned)
+    return [(p.index, p.at_s, r.class_name, r.seed, r.max_tokens, r.n) for p, r in pairs]
 
 
-def promises(run: LoadRun) -> set[tuple[str, Slo]]:
+def slos(run: LoadRun) -> set[tuple[str, Slo]]:
     """Return the classes of a run with their SLOs."""
     return {(r.planned.request.class_name, r.planned.request.slo) for r in run.records}
 
 
-def differing(a: LoadRun, b: LoadRun) -> dict[str, tuple[object, object]]:
+def differing_settings(a: LoadRun, b: LoadRun) -> dict[str, tuple[object, object]]:
     """Return the settings in which two runs differ, with both values."""
-    names = [*a.settings, *(name for name in b.settings if name not in a.settings)]
+    names = (name for name in a.settings | b.settings if name not in IGNORED_SETTINGS)
     both = {name: (a.settings.get(name), b.settings.get(name)) for name in names}
-    return {n: pair for n, pair in both.items() if n not in NOT_TOLD and pair[0] != pair[1]}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 def judge(changes: Sequence[Change], error: float = ERROR) -> list[Change]:
-    """Return the changes with their verdicts, errors shared among those that are judged."""
+    """Return the changes with their verdicts. The judged ones share the error."""
     judged = [place for place, change in enumerate(changes) if change.judged]
     verdicts = [""] * len(changes)
     for word, p_values in (
@@ -167,7 +226,7 @@ def judge(changes: Sequence[Change], error: float = ERROR) -> list[Change]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number: the i-th smallest times `m - i + 1`, rising."""
+    """Return corrected p-values: the i-th smallest of m times `m - i + 1`, never falling."""
     corrected, most = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         most = max(most, min(1.0, (len(p_values) - rank) * p_values[place]))
@@ -175,30 +234,28 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def _limits_of(key: str, limits: Sequence[Limit]) -> dict[str, Limit]:
-    return {limit.point: limit for limit in limits if limit.key == key}
-
-
-def _of_interest(change: Change, limits: Sequence[Limit]) -> Change:
-    return replace(change, judged=not limits or change.limit is not None)
-
-
 def _changes(
-    key: str, a: Measure, b: Measure, limits: dict[str, Limit], paired: bool, seed: int
+    key: str,
+    a: Measure,
+    b: Measure,
+    allowed: dict[tuple[str, str], Threshold],
+    paired: bool,
+    seed: int,
 ) -> Iterator[Change]:
-    """Yield the changes of a figure's statistics."""
-    points = [point for point in a.points if point in b.points]
-    if not points:
+    """Yield the changes of a metric's statistics."""
+    names = [name for name in a.statistics if name in b.statistics]
+    if not names:
         return
-    ours, theirs = (m.influences()[[m.points.index(p) for p in points]] for m in (a, b))
+    ours, theirs = (m.influences()[[m.statistics.index(n) for n in names]] for m in (a, b))
     at_once = max(1, min(REPLICATES, CELLS // max(a.terms, b.terms, ours.shape[1])))
-    if paired:  # one seed, one block length and one batch size: the same requests of both
-        first, second = (_resampled(m, points, theirs - ours, seed, at_once) for m in (a, b))
+    if paired:  # one seed, one block length and one batch size draw the same requests of both
+        first, second = (_resample(m, names, theirs - ours, seed, at_once) for m in (a, b))
     else:
-        first = _resampled(a, points, ours, seed, at_once)
-        second = _resampled(b, points, theirs, seed + 1, at_once)
-    for place, point in enumerate(points):
-        yield _change((key, point), place, first, second, limits.get(point))
+        first = _resample(a, names, ours, seed, at_once)
+        second = _resample(b, names, theirs, seed + 1, at_once)
+    for place, name in enumerate(names):
+        threshold = allowed.get((key, name))
+        yield _change(threshold or Threshold(key, name), place, first, second, threshold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,51 +268,49 @@ class _Resampled:
     freedom: float
 
 
-def _resampled(
-    measure: Measure, points: Sequence[str], influences: Floats, seed: int, at_once: int
+def _resample(
+    measure: Measure, names: Sequence[str], influences: Floats, seed: int, at_once: int
 ) -> _Resampled:
-    """Resample a run by blocks that suit such influences `[P, N]`, so many resamples at a time."""
+    """Resample a run in blocks that suit the influences `[P, N]`, `at_once` resamples at a time."""
     count = influences.shape[1]
     block = max(map(block_length, influences))
-    columns = [measure.points.index(point) for point in points]
+    columns = [measure.statistics.index(name) for name in names]
     rng = np.random.default_rng(seed)
     sizes = [min(at_once, REPLICATES - begin) for begin in range(0, REPLICATES, at_once)]
-    drawn = [measure.of(resampled_counts(count, block, rng, size)) for size in sizes]
-    values = measure.of(np.ones((1, count), np.int64))[0]
+    drawn = [measure.evaluate(resampled_counts(count, block, rng, size)) for size in sizes]
+    values = measure.evaluate(np.ones((1, count), np.int64))[0]
     return _Resampled(values[columns], np.concatenate(drawn)[:, columns], block, count / block - 1)
 
 
 def _change(
-    named: tuple[str, str],
+    allowed: Threshold,
     place: int,
     first: _Resampled,
     second: _Resampled,
-    limit: Limit | None,
+    threshold: Threshold | None,
 ) -> Change:
-    key, point = named
-    sign = -1.0 if key in HIGHER_IS_BETTER else 1.0
-    allowed = limit or Limit(key, point)
+    sign = -1.0 if allowed.key in HIGHER_IS_BETTER else 1.0
 
-    def beyond(a: Floats, b: Floats) -> Floats:
-        """How much worse B is than it may be."""
+    def excess(a: Floats, b: Floats) -> Floats:
+        """Return by how much B exceeds the allowed worsening."""
         return sign * (b - a) - allowed.relative * np.abs(a) - allowed.absolute
 
     drawn = first.drawn[:, place], second.drawn[:, place]
     a, b = float(first.values[place]), float(second.values[place])
     freedom = min(first.freedom, second.freedom)
     spread = _deviation(drawn[1] - drawn[0])
-    excess = float(beyond(np.array(a), np.array(b)))
+    beyond = float(excess(np.array(a), np.array(b)))
     half = student_quantile(freedom, 1 - ERROR) * spread
     return Change(
-        key,
-        point,
+        allowed.key,
+        allowed.statistic,
         a,
         b,
         (b - a - half, b - a + half),
-        p_worse=student_tail(freedom, _over(excess, _deviation(beyond(*drawn)))),
+        p_worse=student_tail(freedom, _over(beyond, _deviation(excess(*drawn)))),
         p_better=student_tail(freedom, _over(-sign * (b - a), spread)),
         block=max(first.block, second.block),
-        limit=limit,
+        threshold=threshold,
     )
 
 
@@ -265,7 +320,7 @@ def _deviation(values: Floats) -> float:
 
 
 def _over(value: float, spread: float) -> float:
-    """Return `value / spread`; without any spread whatever differs at all differs surely."""
+    """Return `value / spread`. Without any spread, any difference is certain."""
     if spread > 0:
         return value / spread
     return copysign(inf, value) if value else 0.0

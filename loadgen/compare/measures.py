@@ -1,7 +1,7 @@
-"""Figures as functions of how often each request counts, which is what a resample changes.
+"""Metrics as functions of how often each request counts, which is what a resample changes.
 
-A run's requests stand in the order of their schedule. With every count 1, each measure is the
-figure of the reports.
+Requests are in the order of their schedule. If each counts once, a measure is the value in the
+reports.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Final, Protocol
 import numpy as np
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.measuring.bootstrap import Counts, Floats
+from draftgate.loadgen.measuring.confidence import Counts, Floats
 from draftgate.loadgen.measuring.metrics import METRICS, completion_tokens
 from draftgate.loadgen.measuring.slo import meets_slo
 from draftgate.loadgen.measuring.summary import schedule_s
 from draftgate.loadgen.types import LoadRun, Record
 
-POINTS: Final = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
+QUANTILES: Final = {"p50": 0.50, "p90": 0.90, "p99": 0.99}
 LEAST_BEYOND: Final = 5
-"""Requests with values beyond a percentile. With fewer it hangs on single requests, of which no
+"""Requests with values beyond a percentile. With fewer it depends on single requests, of which no
 resample knows more than the run (the usual rule of thumb, n(1 - p) >= 5)."""
 
 HIGHER_IS_BETTER: Final = frozenset(
@@ -30,17 +30,17 @@ HIGHER_IS_BETTER: Final = frozenset(
 
 
 class Measure(Protocol):
-    """Statistics of one figure of a run with N requests, P of them, named by `points`."""
+    """P statistics of one metric of a run with N requests."""
 
     @property
-    def points(self) -> tuple[str, ...]:
-        """Their names; the empty one is the figure itself."""
+    def statistics(self) -> tuple[str, ...]:
+        """Their names; the empty name is the metric itself."""
 
     @property
     def terms(self) -> int:
-        """How many numbers it looks at for each resample."""
+        """How many numbers it reads per resample."""
 
-    def of(self, counts: Counts) -> Floats:
+    def evaluate(self, counts: Counts) -> Floats:
         """Return the statistics `[R, P]` of resamples `[R, N]`; NaN where there is no value."""
 
     def influences(self) -> Floats:
@@ -48,19 +48,19 @@ class Measure(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """`scale * sum(above) / sum(below)`: means, shares and rates. Terms are by request, `[N]`."""
+class RatioMeasure:
+    """`scale * sum(above) / sum(below)`: means, shares and rates. Terms are per request, `[N]`."""
 
     above: Floats
     below: Floats
     scale: float = 1.0
-    points: tuple[str, ...] = ("",)
+    statistics: tuple[str, ...] = ("",)
 
     @property
     def terms(self) -> int:
         return len(self.above)
 
-    def of(self, counts: Counts) -> Floats:
+    def evaluate(self, counts: Counts) -> Floats:
         with np.errstate(divide="ignore", invalid="ignore"):
             shares: Floats = self.scale * (counts @ self.above) / (counts @ self.below)
         return shares[:, None]
@@ -72,98 +72,97 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Percentiles:
+class PercentileMeasure:
     """Percentiles (type 7) of values pooled over requests.
 
     Attributes:
         values: ascending, `[V]`.
-        owners: whose each value is, `[V]`.
+        owners: the request of each value, `[V]`.
         requests: N.
     """
 
     values: Floats
     owners: Counts
     requests: int
-    points: tuple[str, ...]
+    statistics: tuple[str, ...]
 
     @property
     def terms(self) -> int:
         return len(self.values)
 
-    def of(self, counts: Counts) -> Floats:
+    def evaluate(self, counts: Counts) -> Floats:
         upto = np.cumsum(counts[:, self.owners], axis=1)
         total = upto[:, -1]
-        found = np.full((len(counts), len(self.points)), np.nan)
+        found = np.full((len(counts), len(self.statistics)), np.nan)
         some = total > 0
-        for column, point in enumerate(self.points):
-            place = (total[some] - 1) * POINTS[point]
+        for column, name in enumerate(self.statistics):
+            place = (total[some] - 1) * QUANTILES[name]
             low, high = np.floor(place), np.ceil(place)
             below, above = self._at(upto[some], low), self._at(upto[some], high)
             found[some, column] = below + (above - below) * (place - low)
         return found
 
     def influences(self) -> Floats:
-        found = np.empty((len(self.points), self.requests))
+        found = np.empty((len(self.statistics), self.requests))
         each = np.bincount(self.owners, minlength=self.requests)
-        for row, point in enumerate(self.points):
-            most = np.quantile(self.values, POINTS[point])
+        for row, name in enumerate(self.statistics):
+            most = np.quantile(self.values, QUANTILES[name])
             within = np.bincount(self.owners[self.values <= most], minlength=self.requests)
-            found[row] = POINTS[point] * each - within
+            found[row] = QUANTILES[name] * each - within
         return found
 
     def _at(self, upto: Counts, place: Floats) -> Floats:
-        """Return the values at places (from 0) of the resamples."""
+        """Return the values at positions (from 0) of the resamples."""
         found: Floats = self.values[(upto <= place[:, None]).sum(axis=1)]
         return found
 
 
 def measures(run: LoadRun) -> dict[str, Measure]:
-    """Return the measures for which a run has values, by the figure's key."""
+    """Return the measures for which a run has values, by the metric's key."""
     records = sorted(run.records, key=lambda r: (r.scheduled_s, r.planned.index))
     found: dict[str, Measure] = {}
     for key in ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s"):
         if (percentiles := _percentiles(key, records)) is not None:
             found[key] = percentiles
     fluid = [_values("fluidity", record) for record in records]
-    if any(len(values) for values in fluid):
+    if any(fluid):
         sums, each = np.array([sum(v) for v in fluid]), np.array([float(len(v)) for v in fluid])
-        found["fluidity"] = Ratio(sums, each, points=("mean",))
-    return found | _shares(run, records)
+        found["fluidity"] = RatioMeasure(sums, each, statistics=("mean",))
+    return found | _rates(run, records)
 
 
-def enough_beyond(values: Floats, owners: Counts, point: str) -> bool:
-    """Whether enough requests have values at a percentile or beyond it."""
-    beyond = owners[values >= np.quantile(values, POINTS[point])]
-    return len(np.unique(beyond)) >= LEAST_BEYOND
-
-
-def _percentiles(key: str, records: Sequence[Record]) -> Percentiles | None:
+def _percentiles(key: str, records: Sequence[Record]) -> PercentileMeasure | None:
     by_request = [_values(key, record) for record in records]
     values = np.array([value for own in by_request for value in own])
     owners = np.repeat(np.arange(len(records)), [len(own) for own in by_request])
     if not len(values):
         return None
-    points = tuple(point for point in POINTS if enough_beyond(values, owners, point))
+
+    def enough_beyond(name: str) -> bool:
+        beyond = owners[values >= np.quantile(values, QUANTILES[name])]
+        return len(np.unique(beyond)) >= LEAST_BEYOND
+
+    names = tuple(filter(enough_beyond, QUANTILES))
     order = np.argsort(values, kind="stable")
-    return Percentiles(values[order], owners[order], len(records), points) if points else None
+    return PercentileMeasure(values[order], owners[order], len(records), names) if names else None
 
 
 def _values(key: str, record: Record) -> Sequence[float]:
-    return METRICS[key].of(record) if record.verdict == Verdict.OK else ()
+    return METRICS[key].values(record) if record.verdict == Verdict.OK else ()
 
 
-def _shares(run: LoadRun, records: Sequence[Record]) -> dict[str, Measure]:
+def _rates(run: LoadRun, records: Sequence[Record]) -> dict[str, Measure]:
     """Return attainment and rates.
 
-    A rate is a ratio, too, for a resample does not last as long as the run: each request brings the
-    time until the next one was scheduled (with goodput: an open loop's schedule is given), or the
-    time since the end before its own.
+    A rate is a ratio, too, since a resample does not last as long as the run. Each request brings
+    the time since the end before its own. For goodput in an open loop, whose schedule is given, it
+    brings the time until the next request was scheduled.
     """
     kept = np.array([float(meets_slo(record)) for record in records])
     tokens = np.array(
         [float(completion_tokens(r) or 0) * (r.verdict == Verdict.OK) for r in records]
     )
-    found: dict[str, Measure] = {"attainment": Ratio(kept, np.ones(len(records)))}
+    found: dict[str, Measure] = {"attainment": RatioMeasure(kept, np.ones(len(records)))}
     ended_s = _since_last_end_s(records)
     closed = run.scheduled_duration_s is None
     for key, terms, taken_s, length_s in (
@@ -171,7 +170,7 @@ def _shares(run: LoadRun, records: Sequence[Record]) -> dict[str, Measure]:
         ("accepted_tokens_per_s", tokens, ended_s, run.duration_s),
     ):
         if length_s > 0 and terms.any() and taken_s.sum() > 0:
-            found[key] = Ratio(terms, taken_s, float(taken_s.sum()) / length_s)
+            found[key] = RatioMeasure(terms, taken_s, float(taken_s.sum()) / length_s)
     return found
 
 

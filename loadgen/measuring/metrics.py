@@ -1,7 +1,7 @@
-"""The figures of a request, each with the formula that reports print beside it.
+"""The metrics of a request, each with the formula that reports print.
 
 Instants are from the start of the run. `n` is the number of tokens of the answer by the server's
-usage; with several choices, which stream at the same time, `n` is their mean.
+usage. For several choices, which stream at the same time, `n` is their mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PERCENTILES: Final = (50, 90, 99)
 
 
 def ttft_s(record: Record) -> float | None:
-    """Return the time to the first text, from the scheduled instant; None if there was no text."""
+    """Return the time to the first text, from the scheduled instant; None without text."""
     return record.chunks[0].at_s - record.scheduled_s if record.chunks else None
 
 
@@ -30,9 +30,9 @@ def ttft_sent_s(record: Record) -> float | None:
 
 
 def tpot_s(record: Record) -> float | None:
-    """Return the mean time per token after the first; None if there was no second.
+    """Return the mean time per token after the first; None without a second token.
 
-    Tokens that came with the first chunk count as after it: where servers send several at a time
+    All tokens of the first chunk but one count as after it. If a server sends k tokens per chunk,
     this is up to `(k - 1)/(n - 1)` lower than per-token timing inside the server.
     """
     tokens = tokens_of(record)
@@ -52,18 +52,18 @@ def latency_sent_s(record: Record) -> float:
 
 
 def normalized_latency_s(record: Record) -> float | None:
-    """Return the latency per token (Orca, OSDI 2022); None if there were none."""
+    """Return the latency per token (Orca, OSDI 2022); None without tokens."""
     tokens = tokens_of(record)
     return latency_s(record) / tokens if tokens else None
 
 
 def fluidity(record: Record) -> float | None:
-    """Return the share of tokens that came by their deadlines; None without a TPOT limit.
+    """Return the share of tokens that met their deadlines; None without a TPOT limit.
 
-    The first token is due at `scheduled + TTFT limit` (when it comes, without that limit), each
-    next one a TPOT limit later. Time ahead is kept. Where a chunk comes late, those of its tokens
-    whose deadlines have passed are late, and the next token is due a TPOT limit after the chunk
-    (after the fluidity-index of Etalon, arXiv 2407.07000).
+    The first token is due at `scheduled + TTFT limit` (without that limit, when it arrives), each
+    next one a TPOT limit later. Time saved is kept. If a chunk is late, those of its tokens whose
+    deadlines have passed are late, and the next token is due a TPOT limit after the chunk (after
+    the fluidity-index of Etalon, arXiv 2407.07000).
     """
     slo, chunks = record.planned.request.slo, record.chunks
     if slo.tpot_s is None or not chunks:
@@ -83,23 +83,23 @@ def fluidity(record: Record) -> float | None:
 
 
 def chunk_gaps_s(record: Record) -> list[float]:
-    """Return the times between chunks with text: what a reader sees."""
+    """Return the times between chunks with text, which a reader perceives."""
     return [after.at_s - before.at_s for before, after in pairwise(record.chunks)]
 
 
 def tokens_per_chunk(record: Record) -> list[float]:
-    """Return how many tokens each chunk brought: as told, else the answer's mean."""
-    told = [chunk.tokens for chunk in record.chunks]
-    if all(tokens is not None for tokens in told):
-        return [float(tokens or 0) for tokens in told]
+    """Return the tokens of each chunk: as reported, else the mean of the answer."""
+    reported = [chunk.tokens for chunk in record.chunks]
+    if all(tokens is not None for tokens in reported):
+        return [float(tokens or 0) for tokens in reported]
     total = completion_tokens(record)
-    return [total / len(told)] * len(told) if total is not None else []
+    return [total / len(reported)] * len(reported) if total is not None else []
 
 
 def itls_s(record: Record) -> list[float]:
     """Return the inter-token latencies: each gap over the tokens that ended it, once per token.
 
-    A chunk of k tokens counts k times (where k is only a mean, rounded), as one of k chunks would.
+    A chunk of k tokens counts k times (rounded where k is a mean), as k chunks of one would.
     """
     itls: list[float] = []
     for gap_s, tokens in zip(chunk_gaps_s(record), tokens_per_chunk(record)[1:], strict=False):
@@ -110,35 +110,35 @@ def itls_s(record: Record) -> list[float]:
 
 def completion_tokens(record: Record) -> int | None:
     """Return the tokens of all choices, by the server's usage; None if it reported none."""
-    told = (record.usage or {}).get("completion_tokens")
-    return told if isinstance(told, int) and told >= 0 else None
+    tokens = (record.usage or {}).get("completion_tokens")
+    return tokens if isinstance(tokens, int) and tokens >= 0 else None
 
 
 def tokens_of(record: Record) -> float | None:
-    """Return `n`: the tokens of a choice, on average."""
+    """Return `n`: the mean tokens of a choice."""
     total = completion_tokens(record)
     return None if total is None else total / record.planned.request.n
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A column of the reports.
+    """A row of the reports.
 
     Attributes:
-        key: its name in the summary; the unit is its end.
+        key: its name in the summary, which ends with the unit.
         title: its name for readers.
-        formula: in words and signs.
-        of: its values in one record: none, one, or one for each chunk or token.
+        formula: how it is computed, for readers.
+        values: returns its values in one record: none, one, or one per chunk or token.
     """
 
     key: str
     title: str
     formula: str
-    of: Callable[[Record], Sequence[float]]
+    values: Callable[[Record], Sequence[float]]
 
     @property
     def in_seconds(self) -> bool:
-        """Whether it is a time, else a plain number."""
+        """Whether it is a time rather than a plain number."""
         return self.key.endswith("_s")
 
 
@@ -158,54 +158,54 @@ _ALL: Final = (
     Metric("latency_sent_s", "latency (sent)", "end of stream - sent", _one(latency_sent_s)),
     Metric("normalized_latency_s", "latency / token", "latency / n", _one(normalized_latency_s)),
     Metric("chunk_gap_s", "chunk gap", "text(i) - text(i - 1), all chunks", chunk_gaps_s),
-    Metric("tokens_per_chunk", "tokens per chunk", "told, else n / chunks", tokens_per_chunk),
+    Metric("tokens_per_chunk", "tokens per chunk", "reported, else n / chunks", tokens_per_chunk),
     Metric("itl_s", "ITL", "chunk gap / tokens of the chunk, once per token", itls_s),
     Metric("fluidity", "fluidity", "share of tokens by their deadlines", _one(fluidity)),
 )
-"""Over intact answers; those of chunks and tokens are pooled over all requests."""
 
 METRICS: Final[Mapping[str, Metric]] = {metric.key: metric for metric in _ALL}
+"""By key. Their values are of intact answers; those of chunks and tokens are pooled over
+requests."""
 
 PERCENTILE_FORMULA: Final = (
-    "pP: of N ascending values the one at place (N - 1) P/100, counted from 0, interpolated"
+    "pP: of N ascending values the one at position (N - 1) P/100, counted from 0, interpolated"
     " linearly between neighbours (type 7 of Hyndman and Fan, numpy's default)"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of some values; `percentiles` has those of `PERCENTILES`."""
+    """A summary of some values. `percentiles` has those of `PERCENTILES`."""
 
     count: int
     mean: float
     percentiles: tuple[float, ...]
 
     def as_dict(self) -> dict[str, float]:
-        """Return mean and percentiles in the contract's form."""
+        """Return mean and percentiles by name."""
         named = zip(PERCENTILES, self.percentiles, strict=True)
         return {"mean": self.mean, **{f"p{p}": value for p, value in named}}
 
 
 def distribution(values: Iterable[float]) -> Distribution | None:
-    """Return the distribution of values; None if there are none."""
+    """Return the distribution of values; None without values."""
     known = sorted(values)
     if not known:
         return None
-    shares = (p / 100 for p in PERCENTILES)
-    percentiles = tuple(percentile(known, share) for share in shares)
+    percentiles = tuple(percentile(known, p / 100) for p in PERCENTILES)
     return Distribution(len(known), sum(known) / len(known), percentiles)
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the value below which that share lies, interpolated between its neighbours."""
+    """Return a percentile, with `share` from 0 to 1, by `PERCENTILE_FORMULA`."""
     place = share * (len(ascending) - 1)
     below, above = ascending[floor(place)], ascending[ceil(place)]
     return below + (above - below) * (place - floor(place))
 
 
-def values_of(figure: Metric, records: Iterable[Record]) -> list[float]:
-    """Return a figure's values over all intact answers."""
-    return [value for r in records if r.verdict == Verdict.OK for value in figure.of(r)]
+def values_of(metric: Metric, records: Iterable[Record]) -> list[float]:
+    """Return the values of a metric over all intact answers."""
+    return [value for record in intact(records) for value in metric.values(record)]
 
 
 def intact(records: Iterable[Record]) -> list[Record]:

@@ -1,14 +1,14 @@
-"""What the server decided about speculation, and what came of it, where it tells.
+"""What the server reported about speculation: its decisions, and how many drafts were accepted.
 
-Read from `metrics.speculative_decoding` of each answer, or with several prompts from that of each
-of `metrics.prompts`. The counts have vLLM's names, so they are read from a vLLM, too.
+Read from `metrics.speculative_decoding` of each answer, or, for several prompts, from that of each
+of `metrics.prompts`. The counts have vLLM's names, so those of a vLLM are read, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
@@ -18,14 +18,14 @@ from draftgate.loadgen.types import Record
 
 @dataclass(frozen=True, slots=True)
 class SpeculationReport:
-    """The decision for one prompt; None or empty where the server is silent.
+    """The report for one prompt. A value is None, 0 or empty where the server reports none.
 
     Attributes:
-        max_draft_tokens: the most tokens to draft in a step: k.
-        price: expected tokens that a draft slot had to promise then, at its worker.
+        max_draft_tokens: the longest draft of a step: k.
+        price: the expected tokens that a draft slot had to promise at its worker.
         steps: verifications.
         drafted, accepted: tokens.
-        histogram: steps that accepted 0, 1, 2, ... tokens.
+        histogram: how many steps accepted 0, 1, 2, ... tokens.
     """
 
     policy: str | None
@@ -40,78 +40,58 @@ class SpeculationReport:
     histogram: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SpeculationTotals:
-    """Decisions of a run, counted.
+    """The reports of a run, counted; at least one."""
 
-    Attributes:
-        prompts: how many decisions were told.
-        policies, modes, proposers, max_draft_tokens, workers: how often each was chosen.
-        prices: one for each decision that told it.
-        steps, drafted, accepted, histogram: sums.
-    """
+    reports: Sequence[SpeculationReport]
 
-    prompts: int = 0
-    policies: Counter[str] = field(default_factory=Counter)
-    modes: Counter[str] = field(default_factory=Counter)
-    proposers: Counter[str] = field(default_factory=Counter)
-    max_draft_tokens: Counter[int] = field(default_factory=Counter)
-    workers: Counter[str] = field(default_factory=Counter)
-    prices: list[float] = field(default_factory=list)
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    histogram: tuple[int, ...] = ()
+    def count(self, name: str) -> Counter[Any]:
+        """Return how often each value of a field of the reports occurs."""
+        return Counter(v for r in self.reports if (v := getattr(r, name)) is not None)
+
+    def sum(self, name: str) -> int:
+        """Return the sum of `steps`, `drafted` or `accepted`."""
+        return sum(getattr(report, name) for report in self.reports)
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """How many steps accepted 0, 1, 2, ... tokens."""
+        return tuple(map(sum, zip_longest(*(r.histogram for r in self.reports), fillvalue=0)))
 
     @property
     def acceptance(self) -> float | None:
         """Accepted over drafted tokens; None if none were drafted."""
-        return self.accepted / self.drafted if self.drafted else None
+        drafted = self.sum("drafted")
+        return self.sum("accepted") / drafted if drafted else None
 
     @property
     def accepted_per_step(self) -> float | None:
         """Accepted draft tokens over verifications; None if there were none."""
-        return self.accepted / self.steps if self.steps else None
+        steps = self.sum("steps")
+        return self.sum("accepted") / steps if steps else None
 
     @property
     def mean_price(self) -> float | None:
-        """Mean price of a draft slot; None if the server told none."""
-        return fmean(self.prices) if self.prices else None
-
-    def add(self, decision: SpeculationReport) -> None:
-        """Count one more."""
-        self.prompts += 1
-        for counter, value in (
-            (self.policies, decision.policy),
-            (self.modes, decision.mode),
-            (self.proposers, decision.proposer),
-            (self.workers, decision.worker_id),
-        ):
-            if value is not None:
-                counter[value] += 1
-        if decision.max_draft_tokens is not None:
-            self.max_draft_tokens[decision.max_draft_tokens] += 1
-        if decision.price is not None:
-            self.prices.append(decision.price)
-        self.steps += decision.steps
-        self.drafted += decision.drafted
-        self.accepted += decision.accepted
-        both = zip_longest(self.histogram, decision.histogram, fillvalue=0)
-        self.histogram = tuple(a + b for a, b in both)
+        """Mean price of a draft slot; None if the server reported none."""
+        prices = [report.price for report in self.reports if report.price is not None]
+        return fmean(prices) if prices else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts, most frequent choices first, and the shares."""
         return {
-            "prompts": self.prompts,
-            "policies": dict(self.policies.most_common()),
-            "modes": dict(self.modes.most_common()),
-            "proposers": dict(self.proposers.most_common()),
-            "max_draft_tokens": {str(k): n for k, n in sorted(self.max_draft_tokens.items())},
-            "workers": dict(sorted(self.workers.items())),
+            "prompts": len(self.reports),
+            "policies": dict(self.count("policy").most_common()),
+            "modes": dict(self.count("mode").most_common()),
+            "proposers": dict(self.count("proposer").most_common()),
+            "max_draft_tokens": {
+                str(k): n for k, n in sorted(self.count("max_draft_tokens").items())
+            },
+            "workers": dict(sorted(self.count("worker_id").items())),
             "mean_price": self.mean_price,
-            "num_spec_steps": self.steps,
-            "num_drafted_tokens": self.drafted,
-            "num_accepted_tokens": self.accepted,
+            "num_spec_steps": self.sum("steps"),
+            "num_drafted_tokens": self.sum("drafted"),
+            "num_accepted_tokens": self.sum("accepted"),
             "acceptance_histogram": list(self.histogram),
             "acceptance": self.acceptance,
             "accepted_per_step": self.accepted_per_step,
@@ -119,48 +99,44 @@ class SpeculationTotals:
 
 
 def total_speculation(records: Iterable[Record]) -> SpeculationTotals | None:
-    """Count the decisions for all records, failed ones too; None if the server told of none."""
-    counted = SpeculationTotals()
-    for record in records:
-        for decision in speculation_reports(record):
-            counted.add(decision)
-    return counted if counted.prompts else None
+    """Count the reports of all records, failed ones included; None if the server sent none."""
+    reports = [report for record in records for report in speculation_reports(record)]
+    return SpeculationTotals(reports) if reports else None
 
 
 def speculation_reports(record: Record) -> Iterator[SpeculationReport]:
-    """Yield the decisions for a record's prompts, in their order; nothing where none are told."""
-    for request in record.requests:
+    """Yield the reports for a record's prompts, in their order."""
+    for request in record.http_records:
         metrics = request.metrics or {}
         prompts = metrics.get("prompts")
-        for told in prompts if isinstance(prompts, list) else [metrics]:
-            report = told.get("speculative_decoding") if isinstance(told, dict) else None
+        for prompt in prompts if isinstance(prompts, list) else [metrics]:
+            report = prompt.get("speculative_decoding") if isinstance(prompt, dict) else None
             if isinstance(report, dict):
-                yield _decision(report, told.get("worker_id"))
+                yield _parse(report | {"worker_id": prompt.get("worker_id")})
 
 
-def _decision(report: dict[str, Any], worker_id: Any) -> SpeculationReport:
+def _parse(report: dict[str, Any]) -> SpeculationReport:
     histogram = report.get("acceptance_histogram")
+    counts = histogram if isinstance(histogram, list) else []
     return SpeculationReport(
-        policy=_text(report.get("policy")),
-        mode=_text(report.get("mode")),
-        proposer=_text(report.get("proposer")),
-        max_draft_tokens=_number(report.get("max_draft_tokens")),
-        worker_id=_text(worker_id),
-        price=_amount(report.get("price")),
-        steps=_number(report.get("num_spec_steps")) or 0,
-        drafted=_number(report.get("num_drafted_tokens")) or 0,
-        accepted=_number(report.get("num_accepted_tokens")) or 0,
-        histogram=tuple(_number(n) or 0 for n in histogram) if isinstance(histogram, list) else (),
+        policy=_value(report, "policy", str),
+        mode=_value(report, "mode", str),
+        proposer=_value(report, "proposer", str),
+        max_draft_tokens=_value(report, "max_draft_tokens", int),
+        worker_id=_value(report, "worker_id", str),
+        price=_value(report, "price", float),
+        steps=_value(report, "num_spec_steps", int) or 0,
+        drafted=_value(report, "num_drafted_tokens", int) or 0,
+        accepted=_value(report, "num_accepted_tokens", int) or 0,
+        histogram=tuple(n if isinstance(n, int) and n >= 0 else 0 for n in counts),
     )
 
 
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else None
-
-
-def _amount(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and value >= 0 else None
+def _value(report: dict[str, Any], name: str, kind: type) -> Any:
+    """Return a field of that type; None if it has another type, or is negative."""
+    value = report.get(name)
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, int | float) and value < 0):
+        return None
+    return value

@@ -1,4 +1,4 @@
-"""A run in figures: `summary/1`, and what stands beside it."""
+"""A run as `summary/1`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from draftgate.loadgen.checking.lossless import LosslessCheck
-from draftgate.loadgen.measuring.hops import HOP_FORMULAS, hops, hops_as_dict
+from draftgate.loadgen.measuring.hops import HOP_FORMULAS, summarize_hops
 from draftgate.loadgen.measuring.metrics import (
     METRICS,
     PERCENTILE_FORMULA,
@@ -19,12 +19,12 @@ from draftgate.loadgen.measuring.metrics import (
 )
 from draftgate.loadgen.measuring.slo import Attainment, attainment, attainment_by_class, goodput_rps
 from draftgate.loadgen.measuring.speculation import total_speculation
-from draftgate.loadgen.sending.health import judge_health
+from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import LoadRun, Record
 
 FORMULAS = {
     "goodput_rps": "intact requests that met all limits (TTFT, TPOT, deadline) / seconds of the"
-    " schedule (of the run in a closed loop); failed and late ones are scheduled, too",
+    " schedule (of the run in a closed loop); failed and late requests count as not met",
     "attainment": "intact requests that met all limits / all scheduled; 95 % Wilson interval",
     "accepted_tokens_per_s": "tokens of intact answers by the server's usage / seconds of the run",
     "percentiles": PERCENTILE_FORMULA,
@@ -32,12 +32,13 @@ FORMULAS = {
 
 
 def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, Any]:
-    """Return the `summary/1` of a run; what the contract does not name is in `details`.
+    """Return the `summary/1` of a run. `details` holds what is not part of its stable fields.
 
     Latencies are of intact answers, from the scheduled instants; `errors` counts the others by
-    cause. `valid` tells whether the generator kept up: of a run that is not, believe nothing.
+    cause. `valid` is false if the generator did not keep up: such a run says nothing.
     """
     reasons, overall = invalid_reasons(run), attainment(run.records)
+    speculation = total_speculation(run.records)
     return {
         "requests": len(run.records),
         "valid": not reasons,
@@ -50,16 +51,12 @@ def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, 
             "invalid_reasons": reasons,
             "attainment_interval": list(overall.interval),
             "classes": {a.class_name: _class(a, run) for a in attainment_by_class(run.records)},
-            "figures": {
-                figure.key: _distribution(run.records, figure.key) for figure in METRICS.values()
-            },
+            "figures": {key: _distribution(run.records, key) for key in METRICS},
             "formulas": FORMULAS
-            | {figure.key: figure.formula for figure in METRICS.values()}
+            | {key: metric.formula for key, metric in METRICS.items()}
             | {f"hops: {name}": formula for name, formula in HOP_FORMULAS.items()},
-            "decisions": None
-            if (told := total_speculation(run.records)) is None
-            else told.as_dict(),
-            "hops": hops_as_dict(hops(run.records)),
+            "decisions": None if speculation is None else speculation.as_dict(),
+            "hops": {hop.name: hop.as_dict() for hop in summarize_hops(run.records)},
             "lossless": None if lossless is None else _lossless(lossless),
             "health": None if run.health is None else asdict(run.health),
             "duration_s": run.duration_s,
@@ -69,18 +66,10 @@ def summarize(run: LoadRun, lossless: LosslessCheck | None = None) -> dict[str, 
     }
 
 
-def invalid_reasons(run: LoadRun) -> list[str]:
-    """Return why nothing can be concluded from a run; empty if it is valid."""
-    if run.health is None:
-        unknown = "the record of the run ends early: how well the generator kept up is not known"
-        return [*run.lost, unknown]
-    return judge_health(run)
-
-
 def schedule_s(run: LoadRun) -> float:
     """Return the seconds over which goodput is taken: the schedule's, else the run's.
 
-    A closed loop has no schedule, and that of a trace whose requests all come at once no length.
+    A closed loop has no schedule, and that of a trace whose requests arrive at once has no length.
     """
     return run.scheduled_duration_s or run.duration_s
 

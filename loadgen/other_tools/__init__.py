@@ -1,22 +1,59 @@
-"""What other load generators would say of the same run: their figures, names and definitions.
+"""What other load generators would report about the same run, by their names and definitions.
 
-A file each, pure: from a run's records to an `Account`. Definitions were read in the sources of the
-versions named, and held to what these tools print about a server of known truth
-(`bench/tool_comparison`, docs/guide/load-testing.md). They are the tools' own, right or wrong.
+There is one module per tool, which turns the records of a run into a `ToolReport`. The definitions
+were read in the sources of the versions named there, and checked against what the tools print about
+a server of known behaviour (docs/guide/load-testing.md). They are the tools' own, right or wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from typing import Final
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from draftgate.loadgen.other_tools import aiperf, guidellm, vllm
-from draftgate.loadgen.other_tools.base import Account
+from draftgate.loadgen.other_tools.base import ToolReport
+from draftgate.loadgen.report.formatting import NOTHING, number
 from draftgate.loadgen.types import LoadRun
 
-DIALECTS: Final[Mapping[str, Callable[[LoadRun], Account]]] = {
-    "vllm": vllm.account,
-    "guidellm": guidellm.account,
-    "aiperf": aiperf.account,
+
+class Tool(StrEnum):
+    """The names that `--as` takes."""
+
+    VLLM = "vllm"
+    GUIDELLM = "guidellm"
+    AIPERF = "aiperf"
+
+
+TOOLS: Final[Mapping[Tool, Callable[[LoadRun], ToolReport]]] = {
+    Tool.VLLM: vllm.report,
+    Tool.GUIDELLM: guidellm.report,
+    Tool.AIPERF: aiperf.report,
 }
-"""By the names that `--as` takes."""
+
+
+def render_as(run: LoadRun, tool: Tool) -> RenderableType:
+    """Return the tables of a run by the definitions of one of `TOOLS`."""
+    report = TOOLS[tool](run)
+    counts = Table(box=None, show_header=False, pad_edge=False)
+    for one in report.counts:
+        whole = one.value is not None and float(one.value).is_integer()
+        formula = Text(one.formula, style="dim")
+        counts.add_row(
+            one.name, Text(number(one.value, 0 if whole else 2), justify="right"), formula
+        )
+    times = Table("ms", box=None, pad_edge=False)
+    for column in report.columns:
+        times.add_column(column, justify="right")
+    times.add_column("formula", style="dim")
+    for spread in report.distributions:
+        values = spread.values or {}
+        cells = (number(values[c]) if c in values else NOTHING for c in report.columns)
+        times.add_row(spread.name, *cells, spread.formula)
+    title = Text(f"the same run as {report.tool} defines its metrics", style="bold")
+    remarks = (Text(f"note: {remark}", style="dim") for remark in report.remarks)
+    return Group(title, counts, "", times, "", *remarks)

@@ -1,4 +1,4 @@
-"""What the dialects share: the form of an account, and what any client notices."""
+"""What the definitions of other tools share: the form of a report, and helpers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BROKEN: Final = frozenset(
         Verdict.INTERRUPTED,
     }
 )
-"""Ends that every tool counts as failures. The two timeouts are ours: theirs are hours."""
+"""Endings that every tool counts as failures. The two timeouts are ours; theirs are hours."""
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """A single figure; None where the tool would show none."""
+class ToolCount:
+    """A single value; None where the tool would show none."""
 
     name: str
     value: float | None
@@ -35,8 +35,8 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """A distribution in milliseconds; `values` by column, None where the tool would show none."""
+class ToolDistribution:
+    """A distribution in milliseconds, by column; None where the tool would show none."""
 
     name: str
     values: Mapping[str, float] | None
@@ -44,54 +44,54 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What a tool says of a run.
+class ToolReport:
+    """What a tool would report about a run.
 
     Attributes:
         tool: its name and the version whose definitions these are.
-        columns: of the spreads, as the tool names them.
+        columns: of the distributions, as the tool names them.
         remarks: what the tool does not see, or our records do not hold.
     """
 
     tool: str
     columns: tuple[str, ...]
-    counts: tuple[Count, ...]
-    spreads: tuple[Spread, ...]
+    counts: tuple[ToolCount, ...]
+    distributions: tuple[ToolDistribution, ...]
     remarks: tuple[str, ...]
 
 
-def told_error(record: Record) -> bool:
-    """Whether the stream held an error event; a finish reason that tells of one is none."""
+def has_error_event(record: Record) -> bool:
+    """Whether the stream held an error event. An abort as a finish reason is not one."""
     aborted = any(reason in ABORTS for reason in record.finish_reasons)
     return record.verdict == Verdict.ERROR_EVENT and not aborted
 
 
-def linear(
+def interpolated(
     name: str, formula: str, seconds: Sequence[float], columns: Mapping[str, float | None]
-) -> Spread:
-    """Return a distribution with numpy's percentiles; a column without a share is the mean."""
+) -> ToolDistribution:
+    """Return a distribution with interpolated percentiles; a column without a share is the mean."""
     if not seconds:
-        return Spread(name, None, formula)
+        return ToolDistribution(name, None, formula)
     known = sorted(seconds)
     values = {
         column: (sum(known) / len(known) if share is None else percentile(known, share)) * 1e3
         for column, share in columns.items()
     }
-    return Spread(name, values, formula)
+    return ToolDistribution(name, values, formula)
 
 
 def weighted_percentile(ascending: Sequence[tuple[float, float]], share: float) -> float:
     """Return the first of (value, weight) pairs at which that share of all weight is reached."""
     reached = list(accumulate(weight for _, weight in ascending))
-    wanted = share * reached[-1] * (1 - 1e-12)  # sums of floats fall short of themselves
+    wanted = share * reached[-1] * (1 - 1e-12)  # sums of floats may fall short of themselves
     return next(v for (v, _), r in zip(ascending, reached, strict=True) if r >= wanted)
 
 
 def rate(count: float, seconds: float) -> float | None:
-    """Return a count per second; None of no time."""
+    """Return a count per second; None without a duration."""
     return count / seconds if seconds > 0 else None
 
 
 def within(value: float | None, limit: float | None) -> bool:
-    """Whether a limit that was set is met; a value that is missing does not meet it."""
+    """Whether a limit is met, if there is one. A missing value does not meet it."""
     return limit is None or (value is not None and value <= limit)

@@ -1,8 +1,8 @@
-"""Text to ask about: the standard library, its docstrings, what packages say of themselves.
+"""Text for prompts: the standard library, its docstrings, and descriptions of installed packages.
 
-Every Python has it, so a load needs no data set and no network; or a file the user gives. The order
-is the sorted one of the names: one installation always gives one corpus, two Python versions give
-two. Texts are read when first wanted and then kept (all of them are some 15 MB).
+Every Python has it, so a load needs no data set and no network. A file of the user can replace it.
+Documents are sorted by name: one installation always gives one corpus, two Python versions give
+two. Texts are read when first needed and then kept (all of them are some 15 MB).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
-NO_READING: Final = frozenset(
+SKIPPED_FOLDERS: Final = frozenset(
     {"__pycache__", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data"}
     | {"dist-packages", "site-packages", "test", "tests", "turtledemo", "lib-dynload"}
 )
-"""Folders left out: tables of numbers, tests, and what is not the standard library."""
+"""Tables of numbers, tests, and whatever is not the standard library."""
 
-TABLES: Final = ("entities.py", "stringprep.py", "_casefix.py", "_sysconfigdata")
-"""Files left out, by how their names begin: tables written as code, of which a token is a character
-or two, so that a prompt made of them is far longer than its estimate."""
+SKIPPED_FILES: Final = ("entities.py", "stringprep.py", "_casefix.py", "_sysconfigdata")
+"""Prefixes of the names of files that hold tables. A token of those has a character or two, so that
+a prompt made of them is far longer than its estimate."""
 
 LEAST_LETTERS: Final = 0.85
-"""Share of ASCII letters and spaces in a paragraph of prose; below, a token has few characters and
-estimates of a prompt's length are far off."""
+"""Share of ASCII letters and spaces in a paragraph of prose. With fewer, tokens have few characters
+and estimates of a prompt's length are far off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Document:
     """A text by name.
 
     Attributes:
-        name: unique in its library; libraries are sorted by it.
+        name: unique in its library.
         size: its weight among others, about its length in characters; at least 1.
-        read: return the text; it may be empty.
+        read: returns the text, which may be empty.
     """
 
     name: str
@@ -51,55 +51,50 @@ class Document:
     read: Callable[[], str]
 
 
-class Place(NamedTuple):
-    """Where a passage begins: which document, and how many characters into it."""
+class TextPosition(NamedTuple):
+    """Where a passage begins: the index of a document and an offset in characters."""
 
     document: int
     offset: int
 
 
 class Library:
-    """Documents read as one endless text: after the last comes the first."""
+    """Documents read as one endless text: the first follows the last.
+
+    Raises:
+        ValueError: there are no documents.
+    """
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        """Arrange them.
-
-        Raises:
-            ValueError: there are none.
-        """
         if not documents:
-            raise ValueError("no text to ask about: no Python sources are here; give a text file")
+            raise ValueError(
+                "no Python sources are installed to write prompts from: use --text-file"
+            )
         self._documents = sorted(documents, key=lambda document: document.name)
         self._ends = list(accumulate(max(document.size, 1) for document in self._documents))
         self._texts: dict[int, str] = {}
 
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def name(self, place: Place) -> str:
-        """Return the name of the document a place is in."""
-        return self._documents[place.document].name
-
-    def place(self, rng: Random) -> Place:
-        """Draw a line's beginning, about uniformly over the text. Reads that document alone."""
+    def random_position(self, rng: Random) -> TextPosition:
+        """Return the start of a line, about uniform over the text. Reads only that document."""
         document = bisect_right(self._ends, rng.randrange(self._ends[-1]))
         text = self._text(document)
-        return Place(document, text.rfind("\n", 0, rng.randrange(len(text) + 1)) + 1)
+        return TextPosition(document, text.rfind("\n", 0, rng.randrange(len(text) + 1)) + 1)
 
-    def read(self, place: Place, characters: int) -> str:
-        """Return exactly that many characters from a place on, running on into what follows.
+    def read(self, position: TextPosition, characters: int) -> str:
+        """Return exactly that many characters from a position, across documents if necessary.
 
         Raises:
             ValueError: every document is empty.
         """
-        pieces = [self._text(place.document)[place.offset : place.offset + characters]]
-        missing, empty, document = characters - len(pieces[0]), 0, place.document
+        document, offset = position
+        pieces = [self._text(document)[offset : offset + characters]]
+        missing, empty = characters - len(pieces[0]), 0
         while missing > 0:
             document = (document + 1) % len(self._documents)
             text = self._text(document)[:missing]
             empty = 0 if text else empty + 1
             if empty == len(self._documents):
-                raise ValueError("no text to ask about: every document is empty")
+                raise ValueError("there is no text to write prompts from: every document is empty")
             pieces.append(text)
             missing -= len(text)
         return "".join(pieces)
@@ -111,7 +106,7 @@ class Library:
 
 
 class TextCorpus:
-    """Code and prose, each a library. `source` says in words where they come from."""
+    """Code and prose, each a library. `source` describes where the texts come from."""
 
     def __init__(
         self,
@@ -134,7 +129,7 @@ class TextCorpus:
 
 
 def open_corpus(text_file: Path | None = None) -> TextCorpus:
-    """Return this installation's corpus, or that of one file, whose text is then code and prose.
+    """Return the corpus of this installation, or that of a file, whose text is both code and prose.
 
     Raises:
         OSError: the file cannot be read.
@@ -146,12 +141,22 @@ def open_corpus(text_file: Path | None = None) -> TextCorpus:
 @cache
 def _installed() -> TextCorpus:
     root = Path(sysconfig.get_path("stdlib"))
+
+    def read(name: str) -> str:
+        return (root / name).read_text(encoding="utf-8", errors="replace")
+
+    def read_docstrings(name: str) -> str:
+        return docstrings(read(name))
+
     return TextCorpus(
         f"standard library of {platform.python_implementation()} {platform.python_version()}"
         " and descriptions of the installed packages",
-        code=lambda: [Document(*entry, _reader(root / entry[0])) for entry in _sources(root)],
+        code=lambda: [Document(name, size, partial(read, name)) for name, size in _sources(root)],
         prose=lambda: [
-            *(Document(*entry, _docstring_reader(root / entry[0])) for entry in _sources(root)),
+            *(
+                Document(name, size, partial(read_docstrings, name))
+                for name, size in _sources(root)
+            ),
             *_descriptions(),
         ],
     )
@@ -168,21 +173,11 @@ def _from_file(path: Path) -> TextCorpus:
 def _sources(root: Path) -> Iterator[tuple[str, int]]:
     """Yield the path below `root` and the bytes of each Python source."""
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in NO_READING]
-        for path in (Path(folder, name) for name in files if _is_read(name)):
-            yield path.relative_to(root).as_posix(), path.stat().st_size
-
-
-def _is_read(name: str) -> bool:
-    return name.endswith(".py") and not name.startswith(TABLES)
-
-
-def _reader(path: Path) -> Callable[[], str]:
-    return lambda: path.read_text(encoding="utf-8", errors="replace")
-
-
-def _docstring_reader(path: Path) -> Callable[[], str]:
-    return lambda: docstrings(path.read_text(encoding="utf-8", errors="replace"))
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
+        for name in files:
+            if name.endswith(".py") and not name.startswith(SKIPPED_FILES):
+                path = Path(folder, name)
+                yield path.relative_to(root).as_posix(), path.stat().st_size
 
 
 def docstrings(source: str) -> str:
@@ -204,19 +199,19 @@ def docstrings(source: str) -> str:
 
 
 def _descriptions() -> Iterator[Document]:
-    """Yield what each installed package says of itself."""
+    """Yield the description of each installed package."""
     found = {}
     for distribution in distributions():
         metadata = distribution.metadata
         text = metadata.get("Description") or metadata.get_payload()  # type: ignore[attr-defined]
-        prose = _paragraphs(text) if isinstance(text, str) else ""
+        prose = _prose_paragraphs(text) if isinstance(text, str) else ""
         if prose:
             found[f"{metadata['Name']} {metadata['Version']}"] = prose
     for name, text in found.items():
         yield Document(name, len(text), partial(str, text))
 
 
-def _paragraphs(text: str) -> str:
+def _prose_paragraphs(text: str) -> str:
     """Return the paragraphs that are prose, not tables, badges or lists of links."""
     paragraphs = [paragraph.strip("\n") for paragraph in text.split("\n\n")]
     return "".join(f"{paragraph}\n\n" for paragraph in paragraphs if _is_prose(paragraph))

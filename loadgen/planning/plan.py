@@ -1,4 +1,4 @@
-"""What a command asks for, and the requests that follow from it. Pure: simulators use it, too."""
+"""A load as the command line states it, and the requests of its plan. Simulators use them, too."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from draftgate.loadgen.planning.arrivals import parse_arrival
+from draftgate.loadgen.planning.corpus import TextCorpus, open_corpus
 from draftgate.loadgen.planning.traces import TraceRow, at_rate, scaled
 from draftgate.loadgen.types import PlannedRequest, RequestSpec, Slo
-from draftgate.loadgen.workloads import (
-    ApproximateCounter,
+from draftgate.loadgen.workloads import WORKLOADS, make_workload
+from draftgate.loadgen.workloads.base import (
     Endpoint,
-    Rag,
-    Retriever,
-    TokenCounter,
-    make_workload,
-    replay,
+    TokenEstimator,
+    WorkloadSettings,
     through,
 )
+from draftgate.loadgen.workloads.rag import Rag, Retriever
+from draftgate.loadgen.workloads.replay import Replay
 
 PROMPT: Final = "def fibonacci(n):"
 PROMPT_MAX_TOKENS: Final = 64
@@ -31,23 +31,24 @@ CONCURRENCY: Final = 4
 ARRIVAL: Final = "poisson"
 
 AHEAD: Final = 512
-"""Requests made before a closed loop of unknown length starts. Making one may read a document,
-which stalls the loop (185 ms were seen on an AMD EPYC Zen 4, 2026-11-21); 512 take 0.1 to 4 s, and
+"""Requests built before a closed loop of unknown length starts. Building one may read a document,
+which stalls the event loop (185 ms on an AMD EPYC Zen 4, 2026-11-21). 512 take 0.1 to 4 s, and
 after them most documents are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send, in the words of the command line; None is what was not said.
+    """What to send. None means that the command line does not state it.
 
     Attributes:
-        workload, trace, prompt: what to ask, by one of them.
-        arrival, rate_rps: the process by which requests come; of a trace, its mean rate.
+        workload, trace, prompt: what to ask; at most one of them. A workload is a built-in one or a
+            file of requests.
+        arrival, rate_rps: the arrival process; for a trace, its mean rate.
         duration_s, requests: where to end; the first one reached.
-        concurrency: of a closed loop.
+        concurrency: clients of a closed loop.
         time_scale: how many times faster than recorded a trace is replayed.
         speculation: `MODE` or `MODE:K`, the request's mode and longest draft.
-        endpoint: where to ask; None is the workload's own.
+        endpoint: None is the workload's own.
     """
 
     workload: str | None = None
@@ -68,31 +69,32 @@ class Load:
     text_file: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself.
+        """Check the flags.
 
         Raises:
-            ValueError: two flags exclude each other, one needs another, or one cannot be read.
+            ValueError: two flags exclude each other, one requires another, or one is malformed.
         """
-        said = {name for name in self.__slots__ if getattr(self, name) is not None}
-        if len(both := sorted(said & {"workload", "trace", "prompt"})) > 1:
-            raise ValueError(f"what to ask is said twice: {', '.join(both)}")
+        given = {name for name in self.__slots__ if getattr(self, name) is not None}
+        if len(sources := sorted(given & {"workload", "trace", "prompt"})) > 1:
+            flags = ", ".join(f"--{name}" for name in sources)
+            raise ValueError(f"only one of these flags is allowed: {flags}")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < inf:
                 raise ValueError(f"{_flag(name)} must be positive, not {value}")
-        if self.concurrency is not None and (open_loop := said & _OPEN):
-            raise ValueError(f"a closed loop (concurrency) has no {_flag(min(open_loop))}")
+        if self.concurrency is not None and (open_loop := given & _OPEN_LOOP):
+            raise ValueError(f"--concurrency (a closed loop) excludes {_flag(min(open_loop))}")
         if self.arrival is not None and (self.rate_rps is None or self.trace is not None):
-            raise ValueError("arrival needs a rate, and a trace has its own arrivals")
+            raise ValueError("--arrival requires --rate, and excludes --trace")
         if self.time_scale is not None and (self.trace is None or self.rate_rps is not None):
-            raise ValueError("time-scale is for a trace, and its rate says the same otherwise")
+            raise ValueError("--time-scale requires --trace, and excludes --rate")
         if self.rate_rps is not None and self.trace is None:
             parse_arrival(self.arrival or ARRIVAL)
         self.extra()
 
     @property
     def clients(self) -> int | None:
-        """How many clients a closed loop has; None is an open loop."""
+        """The clients of a closed loop; None is an open loop."""
         if self.rate_rps is not None or (self.trace is not None and self.concurrency is None):
             return None
         return self.concurrency or CONCURRENCY
@@ -104,11 +106,21 @@ class Load:
             return REQUESTS
         return self.requests
 
-    def extra(self) -> tuple[tuple[str, Any], ...]:
-        """Return the fields of requests that the flags set beside the workload's.
+    def open_corpus(self) -> TextCorpus | None:
+        """Return the texts that prompts are written from; None if they are given.
 
         Raises:
-            ValueError: the speculation cannot be read.
+            OSError: the text file cannot be read.
+            ValueError: the text file holds no text.
+        """
+        written = self.trace is not None or self.workload in WORKLOADS
+        return open_corpus(self.text_file) if written else None
+
+    def extra(self) -> tuple[tuple[str, Any], ...]:
+        """Return the fields that the flags add to each request.
+
+        Raises:
+            ValueError: the speculation is malformed.
         """
         fields: list[tuple[str, Any]] = []
         if self.temperature is not None:
@@ -116,48 +128,48 @@ class Load:
         if self.speculation is not None:
             mode, limited, drafts = self.speculation.partition(":")
             if not mode or (limited and not drafts.isdecimal()):
-                raise ValueError(f"speculation is MODE or MODE:K, not {self.speculation!r}")
+                raise ValueError(f"--speculation must be MODE or MODE:K, not {self.speculation!r}")
             wanted = {"mode": mode} | ({"max_draft_tokens": int(drafts)} if limited else {})
             fields.append(("speculation", wanted))
         return tuple(fields)
 
 
-_OPEN: Final = {"rate_rps", "arrival", "time_scale"}
+_OPEN_LOOP: Final = {"rate_rps", "arrival", "time_scale"}
 _POSITIVE: Final = ("rate_rps", "duration_s", "requests", "concurrency", "time_scale", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one of several processes sends of a plan: of `of` equal parts the `index`-th, from 0.
+class PlanPart:
+    """The share of a plan that one of `of` processes sends: the `index`-th, from 0.
 
-    Of an open loop these are the requests at every `of`-th place, of a closed one those of every
-    `of`-th client, if clients took requests by turns. So the parts of a plan are the plan, whatever
-    their number.
+    In an open loop these are the requests at every `of`-th position. In a closed one they are those
+    of every `of`-th client, with requests dealt to clients in turn. The parts of a plan together
+    are the plan, for any `of`.
     """
 
     index: int = 0
     of: int = 1
 
-    def takes(self, place: int) -> bool:
-        """Whether the request, or the client, at a place from 0 is of this part."""
-        return place % self.of == self.index
+    def takes(self, position: int) -> bool:
+        """Whether the request, or the client, at a position from 0 belongs to this part."""
+        return position % self.of == self.index
 
 
-WHOLE: Final = Part()
+WHOLE: Final = PlanPart()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requests, and how to send them. `schedule_s` and `total` are of all parts together.
+    """Requests, and how to send them. `schedule_s` and `total` are those of all parts together.
 
     Attributes:
-        requests: made beforehand, if not asked for lazily; without end, and made as they are needed
-            beyond `AHEAD`, if only the duration of a closed loop ends them.
+        requests: built in advance, unless built lazily. If only a duration ends a closed loop they
+            are endless, and those beyond `AHEAD` are built as they are needed.
         concurrency: clients of a closed loop; None is an open one.
-        schedule_s: how long an open loop's schedule is: the duration, or if the number of requests
-            ends it, to the instant at which the next one would have come. So requests over
-            `schedule_s` is the offered rate, without the bias of counting N requests over N - 1
-            intervals. Of a trace that ended it is the instant of its last request.
+        schedule_s: the length of an open loop's schedule: its duration, or, if the number of
+            requests ends it, the instant at which the next request would be due. Requests over
+            `schedule_s` is then the offered rate, without the bias of counting N requests over
+            N - 1 intervals. For a trace that ended it is the instant of its last request.
         total: how many requests; None if only a duration ends them.
     """
 
@@ -171,42 +183,54 @@ def make_plan(
     load: Load,
     *,
     rows: Sequence[TraceRow] = (),
-    counter: TokenCounter | None = None,
+    counter: TokenEstimator | None = None,
     max_model_len: int | None = None,
     retriever: Retriever | None = None,
     lazily: bool = False,
-    part: Part = WHOLE,
+    part: PlanPart = WHOLE,
 ) -> Plan:
-    """Return the requests of a load; the same for the same arguments.
+    """Return the requests of a load. The same arguments give the same requests.
 
     Args:
         rows: of the trace, if one is replayed.
         counter: measures prompts.
-        max_model_len: what the server holds, if that is known.
-        retriever: finds passages for `rag`; without it each question has them at hand.
-        lazily: make each question as it is taken: for simulations, whose clock waits, and whose
-            texts together may be more than memory holds.
-        part: of the plan, if several processes send it; only its questions are made.
+        max_model_len: the server's context in tokens, if known.
+        retriever: finds passages for `rag`. Without it each prompt holds its passages.
+        lazily: build each request as it is taken. Simulations do so: their clock waits, and all
+            texts together may exceed memory.
+        part: the part to build, if several processes send the plan.
 
     Raises:
-        OSError: the text file cannot be read.
+        OSError: a file cannot be read.
         ValueError: there is no such workload, no text, or the trace is empty; or a closed loop has
             fewer clients than parts.
     """
     if load.trace is not None and not rows:
         raise ValueError(f"{load.trace} has no requests")
-    rows = _sped(rows, load)
-    planned = _planner(load, rows, counter or ApproximateCounter(), max_model_len, retriever)
+    if load.trace is not None and load.clients is None:
+        if load.rate_rps is not None:
+            rows = at_rate(rows, load.rate_rps)
+        else:
+            rows = scaled(rows, load.time_scale or 1.0)
+    settings = WorkloadSettings(
+        load.seed,
+        counter or TokenEstimator(),
+        open_corpus(load.text_file),
+        load.max_tokens,
+        max_model_len,
+        load.slo,
+    )
+    planned = _planner(load, rows, settings, retriever)
     if (clients := load.clients) is not None:
         if clients < part.of:
             raise ValueError(f"{clients} clients cannot be divided among {part.of} processes")
         total = load.longest
         if load.trace is not None:
             total = len(rows) if total is None else min(total, len(rows))
-        places = count() if total is None else range(total)
-        asked = (planned(i, None) for i in places if part.takes(i % clients))
-        made = [] if lazily else list(islice(asked, AHEAD if total is None else total))
-        return Plan(chain(made, asked), sum(map(part.takes, range(clients))), None, total)
+        positions = count() if total is None else range(total)
+        requests = (planned(i, None) for i in positions if part.takes(i % clients))
+        made = [] if lazily else list(islice(requests, AHEAD if total is None else total))
+        return Plan(chain(made, requests), sum(map(part.takes, range(clients))), None, total)
     instants, schedule_s = _schedule(load, rows)
     scheduled = (planned(i, at_s) for i, at_s in enumerate(instants) if part.takes(i))
     return Plan(scheduled if lazily else list(scheduled), None, schedule_s, len(instants))
@@ -229,65 +253,41 @@ def _schedule(load: Load, rows: Sequence[TraceRow]) -> tuple[list[float], float]
     return instants, instants[-1]
 
 
-def _sped(rows: Sequence[TraceRow], load: Load) -> Sequence[TraceRow]:
-    if load.trace is None or load.clients is not None:
-        return rows
-    if load.rate_rps is not None:
-        return at_rate(rows, load.rate_rps)
-    return scaled(rows, load.time_scale or 1.0)
-
-
 def _planner(
-    load: Load,
-    rows: Sequence[TraceRow],
-    counter: TokenCounter,
-    max_model_len: int | None,
-    retriever: Retriever | None,
+    load: Load, rows: Sequence[TraceRow], settings: WorkloadSettings, retriever: Retriever | None
 ) -> Callable[[int, float | None], PlannedRequest]:
-    """Return what to ask, by its place in the plan and its instant."""
-    if load.workload is None and load.trace is None:
-        asked = _plain(_prompts(load))
+    """Return a function that builds the planned request of a position and an instant."""
+    if load.trace is not None:
+        build = Replay(rows, settings).request
+    elif load.workload is not None:
+        workload = make_workload(load.workload, settings)
+        if retriever is not None and isinstance(workload, Rag):
+            return _with_flags(load, partial(workload.planned, retriever=retriever))
+        build = workload.request
     else:
-        given: Any = {
-            "seed": load.seed,
-            "counter": counter,
-            "max_tokens": load.max_tokens,
-            "max_model_len": max_model_len,
-            "slo": load.slo,
-            "text_file": load.text_file,
-        }
-        made = (
-            replay(rows, **given)
-            if load.workload is None
-            else make_workload(load.workload, **given)
-        )
-        if retriever is not None and isinstance(made, Rag):
-            asked = partial(made.planned, retriever=retriever)
-        else:
-            asked = _plain(made.request)
+        prompt, max_tokens = load.prompt or PROMPT, load.max_tokens or PROMPT_MAX_TOKENS
+
+        def build(index: int) -> RequestSpec:
+            return settings.spec("default", index, max_tokens, prompt)
+
+    return _with_flags(load, lambda index, at_s: PlannedRequest(index, at_s, build(index)))
+
+
+def _with_flags(
+    load: Load, plan: Callable[[int, float | None], PlannedRequest]
+) -> Callable[[int, float | None], PlannedRequest]:
+    """Apply the flags' endpoint and fields to each planned request."""
     extra = load.extra()
 
     def planned(index: int, at_s: float | None) -> PlannedRequest:
-        plain = asked(index, at_s)
-        question = plain.request
-        wanted = question if load.endpoint is None else through(question, load.endpoint)
-        return replace(plain, request=replace(wanted, extra=(*wanted.extra, *extra)))
+        one = plan(index, at_s)
+        request = one.request
+        if load.endpoint is not None:
+            request = through(request, load.endpoint)
+        return replace(one, request=replace(request, extra=(*request.extra, *extra)))
 
     return planned
 
 
-def _plain(question: Callable[[int], RequestSpec]) -> Callable[[int, float | None], PlannedRequest]:
-    return lambda index, at_s: PlannedRequest(index, at_s, question(index))
-
-
-def _prompts(load: Load) -> Callable[[int], RequestSpec]:
-    prompt, max_tokens = load.prompt or PROMPT, load.max_tokens or PROMPT_MAX_TOKENS
-
-    def question(index: int) -> RequestSpec:
-        return RequestSpec(prompt, (), max_tokens, load.seed + index, slo=load.slo)
-
-    return question
-
-
 def _flag(name: str) -> str:
-    return name.removesuffix("_rps").removesuffix("_s").replace("_", "-")
+    return "--" + name.removesuffix("_rps").removesuffix("_s").replace("_", "-")

@@ -1,15 +1,15 @@
-"""Recorded traffic, read into rows: when requests came and how long they were.
+"""Reads recorded traffic: when requests arrived and how long they were.
 
-Known forms, told apart by their header or keys:
+The format is recognised by its header or keys:
 
     Azure LLM inference 2023   CSV: TIMESTAMP, ContextTokens, GeneratedTokens
     BurstGPT                   CSV: Timestamp (s), Model, Request tokens, Response tokens, ...
     Mooncake (FAST 2025)       JSONL: timestamp (ms), input_length, output_length, hash_ids of
                                512-token blocks: equal ids are equal prefixes
     Sarathi-Serve (OSDI 2024)  CSV: num_prefill_tokens, num_decode_tokens, ...: lengths without
-                               instants, as if all came at once
-    our own                    JSONL: at_s, prompt_tokens, output_tokens; hash_ids, block_tokens,
-                               class, tenant if wanted
+                               instants, as if all arrived at once
+    our own                    JSONL: at_s, prompt_tokens, output_tokens; optionally hash_ids,
+                               block_tokens, class, tenant
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
+
+_EPOCH: Final = datetime(2020, 1, 1, tzinfo=UTC)
+"""Near the traces: counted from here, instants as floats are accurate to 0.1 microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,10 @@ class TraceRow:
     Attributes:
         at_s: seconds after the first request of the trace.
         prompt_tokens, output_tokens: its lengths.
-        prefix_ids: names of the prompt's blocks from its beginning; equal ids are equal text.
-        block_tokens: tokens of such a block.
-        class_name, tenant: what and whose it was, if the trace tells.
+        prefix_ids: ids of the prompt's blocks from its beginning; equal ids are equal text. The
+            last block may be cut short by the prompt's end.
+        block_tokens: tokens per block.
+        class_name, tenant: empty if the trace has none.
     """
 
     at_s: float
@@ -50,8 +55,8 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
     """Return the rows of a file in order of arrival, whatever their order in the file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is of no known form, or a line is damaged; file, line and field are named.
+        OSError: the file cannot be read.
+        ValueError: its format is unknown, or a line is malformed; file, line and field are named.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
@@ -61,24 +66,23 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
 
 
 def parse_trace(lines: Iterable[str], name: str) -> tuple[TraceRow, ...]:
-    """As `read_trace`, of the lines of a file called `name`."""
+    """Return the rows of the lines of a file with that name, as `read_trace` does."""
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        return ()
-    if numbered[0][1].lstrip().startswith("{"):
-        records = [(number, _object(line, name, number)) for number, line in numbered]
-    else:
-        (first, header), *rest = numbered
-        names = [field.strip() for field in _fields(header, name, first)]
-        records = [
-            (number, dict(zip(names, _fields(line, name, number), strict=False)))
-            for number, line in rest
-        ]
-        if not records:
-            return ()
-    read = _reader(records[0][1], name)
+    header: list[str] = []
+    read: Callable[[Mapping[str, Any]], TraceRow] | None = None
     rows = []
-    for number, record in records:
+    for number, line in numbered:
+        try:
+            if numbered[0][1].lstrip().startswith("{"):
+                record = _json_record(line)
+            elif not header:
+                header = [field.strip() for field in _csv_fields(line)]
+                continue
+            else:
+                record = dict(zip(header, _csv_fields(line), strict=False))
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: {error}") from None
+        read = read or _reader(record, name)
         try:
             rows.append(read(record))
         except (KeyError, TypeError, ValueError) as error:
@@ -89,7 +93,7 @@ def parse_trace(lines: Iterable[str], name: str) -> tuple[TraceRow, ...]:
 
 
 def scaled(rows: Sequence[TraceRow], speed: float) -> tuple[TraceRow, ...]:
-    """Return the rows as they come when time passes `speed` times as fast."""
+    """Return the rows as they arrive when time runs `speed` times as fast."""
     return tuple(replace(row, at_s=row.at_s / speed) for row in rows)
 
 
@@ -97,42 +101,42 @@ def at_rate(rows: Sequence[TraceRow], rate_rps: float) -> tuple[TraceRow, ...]:
     """Return the rows scaled to a mean rate: gaps per second of the whole trace.
 
     Raises:
-        ValueError: the rows all came at once, so no scaling gives them a rate.
+        ValueError: all requests arrive at once, so no scaling gives them a rate.
     """
     length_s = rows[-1].at_s if rows else 0.0
     if length_s <= 0.0:
-        raise ValueError("a trace whose requests all came at once cannot be given a rate")
+        raise ValueError("all requests of the trace arrive at once, so it cannot be given a rate")
     return scaled(rows, rate_rps * length_s / (len(rows) - 1))
 
 
-def _object(line: str, name: str, number: int) -> Mapping[str, Any]:
+def _json_record(line: str) -> Mapping[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{name}, line {number}: not JSON: {error}") from None
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{name}, line {number}: a JSON object was expected")  # noqa: TRY004
+        raise ValueError("expected a JSON object")  # noqa: TRY004 - the file is at fault
     return value
 
 
-def _fields(line: str, name: str, number: int) -> list[str]:
-    # A line by itself: no known trace has a field that goes over several.
+def _csv_fields(line: str) -> list[str]:
+    # One line at a time: in no known trace does a field span several lines.
     try:
         return next(csv.reader([line], strict=True))
     except csv.Error as error:
-        raise ValueError(f"{name}, line {number}: not CSV: {error}") from None
+        raise ValueError(f"not CSV: {error}") from None
 
 
 def _reader(record: Mapping[str, Any], name: str) -> Callable[[Mapping[str, Any]], TraceRow]:
-    for key, read in _FORMS.items():
+    for key, read in _FORMATS.items():
         if key in record:
             return read
-    known = ", ".join(repr(key) for key in _FORMS)
-    raise ValueError(f"{name}: no known trace: one of the fields {known} was expected")
+    known = ", ".join(repr(key) for key in _FORMATS)
+    raise ValueError(f"{name}: unknown trace format: expected one of the fields {known}")
 
 
 def _azure(record: Mapping[str, Any]) -> TraceRow:
-    # The trace of 2023 tells no zone; the one of 2024 does.
+    # The trace of 2023 states no time zone; the one of 2024 does.
     moment = datetime.fromisoformat(record["TIMESTAMP"])
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return TraceRow(
@@ -140,10 +144,6 @@ def _azure(record: Mapping[str, Any]) -> TraceRow:
         _tokens(record, "ContextTokens"),
         _tokens(record, "GeneratedTokens"),
     )
-
-
-_EPOCH: Final = datetime(2020, 1, 1, tzinfo=UTC)
-"""Near the traces: counted from here, instants as floats are right to 0.1 microseconds."""
 
 
 def _burstgpt(record: Mapping[str, Any]) -> TraceRow:
@@ -171,27 +171,20 @@ def _sarathi(record: Mapping[str, Any]) -> TraceRow:
 
 
 def _own(record: Mapping[str, Any]) -> TraceRow:
-    record = {**_UNSAID, **{key: value for key, value in record.items() if value is not None}}
+    given = {key: value for key, value in record.items() if value is not None}
+    record = {"hash_ids": [], "block_tokens": MOONCAKE_BLOCK_TOKENS, **given}
     return TraceRow(
         _seconds(record, "at_s"),
         _tokens(record, "prompt_tokens"),
         _tokens(record, "output_tokens"),
         _blocks(record),
         _tokens(record, "block_tokens", least=1),
-        str(record["class"]),
-        str(record["tenant"]),
+        str(record.get("class", "")),
+        str(record.get("tenant", "")),
     )
 
 
-_UNSAID: Final[Mapping[str, Any]] = {
-    "hash_ids": [],
-    "block_tokens": MOONCAKE_BLOCK_TOKENS,
-    "class": "",
-    "tenant": "",
-}
-
-
-_FORMS: Final[dict[str, Callable[[Mapping[str, Any]], TraceRow]]] = {
+_FORMATS: Final[dict[str, Callable[[Mapping[str, Any]], TraceRow]]] = {
     "TIMESTAMP": _azure,
     "Timestamp": _burstgpt,
     "input_length": _mooncake,
@@ -216,7 +209,7 @@ def _tokens(record: Mapping[str, Any], field: str, least: int = 0) -> int:
 def _blocks(record: Mapping[str, Any]) -> tuple[int, ...]:
     value = record["hash_ids"]
     if not isinstance(value, list) or not all(isinstance(block, int) for block in value):
-        raise ValueError(f"hash_ids must be a list of whole numbers, not {value!r}")
+        raise ValueError(f"hash_ids must be a list of integers, not {value!r}")
     return tuple(value)
 
 
@@ -226,6 +219,6 @@ def _seconds(record: Mapping[str, Any], field: str) -> float:
         seconds = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{field} must be a number, not {value!r}") from None
-    if not -float("inf") < seconds < float("inf"):
+    if not isfinite(seconds):
         raise ValueError(f"{field} must be finite")
     return seconds

@@ -1,32 +1,109 @@
-"""Goodputs read off several rates, in words."""
+"""The highest rate at which a share of requests meets its SLO, estimated from runs at some rates.
+
+This is DistServe's goodput (Zhong et al., OSDI 2024). Attainment is assumed to fall with the rate.
+Where the measured shares do not, neighbours are pooled (isotonic regression; Ayer et al., Annals of
+Mathematical Statistics 26, 1955). The estimate interpolates between the last rate that holds and
+the next. Only the bracket around it is certain at 95 %.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Final
 
-from draftgate.loadgen.report.formatting import NOTHING, number
+import numpy as np
+
+from draftgate.loadgen.measuring.confidence import Interval, variance_inflation, wilson
+from draftgate.loadgen.measuring.slo import attainment, meets_slo
 from draftgate.loadgen.report.runs import RatePoint
-from draftgate.loadgen.sweep.goodput import readings
+from draftgate.loadgen.types import LoadRun
 
-HEAD: Final = ("goodput, requests/s", "share", "read off", "surely between")
-NOTES: Final = (
-    "Read off: interpolated between the last rate that holds and the next. Surely between: the"
-    " highest rate that holds and the lowest that does not, with 95 % confidence each."
-)
+SHARES: Final = (0.90, 0.95, 0.99)
 
 
-def goodput_rows(points: Sequence[RatePoint]) -> Iterator[list[str]]:
-    """Yield a line for each name and share; none where there is only one rate."""
-    if len({point.rate_rps for point in points}) < 2:
-        return
-    for reading in readings(points):
-        if reading.rate_rps is not None:
-            read = number(reading.rate_rps)
-        elif reading.holds_rps is None:
-            read = "below all rates"
-        else:
-            read = f"at least {number(reading.holds_rps)}"
-        ends = (reading.low_rps, reading.high_rps)
-        sure = " and ".join(NOTHING if end is None else number(end) for end in ends)
-        yield [reading.name, f"{reading.share:.0%}", read, sure]
+@dataclass(frozen=True, slots=True)
+class GoodputEstimate:
+    """The goodput of one name at one share.
+
+    Attributes:
+        rate_rps: interpolated; None if all measured rates hold, or none does.
+        low_rps: the highest rate that holds for certain, below all that certainly fail, if any.
+        high_rps: the lowest rate that fails for certain, above all that certainly hold, if any.
+        holds_rps: the highest measured rate that holds, for certain or not.
+    """
+
+    name: str
+    share: float
+    rate_rps: float | None
+    low_rps: float | None
+    high_rps: float | None
+    holds_rps: float | None
+
+
+def estimate_goodputs(
+    points: Sequence[RatePoint], shares: Sequence[float] = SHARES
+) -> list[GoodputEstimate]:
+    """Return the goodput of each name at each share. INVALID runs do not count."""
+    valid = [point for point in points if point.rate_rps is not None and point.valid]
+    names = dict.fromkeys(point.name for point in valid)
+    return [
+        estimate_goodput(name, [point for point in valid if point.name == name], share)
+        for name in names
+        for share in shares
+    ]
+
+
+def estimate_goodput(name: str, points: Sequence[RatePoint], share: float) -> GoodputEstimate:
+    """Return the goodput of points by ascending rate, at least one."""
+    rates = [point.rate_rps or 0.0 for point in points]
+    counted = [attainment(point.records) for point in points]
+    fitted = fit_falling([c.share or 0.0 for c in counted], [c.requests for c in counted])
+    intervals = [attainment_bounds(point) for point in points]
+    holding = sum(value >= share for value in fitted)
+    held = [rate for rate, s in zip(rates, intervals, strict=True) if s.low >= share]
+    failed = [rate for rate, s in zip(rates, intervals, strict=True) if s.high < share]
+    rate_rps = None
+    if 0 < holding < len(rates):
+        above, below = fitted[holding - 1], fitted[holding]
+        part = (above - share) / (above - below)
+        rate_rps = rates[holding - 1] + part * (rates[holding] - rates[holding - 1])
+    return GoodputEstimate(
+        name,
+        share,
+        rate_rps,
+        max((rate for rate in held if rate < min(failed, default=inf)), default=None),
+        min((rate for rate in failed if rate > max(held, default=0.0)), default=None),
+        rates[holding - 1] if holding else None,
+    )
+
+
+def fit_falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the nearest sequence that never rises (weighted least squares)."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        mean, mass, size = value, float(weight), 1
+        while pools and pools[-1][0] < mean:
+            before, more, others = pools.pop()
+            total = mass + more
+            mean = (mean * mass + before * more) / total if total else mean
+            mass, size = total, size + others
+        pools.append((mean, mass, size))
+    return [mean for mean, _, size in pools for _ in range(size)]
+
+
+def attainment_bounds(point: RatePoint) -> Interval:
+    """Return the 95 % Wilson interval of the attainment, for correlated requests.
+
+    Requests of one run wait for each other. N of them say as much as N over the variance inflation
+    of independent ones (`measuring.confidence.variance_inflation`).
+    """
+    counted = attainment(point.records)
+    trials = max(1, round(counted.requests / max(map(_inflation, point.runs))))
+    return wilson(round((counted.share or 0.0) * trials), trials)
+
+
+def _inflation(run: LoadRun) -> float:
+    ordered = sorted(run.records, key=lambda record: record.scheduled_s)
+    return variance_inflation(np.array([float(meets_slo(record)) for record in ordered]))

@@ -1,4 +1,4 @@
-"""The parts of a page: an HTML file which needs nothing else, no network, no server."""
+"""The elements of an HTML report: one file that needs no network and no server."""
 
 from __future__ import annotations
 
@@ -7,46 +7,44 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Any
+from typing import Any, Final
 
-from draftgate.loadgen.measuring.hops import HOP_FORMULAS, Hop
-from draftgate.loadgen.measuring.metrics import METRICS, PERCENTILES, distribution, values_of
-from draftgate.loadgen.measuring.slo import attainment, attainment_by_class, goodput_rps
-from draftgate.loadgen.measuring.speculation import SpeculationTotals
-from draftgate.loadgen.measuring.summary import FORMULAS, schedule_s
 from draftgate.loadgen.report.charts import Chart
-from draftgate.loadgen.report.formatting import (
-    HOP_COLUMNS,
-    HOP_FIGURE_COLUMNS,
-    hop_figure_rows,
-    hop_row,
-    number,
-    percent,
-    share_of,
-    value_of,
-)
-from draftgate.loadgen.types import LoadRun
+from draftgate.loadgen.report.tables import ReportTable
+
+NEEDS_PLOTLY: Final = "plotly is not installed: pip install 'draftgate[load]'"
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
-    """Return a page of such parts; it holds plotly and all else that its figures need."""
-    from plotly.offline import get_plotlyjs
+    """Return a page of such elements; it embeds plotly.js for its charts.
 
-    return Template(_part("page.html")).substitute(
+    Raises:
+        ModuleNotFoundError: plotly is not installed.
+    """
+    return Template(_asset("page.html")).substitute(
         title=escape(title),
-        style=_part("page.css"),
-        plotly=get_plotlyjs(),
+        style=_asset("page.css"),
+        plotly=_plotly_js(),
         body="\n".join(body),
-        script=_part("page.js"),
+        script=_asset("page.js"),
     )
 
 
-def _part(name: str) -> str:
+def _plotly_js() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(NEEDS_PLOTLY) from None
+    bundle: str = get_plotlyjs()
+    return bundle
+
+
+def _asset(name: str) -> str:
     return files("draftgate.loadgen.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def html_chart(chart: Chart) -> str:
-    """Return a plot."""
+    """Return a chart."""
     # JSON in a script element must not hold the characters that could end it.
     spec = json.dumps({"data": chart.data, "layout": chart.layout}).replace("<", "\\u003c")
     kind = ' class="wide"' if chart.wide else ""
@@ -58,70 +56,6 @@ def html_chart(chart: Chart) -> str:
     )
 
 
-def figures_part(run: LoadRun) -> str:
-    """Return the table of all figures."""
-    rows = []
-    for figure in METRICS.values():
-        found = distribution(values_of(figure, run.records))
-        if found is not None:
-            values = [value_of(figure, value) for value in (found.mean, *found.percentiles)]
-            rows.append([figure.title, *values, str(found.count), figure.formula])
-    head = ["figure", "mean", *(f"p{p}" for p in PERCENTILES), "values", "formula"]
-    notes = f"Of intact answers. {FORMULAS['percentiles']}."
-    return html_table(head, rows, notes, words=(len(head) - 1,))
-
-
-def classes_part(run: LoadRun) -> str:
-    """Return the table of classes."""
-    seconds = schedule_s(run)
-    rows = []
-    for c in [attainment(run.records), *attainment_by_class(run.records)]:
-        counts = map(str, (c.requests, c.intact, c.ttft_met, c.tpot_met, c.latency_met, c.met))
-        goodput = number(goodput_rps(c.met, seconds))
-        rows.append([c.class_name or "all", *counts, share_of(c), goodput])
-    head = ["class", "requests", "intact", "TTFT met", "TPOT met", "in time", "all met"]
-    notes = f"As promised: {FORMULAS['attainment']}. Goodput: {FORMULAS['goodput_rps']}."
-    return html_table([*head, "as promised", "goodput/s"], rows, notes)
-
-
-def hops_part(taken: Sequence[Hop]) -> str:
-    """Return the tables of the requests that questions took."""
-    notes = ". ".join(f"{name}: {formula}" for name, formula in HOP_FORMULAS.items())
-    counts = html_table(HOP_COLUMNS, map(hop_row, taken), words=(len(HOP_COLUMNS) - 1,))
-    rows = [row for hop in taken for row in hop_figure_rows(hop)]
-    return counts + html_table(HOP_FIGURE_COLUMNS, rows, f"{notes}.", words=(1,))
-
-
-def decisions_part(told: SpeculationTotals) -> str:
-    """Return the table of what was decided."""
-    counters = (
-        ("mode", told.modes),
-        ("proposer", told.proposers),
-        ("policy", told.policies),
-        ("most draft tokens", told.max_draft_tokens),
-        ("worker", told.workers),
-    )
-    rows = [
-        [name, ", ".join(f"{value} x {n}" for value, n in counter.most_common())]
-        for name, counter in counters
-        if counter
-    ]
-    accepted = f"{told.drafted} drafted, {told.accepted} accepted ({percent(told.acceptance)})"
-    rows.append(["draft tokens", accepted])
-    rows.append(["accepted per step", number(told.accepted_per_step)])
-    rows.append(["mean price of a slot", number(told.mean_price, 3)])
-    return html_table(["decision", "requests"], rows, words=(1,))
-
-
-def flattened(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield names and values, those of inner dictionaries by dotted names."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def html_table(
     head: Sequence[str],
     rows: Iterable[Sequence[str]],
@@ -130,7 +64,12 @@ def html_table(
     words: Sequence[int] = (),
     kind: str = "",
 ) -> str:
-    """Return a table; columns of `words` hold no numbers, `kind` is the class of its style."""
+    """Return a table.
+
+    Args:
+        words: positions of the columns that hold text.
+        kind: the CSS class.
+    """
 
     def cells(tag: str, values: Sequence[str]) -> str:
         kinds = (' class="words"' if place in words else "" for place in range(len(values)))
@@ -144,3 +83,22 @@ def html_table(
         f'<table class="{kind}">{caption}<thead>{cells("th", head)}</thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
+
+
+def html_report_table(table: ReportTable, kind: str = "") -> str:
+    """Return one of the tables of `report.tables`."""
+    return html_table(table.head, table.rows, table.notes, words=table.words, kind=kind)
+
+
+def html_settings(settings: dict[str, Any], more: Iterable[Sequence[str]] = ()) -> str:
+    """Return a table of settings, those of inner dictionaries by dotted names."""
+    rows = [[name, str(value)] for name, value in _flatten(settings) if value is not None]
+    return html_table(["setting", "value"], [*rows, *more], words=(1,))
+
+
+def _flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,14 +1,15 @@
-"""The run as it goes on: a table that renews itself twice a second, on terminals only."""
+"""The progress of a run: a table that is redrawn twice a second, on terminals only."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import ceil, exp, log
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,8 +23,8 @@ from draftgate.loadgen.report.formatting import milliseconds, percent
 from draftgate.loadgen.sending.health import lag_s
 from draftgate.loadgen.types import Record
 
-RENEWALS_PER_S: Final = 2.0
-"""Drawing takes some milliseconds from the loop that is to be on time: seldom is enough."""
+REDRAWS_PER_S: Final = 2.0
+"""Drawing takes some milliseconds from the event loop that must be on time."""
 
 STEP: Final = 0.02
 """Width of a histogram's buckets, as a share of their value."""
@@ -37,12 +38,12 @@ class Histogram:
         self._count = 0
 
     def add(self, value: float) -> None:
-        """Count a value; those below a microsecond count as one."""
+        """Count a value; values below a microsecond count as one."""
         self._buckets[round(log(max(value, 1e-6)) / STEP)] += 1
         self._count += 1
 
     def percentile(self, percent: float) -> float | None:
-        """Return the smallest bucket's middle that has so many values at or below it."""
+        """Return the middle of the bucket that reaches the percentile; None without values."""
         wanted, seen = ceil(self._count * percent / 100), 0
         for bucket in sorted(self._buckets):
             seen += self._buckets[bucket]
@@ -56,8 +57,8 @@ class Progress:
     """What is known so far.
 
     Attributes:
-        total: requests of the plan; None if it has no number.
-        schedule_s: length of the schedule, or the most a closed loop lasts; None if neither.
+        total: requests of the plan; None if only a duration ends it.
+        schedule_s: length of the schedule, or the duration of a closed loop; None if neither.
     """
 
     total: int | None
@@ -75,7 +76,7 @@ class Progress:
         self.sent += 1
 
     def record(self, record: Record) -> None:
-        """Note a request that is over."""
+        """Note a request that has ended."""
         self.done += 1
         self.lag_s.add(lag_s(record))
         if record.verdict != Verdict.OK:
@@ -87,68 +88,51 @@ class Progress:
                 histogram.add(value_s)
 
     def share(self, elapsed_s: float) -> float | None:
-        """Return how much of the run is over, by requests or else by time; None if unknown."""
+        """Return how much of the run is done, by requests or else by time; None if unknown."""
         if self.total:
             return self.done / self.total
         return min(1.0, elapsed_s / self.schedule_s) if self.schedule_s else None
 
 
 def render(progress: Progress, elapsed_s: float) -> RenderableType:
-    """Return what is shown."""
+    """Return the table."""
     share = progress.share(elapsed_s)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     total = "" if progress.total is None else f" of {progress.total}"
     open_now = progress.sent - progress.done
     table.add_row("sent", f"{progress.sent}{total}", "open", str(open_now))
     met_share = progress.met / progress.done if progress.done else None
-    table.add_row("done", str(progress.done), "as promised", percent(met_share))
+    table.add_row("done", str(progress.done), "attainment", percent(met_share))
     shown = (("TTFT", progress.ttft_s), ("TPOT", progress.tpot_s), ("lag", progress.lag_s))
     for name, histogram in shown:
-        middle, high = (milliseconds(histogram.percentile(p)) for p in (50, 99))
-        table.add_row(name, f"p50 {middle}", "", f"p99 {high}")
+        median, p99 = (milliseconds(histogram.percentile(p)) for p in (50, 99))
+        table.add_row(name, f"p50 {median}", "", f"p99 {p99}")
     for cause, number in sorted(progress.failed.items()):
         table.add_row("failed", cause, "", str(number), style="red")
     bar = ProgressBar(total=1.0, completed=share or 0.0, width=60, pulse=share is None)
     return Group(bar, f"{elapsed_s:.0f} s", table)
 
 
-class LiveView:
-    """Shows a run's progress while it is entered; nothing where there is no terminal.
+@asynccontextmanager
+async def live_view(console: Console, progress: Progress) -> AsyncGenerator[None, None]:
+    """Show the progress until left; show nothing if the console is no terminal.
 
-    Drawn by a task of the run's own event loop: a thread would hold the interpreter as long, at
-    instants of its own choice, and read counters while they change.
+    A task of the run's own event loop draws. A thread would hold the interpreter just as long, at
+    arbitrary instants, and would read counters while they change.
     """
+    if not console.is_terminal:
+        yield
+        return
+    started_s = time.monotonic()
 
-    def __init__(self, console: Console, progress: Progress) -> None:
-        self._progress = progress
-        self._started_s = 0.0
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._shown = console.is_terminal
-        self._renewing: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._started_s = time.monotonic()
-        if self._shown:
-            self._live.start()
-            self._renewing = asyncio.create_task(self._renew())
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            self._live.stop()
-
-    def draw(self) -> None:
-        """Show what is known now."""
-        elapsed_s = time.monotonic() - self._started_s
-        self._live.update(render(self._progress, elapsed_s), refresh=True)
-
-    async def _renew(self) -> None:
+    async def redraw() -> None:
         while True:
-            self.draw()
-            await asyncio.sleep(1 / RENEWALS_PER_S)
+            live.update(render(progress, time.monotonic() - started_s), refresh=True)
+            await asyncio.sleep(1 / REDRAWS_PER_S)
+
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        drawing = asyncio.create_task(redraw())
+        try:
+            yield
+        finally:
+            drawing.cancel()

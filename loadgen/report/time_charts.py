@@ -1,4 +1,4 @@
-"""The plots of one run over time."""
+"""Charts of one run over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.measuring.metrics import METRICS, intact, ttft_s
 from draftgate.loadgen.measuring.slo import meets_slo
-from draftgate.loadgen.measuring.speculation import SpeculationReport, speculation_reports
+from draftgate.loadgen.measuring.speculation import speculation_reports
 from draftgate.loadgen.report.charts import (
     COLOURS,
     DOTS,
@@ -20,6 +20,7 @@ from draftgate.loadgen.report.charts import (
     Chart,
     by_class,
     dots,
+    scatter,
     thinned,
 )
 from draftgate.loadgen.sending.health import lag_s
@@ -30,19 +31,19 @@ BINS: Final = 60
 
 
 def time_charts(run: LoadRun) -> list[Chart]:
-    """Return all of them for which the run has data."""
+    """Return those for which the run has data."""
     if not run.records:
         return []
-    made = [requests_chart(run), load_chart(run), first_text_chart(run), decided_chart(run)]
+    made = [request_chart(run), load_chart(run), ttft_chart(run), decision_chart(run)]
     return [chart for chart in made if chart.data]
 
 
-def requests_chart(run: LoadRun) -> Chart:
-    """Return each request as a bar in time, thinned out where there are many."""
+def request_chart(run: LoadRun) -> Chart:
+    """Return each request as a bar in time, thinned out if there are many."""
     ordered = sorted(run.records, key=lambda record: (record.scheduled_s, record.planned.index))
     shown = thinned(ordered, BARS)
     states = (
-        ("as promised", COLOURS[0], [r for r in shown if meets_slo(r)]),
+        ("SLO met", COLOURS[0], [r for r in shown if meets_slo(r)]),
         ("late", COLOURS[1], [r for r in shown if r.verdict == Verdict.OK and not meets_slo(r)]),
         ("failed", FAILED, [r for r in shown if r.verdict != Verdict.OK]),
     )
@@ -51,9 +52,8 @@ def requests_chart(run: LoadRun) -> Chart:
         waits = [(r, r.scheduled_s, r.chunks[0].at_s if r.chunks else r.end_s) for r in records]
         streams = [(r, r.chunks[0].at_s, r.end_s) for r in records if r.chunks]
         waiting = {"color": colour, "width": 1}
-        data.append(_bars(waits, f"{name}: waiting", {"line": waiting, "opacity": 0.6}))
-        streaming = {"color": colour, "width": 3}
-        data.append(_bars(streams, f"{name}: answering", {"line": streaming}))
+        data.append(_bars(waits, f"{name}: waiting", line=waiting, opacity=0.6))
+        data.append(_bars(streams, f"{name}: answering", line={"color": colour, "width": 3}))
     some = "" if len(shown) == len(ordered) else f" {len(shown)} of {len(ordered)}, evenly chosen."
     layout = {
         "xaxis": {"title": {"text": "s since the start"}, **FROM_ZERO},
@@ -90,12 +90,12 @@ def load_chart(run: LoadRun) -> Chart:
     return Chart("Load", caption, data, layout, wide=True)
 
 
-def first_text_chart(run: LoadRun) -> Chart:
-    """Return TTFT by scheduled instant: warming up and queues that grow show here."""
+def ttft_chart(run: LoadRun) -> Chart:
+    """Return TTFT by scheduled instant, which shows warm-up and growing queues."""
     data = []
     for place, series in enumerate(by_class(run.records)):
-        of = intact(series.records)
-        points = [(r.scheduled_s, value) for r in of if (value := ttft_s(r)) is not None]
+        records = intact(series.records)
+        points = [(r.scheduled_s, value) for r in records if (value := ttft_s(r)) is not None]
         shown = thinned(sorted(points), DOTS)
         instants, values_ms = [at_s for at_s, _ in shown], [value * 1e3 for _, value in shown]
         data.append(dots(instants, values_ms, series.name, place))
@@ -107,13 +107,17 @@ def first_text_chart(run: LoadRun) -> Chart:
     return Chart(title, caption, [d for d in data if d["x"]], layout, wide=True)
 
 
-def decided_chart(run: LoadRun) -> Chart:
-    """Return the longest draft each request was allowed; without data if the server is silent."""
+def decision_chart(run: LoadRun) -> Chart:
+    """Return the longest draft allowed to each request; without data if the server is silent."""
     points = [
-        (r.sent_s, decision.max_draft_tokens, _chosen(decision))
+        (
+            r.sent_s,
+            report.max_draft_tokens,
+            ", ".join(filter(None, (report.mode, report.proposer))) or "not reported",
+        )
         for r in run.records
-        for decision in speculation_reports(r)
-        if decision.max_draft_tokens is not None
+        for report in speculation_reports(r)
+        if report.max_draft_tokens is not None
     ]
     chosen = thinned(sorted(points), DOTS)
     data = []
@@ -124,7 +128,7 @@ def decided_chart(run: LoadRun) -> Chart:
         "xaxis": {"title": {"text": "sent, s since the start"}, **FROM_ZERO},
         "yaxis": {"title": {"text": "k"}, **FROM_ZERO, "tickformat": "d"},
     }
-    caption = "most draft tokens allowed to each request, by mode and proposer"
+    caption = "longest draft allowed to each request, by mode and proposer"
     return Chart("Decisions over time", caption, data, layout, wide=True)
 
 
@@ -138,24 +142,21 @@ def open_requests(records: Iterable[Record]) -> tuple[list[float], list[int]]:
     return instants, list(accumulate(changes[instant] for instant in instants))
 
 
-def _bars(
-    spans: Sequence[tuple[Record, float, float]], name: str, style: dict[str, Any]
-) -> dict[str, Any]:
+def _bars(spans: Sequence[tuple[Record, float, float]], name: str, **style: Any) -> dict[str, Any]:
     """Return horizontal bars as one broken line."""
     x: list[float | None] = []
     y: list[int | None] = []
     for record, start_s, end_s in spans:
         x += [start_s, end_s, None]
         y += [record.planned.index] * 2 + [None]
-    return {"type": "scatter", "mode": "lines", "name": name, "x": x, "y": y, **style}
+    return scatter(x, y, name, "lines", **style)
 
 
 def _line(
     x: Sequence[float], y: Sequence[float], name: str, colour: str, axis: str = "y"
 ) -> dict[str, Any]:
     line = {"color": colour, "width": 2, "shape": "hv" if axis == "y2" else "linear"}
-    shape = {"type": "scatter", "mode": "lines", "name": name, "line": line, "yaxis": axis}
-    return shape | {"x": list(x), "y": list(y)}
+    return scatter(x, y, name, "lines", line=line, yaxis=axis)
 
 
 def _rates(instants: Iterable[float], width_s: float) -> list[float]:
@@ -165,7 +166,3 @@ def _rates(instants: Iterable[float], width_s: float) -> list[float]:
 
 def _bin(instant_s: float, width_s: float) -> int:
     return min(max(int(instant_s / width_s), 0), BINS - 1)
-
-
-def _chosen(decision: SpeculationReport) -> str:
-    return ", ".join(filter(None, (decision.mode, decision.proposer))) or "not told"

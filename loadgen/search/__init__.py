@@ -1,1 +1,1 @@
-"""The highest rate at which a wanted share of requests meets its SLO, and how sure that is."""
+"""Finds the highest rate at which enough requests meet their SLO, with a confidence interval."""

@@ -1,88 +1,86 @@
-"""What a search found, in words and as `search/1`. Pure."""
+"""The result of a search as text, and as `search/1`."""
 
 from __future__ import annotations
 
 from math import isinf
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from draftgate.loadgen.report.formatting import number, percent
 from draftgate.loadgen.search.runner import SearchReport
-from draftgate.loadgen.search.types import Found, Measured
-
-FORMAT: Final = "search/1"
+from draftgate.loadgen.search.types import ProbeResult, SearchResult
 
 
 def as_dict(report: SearchReport) -> dict[str, Any]:
-    """Return the `search/1` of a search: what was found, and each probe with its `summary/1`.
+    """Return the `search/1` of a search: its result, and each probe with its `summary/1`.
 
-    An end of the interval that nothing bounds is None.
+    An open end of the interval is None.
     """
-    aim, found = report.aim, report.found
-    high = None if isinf(found.high_rps) else found.high_rps
+    goal, result = report.goal, report.result
+    high = None if isinf(result.high_rps) else result.high_rps
     return {
-        "format": FORMAT,
-        "rate_rps": found.rate_rps,
-        "interval": [found.low_rps or None, high],
-        "confidence": aim.confidence,
-        "share": aim.share,
-        "precision": aim.precision,
-        "stop": found.stop.name.lower(),
-        "requests": found.requests,
-        "dispersion": found.dispersion,
+        "format": "search/1",
+        "rate_rps": result.rate_rps,
+        "interval": [result.low_rps or None, high],
+        "confidence": goal.confidence,
+        "share": goal.share,
+        "precision": goal.precision,
+        "stop": result.stop.name.lower(),
+        "requests": result.requests,
+        "dispersion": result.dispersion,
         "probes": [
             {
-                "rate_rps": measured.probe.rate_rps,
-                "seed": measured.probe.seed,
-                "settle_s": measured.probe.settle_s,
-                "sent": measured.sent,
-                "counted": len(measured.met),
-                "met": sum(measured.met),
-                "verdict": measured.verdict.value,
-                "invalid_reasons": list(measured.invalid),
+                "rate_rps": probed.probe.rate_rps,
+                "seed": probed.probe.seed,
+                "settle_s": probed.probe.warm_up_s,
+                "sent": probed.sent,
+                "counted": len(probed.met),
+                "met": sum(probed.met),
+                "verdict": probed.verdict.value,
+                "invalid_reasons": list(probed.invalid),
                 "summary": summary,
             }
-            for measured, summary in report.probes
+            for probed, summary in report.probes
         ],
         "settings": report.settings,
     }
 
 
-def probe_in_words(measured: Measured, found: Found) -> str:
+def describe_probe(probed: ProbeResult, result: SearchResult) -> str:
     """Return a line about a probe, and what is known after it."""
-    said = f"{measured.probe.rate_rps:.3g}/s: {percent(measured.share)} of {len(measured.met)}"
-    why = f" ({measured.invalid[0]})" if measured.invalid else ""
-    return f"{said}, {measured.verdict.value}{why}; now {interval_in_words(found)}"
+    attained = f"{percent(probed.share)} of {len(probed.met)} met their SLO"
+    why = f" ({probed.invalid[0]})" if probed.invalid else ""
+    verdict = f"{probed.verdict.value}{why}; now {describe_interval(result)}"
+    return f"{probed.probe.rate_rps:.3g}/s: {attained}, {verdict}"
 
 
-def interval_in_words(found: Found) -> str:
-    """Return the interval, or what bounds the rate."""
-    if found.low_rps and not isinf(found.high_rps):
-        return f"{found.low_rps:.3g} to {found.high_rps:.3g}/s"
-    if found.low_rps:
-        return f"at least {found.low_rps:.3g}/s"
-    return "unknown" if isinf(found.high_rps) else f"at most {found.high_rps:.3g}/s"
+def describe_interval(result: SearchResult) -> str:
+    """Return the interval, or the bound of the rate."""
+    if result.low_rps and not isinf(result.high_rps):
+        return f"{result.low_rps:.3g} to {result.high_rps:.3g}/s"
+    if result.low_rps:
+        return f"at least {result.low_rps:.3g}/s"
+    return "unknown" if isinf(result.high_rps) else f"at most {result.high_rps:.3g}/s"
 
 
 def render(report: SearchReport) -> RenderableType:
-    """Return what was found, and a table of the probes by rate."""
-    aim, found = report.aim, report.found
-    rate = interval_in_words(found) if found.rate_rps is None else f"{found.rate_rps:.3g}/s"
-    told = Table(box=None, show_header=False, pad_edge=False)
-    told.add_row("highest rate", f"{rate}, at which {aim.share:.0%} are as promised")
-    told.add_row(f"{aim.confidence:.0%} interval", interval_in_words(found))
-    told.add_row("ended", found.stop.value)
-    effort = f"{found.requests} in {len(report.probes)} probes"
-    told.add_row("requests", effort)
-    told.add_row("dispersion", f"{number(found.dispersion, 1)} x that of independent requests")
+    """Return the result, and a table of the probes by rate."""
+    goal, result = report.goal, report.result
+    interval = describe_interval(result)
+    rate = interval if result.rate_rps is None else f"{result.rate_rps:.3g}/s"
+    outcome = Table(box=None, show_header=False, pad_edge=False)
+    outcome.add_row("highest rate", f"{rate}, at which {goal.share:.0%} of requests meet their SLO")
+    outcome.add_row(f"{goal.confidence:.0%} interval", interval)
+    outcome.add_row("ended", result.stop.value)
+    outcome.add_row("requests", f"{result.requests} in {len(report.probes)} probes")
+    dispersion = number(result.dispersion, 1)
+    outcome.add_row("dispersion", f"{dispersion} times that of independent requests")
     table = Table(box=None, pad_edge=False)
-    for column in ("rate/s", "counted", "as promised", "verdict"):
+    for column in ("rate/s", "counted", "attainment", "verdict"):
         table.add_column(column, justify="right")
-    for measured, _ in sorted(report.probes, key=lambda pair: pair[0].probe.rate_rps):
-        rate_rps, counted = measured.probe.rate_rps, len(measured.met)
-        table.add_row(
-            f"{rate_rps:.3g}", str(counted), percent(measured.share), measured.verdict.value
-        )
-    return Group(told, "", table)
+    for probed, _ in sorted(report.probes, key=lambda pair: pair[0].probe.rate_rps):
+        cells = (str(len(probed.met)), percent(probed.share), probed.verdict.value)
+        table.add_row(f"{probed.probe.rate_rps:.3g}", *cells)
+    return Group(outcome, "", table)

@@ -1,17 +1,17 @@
-"""The search: which rate to try next, and when enough is known. Pure.
+"""Decides which rate to try next, and when enough is known. Pure.
 
-    search = Search(aim)
+    search = RateSearch(goal)
     while (probe := search.propose()) is not None:
-        search.observe(<what came of it>)
-    search.found()
+        search.observe(<the result of the probe>)
+    search.result()
 
-First a bracket: from the starting rate by factors of two, by less where a verdict is in doubt. Then
-all probes are fitted together (`loadgen.search.fit`), and the next goes to either side of the root
-in turn, inside what is known of it: with sharp verdicts that is bisection, with doubtful ones
-repetition, each with a seed of its own. It ends when the interval is narrow enough.
+The search first brackets the rate, from the starting rate by factors of two, by less after a
+doubtful verdict. Then all probes are fitted together (`search.rate_fit`), and the next probe goes
+to either side of the root in turn, within its interval. With clear verdicts that is bisection, with
+doubtful ones repetition, each with its own seed. It ends when the interval is narrow enough.
 
-The numbers below were chosen on a simulated M/D/1 server (100 seeds each, 2026-11-21), for coverage
-first.
+The constants below were chosen on a simulated M/D/1 server (100 seeds each, 2026-11-21), for
+coverage first.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from __future__ import annotations
 from math import inf, isinf, sqrt
 from typing import Final
 
-from draftgate.loadgen.search.batches import SMALLEST
-from draftgate.loadgen.search.fit import Fit, fit
-from draftgate.loadgen.search.settling import expected_dispersion, settling_s
-from draftgate.loadgen.search.types import Aim, Found, Measured, Probe, Stop, Verdict
+from draftgate.loadgen.search.rate_fit import SMALLEST_BATCH, RateFit, fit_rate
+from draftgate.loadgen.search.types import (
+    ProbeResult,
+    ProbeVerdict,
+    SearchGoal,
+    SearchProbe,
+    SearchResult,
+    StopReason,
+)
 
 STEP: Final = 2.0
 """Of the bracket. Larger steps overload the server for longer, smaller ones take more probes."""
@@ -31,169 +36,207 @@ SLOWEST: Final = 1e-3
 """Share of the starting rate below which no rate is tried: ten halvings."""
 
 FIRST_REQUESTS: Final = 400
-"""Of a probe of the bracket, at most: its verdict is there long before, but near the root."""
+"""Most requests of a probe of the bracket. Its verdict is known much sooner, except near the
+root."""
 
-FEWEST_REQUESTS: Final = 200
-"""Of a probe, for a verdict: ten batches."""
+LEAST_REQUESTS: Final = 200
+"""Requests of a probe before there is a verdict: ten batches."""
 
 MOST_REQUESTS: Final = 2000
-"""Of a probe behind the bracket. A long one settles once for many requests; a short one is soon
+"""Of a probe after the bracket. A long one needs one warm-up for many requests; a short one is soon
 followed by one at a better rate."""
 
-ASIDE: Final = 0.6
-"""Where the next probe goes: this share of half the interval off the root."""
+OFFSET: Final = 0.6
+"""The next probe is this share of half the interval away from the root."""
 
-LEAST_ASIDE: Final = 0.03
-MOST_ASIDE: Final = 0.2
-"""Nearer it says little of the slope; further off, little of the root."""
+LEAST_OFFSET: Final = 0.03
+MOST_OFFSET: Final = 0.2
+"""A nearer probe says little about the slope, a farther one little about the root."""
 
 DESCENTS: Final = 3
 """Halvings of the starting rate after which a generator that never kept up is given up."""
 
-HICCUPS: Final = 1
-"""Times that a rate is tried again at which the generator did not keep up."""
+RETRIES: Final = 1
+"""How often a rate is tried again at which the generator did not keep up."""
 
 LEAST_SIDE: Final = 500
-"""Requests on each side of the root without which a search does not end, unless all or none met it
-there (a sharp edge): a few bursts are not the server."""
+"""Requests on each side of the root without which a search does not end, unless all or none met
+their SLO there (a sharp edge): a few bursts say little about the server."""
+
+RELAXATION_TIMES: Final = 2.0
+"""Length of the warm-up."""
+
+MOST_EXPECTED: Final = 20.0
+"""Upper bound for the expected dispersion. A larger one would prolong searches that measure
+less."""
 
 
-class Search:
-    """Proposes probes, and learns from what came of them."""
+def warm_up_s(goal: SearchGoal, rate_rps: float) -> float:
+    """Return how many seconds from the start of a probe its requests do not count.
 
-    def __init__(self, aim: Aim) -> None:
-        self._aim = aim
-        self._tried: list[Measured] = []
-        self._stop: Stop | None = None
-        self._known: Fit | None = None
+    A queue under load forgets that it started empty within its relaxation time, about `2 s / (1 -
+    load)^2` for a service time `s` (reflected Brownian motion; Abate and Whitt, Transient behavior
+    of regulated Brownian motion, Advances in Applied Probability 19, 1987). At the rate where waits
+    of `limit` are rare, `1 - load` is about `1.5 s / limit` (the tail of the wait is exp(-2 (1 -
+    load) limit / s)), so that is about `rate * limit^2`. A search with a precision only has to tell
+    a load that much above 1 from one below. The queue then grows past the limit within `limit /
+    precision`.
+    """
+    queue_s = goal.limit_s * min(RELAXATION_TIMES * rate_rps * goal.limit_s, 1.0 / goal.precision)
+    return max(queue_s, goal.answer_s)
+
+
+def expected_dispersion(goal: SearchGoal, rate_rps: float) -> float:
+    """Return about how many requests of a queue say as much as an independent one.
+
+    Those of a relaxation time: 12 in M/D/1 at a limit of 5 services and 0.95, where batches show 12
+    to 13 (2026-11-21).
+    """
+    return min(1.0 + rate_rps * warm_up_s(goal, rate_rps) / RELAXATION_TIMES, MOST_EXPECTED)
+
+
+class RateSearch:
+    """Proposes probes, and learns from their results."""
+
+    def __init__(self, goal: SearchGoal) -> None:
+        self._goal = goal
+        self._tried: list[ProbeResult] = []
+        self._stop: StopReason | None = None
+        self._known: RateFit | None = None
 
     @property
-    def tried(self) -> tuple[Measured, ...]:
+    def tried(self) -> tuple[ProbeResult, ...]:
         """All probes so far, in their order."""
         return tuple(self._tried)
 
-    def observe(self, measured: Measured) -> None:
-        """Learn what came of the probe that was proposed last."""
-        self._tried.append(measured)
-        if told := self._told:
-            rate_rps = self._known.root_rps if self._known else measured.probe.rate_rps
-            expected = expected_dispersion(self._aim, rate_rps)
-            self._known = fit(told, self._aim.share, self._aim.confidence, expected)
+    def observe(self, result: ProbeResult) -> None:
+        """Take the result of the probe that was proposed last."""
+        self._tried.append(result)
+        if valid := self._valid:
+            rate_rps = self._known.root_rps if self._known else result.probe.rate_rps
+            expected = expected_dispersion(self._goal, rate_rps)
+            self._known = fit_rate(valid, self._goal.share, self._goal.confidence, expected)
 
     def interrupt(self) -> None:
-        """Propose no more."""
-        self._stop = Stop.INTERRUPTED
+        """Propose no more probes."""
+        self._stop = StopReason.INTERRUPTED
 
-    def propose(self) -> Probe | None:
+    def propose(self) -> SearchProbe | None:
         """Return the next probe; None if the search is over."""
         if self._stop is None:
             self._stop = self._ended()
         if self._stop is not None:
             return None
-        left = self._aim.most_requests - self._sent
-        number = len(self._tried)
+        goal, dispersion = self._goal, 1.0
+        if self._known is not None:
+            dispersion = self._known.dispersion.factor
         rate_rps, requests = self._next()
-        settle_s = settling_s(self._aim, rate_rps)
-        seed, requests = self._aim.seed + number, min(requests, left)
-        dispersion = 1.0 if self._known is None else self._known.dispersion.factor
-        return Probe(number, rate_rps, seed, settle_s, requests, FEWEST_REQUESTS, dispersion)
+        return SearchProbe(
+            rate_rps,
+            goal.seed + len(self._tried),
+            warm_up_s(goal, rate_rps),
+            min(requests, goal.most_requests - self._sent),
+            LEAST_REQUESTS,
+            dispersion,
+        )
 
-    def found(self) -> Found:
-        """Return what is known of the rate."""
-        known, stop = self._known, self._stop or Stop.INTERRUPTED
+    def result(self) -> SearchResult:
+        """Return what is known about the rate."""
+        known, stop = self._known, self._stop or StopReason.INTERRUPTED
         if known is None:
-            return Found(None, 0.0, inf, self._sent, 1.0, stop)
+            return SearchResult(None, 0.0, inf, self._sent, 1.0, stop)
         rate_rps = known.root_rps if known.bounded else None
         factor = known.dispersion.factor
-        return Found(rate_rps, known.low_rps, known.high_rps, self._sent, factor, stop)
+        return SearchResult(rate_rps, known.low_rps, known.high_rps, self._sent, factor, stop)
 
     @property
     def _sent(self) -> int:
-        return sum(measured.sent for measured in self._tried)
+        return sum(result.sent for result in self._tried)
 
     @property
-    def _told(self) -> list[Measured]:
+    def _valid(self) -> list[ProbeResult]:
         """The probes that say something about the server."""
-        return [m for m in self._tried if m.verdict is not Verdict.INVALID and m.met]
+        return [m for m in self._tried if m.verdict is not ProbeVerdict.INVALID and m.met]
 
     @property
     def _ceiling_rps(self) -> float:
-        """The lowest rate at which the generator did not keep up, hiccups aside; else infinity."""
-        rates = [m.probe.rate_rps for m in self._tried if m.verdict is Verdict.INVALID]
-        return min((rate for rate in rates if rates.count(rate) > HICCUPS), default=inf)
+        """The lowest rate at which the generator fell behind even when retried; else infinity."""
+        rates = [m.probe.rate_rps for m in self._tried if m.verdict is ProbeVerdict.INVALID]
+        return min((rate for rate in rates if rates.count(rate) > RETRIES), default=inf)
 
     @property
     def _bracket(self) -> tuple[float, float]:
         """The highest rate that holds below the lowest that fails, and that; 0 and infinity."""
-        rates = [(m.probe.rate_rps, m.verdict) for m in self._told]
-        high = min((rate for rate, verdict in rates if verdict is Verdict.FAILS), default=inf)
-        below = (rate for rate, verdict in rates if verdict is Verdict.HOLDS and rate < high)
+        rates = [(m.probe.rate_rps, m.verdict) for m in self._valid]
+        high = min((rate for rate, verdict in rates if verdict is ProbeVerdict.FAILS), default=inf)
+        below = (rate for rate, verdict in rates if verdict is ProbeVerdict.HOLDS and rate < high)
         return max(below, default=0.0), high
 
     @property
     def _precise(self) -> bool:
-        """Whether the interval is narrow enough, and rests on enough to be believed."""
+        """Whether the interval is narrow enough, and rests on enough requests."""
         known = self._known
-        if known is None or known.relative_half_width > self._aim.precision:
+        if known is None or known.relative_half_width > self._goal.precision:
             return False
         sharp = known.dispersion.freedom == 0
-        return min(known.sides) >= (FEWEST_REQUESTS if sharp else LEAST_SIDE)
+        return min(known.sides) >= (LEAST_REQUESTS if sharp else LEAST_SIDE)
 
-    def _ended(self) -> Stop | None:
-        """Return why there is nothing more to try; None if there is."""
-        if self._aim.most_requests - self._sent < SMALLEST:
-            return Stop.REQUESTS
-        told, known = self._told, self._known
+    def _ended(self) -> StopReason | None:
+        """Return why the search is over; None if it is not."""
+        goal, known = self._goal, self._known
+        if goal.most_requests - self._sent < SMALLEST_BATCH:
+            return StopReason.REQUESTS
         if known is None:
-            hopeless = self._ceiling_rps <= self._aim.start_rps / STEP**DESCENTS
-            return Stop.GENERATOR if hopeless else None
-        lowest, highest = (f(m.probe.rate_rps for m in told) for f in (min, max))
+            hopeless = self._ceiling_rps <= goal.start_rps / STEP**DESCENTS
+            return StopReason.GENERATOR if hopeless else None
+        rates = [m.probe.rate_rps for m in self._valid]
         if self._precise:
-            return Stop.PRECISE
-        if self._bracket[0] == 0.0 and lowest <= SLOWEST * self._aim.start_rps:
-            return Stop.NEVER
+            return StopReason.PRECISE
+        if self._bracket[0] == 0.0 and min(rates) <= SLOWEST * goal.start_rps:
+            return StopReason.NEVER
         if isinf(known.high_rps):
-            if highest >= self._aim.max_rate_rps:
-                return Stop.MAX_RATE
-            if highest * (1.0 + 2.0 * self._aim.precision) >= self._ceiling_rps:
-                return Stop.GENERATOR
+            if max(rates) >= goal.max_rate_rps:
+                return StopReason.MAX_RATE
+            if max(rates) * (1.0 + 2.0 * goal.precision) >= self._ceiling_rps:
+                return StopReason.GENERATOR
         return None
 
     def _next(self) -> tuple[float, int]:
-        """Return the next rate, and how many requests are to count there at most."""
-        if self._tried and self._tried[-1].verdict is Verdict.INVALID:
+        """Return the next rate, and how many requests count there at most."""
+        if self._tried and self._tried[-1].verdict is ProbeVerdict.INVALID:
             again = self._tried[-1].probe
             if again.rate_rps < self._ceiling_rps:
                 return again.rate_rps, again.requests
-        told, known = self._told, self._known
+        known = self._known
         if known is None:
-            return self._bounded(self._aim.start_rps), FIRST_REQUESTS
+            return self._bounded(self._goal.start_rps), FIRST_REQUESTS
         low, high = self._bracket
-        rates = [m.probe.rate_rps for m in told]
+        rates = [m.probe.rate_rps for m in self._valid]
         if not known.bounded and isinf(high):
-            step = STEP if low == max(rates) else 1.0 + MOST_ASIDE
+            step = STEP if low == max(rates) else 1.0 + MOST_OFFSET
             return self._bounded(max(rates) * step), FIRST_REQUESTS
         if not known.bounded and low == 0.0:
-            step = STEP if high == min(rates) else 1.0 + MOST_ASIDE
+            step = STEP if high == min(rates) else 1.0 + MOST_OFFSET
             return self._bounded(min(rates) / step), FIRST_REQUESTS
         width = known.high_rps / known.low_rps if known.bounded else inf
-        step = 1.0 + min(max(ASIDE * (sqrt(width) - 1.0), LEAST_ASIDE), MOST_ASIDE)
-        side = 1.0 if len(told) % 2 else -1.0
+        step = 1.0 + min(max(OFFSET * (sqrt(width) - 1.0), LEAST_OFFSET), MOST_OFFSET)
+        side = 1.0 if len(rates) % 2 else -1.0
         centre = known.root_rps if known.bounded else min(max(known.root_rps, low), high)
         rate_rps = centre * step**side
         if centre < high <= rate_rps or rate_rps <= low < centre:
-            # What lies beyond a clear verdict is clear: it would be cut, and tell nothing new.
+            # A probe beyond a clear verdict would be cut early and show nothing new.
             rate_rps = sqrt(centre * (high if side > 0.0 else low))
-        return self._bounded(rate_rps), self._wanted(known)
+        return self._bounded(rate_rps), self._missing_requests(known)
 
-    def _wanted(self, known: Fit) -> int:
+    def _missing_requests(self, known: RateFit) -> int:
         """Return how many requests are still needed, by the square root law, within bounds."""
-        lacking = (known.relative_half_width / self._aim.precision) ** 2 - 1.0
-        return round(min(max(sum(known.sides) * lacking, FEWEST_REQUESTS), MOST_REQUESTS))
+        lacking = (known.relative_half_width / self._goal.precision) ** 2 - 1.0
+        return round(min(max(sum(known.sides) * lacking, LEAST_REQUESTS), MOST_REQUESTS))
 
     def _bounded(self, rate_rps: float) -> float:
-        """Return a rate that may be tried: the middle to the ceiling, if it is above that."""
-        if rate_rps >= self._ceiling_rps:
-            below = [m.probe.rate_rps for m in self._told if m.probe.rate_rps < self._ceiling_rps]
-            rate_rps = sqrt(self._ceiling_rps * max(below, default=self._ceiling_rps / STEP**2))
-        return min(rate_rps, self._aim.max_rate_rps)
+        """Return a rate that may be tried: halfway to the ceiling, if it is above that."""
+        ceiling = self._ceiling_rps
+        if rate_rps >= ceiling:
+            below = (m.probe.rate_rps for m in self._valid if m.probe.rate_rps < ceiling)
+            rate_rps = sqrt(ceiling * max(below, default=ceiling / STEP**2))
+        return min(rate_rps, self._goal.max_rate_rps)

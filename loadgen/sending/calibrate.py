@@ -1,13 +1,13 @@
-"""How much load can this generator hold honestly? Measured against the null server beside it.
+"""Measures how much load this generator can send before it falls behind.
 
-Two ceilings, of one process or of several, each of which needs a core: the highest rate of requests
-with an answer of one token, and the largest number of open streams which bring a token every 20 ms.
-Held is a load whose run is valid by `loadgen.sending.health.Budget` and whose streams are all
-intact. The search doubles until a load fails and then halves the interval (as MLPerf's LoadGen
-finds its peak).
+Two ceilings are measured against the stub server, of one process or of several, each of which needs
+a core: the highest rate of requests with an answer of one token, and the largest number of open
+streams that carry a token every 20 ms. A load is sustained if its run is valid (`sending.health`)
+and all of its streams are intact. The search doubles the load until one fails and then bisects (as
+MLPerf's LoadGen finds its peak).
 
-The null server is another process and needs a core of its own. Its CPU share is told with each
-probe: where it is near 100 %, or the two share a core, the ceiling is a lower bound.
+The stub server is another process and needs a core of its own. Each probe reports its CPU share. If
+that is near 100 %, or the two share a core, the ceiling is a lower bound.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.measuring.metrics import percentile
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.client import OpenAIClient, allow_many_connections, open_session
 from draftgate.loadgen.sending.driver import run_plan
-from draftgate.loadgen.sending.health import judge_health
-from draftgate.loadgen.sending.processes.parent import run_in_processes
-from draftgate.loadgen.sending.processes.wire import SenderJob
-from draftgate.loadgen.sending.stub_server import Pace, allow_many_connections
+from draftgate.loadgen.sending.health import invalid_reasons
+from draftgate.loadgen.sending.processes import run_in_processes
+from draftgate.loadgen.sending.sender import SenderJob
+from draftgate.loadgen.sending.stub_server import MODEL, TokenPace
+from draftgate.loadgen.sending.target import ServerInfo, Target
 from draftgate.loadgen.types import ClientHealth, LoadRun
 
-PACE: Final = Pace(ttft_s=0.050, itl_s=0.020)
-"""50 tokens a second: faster than reading, and what a small model gives one user."""
+PACE: Final = TokenPace(ttft_s=0.050, itl_s=0.020)
+"""50 tokens per second: faster than reading, and what a small model gives one user."""
 
 STREAM_TOKENS: Final = 100
 """A stream lasts 2 s: short enough for a probe of seconds to reach its number of open streams."""
 
 TRIES: Final = 2
-"""A load that fails is tried once more: a hiccup of the machine is no ceiling."""
+"""A load that fails is tried once more, since a hiccup of the machine is not a ceiling."""
 
 PRECISION: Final = 0.1
 """Runs on one machine differ by about as much."""
@@ -50,18 +52,18 @@ _PROMPT: Final = "def fibonacci(n):\n" * 16
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """One load, and whether it was held.
+class CalibrationProbe:
+    """One load, and whether it was sustained.
 
     Attributes:
-        rate_rps: requests per second offered.
-        open_streams: mean number that are open in the middle of the probe (Little: rate x length).
+        rate_rps: offered requests per second.
+        open_streams: mean open streams in the middle of the probe (Little: rate x length).
         chunks_per_s: chunks with text per second at that number.
-        health: the generator's; of several processes, the worst.
-        ttft_excess_s: median and 99th percentile of the time to first token, beyond the null
-            server's own: what this generator adds to every figure at that load.
-        server_cpu_share: of the null server.
-        reasons: why it was not held; empty if it was.
+        health: the generator's; with several processes, the worst.
+        ttft_excess_s: median and 99th percentile of the time to first token beyond the stub
+            server's own: what this generator adds to every measurement at that load.
+        server_cpu_share: of the stub server.
+        reasons: why the load was not sustained; empty if it was.
     """
 
     rate_rps: float
@@ -75,78 +77,78 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """The probes in the order in which they were made, failed ones too; how many processes sent."""
+    """All probes in their order, failed ones included, and how many processes sent."""
 
-    rates: tuple[Probe, ...]
-    streams: tuple[Probe, ...]
+    rates: tuple[CalibrationProbe, ...]
+    streams: tuple[CalibrationProbe, ...]
     processes: int = 1
 
     @property
-    def rate(self) -> Probe | None:
-        """The probe with the highest rate that was held."""
-        return max(_held(self.rates), key=lambda probe: probe.rate_rps, default=None)
+    def rate(self) -> CalibrationProbe | None:
+        """The probe with the highest rate that was sustained."""
+        return _best(self.rates)
 
     @property
-    def stream(self) -> Probe | None:
-        """The probe with the most open streams that was held."""
-        return max(_held(self.streams), key=lambda probe: probe.open_streams, default=None)
+    def stream(self) -> CalibrationProbe | None:
+        """The probe with the most open streams that was sustained."""
+        return _best(self.streams)
 
 
 async def calibrate(
     *,
     processes: int = 1,
     probe_s: float = 4.0,
-    on_probe: Callable[[Probe], None] = lambda _: None,
+    on_probe: Callable[[CalibrationProbe], None] = lambda _: None,
 ) -> CalibrationResult:
-    """Find both ceilings; takes some twenty probes.
+    """Find both ceilings, which takes some twenty probes.
 
     Args:
-        processes: how many send.
+        processes: how many processes send.
         probe_s: how long each probe sends.
-        on_probe: told of each probe.
+        on_probe: called with each probe.
 
     Raises:
-        OSError: the null server cannot be started.
+        OSError: the stub server cannot be started.
     """
     allow_many_connections()
-    rates, streams = list[Probe](), list[Probe]()
-    async with null_server(PACE) as url, open_session() as session:
+    rates, streams = list[CalibrationProbe](), list[CalibrationProbe]()
+    async with run_stub_server(PACE) as url, open_session() as session:
 
-        async def holds(probes: list[Probe], rate_rps: float, tokens: int) -> bool:
+        async def sustained(probes: list[CalibrationProbe], rate_rps: float, tokens: int) -> bool:
             async def attempt() -> bool:
                 probes.append(await probe(session, url, rate_rps, tokens, probe_s, processes))
                 on_probe(probes[-1])
                 return not probes[-1].reasons
 
-            return await held_once(attempt)
+            return await succeeds(attempt)
 
         length_s = _length_s(STREAM_TOKENS)
-        await highest(lambda rate: holds(rates, rate, 1), 100)
-        await highest(lambda n: holds(streams, n / length_s, STREAM_TOKENS), 100)
+        await find_highest(lambda rate: sustained(rates, rate, 1), 100)
+        await find_highest(lambda n: sustained(streams, n / length_s, STREAM_TOKENS), 100)
     return CalibrationResult(tuple(rates), tuple(streams), processes)
 
 
-async def held_once(attempt: Callable[[], Awaitable[bool]]) -> bool:
-    """Return whether one of `TRIES` attempts holds."""
+async def succeeds(attempt: Callable[[], Awaitable[bool]]) -> bool:
+    """Return whether one of `TRIES` attempts succeeds."""
     for _ in range(TRIES):
         if await attempt():
             return True
     return False
 
 
-async def highest(
-    holds: Callable[[int], Awaitable[bool]], start: int, precision: float = PRECISION
+async def find_highest(
+    sustained: Callable[[int], Awaitable[bool]], start: int, precision: float = PRECISION
 ) -> int:
-    """Return the highest load that holds, to the given precision; 0 if not even 1 does.
+    """Return the highest load that is sustained, to the given precision; 0 if not even 1 is.
 
-    Doubles from `start` until one fails, then bisects.
+    Doubles from `start` until a load fails, then bisects.
     """
     low, high = 0, start
-    while await holds(high):
+    while await sustained(high):
         low, high = high, 2 * high
     while high - low > max(1.0, precision * low):
         middle = (low + high) // 2
-        if await holds(middle):
+        if await sustained(middle):
             low = middle
         else:
             high = middle
@@ -160,59 +162,59 @@ async def probe(
     tokens: int,
     probe_s: float,
     processes: int = 1,
-) -> Probe:
+) -> CalibrationProbe:
     """Offer one load, evenly spaced, for `probe_s` or two lengths of a stream if that is more."""
     length_s = _length_s(tokens)
-    requests = max(1, round(rate_rps * max(probe_s, 2 * length_s)))
     load = Load(
         prompt=_PROMPT,
         arrival="constant",
         rate_rps=rate_rps,
-        requests=requests,
+        requests=max(1, round(rate_rps * max(probe_s, 2 * length_s))),
         max_tokens=tokens,
     )
     cpu_s = await _cpu_s(session, url)
     if processes > 1:
-        run = await run_in_processes(SenderJob(load, url, "null"), processes)
+        job = SenderJob(load, Target(url, processes=processes), ServerInfo(MODEL))
+        run = await run_in_processes(job)
     else:
-        run = await run_plan(session, url, "null", make_plan(load).requests)
+        run = await run_plan(OpenAIClient(session, url, MODEL), make_plan(load).requests)
     server_cpu_s = await _cpu_s(session, url) - cpu_s
     assert run.health is not None
     excess = sorted(r.chunks[0].at_s - r.scheduled_s - PACE.ttft_s for r in run.records if r.chunks)
-    return Probe(
+    excess = excess or [float("nan")]
+    return CalibrationProbe(
         rate_rps,
         rate_rps * length_s,
         rate_rps * tokens,
         run.health,
-        (_quantile(excess, 0.5), _quantile(excess, 0.99)),
+        (percentile(excess, 0.5), percentile(excess, 0.99)),
         server_cpu_s / run.duration_s,
-        (*judge_health(run), *_failures(run)),
+        (*invalid_reasons(run), *_failures(run)),
     )
 
 
 def render(result: CalibrationResult) -> RenderableType:
-    """Return the two ceilings as text within 80 columns, with what held them back."""
+    """Return the two ceilings as text within 80 columns, with what limited them."""
     streamed = f"{STREAM_TOKENS} tokens, {PACE.itl_s * 1e3:g} ms apart"
     sending = "one process" if result.processes == 1 else f"{result.processes} processes"
     title = f"Ceilings of this generator ({sending})"
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("answers of")
+    table = Table("answers of", title=title, title_justify="left", box=None)
     for name in ("1 token", streamed):
         table.add_column(name, justify="right")
     searches = (result.rates, result.rate), (result.streams, result.stream)
-    columns = [_figures(best) for _, best in searches]
-    for title in columns[0] | columns[1]:
-        table.add_row(title, *(column.get(title, "none held") for column in columns))
-    causes = [
-        f"{name}: held back by: {cause}"
+    columns = [_cells(best) for _, best in searches]
+    for name in columns[0] | columns[1]:
+        table.add_row(name, *(column.get(name, "none sustained") for column in columns))
+    limits = [
+        f"{name}: limited by {cause}"
         for name, (probes, best) in zip(("1 token", streamed), searches, strict=True)
         if (cause := _cause(probes, best))
     ]
-    return Group(table, "", *causes)
+    return Group(table, "", *limits)
 
 
-def _figures(best: Probe | None) -> dict[str, str]:
-    """Return what a column says of the best probe that was held; nothing if there was none."""
+def _cells(best: CalibrationProbe | None) -> dict[str, str]:
+    """Return the column of the best probe; empty if no probe was sustained."""
     if best is None:
         return {}
     median_s, p99_s = best.ttft_excess_s
@@ -220,23 +222,23 @@ def _figures(best: Probe | None) -> dict[str, str]:
         "requests/s": f"{best.rate_rps:.0f}",
         "open streams": f"{best.open_streams:.0f}",
         "chunks/s": f"{best.chunks_per_s:.0f}",
-        "p99 lag": f"{best.health.p99_lag_s * 1e3:.1f} ms",
+        "lag p99": f"{best.health.p99_lag_s * 1e3:.1f} ms",
         "TTFT excess, median": f"{median_s * 1e3:.1f} ms",
         "TTFT excess, p99": f"{p99_s * 1e3:.1f} ms",
         "CPU": f"{best.health.cpu_share:.0%}",
-        "null server's CPU": f"{best.server_cpu_share:.0%}",
+        "stub server's CPU": f"{best.server_cpu_share:.0%}",
     }
 
 
-def _cause(probes: Sequence[Probe], best: Probe | None) -> str:
-    """Return why the lowest load above the best was not held; empty if none was tried."""
+def _cause(probes: Sequence[CalibrationProbe], best: CalibrationProbe | None) -> str:
+    """Return why the lowest load above the best was not sustained; empty if none was tried."""
     above = [p for p in probes if p.reasons and (best is None or p.rate_rps > best.rate_rps)]
     return "; ".join(min(above, key=lambda p: p.rate_rps).reasons) if above else ""
 
 
 @asynccontextmanager
-async def null_server(pace: Pace) -> AsyncGenerator[str, None]:
-    """Run a null server as a process of its own; gives its address."""
+async def run_stub_server(pace: TokenPace) -> AsyncGenerator[str, None]:
+    """Run a stub server in a process of its own. Yields its address."""
     options = ["--ttft-ms", str(pace.ttft_s * 1e3), "--itl-ms", str(pace.itl_s * 1e3)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "draftgate.loadgen.sending.stub_server", *options, stdout=PIPE
@@ -245,7 +247,7 @@ async def null_server(pace: Pace) -> AsyncGenerator[str, None]:
     try:
         url = (await process.stdout.readline()).decode().strip()
         if not url:
-            raise OSError("the null server did not start")
+            raise OSError("the stub server did not start")
         yield url
     finally:
         if process.returncode is None:
@@ -270,9 +272,6 @@ def _failures(run: LoadRun) -> list[str]:
     return [f"{len(failed)} of {len(run.records)} streams failed, e.g. {example}"]
 
 
-def _held(probes: Sequence[Probe]) -> list[Probe]:
-    return [probe for probe in probes if not probe.reasons]
-
-
-def _quantile(ascending: Sequence[float], share: float) -> float:
-    return ascending[round(share * (len(ascending) - 1))] if ascending else float("nan")
+def _best(probes: Sequence[CalibrationProbe]) -> CalibrationProbe | None:
+    sustained = (probe for probe in probes if not probe.reasons)
+    return max(sustained, key=lambda probe: probe.rate_rps, default=None)

@@ -7,21 +7,15 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 Clock: TypeAlias = Callable[[], float]
-"""Returns the seconds since the run started; never goes back."""
+"""Returns the seconds since the start of the run. It never goes back."""
 
 
-def start_clock() -> Clock:
-    """Return a clock that starts now.
+def start_clock(start_s: float | None = None) -> Clock:
+    """Return a clock that starts now, or at an instant of the monotonic clock.
 
-    It reads the monotonic clock, not the event loop's: uvloop's stands still within an iteration.
+    Before that instant it is negative. It reads the monotonic clock and not the event loop's, since
+    uvloop's does not advance within an iteration. All processes of a machine share the monotonic
+    clock (Linux: CLOCK_MONOTONIC, seconds since boot; macOS alike), so their clocks agree.
     """
-    return clock_from(time.monotonic())
-
-
-def clock_from(start_s: float) -> Clock:
-    """Return a clock that starts at an instant of the monotonic clock; before it, it is negative.
-
-    All processes of a machine read the same monotonic clock (Linux: CLOCK_MONOTONIC, seconds since
-    boot; macOS alike), so their clocks from one instant agree.
-    """
-    return lambda: time.monotonic() - start_s
+    origin_s = time.monotonic() if start_s is None else start_s
+    return lambda: time.monotonic() - origin_s

@@ -3,86 +3,76 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-import aiohttp
-
+from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.planning.plan import Load, Plan
-from draftgate.loadgen.sending.client import ClientTimeouts, HttpExchange
+from draftgate.loadgen.sending.client import HttpExchange, OpenAIClient
 from draftgate.loadgen.sending.clock import Clock, start_clock
-from draftgate.loadgen.sending.flows import whole
-from draftgate.loadgen.sending.health import HealthMonitor, without_full_gc
-from draftgate.loadgen.types import SINGLE, LoadRun, PlannedRequest, Record
+from draftgate.loadgen.sending.health import monitor_health, without_full_gc
+from draftgate.loadgen.types import SINGLE, LoadRun, PlannedRequest, Record, Single
 
 TIMER_S: Final = 0.001
-"""Resolution of the event loops' timers (epoll's and libuv's milliseconds): shorter sleeps would
+"""Resolution of the event loops' timers (milliseconds in epoll and libuv). Shorter sleeps would
 only spin."""
 
 Send: TypeAlias = Callable[[PlannedRequest, float], object]
 """Starts a request, given its instant, and returns at once."""
 
 
-async def run_plan(  # noqa: PLR0913 - the keywords have defaults
-    session: aiohttp.ClientSession,
-    url: str,
-    model: str,
+async def run_plan(
+    client: OpenAIClient,
     plan: Iterable[PlannedRequest],
     *,
     concurrency: int | None = None,
-    patience: ClientTimeouts | None = None,
     on_start: Callable[[PlannedRequest], None] = lambda _: None,
     on_record: Callable[[Record], None] = lambda _: None,
     start_clock: Callable[[], Clock] = start_clock,
 ) -> LoadRun:
-    """Send all questions of the plan, wait for their answers, and return the run.
+    """Send all requests of a plan, wait for their answers, and return the run.
 
     Without `concurrency` the loop is open: each request starts at its instant `at_s`, however many
-    are still open, since waiting for answers would hide what a user who comes then would suffer
-    (coordinated omission). The schedule is absolute: a late start makes no later one late, and late
-    requests start at once. With `concurrency` so many clients ask one request after the other.
+    are still open. Waiting for answers would hide what a later user would suffer (coordinated
+    omission). The schedule is absolute, so a late start delays no other request, and late requests
+    start at once. With `concurrency`, that many clients send one request after another.
 
-    The plan is read as it is needed, the next request while the last ones are answered: make it
-    beforehand (`list`) if making a question takes more than a millisecond.
+    The plan is read while requests are sent. Pass a list if a request takes more than a millisecond
+    to build.
 
     Cancelling (Ctrl-C under `asyncio.run`) stops the run: open requests are closed and recorded as
     `interrupted`, and the run so far is returned.
 
     Args:
-        session: from `open_session`.
-        url: the server's, without a path.
-        patience: how long to wait for an answer.
-        on_start: told of each question as it starts.
-        on_record: told of each question when it is over, with all its requests.
+        on_start: called with each planned request as it starts.
+        on_record: called with the record of each planned request as it ends.
 
     Raises:
-        ExceptionGroup: of a ValueError: a request has an instant in a closed loop, or none in an
+        ExceptionGroup: holds a ValueError: a request has an instant in a closed loop, or none in an
             open one.
     """
-    clock = start_clock()
-    run, ids, waits = LoadRun({}), set[str](), patience or ClientTimeouts()
+    clock, run, ids = start_clock(), LoadRun({}), set[str]()
 
     async def answer(planned: PlannedRequest, scheduled_s: float) -> None:
-        """Send the requests of a question, each when the one before it is over."""
-        hops = list[Record]()
+        """Send the requests of a flow, each when the one before it has ended."""
+        hops, due_s = list[Record](), scheduled_s
         on_start(planned)
         try:
-            due_s = scheduled_s
-            while asked := planned.flow.next(planned.request, hops, clock() - scheduled_s):
-                request = replace(planned, request=asked, flow=SINGLE)
-                current = HttpExchange(request, clock, due_s, waits, ids)
+            while spec := planned.flow.next(planned.request, hops, clock() - scheduled_s):
+                hop = replace(planned, request=spec, flow=SINGLE)
+                exchange = HttpExchange(client, hop, clock, due_s, ids)
                 try:
-                    await current.run(session, url, model)
+                    await exchange.run()
                 finally:
-                    hops.append(current.record())
+                    hops.append(exchange.record())
                 due_s = hops[-1].end_s
         finally:
             if hops:
-                run.records.append(whole(planned, hops))
+                run.records.append(merge_hops(planned, hops))
                 on_record(run.records[-1])
 
-    with without_full_gc(), HealthMonitor(clock) as monitor:
+    with without_full_gc(), monitor_health(clock) as health:
         try:
             async with asyncio.TaskGroup() as tasks:
                 if concurrency is None:
@@ -92,16 +82,21 @@ async def run_plan(  # noqa: PLR0913 - the keywords have defaults
                 else:
                     requests = iter(plan)
                     for _ in range(concurrency):
-                        tasks.create_task(_client(requests, answer, clock))
+                        tasks.create_task(_run_client(requests, answer, clock))
         except asyncio.CancelledError:
             run.interrupted = True
             if concurrency is None and run.scheduled_duration_s is None:
                 run.scheduled_duration_s = clock()
-            if (this := asyncio.current_task()) is not None:
-                this.uncancel()
+            resume_after_cancel()
         run.duration_s = clock()
-        run.health = monitor.health(run.records)
+        run.health = health(run.records)
     return run
+
+
+def resume_after_cancel() -> None:
+    """Let the current task continue after it caught its own cancellation."""
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
 
 
 async def send_on_schedule(
@@ -110,9 +105,9 @@ async def send_on_schedule(
     clock: Clock,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> float:
-    """Call `send` for each request at its instant, never before; return the last one's instant.
+    """Call `send` for each request at its instant, never before, and return the last instant.
 
-    Other tasks get their turn between any two requests, however late they are.
+    Other tasks run between any two requests, however late the requests are.
 
     Raises:
         ValueError: a request has no instant.
@@ -129,31 +124,54 @@ async def send_on_schedule(
     return at_s
 
 
-def requests_of(plan: Plan, load: Load) -> Iterable[PlannedRequest]:
-    """Return a plan's requests; those of a closed loop end with the load's duration, if it has one.
+def timed_requests(plan: Plan, load: Load) -> Iterator[PlannedRequest]:
+    """Yield the requests of a plan until the duration of a closed loop has passed.
 
-    An open loop's schedule is as long as that already.
+    The schedule of an open loop already ends there.
     """
-    if plan.concurrency is None or load.duration_s is None:
-        return plan.requests
-    return until(plan.requests, load.duration_s)
-
-
-def until(requests: Iterable[PlannedRequest], duration_s: float) -> Iterator[PlannedRequest]:
-    """Yield requests until so much time has passed since the first was taken."""
     clock = start_clock()
-    for planned in requests:
-        if clock() >= duration_s:
+    limited = plan.concurrency is not None and load.duration_s is not None
+    for planned in plan.requests:
+        if limited and clock() >= (load.duration_s or 0.0):
             return
         yield planned
 
 
-async def _client(
+def merge_hops(planned: PlannedRequest, hops: Sequence[Record]) -> Record:
+    """Return the record of a flow as its user saw it. A single request's record stays as it is.
+
+    Text, usage and metrics are those of the last request. It is held against the user's SLO and
+    timed from the instant at which the user asked. One failed request fails the flow, even if the
+    flow found a way around it, since the answer is not the one that was asked for.
+
+    Args:
+        hops: the records of the requests, in order; at least one.
+    """
+    if isinstance(planned.flow, Single):
+        return hops[0]
+    first, last = hops[0], hops[-1]
+    fault = next((hop for hop in hops if hop.verdict != Verdict.OK), None)
+    request = replace(last.planned.request, slo=planned.request.slo, hop="", facts=())
+    return replace(
+        last,
+        # A record must not keep its flow alive, which may hold a whole index of passages.
+        planned=replace(planned, request=request, flow=SINGLE),
+        scheduled_s=first.scheduled_s,
+        sent_s=first.sent_s,
+        connect_s=first.connect_s,
+        verdict=Verdict.OK.value if fault is None else fault.verdict,
+        detail="" if fault is None else f"{fault.planned.request.hop}: {fault.detail}",
+        vectors=(),
+        hops=tuple(replace(hop, vectors=()) for hop in hops),
+    )
+
+
+async def _run_client(
     requests: Iterator[PlannedRequest],
     answer: Callable[[PlannedRequest, float], Awaitable[None]],
     clock: Clock,
 ) -> None:
-    """One client of a closed loop; all of them take their requests from the same plan."""
+    """Run one client of a closed loop. All clients take their requests from the same plan."""
     for planned in requests:
         if planned.at_s is not None:
             raise ValueError(f"request {planned.index} of a closed loop has an instant")

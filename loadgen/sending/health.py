@@ -1,55 +1,41 @@
-"""Did the generator keep up? A run whose generator did not says nothing about the server."""
+"""Whether the load generator kept up. If not, a run says nothing about the server."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
+from draftgate.loadgen.measuring.metrics import percentile
 from draftgate.loadgen.sending.clock import Clock
 from draftgate.loadgen.types import ClientHealth, LoadRun, Record
 
 TICK_S: Final = 0.01
-"""How often the event loop is asked whether it answers: often enough to see stalls of the size that
-the budget forbids, at 1 % of the cost of a thousand chunks a second."""
+"""How often the event loop is probed: often enough to see stalls of the size that makes a run
+invalid, at 1 % of the cost of a thousand chunks per second."""
 
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a valid run may show of its own generator.
-
-    Chosen against the tightest limit in common use, 450 ms to the first token (MLPerf LoadGen,
-    llama2-70b interactive): the usual lag is at most 2 % of it, a single hiccup a quarter. A
-    process above 90 % of a core queues its own events (M/D/1 at 0.9 waits 4.5 service times).
-
-    Attributes:
-        p99_lag_s, max_lag_s: sending behind schedule.
-        loop_stall_s: longest time in which nothing was read or sent.
-        cpu_share: of one core.
-    """
-
-    p99_lag_s: float = 0.010
-    max_lag_s: float = 0.100
-    loop_stall_s: float = 0.100
-    cpu_share: float = 0.90
-
+MAX_P99_LAG_S: Final = 0.010
+MAX_LAG_S: Final = 0.100
+MAX_LOOP_STALL_S: Final = 0.100
+MAX_CPU_SHARE: Final = 0.90
+"""Limits for the health of a valid run, chosen against the tightest limit in common use: 450 ms to
+the first token (MLPerf LoadGen, llama2-70b interactive). The usual lag is at most 2 % of it, a
+single hiccup a quarter. A process above 90 % of a core queues its own events (M/D/1 at 0.9 waits
+4.5 service times)."""
 
 NEVER: Final = 1 << 30
-"""Younger generations between two full collections of garbage: more than a run has."""
+"""Collections of the younger generations between two full collections: more than a run has."""
 
 
 @contextmanager
 def without_full_gc() -> Iterator[None]:
-    """Keep Python from looking through everything there is for garbage, until left.
+    """Suspend full garbage collections.
 
-    Such a look stopped this process for 20 to 86 ms at 400 open streams (AMD EPYC Zen 4, Python
-    3.11, 2026-11-21) and was what limited it. What becomes garbage soon is still collected; what a
-    run keeps, it keeps to its end.
+    At 400 open streams a full collection stopped this process for 20 to 86 ms, which limited it
+    (AMD EPYC Zen 4, Python 3.11, 2026-11-21). Short-lived garbage is still collected.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, NEVER)
@@ -59,52 +45,41 @@ def without_full_gc() -> Iterator[None]:
         gc.set_threshold(young, middle, old)
 
 
-class HealthMonitor:
-    """Watches this process while a run goes on: CPU time, and whether the event loop answers."""
+@contextmanager
+def monitor_health(clock: Clock) -> Iterator[Callable[[Sequence[Record]], ClientHealth]]:
+    """Watch this process: its CPU time, and whether its event loop runs.
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._stall_s = 0.0
-        self._watch: asyncio.Task[None] | None = None
-        self._started_s = 0.0
-        self._cpu_s = 0.0
+    Yields a function that returns the health so far, given the records of what was sent.
+    """
+    started_s, cpu_s, stall_s = clock(), time.process_time(), 0.0
 
-    def __enter__(self) -> Self:
-        self._started_s, self._cpu_s = self._clock(), time.process_time()
-        self._watch = asyncio.create_task(self._tick())
-        return self
+    async def probe_loop() -> None:
+        nonlocal stall_s
+        while True:
+            before_s = clock()
+            await asyncio.sleep(TICK_S)
+            stall_s = max(stall_s, clock() - before_s - TICK_S)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-
-    def health(self, records: Sequence[Record]) -> ClientHealth:
-        """Return how well the generator kept up so far, given the records of what it sent."""
-        lags = sorted(lag_s(r) for record in records for r in record.requests) or [0.0]
-        elapsed_s = max(self._clock() - self._started_s, 1e-9)
+    def health(records: Sequence[Record]) -> ClientHealth:
+        lags = sorted(lag_s(r) for record in records for r in record.http_records) or [0.0]
         return ClientHealth(
             max_lag_s=lags[-1],
-            p99_lag_s=lags[round(0.99 * (len(lags) - 1))],
-            cpu_share=(time.process_time() - self._cpu_s) / elapsed_s,
-            loop_stall_s=self._stall_s,
+            p99_lag_s=percentile(lags, 0.99),
+            cpu_share=(time.process_time() - cpu_s) / max(clock() - started_s, 1e-9),
+            loop_stall_s=stall_s,
         )
 
-    async def _tick(self) -> None:
-        while True:
-            before_s = self._clock()
-            await asyncio.sleep(TICK_S)
-            self._stall_s = max(self._stall_s, self._clock() - before_s - TICK_S)
+    probing = asyncio.create_task(probe_loop())
+    try:
+        yield health
+    finally:
+        probing.cancel()
 
 
-def of_processes(processes: Sequence[ClientHealth | None]) -> ClientHealth | None:
-    """Return the health of a generator of several processes: it is as well as its worst one.
+def merge_health(processes: Sequence[ClientHealth | None]) -> ClientHealth | None:
+    """Return the health of several processes: for each value the worst.
 
-    None of `processes` died; None is returned if all of them did.
+    A process that died is None. The result is None if all of them died.
     """
     known = [health for health in processes if health is not None]
     if not known:
@@ -119,34 +94,30 @@ def of_processes(processes: Sequence[ClientHealth | None]) -> ClientHealth | Non
 
 
 def lag_s(record: Record) -> float:
-    """Return how far behind schedule a request was sent by the generator's own fault.
+    """Return how late the generator itself sent a request.
 
-    Setting up a connection is work of the network and the server, and does not count.
+    Opening a connection is work of the network and the server, and does not count.
     """
     return max(0.0, record.sent_s - record.scheduled_s - record.connect_s)
 
 
-def judge_health(run: LoadRun, budget: Budget | None = None) -> list[str]:
-    """Return the reasons why a run is INVALID; none if it is valid.
-
-    Raises:
-        ValueError: the run carries no health, so that nothing can be said.
-    """
-    health, limits = run.health, budget or Budget()
+def invalid_reasons(run: LoadRun) -> list[str]:
+    """Return why nothing can be concluded from a run; empty if the run is valid."""
+    health = run.health
     if health is None:
-        raise ValueError("a run without health cannot be judged")
+        unknown = "the record of the run ends early, so the generator's health is not known"
+        return [*run.lost, unknown]
     reasons = list(run.lost)
     if run.interrupted:
-        reasons.append("the run was interrupted before its plan was done")
-    milliseconds = (
-        ("p99 of the lag behind schedule", health.p99_lag_s, limits.p99_lag_s),
-        ("largest lag behind schedule", health.max_lag_s, limits.max_lag_s),
-        ("longest stall of the event loop", health.loop_stall_s, limits.loop_stall_s),
-    )
-    for name, value_s, limit_s in milliseconds:
+        reasons.append("the run was interrupted before its plan was complete")
+    for name, value_s, limit_s in (
+        ("p99 of the lag behind schedule", health.p99_lag_s, MAX_P99_LAG_S),
+        ("largest lag behind schedule", health.max_lag_s, MAX_LAG_S),
+        ("longest stall of the event loop", health.loop_stall_s, MAX_LOOP_STALL_S),
+    ):
         if value_s > limit_s:
-            reasons.append(f"{name}: {value_s * 1e3:.1f} ms, allowed are {limit_s * 1e3:g} ms")
-    if health.cpu_share > limits.cpu_share:
-        share = f"{health.cpu_share:.0%} of a core, allowed are {limits.cpu_share:.0%}"
-        reasons.append(f"CPU of the generator: {share}")
+            reasons.append(f"{name}: {value_s * 1e3:.1f} ms, limit {limit_s * 1e3:g} ms")
+    if health.cpu_share > MAX_CPU_SHARE:
+        limit = f"limit {MAX_CPU_SHARE:.0%}"
+        reasons.append(f"CPU of the generator: {health.cpu_share:.0%} of a core, {limit}")
     return reasons

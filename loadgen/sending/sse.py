@@ -1,4 +1,4 @@
-"""Server-sent events, as bytes come in. Sans-I/O."""
+"""An incremental parser of server-sent events. Performs no I/O."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event: its data lines joined, and its type. Whoever decodes the data sees bad UTF-8."""
+    """An event: its data lines joined, still undecoded, and its type."""
 
     data: bytes
     event: str = "message"
 
 
 class SseParser:
-    """Turns chunks of a stream into events, as the HTML standard says.
+    """Splits a stream of bytes into events, as the HTML standard defines them.
 
-    How the stream is cut into chunks does not matter. An event that the stream breaks off before
-    its blank line is none.
+    The boundaries of chunks do not matter. An event without its final blank line is dropped.
     """
 
     def __init__(self) -> None:
-        self._rest = b""  # the line under way
-        self._after_cr = False  # a line feed that comes now belongs to the last line's end
+        self._rest = b""  # the incomplete last line
+        self._after_cr = False  # a line feed now would belong to the previous line end
         self._first_line = True
         self._data: list[bytes] = []
         self._event = ""
@@ -54,7 +53,7 @@ class SseParser:
             self._data.append(value)
         elif field == b"event":
             self._event = value.decode("utf-8", errors="replace")
-        return None  # a comment, an id, a retry time, or a field nobody knows
+        return None  # comments, ids, retry times and unknown fields are ignored
 
     def _dispatch(self) -> SseEvent | None:
         data, event = self._data, self._event

@@ -1,16 +1,14 @@
-"""A server that does nothing, on time: what a generator measures of it is the generator's own.
+"""A server that streams tokens on a fixed schedule: what a generator measures there is its own.
 
-`python -m loadgen.sending.stub_server` prints its address and streams as many tokens as
-`max_tokens` asks for: the first after `--ttft-ms`, the others `--itl-ms` apart on an absolute
-schedule, one write each. It speaks just enough HTTP/1.1 for a client that sends one request at a
-time per connection, in order to need less CPU than the client which is to be measured. `GET /cpu`
-tells how much.
+`python -m draftgate.loadgen.sending.stub_server` prints its address and streams `max_tokens`
+tokens: the first after `--ttft-ms`, the others `--itl-ms` apart on an absolute schedule, one write
+each. It implements only as much of HTTP/1.1 as a client needs that sends one request at a time per
+connection, so that it uses less CPU than the client under test. `GET /cpu` reports how much.
 """
 
 from __future__ import annotations
 
 import asyncio
-import resource
 import signal
 import time
 from typing import Annotated, Final, NamedTuple, cast
@@ -20,32 +18,36 @@ import uvloop
 from msgspec import DecodeError, Struct
 from msgspec.json import Decoder, encode
 
+from draftgate.loadgen.sending.client import allow_many_connections
+
+MODEL: Final = "stub"
+
 _STREAM_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 _HEAD_END: Final = b"\r\n\r\n"
 
 
-class Pace(NamedTuple):
-    """When tokens come: the first after `ttft_s`, each next `itl_s` later."""
+class TokenPace(NamedTuple):
+    """When tokens are sent: the first after `ttft_s`, each next one `itl_s` later."""
 
     ttft_s: float
     itl_s: float
 
 
-class _Asked(Struct):
+class _Body(Struct):
     max_tokens: int
 
 
-_decoder: Final = Decoder(_Asked)
+_decoder: Final = Decoder(_Body)
 
 
-class NullProtocol(asyncio.Protocol):
+class StubProtocol(asyncio.Protocol):
     """One connection."""
 
     _streams = 0
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: TokenPace) -> None:
         self._pace = pace
         self._loop = asyncio.get_running_loop()
         self._received = b""
@@ -67,7 +69,7 @@ class NullProtocol(asyncio.Protocol):
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"GET /v1/models "):
-            self._write(_json({"data": [{"id": "null"}]}))
+            self._write(_json({"data": [{"id": MODEL}]}))
         elif head.startswith(b"GET /cpu "):
             self._write(_json({"cpu_s": time.process_time()}))
         elif head.startswith(b"POST /v1/"):
@@ -76,36 +78,31 @@ class NullProtocol(asyncio.Protocol):
             except DecodeError as error:
                 self._write(_json({"error": {"message": str(error)}}, b"400 Bad Request"))
         else:
-            self._write(_json({"error": {"message": "nothing here"}}, b"404 Not Found"))
+            self._write(_json({"error": {"message": "not found"}}, b"404 Not Found"))
 
     def _stream(self, tokens: int) -> None:
-        NullProtocol._streams += 1
-        stream_id = f"null-{NullProtocol._streams}"
+        StubProtocol._streams += 1
+        stream_id = f"{MODEL}-{StubProtocol._streams}"
         text = _event(stream_id, [_choice(None)])
         last = _event(stream_id, [_choice("length")])
         usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": tokens + 1}
         end = _event(stream_id, [], usage=usage) + _chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"
         first_at = self._loop.time() + self._pace.ttft_s
 
-        def token(place: int) -> None:
-            head = _STREAM_HEAD if place == 0 else b""
-            if place == tokens - 1:
+        def send_token(index: int) -> None:
+            head = _STREAM_HEAD if index == 0 else b""
+            if index == tokens - 1:
                 self._write(head + last + end)
             elif self._transport is not None:
                 self._write(head + text)
-                self._loop.call_at(first_at + (place + 1) * self._pace.itl_s, token, place + 1)
+                next_at = first_at + (index + 1) * self._pace.itl_s
+                self._loop.call_at(next_at, send_token, index + 1)
 
-        self._loop.call_at(first_at, token, 0)
+        self._loop.call_at(first_at, send_token, 0)
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
-
-
-def allow_many_connections() -> None:
-    """Raise this process' limit of open files to what it may be."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _content_length(head: bytes) -> int:
@@ -132,12 +129,12 @@ def _json(content: object, status: bytes = b"200 OK") -> bytes:
     return head % (status, len(body)) + body
 
 
-async def serve(pace: Pace, port: int = 0) -> None:
-    """Serve on the loopback interface until SIGTERM or SIGINT; print the address first."""
+async def serve(pace: TokenPace, port: int = 0) -> None:
+    """Print the address and serve on the loopback interface until SIGTERM or SIGINT."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = await loop.create_server(lambda: NullProtocol(pace), "127.0.0.1", port, backlog=4096)
+    server = await loop.create_server(lambda: StubProtocol(pace), "127.0.0.1", port, backlog=4096)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)  # noqa: T201
     await stop.wait()
     server.close()
@@ -146,11 +143,11 @@ async def serve(pace: Pace, port: int = 0) -> None:
 def main(
     ttft_ms: Annotated[float, typer.Option(help="Before the first token.")] = 50.0,
     itl_ms: Annotated[float, typer.Option(help="Between two tokens.")] = 20.0,
-    port: Annotated[int, typer.Option(help="0: one that is free.")] = 0,
+    port: Annotated[int, typer.Option(help="0 takes a free port.")] = 0,
 ) -> None:
-    """Stream tokens on time, and do nothing else."""
+    """Stream tokens on a fixed schedule."""
     allow_many_connections()
-    uvloop.run(serve(Pace(ttft_ms / 1e3, itl_ms / 1e3), port))
+    uvloop.run(serve(TokenPace(ttft_ms / 1e3, itl_ms / 1e3), port))
 
 
 if __name__ == "__main__":

@@ -1,110 +1,37 @@
-"""What to ask, as a function of (setting, index): a plan can be rebuilt, and simulated."""
+"""What to send, as a function of settings and an index, so that a plan can be built again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from draftgate.loadgen.planning.corpus import open_corpus
-from draftgate.loadgen.types import Slo
-from draftgate.loadgen.workloads.base import (
-    Endpoint,
-    Workload,
-    WorkloadSettings,
-    prompt_text,
-    through,
-)
+from draftgate.loadgen.workloads.base import Workload, WorkloadSettings
 from draftgate.loadgen.workloads.chat import Chat
 from draftgate.loadgen.workloads.code import Code
-from draftgate.loadgen.workloads.documents import LongDocument
+from draftgate.loadgen.workloads.long_document import LongDocument
 from draftgate.loadgen.workloads.mixed import Mixed
-from draftgate.loadgen.workloads.rag import Rag, Retriever, collection
+from draftgate.loadgen.workloads.rag import Rag
+from draftgate.loadgen.workloads.request_file import RequestFile
 from draftgate.loadgen.workloads.shared_prefix import SharedPrefix
-from draftgate.loadgen.workloads.tokens import ApproximateCounter, TokenCounter, fit_counter
-from draftgate.loadgen.workloads.trace import Replay, Row
-
-__all__ = [
-    "WORKLOADS",
-    "ApproximateCounter",
-    "Endpoint",
-    "Rag",
-    "Replay",
-    "Retriever",
-    "Row",
-    "TokenCounter",
-    "Workload",
-    "fit_counter",
-    "indexed_passages",
-    "make_workload",
-    "prompt_text",
-    "replay",
-    "through",
-]
 
 WORKLOADS: Final[Mapping[str, Callable[[WorkloadSettings], Workload]]] = MappingProxyType(
     {made.name: made for made in (Code, Chat, LongDocument, SharedPrefix, Mixed, Rag)}
 )
-"""By the names of the contract."""
+"""The built-in workloads by name."""
 
 
-def make_workload(
-    name: str,
-    *,
-    seed: int,
-    counter: TokenCounter | None = None,
-    max_tokens: int | None = None,
-    max_model_len: int | None = None,
-    slo: Slo = Slo(),  # noqa: B008 - immutable
-    text_file: Path | None = None,
-) -> Workload:
-    """Return a workload.
-
-    Args:
-        name: of `WORKLOADS`.
-        seed: the same seed on the same corpus gives the same questions.
-        counter: measures prompts; None estimates.
-        max_tokens: every answer's limit; None draws it from the workload's distribution.
-        max_model_len: tokens the server holds per sequence; prompts and answers are cut to fit.
-        slo: what requests are promised; mixed gives its classes multiples of it.
-        text_file: the text to ask about instead of this Python's own.
+def make_workload(name: str, settings: WorkloadSettings) -> Workload:
+    """Return a workload by its name, or from a file of requests.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: no such workload, or no text.
+        ValueError: there is no such workload or file, or the file holds no requests.
     """
-    if name not in WORKLOADS:
-        raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
-    counter = counter or ApproximateCounter()
-    corpus = open_corpus(text_file)
-    return WORKLOADS[name](WorkloadSettings(seed, counter, corpus, max_tokens, max_model_len, slo))
-
-
-def indexed_passages(counter: TokenCounter, text_file: Path | None = None) -> list[str]:
-    """Return the passages that `rag` retrieves, to make an index of.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: there is no text.
-    """
-    return collection(WorkloadSettings(0, counter, open_corpus(text_file), None, None, Slo()))
-
-
-def replay(
-    rows: Sequence[Row],
-    *,
-    seed: int,
-    counter: TokenCounter | None = None,
-    max_tokens: int | None = None,
-    max_model_len: int | None = None,
-    slo: Slo = Slo(),  # noqa: B008 - immutable
-    text_file: Path | None = None,
-) -> Replay:
-    """Return a trace's rows as questions; arguments as in `make_workload`.
-
-    `max_tokens` replaces the lengths of answers that the trace recorded.
-    """
-    counter = counter or ApproximateCounter()
-    corpus = open_corpus(text_file)
-    return Replay(rows, WorkloadSettings(seed, counter, corpus, max_tokens, max_model_len, slo))
+    if name in WORKLOADS:
+        return WORKLOADS[name](settings)
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"no workload {name!r}: expected {', '.join(WORKLOADS)} or a file")
+    return RequestFile(path, settings)

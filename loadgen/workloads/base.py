@@ -1,92 +1,157 @@
-"""What every workload builds on: its setting, distributions of lengths, text of a wanted length."""
+"""What every workload builds on: its settings, distributions of lengths, text of a given length."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from math import log
+from math import ceil, log
 from random import Random
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
-from draftgate.loadgen.planning.corpus import Library, TextCorpus
+from draftgate.loadgen.planning.corpus import Library, TextCorpus, open_corpus
 from draftgate.loadgen.types import ChatMessage, RequestSpec, Slo
-from draftgate.loadgen.workloads.tokens import TokenCounter, cut
+
+CHARACTERS_PER_TOKEN: Final = 3.5
+"""Used when the server cannot count tokens. English has about 4 in large vocabularies (the rule of
+thumb of OpenAI's documentation). The 4,096 tokens of the shipped model have 3.1 on the sources of
+the standard library and 3.4 on its docstrings (240 and 142 passages of 2,000 characters,
+2026-11-21)."""
 
 PROMPT_SHARE: Final = 0.68
-"""Of the context left beside the answer, what a prompt may fill by the counter: counts are
-estimates, and a request over the limit is refused. Of 2,400 questions of all workloads the densest
-long prompt had 1.41 times its estimate by the shipped model's tokenizer, where that estimate was
-measured (2026-11-21): 0.68 x 1.41 = 0.96, and a chat's template needs some tokens more."""
+"""Share of the context left beside the answer that a prompt may fill. Token counts are estimates,
+and a request over the limit is refused. Of 2,400 requests of all workloads the densest long prompt
+had 1.41 times its estimate by the shipped model's tokenizer, where that estimate was measured
+(2026-11-21): 0.68 x 1.41 = 0.96, and a chat template needs some more tokens."""
 
 Endpoint = Literal["chat", "completions"]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenEstimator:
+    """Estimates the tokens of a text without a tokenizer: ceil(characters / characters per token).
+
+    Attributes:
+        source: where the ratio comes from, in words; reports print it beside prompt lengths.
+    """
+
+    characters_per_token: float = CHARACTERS_PER_TOKEN
+    source: str = "estimated, not measured"
+
+    def __post_init__(self) -> None:
+        if not self.characters_per_token > 0:
+            raise ValueError(f"characters per token must be positive: {self.characters_per_token}")
+
+    @classmethod
+    def measured(cls, samples: Sequence[tuple[str, int]]) -> TokenEstimator:
+        """Return the estimator with the ratio of all characters to all tokens of (text, tokens).
+
+        The ratio of sums, unlike the mean of ratios, is right for the total of a load.
+
+        Raises:
+            ValueError: the samples hold no characters or no tokens.
+        """
+        characters = sum(len(text) for text, _ in samples)
+        tokens = sum(count for _, count in samples)
+        if characters <= 0 or tokens <= 0:
+            raise ValueError("the samples hold no text, so characters per token cannot be measured")
+        return cls(characters / tokens, f"measured on {len(samples)} texts")
+
+    def count(self, text: str) -> int:
+        """Return the estimated tokens of a text; 0 for the empty one, never fewer for a longer."""
+        return ceil(len(text) / self.characters_per_token)
+
+
+def cut(text: str, tokens: int, counter: TokenEstimator) -> str:
+    """Return the longest prefix of a text with at most that many tokens, by bisection."""
+    lengths = range(len(text) + 1)
+    fitting = bisect_right(lengths, tokens, key=lambda length: counter.count(text[:length]))
+    return text[: max(fitting - 1, 0)]
+
+
 class Workload(Protocol):
-    """A sequence of questions without end (a replayed trace ends), in no need of answers."""
+    """An endless sequence of requests (a replayed trace ends) that depends on no answers."""
 
     @property
     def name(self) -> str:
-        """Its name in the contract."""
+        """The name that `--workload` takes."""
         ...
 
     def request(self, index: int) -> RequestSpec:
-        """Return the question at a place from 0: one setting, one index, one question.
+        """Return the request at a position from 0. The same settings give the same request.
 
-        May be asked in any order. Reads documents when first met (milliseconds each), so a live
-        run asks for its whole plan before the clock starts.
+        Requests may be built in any order. Building one may read a document, which takes some
+        milliseconds, so a run builds its plan before the clock starts.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSettings:
-    """What all workloads are given.
+    """What all workloads are built from.
 
     Attributes:
-        max_tokens: every answer's limit; None draws it from the workload's distribution.
-        max_model_len: tokens the server holds per sequence, prompt and answer; None knows none.
-        slo: what requests are promised.
+        seed: the same seed on the same corpus gives the same requests.
+        max_tokens: the limit of every answer; None draws it from the workload's distribution.
+        max_model_len: the server's context in tokens, to which prompts and answers are cut.
+        slo: the SLO of the requests; `mixed` gives its classes multiples of it.
     """
 
     seed: int
-    counter: TokenCounter
-    corpus: TextCorpus
-    max_tokens: int | None
-    max_model_len: int | None
-    slo: Slo
+    counter: TokenEstimator = TokenEstimator()
+    corpus: TextCorpus = field(default_factory=open_corpus)
+    max_tokens: int | None = None
+    max_model_len: int | None = None
+    slo: Slo = field(default_factory=Slo)
 
     def rng(self, *names: object) -> Random:
-        """Return the generator of that name: independent of every other name's."""
+        """Return the random generator of that name, independent of all others."""
         return Random("/".join(map(str, (self.seed, *names))))
 
     def answer_tokens(self, drawn: int) -> int:
-        """Return an answer's limit: at least 1, at most half the server's context."""
+        """Return the limit of an answer: at least 1, at most half the server's context."""
         tokens = drawn if self.max_tokens is None else self.max_tokens
         most = tokens if self.max_model_len is None else self.max_model_len // 2
         return max(min(tokens, most), 1)
 
     def prompt_tokens(self, drawn: int, answer_tokens: int, beside: int = 0) -> int:
-        """Return a prompt's length: at least 1, and what fits with the answer and `beside`."""
+        """Return the length of a prompt: at least 1, and what fits beside the answer.
+
+        Args:
+            beside: tokens of the prompt that are not part of the drawn length.
+        """
         if self.max_model_len is None:
             return max(drawn, 1)
         most = int((self.max_model_len - answer_tokens) * PROMPT_SHARE) - beside
         return max(min(drawn, most), 1)
 
     def text(self, library: Library, rng: Random, tokens: int) -> str:
-        """Return a passage of that many tokens from a place drawn by `rng`."""
-        place, characters = library.place(rng), 4 * tokens
-        passage = library.read(place, characters)
+        """Return a passage of that many tokens from a random position."""
+        position, characters = library.random_position(rng), 4 * tokens
+        passage = library.read(position, characters)
         while self.counter.count(passage) < tokens:
             characters *= 2
-            passage = library.read(place, characters)
+            passage = library.read(position, characters)
         return cut(passage, tokens, self.counter)
+
+    def spec(
+        self,
+        class_name: str,
+        index: int,
+        max_tokens: int,
+        content: str | tuple[ChatMessage, ...],
+        **fields: Any,
+    ) -> RequestSpec:
+        """Return a request for a completion of a prompt, or for an answer in a chat."""
+        prompt, messages = (content, ()) if isinstance(content, str) else (None, content)
+        fields = {"class_name": class_name, "slo": self.slo, **fields}
+        return RequestSpec(prompt, messages, max_tokens, self.seed + index, **fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Lognormal lengths in tokens, clamped to [least, most]; sigma is of the natural logarithm."""
+    """Lognormal lengths in tokens, clamped to [least, most]. Sigma is of the natural logarithm."""
 
     median: float
     sigma: float
@@ -100,15 +165,15 @@ class Lengths:
 
 
 class Shares:
-    """Draws a place from 0 with the probability of its weight over their sum."""
+    """Draws an index with a probability in proportion to its weight."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._ends = list(accumulate(weights))
 
     def draw(self, rng: Random) -> int:
-        """Return a place."""
-        place = bisect_right(self._ends, rng.random() * self._ends[-1])
-        return min(place, len(self._ends) - 1)
+        """Return an index."""
+        index = bisect_right(self._ends, rng.random() * self._ends[-1])
+        return min(index, len(self._ends) - 1)
 
 
 def zipf(count: int, exponent: float) -> Shares:
@@ -116,22 +181,22 @@ def zipf(count: int, exponent: float) -> Shares:
     return Shares([rank**-exponent for rank in range(1, count + 1)])
 
 
-def through(question: RequestSpec, endpoint: Endpoint) -> RequestSpec:
-    """Return the question as asked at that endpoint, for servers that have only one of the two.
+def through(request: RequestSpec, endpoint: Endpoint) -> RequestSpec:
+    """Return a request in the form of that endpoint, for servers that have only one of the two.
 
-    A prompt becomes the one message of a user. A chat becomes a text of `Role: content` paragraphs
-    which ends with `Assistant:`; turns still begin with the turns before them.
+    A prompt becomes the message of a user. A chat becomes a text of `Role: content` paragraphs that
+    ends with `Assistant:`, so a later turn still begins with the turns before it.
     """
-    if endpoint == "chat" and question.prompt is not None:
-        return replace(question, prompt=None, messages=(ChatMessage("user", question.prompt),))
-    if endpoint == "completions" and question.prompt is None:
-        said = "".join(f"{m.role.capitalize()}: {m.content}\n\n" for m in question.messages)
-        return replace(question, prompt=f"{said}Assistant:", messages=())
-    return question
+    if endpoint == "chat" and request.prompt is not None:
+        return replace(request, prompt=None, messages=(ChatMessage("user", request.prompt),))
+    if endpoint == "completions" and request.prompt is None:
+        said = "".join(f"{m.role.capitalize()}: {m.content}\n\n" for m in request.messages)
+        return replace(request, prompt=f"{said}Assistant:", messages=())
+    return request
 
 
-def prompt_text(question: RequestSpec) -> str:
-    """Return everything a question says, to count its tokens by."""
-    if question.prompt is not None:
-        return question.prompt
-    return "\n".join(message.content for message in question.messages)
+def prompt_text(request: RequestSpec) -> str:
+    """Return the whole text of a request, to count its tokens."""
+    if request.prompt is not None:
+        return request.prompt
+    return "\n".join(message.content for message in request.messages)

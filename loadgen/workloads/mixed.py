@@ -1,4 +1,4 @@
-"""mixed: classes of different urgency and tenants of different size, at one server."""
+"""mixed: classes of different urgency and tenants of different size at one server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draftgate.loadgen.types import RequestSpec, Slo
 from draftgate.loadgen.workloads.base import Shares, Workload, WorkloadSettings
 from draftgate.loadgen.workloads.chat import Chat
 from draftgate.loadgen.workloads.code import Code
-from draftgate.loadgen.workloads.documents import LongDocument
+from draftgate.loadgen.workloads.long_document import LongDocument
 
 CLASSES: Final = {"interactive": 0.5, "standard": 0.3, "batch": 0.2}
 TENANTS: Final = {"tenant-a": 0.6, "tenant-b": 0.3, "tenant-c": 0.1}
@@ -22,48 +22,46 @@ STANDARD_TPOT: Final = 0.1 / 0.03
 
 
 class Mixed:
-    """interactive: code completion; standard: chat; batch: long documents, promised nothing.
+    """interactive: code completion; standard: chat; batch: long documents without an SLO.
 
-    Class and tenant of each request are drawn independently. The SLO asked for is the interactive
-    one (MLPerf's if none is), and the standard one as many times that as MLPerf's.
+    Class and tenant of each request are drawn independently. The given SLO is the interactive one
+    (default: MLPerf's). The standard SLO is a multiple of it, as in MLPerf.
     """
 
     name = "mixed"
 
-    def __init__(self, setting: WorkloadSettings) -> None:
-        slo = INTERACTIVE if setting.slo == Slo() else setting.slo
-        self._seed = setting.seed
-        self._setting = setting
+    def __init__(self, settings: WorkloadSettings) -> None:
+        slo = INTERACTIVE if settings.slo == Slo() else settings.slo
+        self._settings = settings
         self._parts: dict[str, Workload] = {
-            "interactive": Code(replace(setting, slo=slo)),
-            "standard": Chat(replace(setting, slo=_standard(slo))),
-            "batch": LongDocument(replace(setting, slo=Slo())),
+            "interactive": Code(replace(settings, slo=slo)),
+            "standard": Chat(replace(settings, slo=_standard(slo))),
+            "batch": LongDocument(replace(settings, slo=Slo())),
         }
-        self._names = tuple(CLASSES)
-        self._shares = Shares(tuple(CLASSES.values()))
+        self._names, self._shares = tuple(CLASSES), Shares(tuple(CLASSES.values()))
         self._tenants, self._tenant_shares = tuple(TENANTS), Shares(tuple(TENANTS.values()))
-        self._classes = setting.rng(self.name, "classes")
-        self._places: list[tuple[str, int]] = []
-        self._drawn = dict.fromkeys(CLASSES, 0)
+        self._rng = settings.rng(self.name, "classes")
+        self._drawn: list[tuple[str, int]] = []
+        self._counts = dict.fromkeys(CLASSES, 0)
 
     def request(self, index: int) -> RequestSpec:
-        class_name, place = self._place(index)
-        question = self._parts[class_name].request(place)
-        rng = self._setting.rng(self.name, "tenant", question.session or index)
+        class_name, index_in_class = self._draw(index)
+        request = self._parts[class_name].request(index_in_class)
+        rng = self._settings.rng(self.name, "tenant", request.session or index)
         return replace(
-            question,
-            seed=self._seed + index,
+            request,
+            seed=self._settings.seed + index,
             class_name=class_name,
             tenant=self._tenants[self._tenant_shares.draw(rng)],
         )
 
-    def _place(self, index: int) -> tuple[str, int]:
-        """Return a question's class, and how many of that class come before it."""
-        while len(self._places) <= index:
-            name = self._names[self._shares.draw(self._classes)]
-            self._places.append((name, self._drawn[name]))
-            self._drawn[name] += 1
-        return self._places[index]
+    def _draw(self, index: int) -> tuple[str, int]:
+        """Return the class of a request and its index within that class."""
+        while len(self._drawn) <= index:
+            name = self._names[self._shares.draw(self._rng)]
+            self._drawn.append((name, self._counts[name]))
+            self._counts[name] += 1
+        return self._drawn[index]
 
 
 def _standard(interactive: Slo) -> Slo:

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from bench.gateway import sweep as study
 from bench.gateway.sweep import TEXT, load_of, measure
-from draftgate.loadgen.report.sweep import as_sweep
-from draftgate.loadgen.sweep.cells import Contender
+from draftgate.loadgen.sweep import SweepTarget, as_dict
 from tests.loadgen.mock import Mock, serving
 
 
@@ -33,7 +32,7 @@ async def test_rates_are_shares_of_what_the_first_policy_can_do(text) -> None:
     promised limits, for the same part of a round."""
     first, second = Mock(), Mock()
     async with serving(first) as off, serving(second) as auto:
-        whom = [Contender("off", off), Contender("auto", auto)]
+        whom = [SweepTarget("off", off), SweepTarget("auto", auto)]
         args = flags("--shares", "0.05,0.1")
         swept, done, capacities = await measure(whom, args, Console(file=io.StringIO()))
     assert set(capacities) == {"off", "auto"}
@@ -42,7 +41,7 @@ async def test_rates_are_shares_of_what_the_first_policy_can_do(text) -> None:
     assert rates == pytest.approx([0.05 * capacity, 0.1 * capacity], rel=0.06)
     assert len(done) == len(swept.cells) == 4
     assert swept.load.duration_s == pytest.approx(1.2 / 4)
-    told = as_sweep(swept, done)
+    told = as_dict(swept, done)
     assert {cell["name"] for cell in told["cells"]} == {"off", "auto"}
     assert second.headers[-1]["x-slo-tpot-ms"] == "25"
     assert "x-slo-tpot-ms" not in second.headers[0]
@@ -54,7 +53,7 @@ async def test_rates_that_are_given_are_kept(text) -> None:
     mock = Mock()
     async with serving(mock) as url:
         args = flags("--rates", "20,10")
-        swept, _, _ = await measure([Contender("off", url)], args, Console(file=io.StringIO()))
+        swept, _, _ = await measure([SweepTarget("off", url)], args, Console(file=io.StringIO()))
     assert {cell.rate_rps for cell in swept.cells} == {10.0, 20.0}
 
 

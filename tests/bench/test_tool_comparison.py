@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -64,7 +65,7 @@ async def test_the_mock_does_what_its_case_says(name: str) -> None:
 def test_each_dialect_gives_the_figures_of_its_tool(tmp_path) -> None:
     """Every name by which a tool's figure goes has a counterpart in its dialect's account."""
     run = a_run([record(0, 0.0), record(1, 0.5)])
-    with EventWriter(tmp_path / "e.jsonl", run.settings) as events:
+    with closing(EventWriter(tmp_path / "e.jsonl", run.settings)) as events:
         for one in run.records:
             events.record(one)
         events.end(run)

@@ -17,7 +17,13 @@ import aiohttp
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.checking.lossless import first_difference
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.sending.client import ClientTimeouts, HttpExchange, first_model, open_session
+from draftgate.loadgen.sending.client import (
+    ClientTimeouts,
+    HttpExchange,
+    OpenAIClient,
+    first_model,
+    open_session,
+)
 from draftgate.loadgen.sending.clock import start_clock
 from draftgate.loadgen.sending.driver import send_on_schedule
 from draftgate.loadgen.types import PlannedRequest, Record
@@ -96,8 +102,9 @@ class Clients:
         first = planned.index if first is None else first
         for turn in range(2 * len(self.gateways)):
             url = self.gateways[(first + turn) % len(self.gateways)]
-            exchange = HttpExchange(planned, self.clock, scheduled_s, PATIENCE, self._ids)
-            await exchange.run(self.session, url, self.model)
+            client = OpenAIClient(self.session, url, self.model, PATIENCE)
+            exchange = HttpExchange(client, planned, self.clock, scheduled_s, self._ids)
+            await exchange.run()
             record = exchange.record()
             if not _is_refused(record):
                 break

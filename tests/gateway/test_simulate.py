@@ -19,9 +19,11 @@ from draftgate.gateway.cli.simulate.experiment import Setup, run_experiment
 from draftgate.gateway.cli.simulate.intervals import batch_means, estimate
 from draftgate.gateway.cli.simulate.report import as_json, page
 from draftgate.loadgen.measuring.metrics import METRICS, ttft_s, values_of
+from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.planning.plan import Load
 from draftgate.loadgen.types import Slo
 from draftgate.loadgen.workloads import WORKLOADS, make_workload
+from draftgate.loadgen.workloads.base import WorkloadSettings
 
 CONTRACT = {"requests", "valid", "goodput_rps", "attainment", "errors", "accepted_tokens_per_s"}
 CONTRACT |= {"ttft_s", "tpot_s", "latency_s"}
@@ -206,7 +208,8 @@ def test_shared_prefixes_hit_the_cache(text_file) -> None:
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_every_workload_names_a_record(workload: str, text_file) -> None:
     """No class of a workload falls back to what is meant for traces."""
-    made = make_workload(workload, seed=0, text_file=text_file, max_model_len=8192)
+    corpus = open_corpus(text_file)
+    made = make_workload(workload, WorkloadSettings(0, corpus=corpus, max_model_len=8192))
     assert {made.request(i).class_name for i in range(40)} <= set(RECORDED)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftgate.loadgen.search.types import Aim, Probe
+from draftgate.loadgen.search.types import SearchGoal, SearchProbe
 from tests.gateway.test_simulated_queues import SERVICE_S, ServiceTimeEnvironment, poisson
 from tests.gateway.test_simulated_queues import run as simulated
 from tests.loadgen.md1 import capacity
@@ -17,11 +17,11 @@ LIMIT_S = 5 * SERVICE_S
 def test_a_simulated_worker_has_the_capacity_that_theory_says() -> None:
     """The search's interval, at most 5 % to either side, holds the rate of M/D/1."""
 
-    def answers(probe: Probe):
+    def answers(probe: SearchProbe):
         at_s = poisson(probe.longest, probe.rate_rps, probe.seed)
         records = simulated(at_s, 1, "least_cost", ServiceTimeEnvironment())
         return at_s, [record.end_s - record.scheduled_s <= LIMIT_S for record in records]
 
-    found = search(Aim(30.0, LIMIT_S), answers).found()
+    found = search(SearchGoal(30.0, LIMIT_S), answers).result()
     assert found.low_rps <= capacity(0.95, SERVICE_S, LIMIT_S) <= found.high_rps
     assert found.relative_half_width <= 0.05

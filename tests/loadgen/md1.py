@@ -7,9 +7,9 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 
-from draftgate.loadgen.search.search import Search
-from draftgate.loadgen.search.types import Aim, Measured, Probe
-from draftgate.loadgen.search.watch import Watch
+from draftgate.loadgen.search.search import RateSearch
+from draftgate.loadgen.search.sequential_test import SequentialTest
+from draftgate.loadgen.search.types import ProbeResult, SearchGoal, SearchProbe
 
 
 def attainment(rate_rps: float, service_s: float, limit_s: float) -> float:
@@ -52,23 +52,23 @@ def waits(rate_rps: float, service_s: float, requests: int, seed: int) -> tuple:
     return at_s, backlog - np.minimum.accumulate(backlog)
 
 
-def run(aim: Aim, answers: Callable[[Probe], tuple], search: Search | None = None) -> Search:
+def run(aim: SearchGoal, answers: Callable[[SearchProbe], tuple]) -> RateSearch:
     """Search a virtual server: of each probe, instants of requests, and which were in time."""
-    search = search or Search(aim)
+    search = RateSearch(aim)
     while (probe := search.propose()) is not None:
-        watch, sent = Watch(probe, aim), 0
+        watch, sent = SequentialTest(probe, aim), 0
         for at_s, met in zip(*answers(probe), strict=True):
             sent += 1
             if watch.add(float(at_s), met=bool(met)):
                 break
-        search.observe(Measured(probe, watch.met, sent, watch.verdict))
+        search.observe(ProbeResult(probe, watch.met, sent, watch.verdict))
     return search
 
 
-def md1(service_s: float, limit_s: float) -> Callable[[Probe], tuple]:
+def md1(service_s: float, limit_s: float) -> Callable[[SearchProbe], tuple]:
     """Such a server."""
 
-    def answers(probe: Probe) -> tuple:
+    def answers(probe: SearchProbe) -> tuple:
         at_s, waited = waits(probe.rate_rps, service_s, probe.longest, probe.seed)
         return at_s, waited + service_s <= limit_s
 

@@ -9,25 +9,25 @@ from rich.console import Console
 
 from draftgate.loadgen.sending.calibrate import (
     PACE,
+    CalibrationProbe,
     CalibrationResult,
-    Probe,
-    held_once,
-    highest,
-    null_server,
+    find_highest,
     probe,
     render,
+    run_stub_server,
+    succeeds,
 )
-from draftgate.loadgen.sending.client import ClientTimeouts, ask, first_model, open_session
-from draftgate.loadgen.sending.clock import start_clock
-from draftgate.loadgen.sending.stub_server import Pace
+from draftgate.loadgen.sending.client import ClientTimeouts, OpenAIClient, first_model, open_session
+from draftgate.loadgen.sending.stub_server import TokenPace
 from draftgate.loadgen.types import ChatMessage, ClientHealth, PlannedRequest
 from tests.loadgen.mock import question
 
 WELL = ClientHealth(max_lag_s=0.004, p99_lag_s=0.0012, cpu_share=0.85, loop_stall_s=0.003)
 
 
-def a_probe(rate_rps: float, *reasons: str) -> Probe:
-    return Probe(rate_rps, rate_rps * 2, rate_rps * 100, WELL, (0.001, 0.0105), 0.97, reasons)
+def a_probe(rate_rps: float, *reasons: str) -> CalibrationProbe:
+    excess_s = (0.001, 0.0105)
+    return CalibrationProbe(rate_rps, rate_rps * 2, rate_rps * 100, WELL, excess_s, 0.97, reasons)
 
 
 @pytest.mark.parametrize("ceiling", [0, 1, 7, 99, 100, 101, 1000, 12345])
@@ -39,7 +39,7 @@ async def test_the_search_finds_the_ceiling(ceiling: int) -> None:
         probed.append(load)
         return load <= ceiling
 
-    found = await highest(holds, 100)
+    found = await find_highest(holds, 100)
     assert found <= ceiling
     assert ceiling - found <= max(1, 0.1 * found)
     assert len(probed) <= 16
@@ -55,23 +55,19 @@ async def test_one_hiccup_is_no_ceiling(outcomes: list[bool], held: bool) -> Non
     async def attempt() -> bool:
         return next(left)
 
-    assert await held_once(attempt) is held
+    assert await succeeds(attempt) is held
     assert next(left, None) is None
 
 
 async def test_the_null_server_streams_what_it_says() -> None:
     """Its streams are intact, of as many tokens as were asked for, and never ahead of its pace."""
-    pace = Pace(ttft_s=0.02, itl_s=0.005)
-    patience = ClientTimeouts(10.0, 10.0)
-    async with null_server(pace) as url, open_session() as session:
-        assert await first_model(session, url) == "null"
-        clock = start_clock()
-        asking = PlannedRequest(0, None, question(max_tokens=5))
-        record = await ask(session, url, "null", asking, clock=clock, patience=patience)
+    pace = TokenPace(ttft_s=0.02, itl_s=0.005)
+    async with run_stub_server(pace) as url, open_session() as session:
+        assert await first_model(session, url) == "stub"
+        client = OpenAIClient(session, url, "stub", ClientTimeouts(10.0, 10.0))
+        record = await client.ask(PlannedRequest(0, None, question(max_tokens=5)))
         chat = question(prompt=None, messages=(ChatMessage("user", "é" * 70_000),), max_tokens=1)
-        other = await ask(
-            session, url, "null", PlannedRequest(1, None, chat), clock=clock, patience=patience
-        )
+        other = await client.ask(PlannedRequest(1, None, chat))
         async with session.get(f"{url}/elsewhere") as response:
             assert response.status == 404
         async with session.post(f"{url}/v1/completions", data=b"{}") as response:
@@ -85,7 +81,7 @@ async def test_the_null_server_streams_what_it_says() -> None:
 
 async def test_a_probe_offers_its_load() -> None:
     """Evenly spaced requests of the given rate, answered intact, with the server's CPU beside."""
-    async with null_server(PACE) as url, open_session() as session:
+    async with run_stub_server(PACE) as url, open_session() as session:
         probed = await probe(session, url, rate_rps=40, tokens=3, probe_s=0.25)
     assert probed.chunks_per_s == 120
     assert probed.open_streams == pytest.approx(40 * 0.09)
@@ -105,7 +101,7 @@ def test_the_result_is_the_best_that_held() -> None:
     text = console.export_text()
     for shown in ("300", "600", "30000", "1.2 ms", "1.0 ms", "10.5 ms", "85%", "97%"):
         assert shown in text
-    assert "1 token: held back by: lag" in text
-    assert "none held" in text
-    assert "held back by: 2 of 9 streams failed" in text
+    assert "1 token: limited by lag" in text
+    assert "none sustained" in text
+    assert "limited by 2 of 9 streams failed" in text
     assert "hiccup" not in text

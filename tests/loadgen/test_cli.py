@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,15 @@ from typer.testing import CliRunner
 
 from draftgate.gateway import cli as gateway_cli
 from draftgate.loadgen import cli
-from draftgate.loadgen.cli.ending import exit_status, worst
+from draftgate.loadgen.cli import flags
+from draftgate.loadgen.cli.commands import exit_status, worst
 from draftgate.loadgen.events import EventWriter, read_events
 from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.sending.calibrate import CalibrationResult
 from draftgate.loadgen.sending.client import open_session
-from draftgate.loadgen.sending.server_info import look_at
+from draftgate.loadgen.sending.target import inspect_server
 from draftgate.loadgen.types import ClientHealth
-from draftgate.loadgen.workloads import ApproximateCounter
+from draftgate.loadgen.workloads.base import TokenEstimator
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_calibrate import a_probe
 from tests.loadgen.truth import a_run
@@ -57,7 +59,7 @@ def test_a_closed_loop_prints_its_figures_and_writes_the_summary(tmp_path) -> No
     summary = json.loads(out.read_text())
     assert ended_well(result, summary), result.output
     assert "6 of 6" in result.output
-    assert "48 / 36 (75.0%)" in result.output
+    assert "48 drafted, 36 accepted (75.0%)" in result.output
     assert (summary["requests"], summary["errors"], summary["attainment"]) == (6, {}, 1.0)
     assert summary["goodput_rps"] > 0
     for name in ("ttft_s", "tpot_s", "latency_s"):
@@ -141,7 +143,7 @@ def test_an_invalid_run_has_its_own_exit_status(tmp_path, health, status: int) -
     """3 if the generator did not keep up, though every stream was intact."""
     run = a_run([r for r in a_run().records if r.verdict == "ok"], health=health)
     path = tmp_path / "e.jsonl"
-    with EventWriter(path, run.settings) as events:
+    with closing(EventWriter(path, run.settings)) as events:
         for record in run.records:
             events.record(record)
         events.end(run)
@@ -208,6 +210,49 @@ def test_the_gateway_has_the_same_command() -> None:
     assert command("load", "report", "/nowhere", app=gateway_cli.app).exit_code == 2
 
 
+def test_help_shows_the_flags_of_a_run_in_groups() -> None:
+    """`load --help` needs no URL: it has the flags of `run` by group, and all commands."""
+    shown = command("--help").output
+    for group in ("Requests", "Schedule", "Server", "Results", "Commands"):
+        assert f"\n{group}:\n" in shown
+    for flag in ("--workload", "--rate", "--model", "--json", "--events", "calibrate"):
+        assert flag in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_workload_may_be_a_file_of_requests(tmp_path) -> None:
+    """Its requests are sent in their order, the extra fields included, and then again from the
+    first one; the settings name the file."""
+    path, out, mock = tmp_path / "mine.jsonl", tmp_path / "s.json", Mock()
+    path.write_text(
+        '{"prompt": "one", "max_tokens": 3, "temperature": 0.5, "class": "a"}\n\n'
+        '{"messages": [{"role": "user", "content": "two"}], "tenant": "t"}\n'
+    )
+    with serving_in_a_thread(mock) as url:
+        flags = ["--workload", path, "--requests", 3, "--concurrency", 1, "--json", out]
+        result = command(url, *flags)
+    summary = json.loads(out.read_text())
+    assert ended_well(result, summary), result.output
+    assert summary["details"]["settings"]["workload"] == str(path)
+    assert set(summary["details"]["classes"]) == {"a", "file"}
+    first, second, third = mock.bodies
+    assert (first["prompt"], first["max_tokens"], first["temperature"]) == ("one", 3, 0.5)
+    assert second["messages"] == [{"role": "user", "content": "two"}]
+    assert (third["prompt"], [body["seed"] for body in mock.bodies]) == ("one", [0, 1, 2])
+
+
+def test_a_page_without_plotly_is_refused_before_the_run(tmp_path, monkeypatch) -> None:
+    """One sentence says what to install, and nothing is sent."""
+    monkeypatch.setattr(flags, "find_spec", lambda _name: None)
+    mock = Mock()
+    with serving_in_a_thread(mock) as url:
+        result = command(url, "--html", tmp_path / "p.html")
+    assert result.exit_code == 2
+    assert "plotly is not installed" in result.output
+    assert "'draftgate[load]'" in result.output
+    assert mock.bodies == []
+
+
 def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
     """Probes as they are made, held or not and why; then the ceilings."""
     held, beyond = a_probe(100), a_probe(200, "CPU of the generator")
@@ -218,10 +263,10 @@ def test_calibrating_tells_of_each_probe(monkeypatch) -> None:
             on_probe(probe)
         return CalibrationResult((held, beyond), (held,), processes)
 
-    monkeypatch.setattr("draftgate.loadgen.cli.calibrate.find_ceilings", ceilings)
+    monkeypatch.setattr("draftgate.loadgen.cli.commands.find_ceilings", ceilings)
     result = command("calibrate", "--probe-s", 0.5, "--processes", 2)
     assert result.exit_code == 0
-    assert "200/s, 400 open: not held: CPU of the generator" in result.output
+    assert "200/s, 400 open: not sustained: CPU of the generator" in result.output
     assert "Ceilings of this generator (2 processes)" in result.output
 
 
@@ -238,18 +283,18 @@ def test_a_run_is_told_in_the_words_of_another_tool(tmp_path) -> None:
     assert "Inter Token Latency" in result.output
     result = command("report", events, "--as", "locust")
     assert result.exit_code == 2
-    assert "none of vllm, guidellm, aiperf" in " ".join(result.output.split())
+    assert "'locust' is not one of 'vllm'" in " ".join(result.output.split())
 
 
 async def test_a_server_without_tokenize_gets_an_estimate() -> None:
     """Then prompt lengths say that they are estimates, and the context's length is unknown."""
     async with serving(Mock()) as url, open_session() as session:
-        found = await look_at(session, url, "", open_corpus())
+        found = await inspect_server(session, url, "", open_corpus())
         assert (found.model, found.max_model_len) == ("mock", 8192)
         assert found.counter.characters_per_token == pytest.approx(4.0, rel=0.01)
-        assert (await look_at(session, url, "given")).model == "given"
-        elsewhere = await look_at(session, f"{url}/deeper", "given", open_corpus())
-    assert elsewhere.counter == ApproximateCounter()
+        assert (await inspect_server(session, url, "given")).model == "given"
+        elsewhere = await inspect_server(session, f"{url}/deeper", "given", open_corpus())
+    assert elsewhere.counter == TokenEstimator()
     assert elsewhere.max_model_len is None
 
 

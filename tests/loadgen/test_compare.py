@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from draftgate.loadgen import cli
-from draftgate.loadgen.compare.comparison import compare, holm, judge
-from draftgate.loadgen.compare.limits import parse_limit
-from draftgate.loadgen.compare.measures import Percentiles, measures
+from draftgate.loadgen.compare.comparison import compare, holm, judge, parse_threshold
+from draftgate.loadgen.compare.measures import PercentileMeasure, measures
 from draftgate.loadgen.events import EventWriter
 from draftgate.loadgen.measuring.metrics import METRICS, distribution, values_of
 from draftgate.loadgen.measuring.summary import summarize
@@ -24,7 +24,7 @@ from tests.loadgen.test_report import BEHIND
 
 def written(path: Path, run: LoadRun) -> Path:
     """A run's events, in a file."""
-    with EventWriter(path, run.settings) as events:
+    with closing(EventWriter(path, run.settings)) as events:
         for one in run.records:
             events.record(one)
         events.end(run)
@@ -43,30 +43,30 @@ def test_measures_are_the_figures_of_the_reports() -> None:
     once = np.ones((1, 120), np.int64)
     for key in ("ttft_s", "tpot_s", "latency_s", "chunk_gap_s"):
         told = distribution(values_of(METRICS[key], run.records)).as_dict()
-        values = dict(zip(found[key].points, found[key].of(once)[0], strict=True))
+        values = dict(zip(found[key].statistics, found[key].evaluate(once)[0], strict=True))
         assert values == pytest.approx({point: told[point] for point in values})
     for key in ("attainment", "goodput_rps", "accepted_tokens_per_s"):
-        assert found[key].of(once)[0, 0] == pytest.approx(summary[key])
+        assert found[key].evaluate(once)[0, 0] == pytest.approx(summary[key])
     mean = summary["details"]["figures"]["fluidity"]["mean"]
-    assert found["fluidity"].of(once)[0, 0] == pytest.approx(mean)
+    assert found["fluidity"].evaluate(once)[0, 0] == pytest.approx(mean)
 
 
 def test_a_count_is_a_repetition() -> None:
     """The percentiles of counted requests are those of their values, each as often as counted."""
     rng = np.random.default_rng(4)
     values, owners = np.sort(rng.random(40)), rng.integers(0, 10, 40)
-    measure = Percentiles(values, owners, 10, ("p50", "p90"))
+    measure = PercentileMeasure(values, owners, 10, ("p50", "p90"))
     counts = rng.integers(0, 4, (20, 10))
-    for found, own in zip(measure.of(counts), counts, strict=True):
+    for found, own in zip(measure.evaluate(counts), counts, strict=True):
         repeated = np.repeat(values, own[owners])
         assert found == pytest.approx(np.quantile(repeated, [0.5, 0.9]))
-    assert np.isnan(measure.of(np.zeros((1, 10), np.int64))).all()
+    assert np.isnan(measure.evaluate(np.zeros((1, 10), np.int64))).all()
 
 
 def test_percentiles_on_single_requests_are_not_compared() -> None:
     """p99 needs requests beyond it: 5 of 500 are enough, 1 of 100 is not."""
-    assert measures(queue_run(100))["ttft_s"].points == ("p50", "p90")
-    assert "p99" in measures(queue_run(600))["ttft_s"].points
+    assert measures(queue_run(100))["ttft_s"].statistics == ("p50", "p90")
+    assert "p99" in measures(queue_run(600))["ttft_s"].statistics
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -103,7 +103,7 @@ def test_a_slower_server_is_found() -> None:
     assert regressions(8, paired=True, slower=1.1) == 8
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     change = next(
-        c for c in compare(before, after).changes if (c.key, c.point) == ("tpot_s", "p50")
+        c for c in compare(before, after).changes if (c.key, c.statistic) == ("tpot_s", "p50")
     )
     assert change.verdict == "worse"
     low, high = change.interval
@@ -128,7 +128,7 @@ def test_pairs_stay_pairs_however_many_values_a_run_has(monkeypatch) -> None:
     after, widths = replace(before, records=merged), []
     for cells in (4_000_000, 6000):
         monkeypatch.setattr("draftgate.loadgen.compare.comparison.CELLS", cells)
-        changes = {(c.key, c.point): c for c in compare(before, after).changes}
+        changes = {(c.key, c.statistic): c for c in compare(before, after).changes}
         low, high = changes["chunk_gap_s", "p50"].interval
         widths.append(high - low)
     assert widths[1] == pytest.approx(widths[0], rel=0.3)
@@ -145,7 +145,7 @@ def test_a_limit_allows_so_much() -> None:
     """10 % slower is worse than 2 %, not than 20 %; only what is limited is judged."""
     before, after = queue_run(300), queue_run(300, noise=1, slower=1.1)
     for most, regressed in (("2%", True), ("20%", False), ("0.01", False)):
-        comparison = compare(before, after, [parse_limit(f"tpot_s:p50:{most}")])
+        comparison = compare(before, after, [parse_threshold(f"tpot_s:p50:{most}")])
         assert comparison.regressed is regressed
         assert sum(change.judged for change in comparison.changes) == 1
 
@@ -176,14 +176,14 @@ def test_what_is_not_judged_has_no_verdict() -> None:
 def test_a_limit_nobody_could_mean_is_refused(words: str) -> None:
     """No such figure, no such statistic, none named where there are several, no number."""
     with pytest.raises(ValueError, match="threshold"):
-        parse_limit(words)
+        parse_threshold(words)
 
 
 def test_limits_are_read_as_shares_or_in_the_figures_unit() -> None:
     """With a percent sign of A's value, without it in the figure's unit."""
-    assert parse_limit("ttft_s:p90:5%").relative == pytest.approx(0.05)
-    assert parse_limit("attainment:0.02").absolute == pytest.approx(0.02)
-    assert parse_limit("fluidity:0.02").point == "mean"
+    assert parse_threshold("ttft_s:p90:5%").relative == pytest.approx(0.05)
+    assert parse_threshold("attainment:0.02").absolute == pytest.approx(0.02)
+    assert parse_threshold("fluidity:0.02").statistic == "mean"
 
 
 def test_the_exit_status_is_for_ci(tmp_path) -> None:
@@ -216,6 +216,6 @@ def test_the_table_says_what_changed_and_what_differed(tmp_path) -> None:
     before = written(tmp_path / "a.jsonl", queue_run(100))
     after = written(tmp_path / "b.jsonl", queue_run(100, load=0.9, noise=1))
     text = compared(before, after).output
-    for shown in ("TTFT p50", "as promised", "95 % interval", "rate_rps: 1.2 in A, 1.8 in B"):
+    for shown in ("TTFT p50", "attainment", "95 % interval", "rate_rps: 1.2 in A, 1.8 in B"):
         assert shown in text
     assert "100 and 100 requests" in text

@@ -8,7 +8,13 @@ from random import Random
 import pytest
 from scipy.stats import chisquare
 
-from draftgate.loadgen.planning.corpus import Document, Library, Place, docstrings, open_corpus
+from draftgate.loadgen.planning.corpus import (
+    Document,
+    Library,
+    TextPosition,
+    docstrings,
+    open_corpus,
+)
 
 
 def test_a_library_reads_only_what_is_asked_for() -> None:
@@ -19,20 +25,20 @@ def test_a_library_reads_only_what_is_asked_for() -> None:
         return Document(name, 100, lambda: opened.append(name) or f"{name}\n" * 20)
 
     library = Library([document(f"{n:04}") for n in range(1000)])
-    place = library.place(Random(0))
+    place = library.random_position(Random(0))
     library.read(place, 5)
-    assert opened == [library.name(place)]
+    assert opened == [library._documents[place.document].name]
 
 
 def test_a_library_is_one_endless_text_in_the_order_of_names() -> None:
     """Reading runs on into the next document by name, past empty ones, and from the last on."""
     texts = {"c": "cc", "a": "aaa", "b": ""}
     library = Library([Document(name, 1, lambda t=text: t) for name, text in texts.items()])
-    assert library.read(Place(0, 1), 10) == "aaccaaacca"
-    assert library.read(Place(2, 0), 6) == "ccaaac"
+    assert library.read(TextPosition(0, 1), 10) == "aaccaaacca"
+    assert library.read(TextPosition(2, 0), 6) == "ccaaac"
     with pytest.raises(ValueError, match="every document is empty"):
-        Library([Document("a", 1, lambda: "")]).read(Place(0, 0), 1)
-    with pytest.raises(ValueError, match="give a text file"):
+        Library([Document("a", 1, lambda: "")]).read(TextPosition(0, 0), 1)
+    with pytest.raises(ValueError, match="--text-file"):
         Library([])
 
 
@@ -41,7 +47,7 @@ def test_places_are_beginnings_of_lines_in_proportion_to_size() -> None:
     line = "four\n"
     library = Library([Document(n, 5 * k, lambda k=k: line * k) for n, k in (("a", 30), ("b", 90))])
     rng = Random(4)
-    places = [library.place(rng) for _ in range(2000)]
+    places = [library.random_position(rng) for _ in range(2000)]
     assert all(place.offset % 5 == 0 for place in places)
     seen = Counter(place.document for place in places)
     assert chisquare([seen[0], seen[1]], [500, 1500]).pvalue > 1e-3
@@ -57,7 +63,7 @@ def test_docstrings_are_taken_from_modules_classes_and_functions() -> None:
 def test_tables_written_as_code_are_left_out() -> None:
     """The names of HTML's entities are no text to ask about; the rest of that package is."""
     code = open_corpus().code
-    names = {code.name(Place(document, 0)) for document in range(len(code))}
+    names = {document.name for document in code._documents}
     assert "html/parser.py" in names
     assert "html/entities.py" not in names
     assert "stringprep.py" not in names

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from draftgate.loadgen.checking.audit import Verdict
-from draftgate.loadgen.other_tools import DIALECTS
-from draftgate.loadgen.other_tools.base import Account, weighted_percentile
+from draftgate.loadgen.other_tools import TOOLS
+from draftgate.loadgen.other_tools.base import ToolReport, weighted_percentile
 from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.truth import a_run, failed, record
 
@@ -20,23 +20,23 @@ ONE_TOKEN = record(1, 1.0, first_s=0.31, gaps_s=(), tokens=1)
 """Sent at 1.01, text at 1.31, over at 1.33."""
 
 
-def said(name: str, *records, **fields) -> Account:
+def said(name: str, *records, **fields) -> ToolReport:
     """What a tool says of a run of these records."""
-    return DIALECTS[name](a_run(list(records), **fields))
+    return TOOLS[name](a_run(list(records), **fields))
 
 
-def count_of(account: Account, name: str) -> float | None:
+def count_of(account: ToolReport, name: str) -> float | None:
     """A single figure."""
     return next(one.value for one in account.counts if one.name == name)
 
 
-def values_of(account: Account, name: str) -> dict[str, float] | None:
+def values_of(account: ToolReport, name: str) -> dict[str, float] | None:
     """A distribution, in milliseconds."""
-    found = next(one.values for one in account.spreads if one.name == name)
+    found = next(one.values for one in account.distributions if one.name == name)
     return None if found is None else dict(found)
 
 
-def mean_of(account: Account, name: str) -> float:
+def mean_of(account: ToolReport, name: str) -> float:
     """The mean of a distribution, in milliseconds."""
     values = values_of(account, name)
     assert values is not None
@@ -162,11 +162,11 @@ def test_each_tool_takes_its_own_time_for_rates() -> None:
         assert count_of(said(name, *records, **seconds), names[name]) == pytest.approx(value)
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("name", TOOLS)
 def test_a_run_without_answers_has_an_account(name: str) -> None:
     """Nothing but failures, or nothing at all, is told without figures and without an error."""
     for run in (a_run([failed(0)]), LoadRun({})):
-        account = DIALECTS[name](run)
-        assert all(one.values is None for one in account.spreads)
+        account = TOOLS[name](run)
+        assert all(one.values is None for one in account.distributions)
         known = [one.value for one in account.counts if one.value is not None]
         assert all(math.isfinite(value) for value in known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
 
@@ -20,7 +21,7 @@ CHECK = LosslessCheck(3, 2, (Difference(1, 0, 5, "a", "b"),), ((2, "cut: gone"),
 
 def written(path, run, check=None, *, ended=True):
     """Write a run as the command does."""
-    with EventWriter(path, run.settings) as events:
+    with closing(EventWriter(path, run.settings)) as events:
         for one in run.records:
             events.record(one)
         if ended:
@@ -76,7 +77,7 @@ def test_a_crash_leaves_what_was_known(tmp_path) -> None:
     """Each record is on disk when it is over; a half-written line is left out; such a run is not
     valid."""
     run, path = a_run(), tmp_path / "e.jsonl"
-    with EventWriter(path, run.settings) as events:
+    with closing(EventWriter(path, run.settings)) as events:
         events.record(run.records[0])
         events.record(run.records[1])
         assert len(read_events(path)[0].records) == 2
@@ -111,7 +112,7 @@ def test_an_interrupted_run_stays_one(tmp_path) -> None:
     ("content", "complaint"),
     [
         ("", "line 1"),
-        ("{}\n", "not of the form loadgen-events/1"),
+        ("{}\n", "expected the format loadgen-events/1"),
         ('{"format": "loadgen-events/2", "settings": {}}\n', "loadgen-events/2"),
         ('{"format": "loadgen-events/1"}\n', "line 1"),
         ('{"format": "loadgen-events/1", "settings": {}}\n?\n', "line 2"),

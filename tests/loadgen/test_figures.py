@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from draftgate.loadgen.checking.lossless import LosslessCheck
+from draftgate.loadgen.measuring.confidence import wilson
 from draftgate.loadgen.measuring.metrics import (
     METRICS,
     chunk_gaps_s,
@@ -25,9 +26,9 @@ from draftgate.loadgen.measuring.metrics import (
     ttft_sent_s,
     values_of,
 )
-from draftgate.loadgen.measuring.slo import wilson
 from draftgate.loadgen.measuring.speculation import total_speculation
-from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, invalid_reasons, summarize
+from draftgate.loadgen.measuring.summary import accepted_tokens_per_s, summarize
+from draftgate.loadgen.sending.health import invalid_reasons
 from draftgate.loadgen.types import ClientHealth, Slo
 from tests.loadgen.truth import WELL, a_run, failed, record, speculation
 
@@ -123,10 +124,12 @@ def test_decisions_are_counted() -> None:
     """Choices by how often, sums of tokens, and the histogram added up by places."""
     longer = speculation(2, 4, 1, acceptance_histogram=[1, 0, 0, 0, 0, 3], price=0.4)
     told = total_speculation([record(metrics=speculation()), record(metrics=longer), record()])
-    assert told.prompts == 2
-    assert told.max_draft_tokens == {4: 1, 2: 1}
-    assert (told.modes, told.proposers, told.workers) == ({"auto": 2}, {"ngram": 2}, {"w0": 2})
-    assert (told.steps, told.drafted, told.accepted) == (4, 12, 7)
+    assert len(told.reports) == 2
+    assert told.count("max_draft_tokens") == {4: 1, 2: 1}
+    assert told.count("mode") == {"auto": 2}
+    assert told.count("proposer") == {"ngram": 2}
+    assert told.count("worker_id") == {"w0": 2}
+    assert [told.sum(name) for name in ("steps", "drafted", "accepted")] == [4, 12, 7]
     assert told.histogram == (1, 0, 1, 0, 1, 3)
     assert told.acceptance == pytest.approx(7 / 12)
     assert told.accepted_per_step == pytest.approx(7 / 4)
@@ -138,7 +141,8 @@ def test_each_prompt_has_its_decision() -> None:
     several = speculation(4, 16, 12)
     several["prompts"] = [speculation(4), speculation(2) | {"worker_id": "w1"}]
     told = total_speculation([record(metrics=several)])
-    assert (told.prompts, told.drafted, told.workers) == (2, 16, {"w0": 1, "w1": 1})
+    assert (len(told.reports), told.sum("drafted")) == (2, 16)
+    assert told.count("worker_id") == {"w0": 1, "w1": 1}
 
 
 def test_servers_may_tell_less_or_nonsense() -> None:
@@ -146,7 +150,8 @@ def test_servers_may_tell_less_or_nonsense() -> None:
     report = {"num_drafted_tokens": 8, "num_accepted_tokens": 3, "mode": 7, "num_spec_steps": "2"}
     report["price"] = "dear"
     told = total_speculation([record(metrics={"speculative_decoding": report})])
-    assert (told.drafted, told.accepted, told.steps, told.modes) == (8, 3, 0, {})
+    assert [told.sum(name) for name in ("drafted", "accepted", "steps")] == [8, 3, 0]
+    assert told.count("mode") == {}
     assert (told.accepted_per_step, told.mean_price) == (None, None)
     for metrics in (None, {}, {"speculative_decoding": None}, {"prompts": ["?"]}):
         assert total_speculation([record(metrics=metrics)]) is None
@@ -217,5 +222,5 @@ def test_times_survive_the_change_of_clock() -> None:
     """Figures are differences: the whole run shifted in time has the same ones."""
     one, later = record(at_s=0.0), record(at_s=1000.0)
     for figure in METRICS.values():
-        assert list(figure.of(one)) == pytest.approx(list(figure.of(later)))
+        assert list(figure.values(one)) == pytest.approx(list(figure.values(later)))
     assert replace(one, planned=later.planned) != later

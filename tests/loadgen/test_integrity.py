@@ -15,7 +15,7 @@ from draftgate.loadgen.checking.audit import ABORTS, StreamAudit, Verdict
 from draftgate.loadgen.sending.client import (
     ClientTimeouts,
     HttpExchange,
-    ask,
+    OpenAIClient,
     first_model,
     open_session,
 )
@@ -85,7 +85,7 @@ async def asked(script: Script, patience: ClientTimeouts | None = None, mock: Mo
     async with serving(mock or Mock()) as url, open_session() as session:
         planned = PlannedRequest(0, None, question(script))
         patience = patience or ClientTimeouts(5.0, 5.0)
-        return await ask(session, url, "mock", planned, clock=start_clock(), patience=patience)
+        return await OpenAIClient(session, url, "mock", patience).ask(planned)
 
 
 def test_the_tables_are_complete() -> None:
@@ -139,9 +139,7 @@ async def test_no_server_is_no_connection() -> None:
         pass
     async with open_session() as session:
         planned = PlannedRequest(0, None, question())
-        record = await ask(
-            session, url, "mock", planned, clock=start_clock(), patience=ClientTimeouts(5.0)
-        )
+        record = await OpenAIClient(session, url, "mock", ClientTimeouts(5.0)).ask(planned)
     assert (record.verdict, record.status) == ("no_connection", None)
 
 
@@ -245,9 +243,9 @@ async def test_instants_are_those_of_the_reads() -> None:
 
     content = SimpleNamespace(iter_any=reads)
     response = SimpleNamespace(status=200, content_type="text/event-stream", content=content)
-    exchange = HttpExchange(
-        PlannedRequest(0, 9.0, question()), lambda: now[0], 9.0, ClientTimeouts(), set()
-    )
+    planned = PlannedRequest(0, 9.0, question())
+    client = OpenAIClient(None, "", "mock")
+    exchange = HttpExchange(client, planned, lambda: now[0], 9.0, set())
     async with asyncio.timeout(5) as limit:
         await exchange._read(response, limit, asyncio.get_running_loop().time() + 5)
     record = exchange.record()
@@ -264,7 +262,8 @@ async def test_the_client_reads_no_chunk_before_it_was_sent() -> None:
         clock = start_clock()
         planned = PlannedRequest(0, None, question(Script(ttft_s=0.01, gap_s=0.005)))
         start_s = time.monotonic() - clock()
-        record = await ask(session, url, "mock", planned, clock=clock, patience=ClientTimeouts(5.0))
+        client = OpenAIClient(session, url, "mock", ClientTimeouts(5.0))
+        record = await client.ask(planned, clock)
     sent_s = [at_s - start_s for at_s in mock.sent_s[1]]
     assert record.verdict == "ok"
     pairs = list(zip(sent_s, record.chunks, strict=False))
@@ -285,9 +284,7 @@ async def test_what_is_sent_is_what_was_asked() -> None:
         assert await first_model(session, url) == "mock"
         for asking in (completion, chat):
             planned = PlannedRequest(0, None, asking)
-            await ask(
-                session, url, "mock", planned, clock=start_clock(), patience=ClientTimeouts(5.0)
-            )
+            await OpenAIClient(session, url, "mock", ClientTimeouts(5.0)).ask(planned)
     first, second = mock.bodies
     assert (first["prompt"], first["seed"], first["speculation"]) == ("x", 7, {"mode": "off"})
     assert first["stream_options"] == {"include_usage": True}

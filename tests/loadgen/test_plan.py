@@ -14,11 +14,12 @@ from draftgate.loadgen.planning.plan import (
     PROMPT_MAX_TOKENS,
     REQUESTS,
     Load,
-    Part,
+    Plan,
+    PlanPart,
     make_plan,
 )
 from draftgate.loadgen.planning.traces import read_trace
-from draftgate.loadgen.sending.driver import until
+from draftgate.loadgen.sending.driver import timed_requests
 from draftgate.loadgen.types import Slo
 
 ROWS = [
@@ -54,8 +55,9 @@ def test_a_duration_ends_a_closed_loop() -> None:
     plan = make_plan(Load(duration_s=60.0))
     assert plan.total is None
     assert len(list(islice(plan.requests, 1000))) == 1000
-    assert len(list(until(iter(range(5)), 60.0))) == 5
-    assert list(until(iter(range(5)), 0.0)) == []
+    short = Plan(range(5), concurrency=1, schedule_s=None, total=None)
+    assert len(list(timed_requests(short, Load(duration_s=60.0)))) == 5
+    assert list(timed_requests(short, Load(duration_s=1e-12))) == []
     both = make_plan(Load(duration_s=60.0, requests=3))
     assert both.total == 3
 
@@ -73,7 +75,7 @@ def test_the_parts_of_a_plan_are_the_plan(load: Load, of: int) -> None:
     """Request by request and client by client, whatever their number; each in the plan's order,
     and as long as the whole."""
     whole = make_plan(load)
-    parts = [make_plan(load, part=Part(index, of)) for index in range(of)]
+    parts = [make_plan(load, part=PlanPart(index, of)) for index in range(of)]
     asked = [list(part.requests) for part in parts]
     assert sorted((p for part in asked for p in part), key=lambda p: p.index) == list(
         whole.requests
@@ -88,7 +90,7 @@ def test_the_parts_of_a_plan_are_the_plan(load: Load, of: int) -> None:
 
 def test_a_part_of_an_endless_plan_has_no_end() -> None:
     """A closed loop that only its duration ends: both parts go on, and never meet."""
-    parts = [make_plan(Load(duration_s=60.0), part=Part(index, 2)) for index in (0, 1)]
+    parts = [make_plan(Load(duration_s=60.0), part=PlanPart(index, 2)) for index in (0, 1)]
     even, odd = ({p.index for p in islice(part.requests, 700)} for part in parts)
     assert even | odd == set(range(1400))
 
@@ -172,12 +174,15 @@ def test_a_plan_can_be_rebuilt() -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ({"workload": "code", "prompt": "x"}, "said twice: prompt, workload"),
-        ({"concurrency": 2, "rate_rps": 1.0}, "closed loop .* has no rate"),
-        ({"concurrency": 2, "arrival": "poisson"}, "has no arrival"),
-        ({"arrival": "poisson"}, "arrival needs a rate"),
-        ({"arrival": "poisson", "rate_rps": 1.0, "trace": Path("t")}, "its own arrivals"),
-        ({"time_scale": 2.0}, "time-scale is for a trace"),
+        (
+            {"workload": "code", "prompt": "x"},
+            "only one of .*: --prompt, --workload",
+        ),
+        ({"concurrency": 2, "rate_rps": 1.0}, "closed loop.* excludes --rate"),
+        ({"concurrency": 2, "arrival": "poisson"}, "excludes --arrival"),
+        ({"arrival": "poisson"}, "--arrival requires --rate"),
+        ({"arrival": "poisson", "rate_rps": 1.0, "trace": Path("t")}, "excludes --trace"),
+        ({"time_scale": 2.0}, "--time-scale requires --trace"),
         ({"time_scale": 2.0, "trace": Path("t"), "rate_rps": 1.0}, "time-scale"),
         ({"rate_rps": 0.0}, "rate must be positive"),
         ({"rate_rps": float("inf")}, "rate must be positive"),

@@ -19,12 +19,14 @@ from rich.console import Console
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.checking.lossless import choose, replay_of
 from draftgate.loadgen.events import End, read_events
-from draftgate.loadgen.measuring.summary import invalid_reasons, summarize
-from draftgate.loadgen.planning.plan import Load, Part
-from draftgate.loadgen.sending.health import judge_health, of_processes
-from draftgate.loadgen.sending.processes import parent, sender
-from draftgate.loadgen.sending.processes.parent import Merger, run_in_processes
-from draftgate.loadgen.sending.processes.wire import (
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.planning.plan import Load, PlanPart
+from draftgate.loadgen.sending import processes as parent
+from draftgate.loadgen.sending import sender
+from draftgate.loadgen.sending.health import invalid_reasons, merge_health
+from draftgate.loadgen.sending.processes import RunMerger, run_in_processes
+from draftgate.loadgen.sending.run import run_load
+from draftgate.loadgen.sending.sender import (
     JOB,
     REPORT,
     SenderJob,
@@ -33,13 +35,18 @@ from draftgate.loadgen.sending.processes.wire import (
     frame,
     receive,
 )
-from draftgate.loadgen.sending.run import Target, run_load
+from draftgate.loadgen.sending.target import ServerInfo, Target
 from draftgate.loadgen.types import LoadRun, Slo
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
 from tests.loadgen.truth import WELL, a_run, record
 
 FOUR = Load(requests=4, concurrency=4, max_tokens=8)
+
+
+def job_of(url: str, load: Load = FOUR) -> SenderJob:
+    """A job of two processes."""
+    return SenderJob(load, Target(url, processes=2), ServerInfo("mock"))
 
 
 @pytest.fixture
@@ -117,7 +124,7 @@ async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
 
     monkeypatch.setattr(parent, "frame", spy)
     async with serving(mock) as url:
-        run = await run_in_processes(SenderJob(FOUR, url, "mock"), 2)
+        run = await run_in_processes(job_of(url))
     (start_s,) = set(starts)
     for one in run.records:
         first_s = mock.sent_s[one.planned.request.seed][0]
@@ -127,7 +134,7 @@ async def test_all_begin_at_one_instant_of_one_clock(monkeypatch) -> None:
 
 async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
     """The instant is named only when every process has made its questions."""
-    said, ready = [], parent.Sender.ready
+    said, ready = [], parent.SenderProcess.wait_until_ready
 
     async def spy_ready(self):
         await ready(self)
@@ -137,10 +144,10 @@ async def test_none_begins_before_all_are_ready(monkeypatch) -> None:
         said.append(type(message).__name__)
         return frame(message)
 
-    monkeypatch.setattr(parent.Sender, "ready", spy_ready)
+    monkeypatch.setattr(parent.SenderProcess, "wait_until_ready", spy_ready)
     monkeypatch.setattr(parent, "frame", spy_frame)
     async with serving(Mock()) as url:
-        await run_in_processes(SenderJob(FOUR, url, "mock"), 2)
+        await run_in_processes(job_of(url))
     assert said == ["SenderJob", "SenderJob", "ready", "ready", "SenderStart", "SenderStart"]
 
 
@@ -148,7 +155,7 @@ async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
     """Two streams with one id are not both intact, though no process saw more than one of them."""
     of_script(monkeypatch, fault="same_id")
     async with serving(Mock()) as url:
-        run = await run_in_processes(SenderJob(replace(FOUR, requests=2), url, "mock"), 2)
+        run = await run_in_processes(job_of(url, replace(FOUR, requests=2)))
     told = {r.verdict: r.detail for r in run.records}
     assert set(told) == {"ok", "crossed"}
     assert "'same'" in told["crossed"]
@@ -157,7 +164,7 @@ async def test_crossed_streams_of_two_processes_are_found(monkeypatch) -> None:
 def test_the_first_fault_stands() -> None:
     """Merging adds a fault only where there was none, and none for streams without an id or of
     one process, which its own audit compared."""
-    merger = Merger(2, lambda: None, lambda _: None)
+    merger = RunMerger(2, lambda: None, lambda _: None)
     ids = ["a", "a", "", "b"]
     for index in (0, 1):
         told = [replace(record(2 * i + index), stream_id=i_d) for i, i_d in enumerate(ids)]
@@ -179,14 +186,14 @@ async def test_a_process_that_dies_makes_the_run_invalid(monkeypatch, spawned) -
             spawned[0].kill()
 
     async with serving(Mock()) as url:
-        run = await run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_start=start)
+        run = await run_in_processes(job_of(url), on_start=start)
     (lost,) = run.lost
     assert lost.startswith("process 1 of 2 of the generator died: by SIGKILL")
     assert "2 open requests" in lost
     assert {r.planned.index: r.verdict for r in run.records} == {1: "interrupted", 3: "interrupted"}
     assert run.health.processes[0] is None
     assert run.health.processes[1] is not None
-    assert lost in judge_health(run)
+    assert lost in invalid_reasons(run)
     assert [process.returncode for process in spawned] == [-signal.SIGKILL, 0]
 
 
@@ -200,7 +207,7 @@ async def test_all_may_die(monkeypatch, spawned) -> None:
                 process.kill()
 
     async with serving(Mock()) as url:
-        run = await run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_start=start)
+        run = await run_in_processes(job_of(url), on_start=start)
     assert (len(run.lost), run.health, run.interrupted) == (2, None, True)
     assert invalid_reasons(run)[:2] == list(run.lost)
 
@@ -216,9 +223,7 @@ async def test_an_interrupted_run_keeps_what_there_is(monkeypatch, spawned) -> N
             enough.set()
 
     async with serving(Mock()) as url:
-        running = asyncio.create_task(
-            run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_record=over)
-        )
+        running = asyncio.create_task(run_in_processes(job_of(url), on_record=over))
         async with asyncio.timeout(30):
             await enough.wait()
         running.cancel()
@@ -278,7 +283,7 @@ async def test_no_process_outlives_its_parent(monkeypatch) -> None:
                 *(sys.executable, "-m", sender.__name__, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
             )
-        writer.write(frame(SenderJob(FOUR, url, "mock")))
+        writer.write(frame(job_of(url)))
         assert await receive(reader, REPORT) == SenderReport()
         writer.write(frame(SenderStart(0.0)))
         started = 0
@@ -290,9 +295,9 @@ async def test_no_process_outlives_its_parent(monkeypatch) -> None:
 
 async def test_a_process_that_cannot_start_is_an_error(tmp_path, capfd, spawned) -> None:
     """A part whose plan cannot be made ends the command with the reason, and all processes."""
-    job = SenderJob(Load(trace=tmp_path / "gone.csv"), "http://127.0.0.1:9", "mock")
+    job = job_of("http://127.0.0.1:9", Load(trace=tmp_path / "gone.csv"))
     with pytest.raises(OSError, match=r"process 1 of 2 .* did not start: exit status 1"):
-        await run_in_processes(job, 2)
+        await run_in_processes(job)
     assert "FileNotFoundError" in capfd.readouterr().err
     assert all(process.returncode is not None for process in spawned)
 
@@ -305,7 +310,7 @@ async def test_what_a_callback_raises_ends_the_run(spawned) -> None:
 
     async with serving(Mock()) as url:
         with pytest.raises(OSError, match="no space"):
-            await run_in_processes(SenderJob(FOUR, url, "mock"), 2, on_record=full)
+            await run_in_processes(job_of(url), on_record=full)
     assert all(process.returncode is not None for process in spawned)
 
 
@@ -335,17 +340,18 @@ def test_clients_must_be_as_many_as_processes() -> None:
 def test_one_process_that_did_not_keep_up_is_enough(behind: dict) -> None:
     """The run is as healthy as its worst process, each within the budget of one core; of those that
     died nothing is known."""
-    assert judge_health(LoadRun({}, health=of_processes([WELL, WELL]))) == []
-    worst = of_processes([WELL, replace(WELL, **behind), None])
-    assert len(judge_health(LoadRun({}, health=worst))) == 1
+    assert invalid_reasons(LoadRun({}, health=merge_health([WELL, WELL]))) == []
+    worst = merge_health([WELL, replace(WELL, **behind), None])
+    assert len(invalid_reasons(LoadRun({}, health=worst))) == 1
     assert worst.processes[2] is None
-    assert of_processes([None]) is None
+    assert merge_health([None]) is None
 
 
 def test_a_job_and_a_report_arrive_as_they_were_sent(tmp_path) -> None:
     """Paths, seeds of 64 bits, extra fields, texts and ids are the same on the other side."""
     load = Load(workload="code", text_file=tmp_path, seed=2**63, rate_rps=1.0, slo=Slo(0.5))
-    job = SenderJob(load, "http://server", "m", "sk", max_model_len=7, part=Part(1, 3))
+    target = Target("http://server", api_key="sk", events=tmp_path / "e.jsonl")
+    job = SenderJob(load, target, ServerInfo("m", max_model_len=7), PlanPart(1, 3))
     assert JOB.decode(frame(job)[4:]) == job
     one = replace(record(told=[1, None, 2, 3]), texts=("é\n",), stream_id="s", metrics={"a": 1.5})
     asked = replace(one.planned.request, extra=(("speculation", {"mode": "off"}),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy import stats
 
-from draftgate.loadgen.measuring.quantiles import student_quantile, student_tail
+from draftgate.loadgen.measuring.confidence import student_quantile, student_tail
 
 
 def test_student_quantiles_are_those_of_the_tables() -> None:

@@ -10,34 +10,39 @@ from random import Random
 
 import pytest
 
-from draftgate.loadgen.measuring.hops import hops
+from draftgate.loadgen.measuring.hops import summarize_hops
+from draftgate.loadgen.planning.corpus import open_corpus
 from draftgate.loadgen.planning.plan import Load, make_plan
-from draftgate.loadgen.sending.client import ClientTimeouts, open_session
+from draftgate.loadgen.sending.client import OpenAIClient, open_session
 from draftgate.loadgen.sending.driver import run_plan
-from draftgate.loadgen.sending.passage_index import Index, open_index
+from draftgate.loadgen.sending.passage_index import PassageIndex, build_index
 from draftgate.loadgen.types import Slo
-from draftgate.loadgen.workloads import ApproximateCounter, indexed_passages
+from draftgate.loadgen.workloads.base import TokenEstimator, WorkloadSettings
 from draftgate.loadgen.workloads.deadline import (
     LEAST_S,
     PROMPT_TOKENS_PER_OUTPUT,
     WAITING,
-    Work,
-    announced,
+    RequestWork,
+    split_deadline,
 )
-from draftgate.loadgen.workloads.planner import MOST_QUERIES, QUERY_CHARACTERS, SCHEMA, queries_of
 from draftgate.loadgen.workloads.rag import (
     BEGUN_TOKENS,
     DEADLINE_S,
     INDEXED,
     INSTRUCTION,
+    MOST_QUERIES,
     PASSAGE_TOKENS,
     PASSAGES,
+    PLAN_SCHEMA,
+    QUERY_CHARACTERS,
+    indexed_passages,
+    parse_queries,
 )
 from tests.loadgen import mock as mock_server
 from tests.loadgen.mock import Mock, Script, serving, serving_in_a_thread, vector_of
 from tests.loadgen.test_cli import command
 
-COUNTER = ApproximateCounter(4.0)
+COUNTER = TokenEstimator(4.0)
 PLANNED = Script(plan=json.dumps({"queries": ["alpha beta", "gamma"]}))
 
 # --- the deadline ---------------------------------------------------------------------------------
@@ -47,9 +52,9 @@ PLANNED = Script(plan=json.dumps({"queries": ["alpha beta", "gamma"]}))
 def test_what_is_announced_leaves_later_requests_their_share(seed: int) -> None:
     """TTFT + (n - 1) TPOT is the rest times this request's work over all work that is left."""
     rng = Random(seed)
-    work, *later = (Work(rng.randrange(1, 4000), rng.randrange(2, 600)) for _ in range(3))
+    work, *later = (RequestWork(rng.randrange(1, 4000), rng.randrange(2, 600)) for _ in range(3))
     deadline_s, elapsed_s = rng.uniform(5, 20), rng.uniform(0, 4)
-    slo = announced(Slo(latency_s=deadline_s), elapsed_s, work, later)
+    slo = split_deadline(Slo(latency_s=deadline_s), elapsed_s, work, later)
     units = [
         WAITING + w.prompt_tokens / PROMPT_TOKENS_PER_OUTPUT + w.output_tokens
         for w in (work, *later)
@@ -61,9 +66,9 @@ def test_what_is_announced_leaves_later_requests_their_share(seed: int) -> None:
 
 def test_requests_that_take_just_what_they_announce_end_at_the_deadline() -> None:
     """And each unit of work may then take as long as the first one's."""
-    works, at_s, paces = [Work(60, 32), Work(40), Work(1400, 129)], 0.0, []
+    works, at_s, paces = [RequestWork(60, 32), RequestWork(40), RequestWork(1400, 129)], 0.0, []
     for place, work in enumerate(works):
-        slo = announced(Slo(latency_s=10.0), at_s, work, works[place + 1 :])
+        slo = split_deadline(Slo(latency_s=10.0), at_s, work, works[place + 1 :])
         at_s += slo.ttft_s + (work.output_tokens - 1) * (slo.tpot_s or 0.0)
         paces += [] if slo.tpot_s is None else [slo.tpot_s]
     assert at_s == pytest.approx(10.0)
@@ -72,14 +77,15 @@ def test_requests_that_take_just_what_they_announce_end_at_the_deadline() -> Non
 
 def test_time_saved_is_the_later_requests_gain() -> None:
     """The sooner a request is sent, the more it and those after it may take."""
-    limits = [announced(Slo(latency_s=10.0), s, Work(100, 50)).tpot_s for s in (1.0, 2.0, 9.0)]
+    work, promise = RequestWork(100, 50), Slo(latency_s=10.0)
+    limits = [split_deadline(promise, s, work).tpot_s for s in (1.0, 2.0, 9.0)]
     assert limits == sorted(limits, reverse=True)
 
 
 @pytest.mark.parametrize("elapsed_s", [9.9999, 10.0, 50.0])
 def test_a_late_request_announces_the_least(elapsed_s: float) -> None:
     """Beyond the deadline limits stay positive, as the headers must be."""
-    slo = announced(Slo(latency_s=10.0), elapsed_s, Work(20, 9), ())
+    slo = split_deadline(Slo(latency_s=10.0), elapsed_s, RequestWork(20, 9), ())
     units = WAITING + 1 + 9
     assert slo.tpot_s == pytest.approx(LEAST_S / units)
     assert slo.ttft_s == pytest.approx((WAITING + 2) * LEAST_S / units)
@@ -87,21 +93,21 @@ def test_a_late_request_announces_the_least(elapsed_s: float) -> None:
 
 def test_vectors_have_no_tokens_to_be_paced() -> None:
     """Embeddings announce a TTFT alone, their whole budget."""
-    slo = announced(Slo(latency_s=3.0), 0.0, Work(40), [Work(40)])
+    slo = split_deadline(Slo(latency_s=3.0), 0.0, RequestWork(40), [RequestWork(40)])
     assert slo == Slo(ttft_s=pytest.approx(1.5))
 
 
 def test_the_last_request_keeps_what_its_reader_was_promised() -> None:
     """The user's own TTFT (from asking) and TPOT hold for the last one where they are tighter, and
     for no other; without a deadline they are all there is."""
-    work, promise = Work(20, 9), Slo(ttft_s=1.5, tpot_s=0.01, latency_s=10.0)
-    assert announced(promise, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
-    assert announced(promise, 9.9, work).tpot_s < 0.01
+    work, promise = RequestWork(20, 9), Slo(ttft_s=1.5, tpot_s=0.01, latency_s=10.0)
+    assert split_deadline(promise, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
+    assert split_deadline(promise, 9.9, work).tpot_s < 0.01
     units = WAITING + 1 + 9
-    assert announced(promise, 1.0, work, [work]).tpot_s == pytest.approx(9 / (2 * units))
+    assert split_deadline(promise, 1.0, work, [work]).tpot_s == pytest.approx(9 / (2 * units))
     plain = replace(promise, latency_s=None)
-    assert announced(plain, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
-    assert announced(plain, 1.0, work, [work]) == announced(Slo(), 1.0, work) == Slo()
+    assert split_deadline(plain, 1.0, work) == Slo(pytest.approx(0.5), 0.01)
+    assert split_deadline(plain, 1.0, work, [work]) == split_deadline(Slo(), 1.0, work) == Slo()
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -126,11 +132,16 @@ def test_the_last_request_keeps_what_its_reader_was_promised() -> None:
 )
 def test_queries_are_read_from_plans_alone(text: str, queries) -> None:
     """What is no plan, or a cut one, gives none; never more or longer ones than were asked for."""
-    assert queries_of(text) == queries
+    assert parse_queries(text) == queries
     assert len(queries) <= MOST_QUERIES
 
 
 # --- the index ------------------------------------------------------------------------------------
+
+
+def passages_of(path):
+    """The passages that an index of a text file holds."""
+    return indexed_passages(WorkloadSettings(0, COUNTER, open_corpus(path)))
 
 
 def packed(*numbers: float) -> bytes:
@@ -141,7 +152,7 @@ def test_the_index_finds_the_nearest_by_cosine() -> None:
     """As a plain reckoning over all pairs does; over several vectors by the best of them."""
     rng = Random(3)
     rows = [[rng.gauss(0, 1) for _ in range(8)] for _ in range(40)]
-    index = Index([f"passage {n}" for n in range(40)], [packed(*row) for row in rows])
+    index = PassageIndex([f"passage {n}" for n in range(40)], [packed(*row) for row in rows])
 
     def cosine(a, b) -> float:
         return sum(x * y for x, y in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
@@ -155,7 +166,7 @@ def test_the_index_finds_the_nearest_by_cosine() -> None:
 
 def test_of_equal_passages_the_more_popular_comes_first() -> None:
     """Ties, and a vector of zeros, leave the collection's own order."""
-    index = Index(["a", "b", "c"], [packed(1, 0), packed(0, 1), packed(0, 3)])
+    index = PassageIndex(["a", "b", "c"], [packed(1, 0), packed(0, 1), packed(0, 3)])
     assert index.nearest([packed(0, 2)], 3) == [1, 2, 0]
     assert index.nearest([packed(0, 0)], 2) == [0, 1]
 
@@ -163,7 +174,7 @@ def test_of_equal_passages_the_more_popular_comes_first() -> None:
 def test_words_find_what_vectors_would_not() -> None:
     """Who shares the rarest words comes first; a word of every passage counts nothing."""
     texts = ["the cat sat", "the dog ran", "the dog slept"]
-    index = Index(texts, [packed(1.0)] * 3)
+    index = PassageIndex(texts, [packed(1.0)] * 3)
     assert index.by_words("The CAT?", 1) == [0]
     assert index.by_words("the dog slept", 3) == [2, 1, 0]
     assert index.by_words("the unheard", 3) == [0, 1, 2]
@@ -173,18 +184,19 @@ def test_words_find_what_vectors_would_not() -> None:
 def test_an_index_needs_a_vector_for_each_passage(passages) -> None:
     """Any other number is refused."""
     with pytest.raises(ValueError, match="vectors"):
-        Index(passages, [packed(1.0)] * 2)
+        PassageIndex(passages, [packed(1.0)] * 2)
 
 
 async def test_an_index_is_built_once() -> None:
     """Asked for again, with the same passages at the same server, it embeds nothing."""
     mock, passages = Mock(), [f"passage {n}" for n in range(40)]
     async with serving(mock) as url, open_session() as session:
-        index = await open_index(session, url, "mock", passages, ClientTimeouts())
+        client = OpenAIClient(session, url, "mock")
+        index = await build_index(client, passages)
         requests = len(mock.bodies)
-        assert await open_index(session, url, "mock", passages, ClientTimeouts()) is index
+        assert await build_index(client, passages) is index
         assert len(mock.bodies) == requests
-        other = await open_index(session, url, "mock", passages[1:], ClientTimeouts())
+        other = await build_index(client, passages[1:])
     assert index.nearest([packed(*vector_of("passage 33"))], 1) == [33]
     assert len(other.passages) == 39
 
@@ -193,17 +205,17 @@ def test_the_collection_is_the_same_for_every_load(tmp_path) -> None:
     """So many passages, of their length, from the text that is given, and again the same."""
     path = tmp_path / "mine.txt"
     path.write_text("".join(f"{n} mine\n" for n in range(9999)))
-    passages = indexed_passages(COUNTER, path)
+    passages = passages_of(path)
     assert len(passages) == INDEXED
     assert {COUNTER.count(passage) for passage in passages} == {PASSAGE_TOKENS}
-    assert passages == indexed_passages(COUNTER, path)
+    assert passages == passages_of(path)
 
 
 def test_a_question_always_names_something(tmp_path) -> None:
     """Also about passages that are mostly blanks: no server embeds an empty text."""
     path = tmp_path / "sparse.txt"
     path.write_text(f"one word{' ' * 900}\n" * 500)
-    index = Index(indexed_passages(COUNTER, path), [packed(1.0)] * INDEXED)
+    index = PassageIndex(passages_of(path), [packed(1.0)] * INDEXED)
     load = Load(workload="rag", rate_rps=1.0, requests=200, text_file=path)
     for planned in make_plan(load, counter=COUNTER, retriever=index).requests:
         assert planned.flow.subject.strip()
@@ -224,16 +236,17 @@ def text_file(tmp_path_factory):
 async def asked(text_file, mock: Mock, script: Script = PLANNED, *, count: int = 4, **fields):
     """The run of some questions and their flows; the mock knows what came after the index."""
     load = Load(workload="rag", concurrency=1, requests=count, text_file=text_file, **fields)
-    passages = indexed_passages(COUNTER, text_file)
+    passages = passages_of(text_file)
     async with serving(mock) as url, open_session() as session:
-        index = await open_index(session, url, "mock", passages, ClientTimeouts())
+        client = OpenAIClient(session, url, "mock")
+        index = await build_index(client, passages)
         mock.bodies.clear()
         mock.headers.clear()
         plan = [
             replace(p, request=replace(p.request, extra=(("mock", vars(script)), *p.request.extra)))
             for p in make_plan(load, counter=COUNTER, retriever=index).requests
         ]
-        run = await run_plan(session, url, "mock", plan, concurrency=1)
+        run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=1)
     return run, [p.flow for p in plan]
 
 
@@ -244,7 +257,7 @@ async def test_a_question_is_planned_looked_up_and_answered(text_file) -> None:
     run, _ = await asked(text_file, mock)
     assert [r.verdict for r in run.records] == ["ok"] * 4
     plan, retrieval, answer = mock.bodies[:3]
-    assert plan["response_format"]["json_schema"]["schema"] == SCHEMA
+    assert plan["response_format"]["json_schema"]["schema"] == PLAN_SCHEMA
     subject, *queries = retrieval["input"]
     assert queries == ["alpha beta", "gamma"]
     assert len(subject) <= 4 * BEGUN_TOKENS
@@ -253,8 +266,8 @@ async def test_a_question_is_planned_looked_up_and_answered(text_file) -> None:
     assert f"[{PASSAGES}] " in content
     assert content.endswith(f'Question: what is said about "{subject}"?')
     assert "response_format" not in answer
-    assert {"plan", "retrieve", "answer"} == {hop.name for hop in hops(run.records)}
-    facts = {name: told for hop in hops(run.records) for name, told in hop.facts.items()}
+    assert {"plan", "retrieve", "answer"} == {hop.name for hop in summarize_hops(run.records)}
+    facts = {name: told for hop in summarize_hops(run.records) for name, told in hop.facts.items()}
     assert facts == dict.fromkeys(("plan_parsed", "passage_found", "by_vectors"), (4, 4))
     for place in range(0, 12, 3):
         subject = mock.bodies[place + 1]["input"][0]
@@ -268,8 +281,8 @@ async def test_a_passage_that_is_not_found_is_told(text_file, monkeypatch) -> No
     monkeypatch.setattr(mock_server, "vector_of", lambda _: [1.0])
     run, flows = await asked(text_file, Mock(), count=12)
     right = sum(flow.about < PASSAGES for flow in flows)
-    (found,) = [hop.facts["passage_found"] for hop in hops(run.records) if hop.name == "answer"]
-    assert found == (right, 12)
+    (answers,) = [hop for hop in summarize_hops(run.records) if hop.name == "answer"]
+    assert answers.facts["passage_found"] == (right, 12)
     assert 0 < right < 12
 
 
@@ -282,8 +295,8 @@ async def test_every_request_announces_the_rest_of_one_deadline(text_file) -> No
         assert record.planned.request.slo == Slo(latency_s=DEADLINE_S)
         plan, retrieval, answer = (hop.planned.request for hop in record.hops)
         elapsed_s = record.hops[2].scheduled_s - record.scheduled_s
-        work = Work(COUNTER.count(answer.messages[0].content), answer.max_tokens)
-        least = announced(Slo(latency_s=DEADLINE_S), elapsed_s, work)
+        work = RequestWork(COUNTER.count(answer.messages[0].content), answer.max_tokens)
+        least = split_deadline(Slo(latency_s=DEADLINE_S), elapsed_s, work)
         assert answer.slo.tpot_s == pytest.approx(least.tpot_s, rel=0.02)
         assert 0 < plan.slo.ttft_s < DEADLINE_S / 3 > retrieval.slo.ttft_s > 0
         assert retrieval.slo.tpot_s is None
@@ -301,7 +314,7 @@ async def test_without_a_plan_the_words_asked_about_are_searched(text_file, scri
     run, _ = await asked(text_file, mock, script)
     assert [r.verdict for r in run.records] == ["ok"] * 4
     assert [len(body["input"]) for body in mock.bodies[1::3]] == [1] * 4
-    facts = {name: told for hop in hops(run.records) for name, told in hop.facts.items()}
+    facts = {name: told for hop in summarize_hops(run.records) for name, told in hop.facts.items()}
     assert facts["plan_parsed"] == (0, 4)
     assert facts["passage_found"][0] == 4
 
@@ -360,7 +373,7 @@ def test_the_command_reports_hops_and_deadline(text_file, tmp_path) -> None:
     assert told["answer"]["facts"]["by_vectors"] == [3, 3]
     assert sum(hop["share"]["mean"] for hop in told.values()) < 1.0
     assert "of the deadline" in result.output
-    assert "Hops of a question" in html.read_text()
+    assert "<h2>Hops</h2>" in html.read_text()
     again = tmp_path / "again.json"
     command("report", events, "--json", again)
     assert again.read_text() == out.read_text()

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,12 +21,12 @@ from draftgate.loadgen.checking.lossless import Difference, LosslessCheck
 from draftgate.loadgen.measuring.metrics import METRICS
 from draftgate.loadgen.report.charts import thinned
 from draftgate.loadgen.report.formatting import milliseconds
-from draftgate.loadgen.report.live import Histogram, LiveView, Progress
+from draftgate.loadgen.report.live import Histogram, Progress, live_view
 from draftgate.loadgen.report.live import render as render_live
 from draftgate.loadgen.report.page import charts as charts_of
 from draftgate.loadgen.report.page import page as page_of
 from draftgate.loadgen.report.runs import RunReport, name_of
-from draftgate.loadgen.report.table import render, side_by_side
+from draftgate.loadgen.report.terminal import render, render_side_by_side
 from draftgate.loadgen.report.time_charts import open_requests
 from draftgate.loadgen.types import ClientHealth
 from tests.chromium import find_chromium
@@ -68,6 +69,13 @@ def test_the_page_needs_nothing_else() -> None:
     assert set(re.findall(r"https?://[\w.:]+", own)) == {"http://server:8000"}
 
 
+def test_a_page_without_plotly_names_the_extra(monkeypatch) -> None:
+    """What to install is in the error, for whoever writes pages."""
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'draftgate\[load\]'"):
+        page(a_run())
+
+
 def test_the_page_has_every_figure_with_its_formula() -> None:
     """Figures, classes with intervals, errors with examples, decisions, settings."""
     own = own_part(page(a_run()))
@@ -94,7 +102,7 @@ def test_an_invalid_run_says_so_first() -> None:
     """The banner with every reason stands before any figure."""
     own = own_part(page(a_run(health=BEHIND)))
     assert own.index("INVALID") < own.index("goodput")
-    assert "largest lag behind schedule: 500.0 ms, allowed are 100 ms" in own
+    assert "largest lag behind schedule: 500.0 ms, limit 100 ms" in own
     text = in_words(render(a_run(health=BEHIND)))
     assert text.index("INVALID") < text.index("goodput")
     assert "CPU of the generator: 99% of a core" in text
@@ -112,7 +120,7 @@ def test_plots_are_plotlys() -> None:
         "Load",
         "TTFT over time",
         "Decisions over time",
-        "Most draft tokens",
+        "Longest draft",
         "Accepted draft tokens",
     ]
     for chart in drawn:
@@ -143,8 +151,8 @@ def test_a_long_tail_gets_a_logarithmic_axis() -> None:
 def test_requests_are_bars_by_what_became_of_them() -> None:
     """From the schedule to the first text and on to the end; late and failed ones apart."""
     bars = {trace["name"]: trace for trace in charts(a_run())[4].data}
-    assert bars["as promised: waiting"]["x"][:3] == pytest.approx([0.0, 0.5, None])
-    assert bars["as promised: answering"]["x"][:3] == pytest.approx([0.5, 0.92, None])
+    assert bars["SLO met: waiting"]["x"][:3] == pytest.approx([0.0, 0.5, None])
+    assert bars["SLO met: answering"]["x"][:3] == pytest.approx([0.5, 0.92, None])
     assert bars["late: waiting"]["y"] == [1, 1, None]
     assert bars["failed: answering"]["y"] == [3, 3, None]
 
@@ -192,7 +200,8 @@ def test_the_table_says_it_all() -> None:
     text = in_words(render(a_run()))
     for shown in ("3 of 4 in 4.00 s", "1.00 requests/s", "50.0% [15.0%, 85.0%]", "6.8 tokens/s"):
         assert shown in text
-    for shown in ("(last text - first text) / (n - 1)", "<cut>", "16 / 12 (75.0%)", "1.00"):
+    drafts = "16 drafted, 12 accepted (75.0%)"
+    for shown in ("(last text - first text) / (n - 1)", "<cut>", drafts, "1.00"):
         assert shown in text
 
 
@@ -240,7 +249,7 @@ async def test_the_live_view_is_for_terminals(terminal: bool) -> None:
     """On a terminal the progress is drawn; elsewhere nothing is written."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
     progress = Progress(None, 1.0, sent=1234)
-    async with LiveView(console, progress):
+    async with live_view(console, progress):
         await asyncio.sleep(0)
     assert ("1234" in console.file.getvalue()) is terminal
 
@@ -294,7 +303,7 @@ def test_several_runs_are_curves_over_the_rate() -> None:
         "TPOT against rate",
         "latency against rate",
         "chunk gap against rate",
-        "Most draft tokens",
+        "Longest draft",
         "Accepted draft tokens",
     ]
     for chart in drawn:
@@ -326,10 +335,10 @@ def test_the_page_of_several_runs_has_each_of_them() -> None:
     assert "below all rates" in own
     assert "4 runs of load: auto, off" in own
     assert not re.search(r"(src|href|action)\s*=|@import|url\(|fetch\(|<link|<iframe", own)
-    table = in_words(side_by_side(SEVERAL), 200)
+    table = in_words(render_side_by_side(SEVERAL), 200)
     assert "off (INVALID)" in table
     assert table.count("50.0%") == 4
-    assert max(map(len, in_words(side_by_side(SEVERAL), 80).splitlines())) <= 80
+    assert max(map(len, in_words(render_side_by_side(SEVERAL), 80).splitlines())) <= 80
     assert own.count("[15.0%, 85.0%]") == 8  # in the table, and with each run's classes
 
 

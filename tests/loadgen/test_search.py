@@ -7,11 +7,16 @@ from math import inf, isinf
 import numpy as np
 import pytest
 
-from draftgate.loadgen.search.batches import dispersion
-from draftgate.loadgen.search.search import Search
-from draftgate.loadgen.search.settling import settling_s
-from draftgate.loadgen.search.types import Aim, Measured, Probe, Stop, Verdict
-from draftgate.loadgen.search.watch import Watch
+from draftgate.loadgen.search.rate_fit import dispersion
+from draftgate.loadgen.search.search import RateSearch, warm_up_s
+from draftgate.loadgen.search.sequential_test import SequentialTest
+from draftgate.loadgen.search.types import (
+    ProbeResult,
+    ProbeVerdict,
+    SearchGoal,
+    SearchProbe,
+    StopReason,
+)
 from tests.loadgen.md1 import attainment, capacity, md1, run, waits
 
 SERVICE_S, LIMIT_S, SHARE = 0.02, 0.1, 0.95
@@ -19,8 +24,8 @@ SERVICE_S, LIMIT_S, SHARE = 0.02, 0.1, 0.95
 
 def found_by(seed: int):
     """One search of an M/D/1 server whose SLO is five services long, begun at 15 requests/s."""
-    aim = Aim(15.0, LIMIT_S, share=SHARE, seed=1000 * seed)
-    return run(aim, md1(SERVICE_S, LIMIT_S)).found()
+    aim = SearchGoal(15.0, LIMIT_S, share=SHARE, seed=1000 * seed)
+    return run(aim, md1(SERVICE_S, LIMIT_S)).result()
 
 
 def hits(seeds: range) -> int:
@@ -55,7 +60,7 @@ def test_the_search_finds_the_known_capacity_in_95_of_100() -> None:
 def sharp(rate_rps: float):
     """A server which meets every SLO up to a rate, and none beyond."""
 
-    def answers(probe: Probe):
+    def answers(probe: SearchProbe):
         at_s = np.arange(probe.longest) / probe.rate_rps
         return at_s, np.full(probe.longest, probe.rate_rps <= rate_rps)
 
@@ -65,9 +70,9 @@ def sharp(rate_rps: float):
 @pytest.mark.parametrize("edge_rps", [0.9, 7.0, 100.0, 1234.5])
 def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
     """The edge is found from far below and above, in few probes."""
-    search = run(Aim(10.0, 0.001), sharp(edge_rps))
-    found = search.found()
-    assert found.stop is Stop.PRECISE
+    search = run(SearchGoal(10.0, 0.001), sharp(edge_rps))
+    found = search.result()
+    assert found.stop is StopReason.PRECISE
     assert found.low_rps <= edge_rps <= found.high_rps
     assert found.relative_half_width <= 0.05
     assert len(search.tried) <= 25
@@ -75,38 +80,38 @@ def test_a_server_that_breaks_sharply_is_bisected(edge_rps: float) -> None:
 
 def test_what_holds_at_the_highest_rate_allowed_is_a_bound() -> None:
     """Then the rate is at least about that, and no more is claimed."""
-    found = run(Aim(10.0, 0.001, max_rate_rps=50.0), sharp(inf)).found()
-    assert (found.stop, found.rate_rps) == (Stop.MAX_RATE, None)
+    found = run(SearchGoal(10.0, 0.001, max_rate_rps=50.0), sharp(inf)).result()
+    assert (found.stop, found.rate_rps) == (StopReason.MAX_RATE, None)
     assert isinf(found.high_rps)
     assert 45.0 <= found.low_rps <= 51.0
 
 
 def test_a_server_that_never_holds_ends_the_search() -> None:
     """After ten halvings."""
-    search = run(Aim(10.0, 0.001), sharp(0.0))
-    assert search.found().stop is Stop.NEVER
-    assert search.found().low_rps == 0.0
+    search = run(SearchGoal(10.0, 0.001), sharp(0.0))
+    assert search.result().stop is StopReason.NEVER
+    assert search.result().low_rps == 0.0
 
 
 def test_a_search_sends_no_more_than_it_may() -> None:
     """It ends with the interval so far."""
-    aim = Aim(15.0, LIMIT_S, share=SHARE, most_requests=3000)
-    found = run(aim, md1(SERVICE_S, LIMIT_S)).found()
-    assert found.stop is Stop.REQUESTS
+    aim = SearchGoal(15.0, LIMIT_S, share=SHARE, most_requests=3000)
+    found = run(aim, md1(SERVICE_S, LIMIT_S)).result()
+    assert found.stop is StopReason.REQUESTS
     assert found.requests <= 3200
 
 
 def test_a_generator_that_does_not_keep_up_bounds_the_search() -> None:
     """INVALID rates are tried twice, then those below; what is known is `at least`."""
-    search, tried = Search(Aim(10.0, 0.001)), []
+    search, tried = RateSearch(SearchGoal(10.0, 0.001)), []
     while (probe := search.propose()) is not None:
         tried.append(probe.rate_rps)
         valid = probe.rate_rps < 50.0
-        verdict = Verdict.HOLDS if valid else Verdict.INVALID
+        verdict = ProbeVerdict.HOLDS if valid else ProbeVerdict.INVALID
         met = (True,) * probe.requests if valid else ()
-        search.observe(Measured(probe, met, probe.requests, verdict, () if valid else ("late",)))
-    found = search.found()
-    assert (found.stop, found.rate_rps) == (Stop.GENERATOR, None)
+        search.observe(ProbeResult(probe, met, probe.requests, verdict, () if valid else ("late",)))
+    found = search.result()
+    assert (found.stop, found.rate_rps) == (StopReason.GENERATOR, None)
     assert 40.0 <= found.low_rps <= 50.0
     assert tried.count(80.0) == 2
     assert len({probe.probe.seed for probe in search.tried}) == len(search.tried)
@@ -114,22 +119,22 @@ def test_a_generator_that_does_not_keep_up_bounds_the_search() -> None:
 
 def test_a_probe_is_cut_where_its_verdict_is_clear() -> None:
     """As soon as it may be; not while it is in doubt; and while settling only by failing."""
-    aim = Aim(10.0, 0.1)
+    aim = SearchGoal(10.0, 0.1)
 
-    def length(share: float, settle_s: float) -> tuple[int, Verdict]:
-        watch = Watch(Probe(0, 10.0, 0, settle_s, 1000, 200), aim)
+    def length(share: float, settle_s: float) -> tuple[int, ProbeVerdict]:
+        watch = SequentialTest(SearchProbe(10.0, 0, settle_s, 1000, 200), aim)
         random = np.random.default_rng(1)
         for sent in range(1, 3000):
             if watch.add(sent / 10.0, met=bool(random.random() < share)):
                 return sent, watch.verdict
         raise AssertionError
 
-    assert length(0.5, 0.0) == (200, Verdict.FAILS)
-    assert length(0.95, 0.0) == (1000, Verdict.DOUBTFUL)
+    assert length(0.5, 0.0) == (200, ProbeVerdict.FAILS)
+    assert length(0.95, 0.0) == (1000, ProbeVerdict.DOUBTFUL)
     sent, verdict = length(1.0, 50.0)
-    assert (sent >= 499 + 200, verdict) == (True, Verdict.HOLDS)
+    assert (sent >= 499 + 200, verdict) == (True, ProbeVerdict.HOLDS)
     sent, verdict = length(0.0, 50.0)
-    assert (sent < 499, verdict) == (True, Verdict.FAILS)
+    assert (sent < 499, verdict) == (True, ProbeVerdict.FAILS)
 
 
 def test_requests_in_a_queue_are_not_independent() -> None:
@@ -148,9 +153,10 @@ def test_requests_in_a_queue_are_not_independent() -> None:
 
 def test_a_busier_queue_gets_more_time_to_settle() -> None:
     """By the square of the limit; no more than the precision asks for; no less than an answer."""
-    assert settling_s(Aim(10.0, 0.2), 10.0) == pytest.approx(4 * settling_s(Aim(10.0, 0.1), 10.0))
-    assert settling_s(Aim(10.0, 1.0), 1000.0) == pytest.approx(20.0)
-    assert settling_s(Aim(10.0, 0.1, answer_s=7.0), 10.0) == 7.0
+    short_s = warm_up_s(SearchGoal(10.0, 0.1), 10.0)
+    assert warm_up_s(SearchGoal(10.0, 0.2), 10.0) == pytest.approx(4 * short_s)
+    assert warm_up_s(SearchGoal(10.0, 1.0), 1000.0) == pytest.approx(20.0)
+    assert warm_up_s(SearchGoal(10.0, 0.1, answer_s=7.0), 10.0) == 7.0
 
 
 @pytest.mark.parametrize(
@@ -159,5 +165,5 @@ def test_a_busier_queue_gets_more_time_to_settle() -> None:
 )
 def test_an_aim_that_cannot_be_met_is_refused(wrong: dict) -> None:
     """Shares and precisions of nothing or all, and a start above the maximum."""
-    with pytest.raises(ValueError, match=r"share|precision|confidence|starts"):
-        Aim(10.0, 0.1, **wrong)
+    with pytest.raises(ValueError, match=r"share|precision|confidence|starting rate"):
+        SearchGoal(10.0, 0.1, **wrong)

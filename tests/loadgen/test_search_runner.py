@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from draftgate.loadgen.search import runner
 from tests.loadgen.mock import Mock, serving_in_a_thread
 from tests.loadgen.test_cli import command, of_script
+from tests.loadgen.truth import accept_any_health
 
 
 def search(url: str, path, *flags: object):
@@ -19,7 +19,7 @@ def search(url: str, path, *flags: object):
 
 def test_a_rate_that_holds_is_told_with_its_probes(tmp_path, monkeypatch) -> None:
     """A server that meets everything: at least the highest rate; cut probes are whole runs."""
-    monkeypatch.setattr(runner, "judge_health", lambda _run: [])  # a busy machine is no matter here
+    accept_any_health(monkeypatch)
     of_script(monkeypatch)
     with serving_in_a_thread(Mock()) as url:
         result = search(url, tmp_path / "found.json")
@@ -34,16 +34,16 @@ def test_a_rate_that_holds_is_told_with_its_probes(tmp_path, monkeypatch) -> Non
         assert probe["summary"]["errors"] == {}
         reasons = probe["summary"]["details"]["invalid_reasons"]
         assert not any("interrupted" in reason for reason in reasons)
-    assert "the highest rate allowed holds" in result.output
+    assert "the highest allowed rate holds" in result.output
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--slo-tpot-ms", 0.0), "nothing is promised"),
-        (("--share", 1.5), "share is between"),
-        (("--rate", 500), "starts above 0"),
-        (("--trace", "some.jsonl"), "no trace"),
+        (("--slo-tpot-ms", 0.0), "requires an SLO"),
+        (("--share", 1.5), "share must be between"),
+        (("--rate", 500), "starting rate must be above 0"),
+        (("--trace", "some.jsonl"), "--trace"),
     ],
 )
 def test_what_cannot_be_searched_is_explained(tmp_path, monkeypatch, flags, said: str) -> None:

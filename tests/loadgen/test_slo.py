@@ -7,15 +7,14 @@ from math import sqrt
 import pytest
 from scipy.stats import binomtest
 
+from draftgate.loadgen.measuring.confidence import Z_95, wilson
 from draftgate.loadgen.measuring.slo import (
-    Z_95,
     attainment,
     attainment_by_class,
     goodput_rps,
     meets_slo,
     met_tpot,
     met_ttft,
-    wilson,
 )
 from draftgate.loadgen.types import Slo
 from tests.loadgen.truth import a_run, failed, record
@@ -35,7 +34,7 @@ def test_the_interval_is_wilsons(successes: int, trials: int) -> None:
 def test_an_interval_of_nothing_says_nothing() -> None:
     """Nothing tried leaves everything possible; a share above one is refused."""
     assert wilson(0, 0) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="3 of 2"):
+    with pytest.raises(ValueError, match="3 successes of 2"):
         wilson(3, 2)
 
 

@@ -10,20 +10,23 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from draftgate.loadgen import cli
-from draftgate.loadgen.measuring.slo import wilson
+from draftgate.loadgen import cli, sweep
+from draftgate.loadgen.measuring.confidence import wilson
 from draftgate.loadgen.planning.plan import Load
+from draftgate.loadgen.report.goodput import (
+    attainment_bounds,
+    estimate_goodput,
+    estimate_goodputs,
+    fit_falling,
+)
 from draftgate.loadgen.report.runs import RunReport, points
-from draftgate.loadgen.sending.run import Target
-from draftgate.loadgen.sweep import run as sweep_run
-from draftgate.loadgen.sweep.cells import contenders, in_order, numbers
-from draftgate.loadgen.sweep.goodput import falling, read_off, readings, surely
-from draftgate.loadgen.sweep.run import Sweep, run_sweep
+from draftgate.loadgen.sending.target import Target
+from draftgate.loadgen.sweep import Sweep, parse_rates, parse_targets, run_sweep, shuffled_cells
 from draftgate.loadgen.types import Slo
 from tests.loadgen.mock import Mock, serving_in_a_thread
 from tests.loadgen.queue import queue_run
 from tests.loadgen.test_report import BEHIND
-from tests.loadgen.truth import a_run, record
+from tests.loadgen.truth import a_run, accept_any_health, record
 
 SLO = Slo(ttft_s=0.6)
 
@@ -43,21 +46,21 @@ def cells_of(*shares: tuple[float, int, int]):
 
 def test_each_round_has_every_cell_in_an_order_of_its_own() -> None:
     """All contenders at all rates once a round; no two rounds alike; the same for one seed."""
-    whom = contenders(["a=http://x:1", "b=http://x:2"])
-    cells = in_order(whom, [1.0, 2.0, 3.0], 3, seed=5)
+    whom = parse_targets(["a=http://x:1", "b=http://x:2"])
+    cells = shuffled_cells(whom, [1.0, 2.0, 3.0], 3, seed=5)
     for number in (1, 2, 3):
-        own = [(c.contender.name, c.rate_rps) for c in cells if c.round == number]
+        own = [(c.target.name, c.rate_rps) for c in cells if c.round == number]
         assert sorted(own) == sorted((n, r) for n in "ab" for r in (1.0, 2.0, 3.0))
     orders = [tuple(c.stem[:-2] for c in cells if c.round == number) for number in (1, 2, 3)]
     assert len(set(orders)) == 3
-    assert cells == in_order(whom, [1.0, 2.0, 3.0], 3, seed=5)
+    assert cells == shuffled_cells(whom, [1.0, 2.0, 3.0], 3, seed=5)
 
 
 def test_contenders_are_asked_the_same_and_nothing_twice() -> None:
     """One seed for all contenders at one rate in one round, and another one in each other cell:
     what a server was asked before would be in its cache. The mode is the contender's."""
-    whom = contenders(["http://x"], ["off", "ngram:4"])
-    cells = in_order(whom, [1.0, 2.0], 2, seed=0)
+    whom = parse_targets(["http://x"], ["off", "ngram:4"])
+    cells = shuffled_cells(whom, [1.0, 2.0], 2, seed=0)
     loads = [(c, c.load(Load(rate_rps=9.0, seed=7))) for c in cells]
     seeds = {(cell.round, cell.rate_rps, load.seed) for cell, load in loads}
     assert len(seeds) == len({seed for _, _, seed in seeds}) == 4
@@ -68,36 +71,36 @@ def test_contenders_are_asked_the_same_and_nothing_twice() -> None:
 
 def test_contenders_have_names() -> None:
     """Their own, their mode's where it tells them apart; two of one name are refused."""
-    assert [c.name for c in contenders(["http://x/?a=b"])] == ["server"]
-    assert [c.name for c in contenders(["http://x"], ["off", "auto"])] == ["off", "auto"]
-    both = contenders(["a=http://x", "b=http://y/"], ["off", "auto"])
+    assert [c.name for c in parse_targets(["http://x/?a=b"])] == ["server"]
+    assert [c.name for c in parse_targets(["http://x"], ["off", "auto"])] == ["off", "auto"]
+    both = parse_targets(["a=http://x", "b=http://y/"], ["off", "auto"])
     assert [c.name for c in both] == ["a-off", "a-auto", "b-off", "b-auto"]
     assert both[2].url == "http://y"
-    with pytest.raises(ValueError, match="one name"):
-        contenders(["a=http://x", "a=http://y"])
+    with pytest.raises(ValueError, match="same name"):
+        parse_targets(["a=http://x", "a=http://y"])
 
 
 @pytest.mark.parametrize("text", ["", "0,1", "1,x", "-1", "inf", "nan"])
 def test_rates_are_positive_numbers(text: str) -> None:
     """Whatever else is refused; order and repetition do not matter."""
-    assert numbers("2,1,2") == [1.0, 2.0]
+    assert parse_rates("2,1,2") == [1.0, 2.0]
     with pytest.raises(ValueError, match="positive"):
-        numbers(text)
+        parse_rates(text)
 
 
 def test_shares_are_made_to_fall() -> None:
     """Neighbours that rise are pooled by weight, as by hand; what falls is left alone."""
-    assert falling([1.0, 0.8, 0.9, 0.2], [10, 10, 30, 10]) == pytest.approx(
+    assert fit_falling([1.0, 0.8, 0.9, 0.2], [10, 10, 30, 10]) == pytest.approx(
         [1.0, 0.875, 0.875, 0.2]
     )
-    assert falling([0.9, 0.5, 0.1], [1, 1, 1]) == [0.9, 0.5, 0.1]
-    assert falling([0.0, 1.0], [0, 0]) == [1.0, 1.0]
+    assert fit_falling([0.9, 0.5, 0.1], [1, 1, 1]) == [0.9, 0.5, 0.1]
+    assert fit_falling([0.0, 1.0], [0, 0]) == [1.0, 1.0]
 
 
 def test_goodput_is_interpolated_between_what_holds_and_what_does_not() -> None:
     """All of 100 at 1/s, 90 at 2/s: 95 % half way; 1/s is sure (96 % at least), 3/s surely not."""
     cells = cells_of((1.0, 100, 100), (2.0, 90, 100), (3.0, 10, 100))
-    found = read_off("auto", cells, 0.95)
+    found = estimate_goodput("auto", cells, 0.95)
     assert (found.rate_rps, found.holds_rps) == (pytest.approx(1.5), 1.0)
     assert found.low_rps == 1.0
     assert found.high_rps == 3.0
@@ -107,18 +110,18 @@ def test_a_slow_rate_with_few_requests_leaves_a_faster_one_its_say() -> None:
     """20 of 20 at 1/s are sure of little, but 200 of 200 at 2/s are, and so of 1/s; a rate that
     surely fails below one that surely holds is believed to be neither end."""
     cells = cells_of((1.0, 20, 20), (2.0, 200, 200), (3.0, 0, 50))
-    found = read_off("auto", cells, 0.95)
+    found = estimate_goodput("auto", cells, 0.95)
     assert (found.low_rps, found.high_rps) == (2.0, 3.0)
-    odd = read_off("auto", cells_of((1.0, 0, 200), (2.0, 200, 200)), 0.95)
+    odd = estimate_goodput("auto", cells_of((1.0, 0, 200), (2.0, 200, 200)), 0.95)
     assert (odd.low_rps, odd.high_rps) == (None, None)
 
 
 def test_no_more_is_claimed_than_the_cells_tell() -> None:
     """Where all rates hold there is no number, nor where none does; few requests are sure of
     nothing."""
-    held = read_off("auto", cells_of((1.0, 20, 20), (2.0, 20, 20)), 0.95)
+    held = estimate_goodput("auto", cells_of((1.0, 20, 20), (2.0, 20, 20)), 0.95)
     assert (held.rate_rps, held.low_rps, held.high_rps, held.holds_rps) == (None, None, None, 2.0)
-    lost = read_off("auto", cells_of((1.0, 10, 100), (2.0, 0, 100)), 0.95)
+    lost = estimate_goodput("auto", cells_of((1.0, 10, 100), (2.0, 0, 100)), 0.95)
     assert (lost.rate_rps, lost.low_rps, lost.high_rps, lost.holds_rps) == (None, None, 1.0, None)
 
 
@@ -127,7 +130,7 @@ def test_requests_that_wait_for_each_other_are_fewer() -> None:
     run = queue_run(400, load=0.8, seed=3)
     (cell,) = points([RunReport("x", run)])
     kept = sum(r.chunks[0].at_s - r.scheduled_s <= 2.0 for r in run.records)
-    plain, found = wilson(kept, 400), surely(cell)
+    plain, found = wilson(kept, 400), attainment_bounds(cell)
     assert found.high - found.low > 1.5 * (plain.high - plain.low)
 
 
@@ -141,7 +144,7 @@ def test_invalid_runs_have_no_say() -> None:
     assert cell.label == "auto (1 INVALID left out)"
     (alone,) = points([bad])
     assert alone.label == "auto (INVALID)"
-    assert readings([alone]) == []
+    assert estimate_goodputs([alone]) == []
 
 
 def swept(url: str, *flags: object):
@@ -153,8 +156,7 @@ def swept(url: str, *flags: object):
 def test_a_sweep_runs_every_cell_and_tells_of_each(tmp_path, monkeypatch) -> None:
     """`sweep/1` has a summary for each cell, a page and a table come with it; called again it runs
     nothing that is there."""
-    judged = "draftgate.loadgen.measuring.summary.judge_health"
-    monkeypatch.setattr(judged, lambda run: [])  # a busy machine is fine
+    accept_any_health(monkeypatch)
     out, page, folder = tmp_path / "s.json", tmp_path / "p.html", tmp_path / "events"
     mock = Mock()
     files = ["--json", out, "--html", page, "--events", folder]
@@ -189,8 +191,8 @@ async def test_an_interrupted_sweep_keeps_what_is_done(monkeypatch) -> None:
         ran.append(load)
         return a_run(interrupted=len(ran) == 3), None
 
-    monkeypatch.setattr(sweep_run, "run_load", a_cell)
-    cells = tuple(in_order(contenders(["http://x"]), [1.0, 2.0, 3.0, 4.0], 1, 0))
+    monkeypatch.setattr(sweep, "run_load", a_cell)
+    cells = tuple(shuffled_cells(parse_targets(["http://x"]), [1.0, 2.0, 3.0, 4.0], 1, 0))
     done = await run_sweep(
         Sweep(cells, Load(rate_rps=1.0), Target("")), Console(file=io.StringIO())
     )

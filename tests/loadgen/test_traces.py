@@ -14,7 +14,7 @@ import pytest
 
 from draftgate.loadgen.planning.plan import Load, make_plan
 from draftgate.loadgen.planning.traces import TraceRow, at_rate, parse_trace, read_trace, scaled
-from draftgate.loadgen.workloads import ApproximateCounter
+from draftgate.loadgen.workloads.base import TokenEstimator
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def test_every_known_form_is_told_by_its_fields() -> None:
         (OWN + _own('"hash_ids": [1], "block_tokens": 0'), "line 4: block_tokens .* least 1"),
         (BURSTGPT + '50,"GPT\n-4",1,2,3,API log\n', "line 4: not CSV"),
         (BURSTGPT + "50,GPT-4,1\n", "line 4: 'Response tokens' is missing"),
-        ("a,b\n1,2\n", "no known trace"),
+        ("a,b\n1,2\n", "unknown trace format"),
     ],
 )
 def test_a_damaged_trace_names_line_and_field(text: str, words: str) -> None:
@@ -137,7 +137,7 @@ def test_time_may_be_scaled_to_a_speed_or_a_rate() -> None:
     assert [row.at_s for row in scaled(rows, 2.0)] == [0.0, 0.125]
     assert [row.at_s for row in at_rate(rows, 0.5)] == [0.0, 2.0]
     assert at_rate(rows, 0.5)[1].prompt_tokens == 11
-    with pytest.raises(ValueError, match="all came at once"):
+    with pytest.raises(ValueError, match="arrive at once"):
         at_rate(rows[:1], 1.0)
 
 
@@ -197,7 +197,7 @@ def test_shared_prefixes_survive_the_reading() -> None:
 @needs_data
 def test_a_replayed_trace_shares_what_was_shared_when_it_came() -> None:
     """Requests keep their instants and lengths; two prompts agree through their common blocks."""
-    path, counter = DATA / "mooncake/synthetic_trace.jsonl", ApproximateCounter()
+    path, counter = DATA / "mooncake/synthetic_trace.jsonl", TokenEstimator()
     rows = read_trace(path)
     planned = list(make_plan(Load(trace=path, requests=60), rows=rows, counter=counter).requests)
     assert [request.at_s for request in planned] == [row.at_s for row in rows[:60]]

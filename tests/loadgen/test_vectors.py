@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from draftgate.loadgen.checking.vectors import VectorAudit
+from draftgate.loadgen.checking.audit import VectorAudit
 
 ONE, TWO = [1.0, 0.5], [0.0, -2.0]
 

@@ -15,7 +15,7 @@ from draftgate.loadgen.checking.lossless import (
     first_difference,
     replay_of,
 )
-from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.client import OpenAIClient, open_session
 from draftgate.loadgen.sending.driver import run_plan
 from tests.loadgen.mock import Mock, Script, planned, serving
 
@@ -24,9 +24,9 @@ async def checked(scripts: list[Script], count: int, mock: Mock | None = None, *
     """Run the scripts, then verify `count` of the answers."""
     plan = [planned(i, None, script, **fields) for i, script in enumerate(scripts)]
     async with serving(mock or Mock()) as url, open_session() as session:
-        run = await run_plan(session, url, "mock", plan, concurrency=2)
-        check = await check_lossless(session, url, "mock", run.records, count)
-        again = await check_lossless(session, url, "mock", run.records, count)
+        run = await run_plan(OpenAIClient(session, url, "mock"), plan, concurrency=2)
+        check = await check_lossless(OpenAIClient(session, url, "mock"), run.records, count)
+        again = await check_lossless(OpenAIClient(session, url, "mock"), run.records, count)
     assert check == again
     return check, run
 
@@ -72,8 +72,8 @@ async def test_failed_answers_are_not_chosen_and_failed_replays_fail() -> None:
     broken = planned(1, None, Script(fault="no_done"))
     records = [replace(r, planned=broken) for r in run.records if r.verdict == "ok"]
     async with serving(Mock()) as url, open_session() as session:
-        check = await check_lossless(session, url, "mock", records, 1)
-        nothing = await check_lossless(session, url, "mock", [], 1)
+        check = await check_lossless(OpenAIClient(session, url, "mock"), records, 1)
+        nothing = await check_lossless(OpenAIClient(session, url, "mock"), [], 1)
     assert not check.passed
     assert re.match("no_done: ", check.failed[0][1])
     assert not nothing.passed
@@ -85,7 +85,7 @@ async def test_numerics_classes_are_not_mixed() -> None:
     metrics = run.records[0].metrics | {"numerics_class": "another"}
     async with serving(Mock()) as url, open_session() as session:
         records = [replace(run.records[0], metrics=metrics)]
-        check = await check_lossless(session, url, "mock", records, 1)
+        check = await check_lossless(OpenAIClient(session, url, "mock"), records, 1)
     assert check == LosslessCheck(0, 0, (), (), 1)
     assert not check.passed
 

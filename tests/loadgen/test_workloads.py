@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 from random import Random
@@ -16,27 +15,29 @@ import pytest
 from scipy.stats import chisquare
 
 from draftgate.loadgen.planning import corpus
-from draftgate.loadgen.planning.corpus import Place, open_corpus
+from draftgate.loadgen.planning.corpus import TextPosition, open_corpus
+from draftgate.loadgen.planning.traces import TraceRow
 from draftgate.loadgen.types import ChatMessage, RequestSpec, Slo
-from draftgate.loadgen.workloads import (
-    WORKLOADS,
-    ApproximateCounter,
-    fit_counter,
-    make_workload,
+from draftgate.loadgen.workloads import WORKLOADS, make_workload
+from draftgate.loadgen.workloads.base import (
+    Lengths,
+    TokenEstimator,
+    WorkloadSettings,
+    cut,
     prompt_text,
-    replay,
     through,
+    zipf,
 )
-from draftgate.loadgen.workloads.base import Lengths, zipf
 from draftgate.loadgen.workloads.chat import MEAN_TURNS, OPEN_SESSIONS
-from draftgate.loadgen.workloads.documents import LongDocument
+from draftgate.loadgen.workloads.long_document import LongDocument
 from draftgate.loadgen.workloads.mixed import CLASSES, INTERACTIVE, TENANTS
 from draftgate.loadgen.workloads.rag import INSTRUCTION, PASSAGES
+from draftgate.loadgen.workloads.replay import Replay
+from draftgate.loadgen.workloads.request_file import MAX_TOKENS
 from draftgate.loadgen.workloads.shared_prefix import POPULARITY, PREFIX_TOKENS, PREFIXES
-from draftgate.loadgen.workloads.tokens import cut
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNTER = ApproximateCounter(4.0)
+COUNTER = TokenEstimator(4.0)
 SLO = Slo(ttft_s=0.25, tpot_s=0.06)
 LEAST_P = 1e-3
 """Seeds are fixed: a test of a right distribution passes always, of a wrong one fails always."""
@@ -59,20 +60,20 @@ def text_file(tmp_path):
 
 
 def asked(name: str, count: int, **more):
-    workload = make_workload(name, seed=7, counter=COUNTER, **more)
+    workload = make_workload(name, settings_of(7, **more))
     return [workload.request(index) for index in range(count)]
 
 
-@dataclass(frozen=True)
-class TraceRow:
-    """A row as `loadgen.workloads.Row` asks for it."""
+def settings_of(seed: int, text_file: Path | None = None, **more) -> WorkloadSettings:
+    """Settings with an estimator of four characters a token."""
+    more = {"counter": COUNTER} | more
+    return WorkloadSettings(seed, corpus=open_corpus(text_file), **more)
 
-    prompt_tokens: int
-    prefix_ids: tuple[int, ...] = ()
-    output_tokens: int = 9
-    block_tokens: int = 64
-    class_name: str = ""
-    tenant: str = ""
+
+def row_of(prompt_tokens: int, prefix_ids: tuple[int, ...] = (), **more) -> TraceRow:
+    """A recorded request whose blocks have 64 tokens."""
+    fields = {"output_tokens": 9, "block_tokens": 64} | more
+    return TraceRow(0.0, prompt_tokens, prefix_ids=prefix_ids, **fields)
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
@@ -88,9 +89,9 @@ def common_length(first: Sequence, second: Sequence) -> int:
 def test_a_question_depends_on_seed_and_index_alone(name: str) -> None:
     """Asked backwards of a fresh workload, every question is the same; another seed changes all."""
     forwards = asked(name, 100)
-    again = make_workload(name, seed=7, counter=COUNTER)
+    again = make_workload(name, settings_of(7))
     assert [again.request(index) for index in reversed(range(100))] == forwards[::-1]
-    other = make_workload(name, seed=8, counter=COUNTER)
+    other = make_workload(name, settings_of(8))
     assert all(prompt_text(other.request(i)) != prompt_text(forwards[i]) for i in range(100))
 
 
@@ -126,7 +127,7 @@ def test_max_tokens_sets_every_answer(name: str) -> None:
 def test_a_file_of_the_user_is_the_only_text(name: str, text_file, monkeypatch) -> None:
     """With a text file, every question holds some of it, and nothing else is opened."""
     monkeypatch.setattr(corpus, "_installed", lambda: pytest.fail("opened the installed texts"))
-    workload = make_workload(name, seed=0, counter=COUNTER, text_file=text_file)
+    workload = make_workload(name, settings_of(0, text_file))
     assert all(" mine\n" in prompt_text(workload.request(index)) for index in range(20))
 
 
@@ -146,12 +147,12 @@ def test_every_workload_can_be_asked_at_either_endpoint(name: str, endpoint: str
 def test_what_cannot_be_made_is_refused(tmp_path) -> None:
     """An unknown name, an empty file and a missing one each raise what says so."""
     with pytest.raises(ValueError, match=r"no workload 'poetry'.*shared_prefix"):
-        make_workload("poetry", seed=0)
+        make_workload("poetry", settings_of(0))
     (tmp_path / "empty").write_text(" \n")
     with pytest.raises(ValueError, match="holds no text"):
-        make_workload("code", seed=0, text_file=tmp_path / "empty")
+        make_workload("code", settings_of(0, tmp_path / "empty"))
     with pytest.raises(FileNotFoundError):
-        make_workload("code", seed=0, text_file=tmp_path / "missing")
+        make_workload("code", settings_of(0, tmp_path / "missing"))
 
 
 def test_workloads_need_neither_network_nor_torch_nor_tokenizer() -> None:
@@ -161,7 +162,8 @@ def test_workloads_need_neither_network_nor_torch_nor_tokenizer() -> None:
         "def refuse(*a, **k): raise OSError('no network')\n"
         "socket.socket = socket.create_connection = socket.getaddrinfo = refuse\n"
         "from draftgate.loadgen.workloads import WORKLOADS, make_workload\n"
-        "[make_workload(name, seed=0).request(0) for name in WORKLOADS]\n"
+        "from draftgate.loadgen.workloads.base import WorkloadSettings\n"
+        "[make_workload(name, WorkloadSettings(0)).request(0) for name in WORKLOADS]\n"
         "print(sorted({'torch', 'tokenizers', 'transformers', 'huggingface_hub'} & {*sys.modules}))"
     )
     ran = subprocess.run(
@@ -180,7 +182,8 @@ def test_code_is_python_that_stops_where_a_block_opens() -> None:
     assert sum(q.prompt.endswith(":\n") for q in questions) > 150
     assert all(q.prompt.count("\n") >= 1 for q in questions if len(q.prompt) > 400)
     first = questions[0].prompt.split("\n")[0]
-    texts = (library.read(Place(i, 0), library._documents[i].size) for i in range(len(library)))
+    documents = enumerate(library._documents)
+    texts = (library.read(TextPosition(i, 0), document.size) for i, document in documents)
     assert any(first in text for text in texts)
 
 
@@ -222,7 +225,7 @@ def test_a_conversation_ends_before_it_overflows() -> None:
 @pytest.mark.parametrize("max_model_len", [None, 1024])
 def test_what_is_to_be_quoted_stands_in_the_document(max_model_len: int | None) -> None:
     """The right answer follows, in the document, exactly the words that end the prompt."""
-    workload = make_workload("long_document", seed=3, counter=COUNTER, max_model_len=max_model_len)
+    workload = make_workload("long_document", settings_of(3, max_model_len=max_model_len))
     assert isinstance(workload, LongDocument)
     for index in range(60):
         question, answer = workload.request(index), workload.answer(index)
@@ -312,14 +315,14 @@ def test_a_mix_skips_no_turn_of_a_conversation() -> None:
 def test_a_replay_has_the_trace_s_lengths() -> None:
     """Prompts and answers are as long as the rows', with blocks, without, and beyond them."""
     rows = [
-        TraceRow(10),
-        TraceRow(500, output_tokens=77, class_name="batch", tenant="acme"),
-        TraceRow(64 * 3, (1, 2, 3)),
-        TraceRow(64 * 2 + 5, (1, 2, 9)),
-        TraceRow(64 * 2 + 100, (1, 2)),
-        TraceRow(40, (1, 2)),
+        row_of(10),
+        row_of(500, output_tokens=77, class_name="batch", tenant="acme"),
+        row_of(64 * 3, (1, 2, 3)),
+        row_of(64 * 2 + 5, (1, 2, 9)),
+        row_of(64 * 2 + 100, (1, 2)),
+        row_of(40, (1, 2)),
     ]
-    replayed = replay(rows, seed=0, counter=COUNTER)
+    replayed = Replay(rows, settings_of(0))
     for index, one in enumerate(rows):
         question = replayed.request(index)
         assert COUNTER.count(question.prompt) == one.prompt_tokens
@@ -332,8 +335,8 @@ def test_a_replay_has_the_trace_s_lengths() -> None:
 def test_replayed_prompts_share_exactly_the_blocks_of_equal_ids() -> None:
     """Two prompts agree through their equal leading ids, and by less than 4 tokens further."""
     ids = [(0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 5, 3), (6, 1, 2, 3), (0, 1), (), ()]
-    rows = [TraceRow(256, one) for one in ids]
-    replayed = replay(rows, seed=0, counter=COUNTER)
+    rows = [row_of(256, one) for one in ids]
+    replayed = Replay(rows, settings_of(0))
     prompts = [replayed.request(index).prompt for index in range(len(rows))]
     for i, first in enumerate(ids):
         for j, second in enumerate(ids[:i]):
@@ -344,29 +347,76 @@ def test_replayed_prompts_share_exactly_the_blocks_of_equal_ids() -> None:
 
 def test_a_replay_is_the_same_every_time() -> None:
     """Another replay of the same rows, asked backwards, has the same prompts."""
-    rows = [TraceRow(100 + k, (k % 3, k)) for k in range(20)]
-    first, again = (replay(rows, seed=0, counter=COUNTER) for _ in range(2))
+    rows = [row_of(100 + k, (k % 3, k)) for k in range(20)]
+    first, again = (Replay(rows, settings_of(0)) for _ in range(2))
     forwards = [first.request(index) for index in range(20)]
     assert [again.request(index) for index in reversed(range(20))] == forwards[::-1]
-    assert replay(rows, seed=1, counter=COUNTER).request(0) != forwards[0]
+    assert Replay(rows, settings_of(1)).request(0) != forwards[0]
 
 
 def test_rows_without_blocks_share_nothing(tmp_path) -> None:
     """Even over a text of one line, prompts part within their first words."""
     (tmp_path / "line").write_text("the same again ")
-    rows = [TraceRow(200)] * 10
-    replayed = replay(rows, seed=0, counter=COUNTER, text_file=tmp_path / "line")
+    rows = [row_of(200)] * 10
+    replayed = Replay(rows, settings_of(0, tmp_path / "line"))
     prompts = [replayed.request(index).prompt for index in range(10)]
     assert max(common_length(a, b) for a, b in pairwise(prompts)) < 16
 
 
 def test_a_replay_fits_the_server_and_keeps_what_is_shared() -> None:
     """Too long for the context, prompts lose their ends: the shared beginning stays."""
-    rows = [TraceRow(5000, (*range(70), k), output_tokens=4000) for k in (100, 200)]
-    replayed = replay(rows, seed=0, counter=COUNTER, max_model_len=1024)
+    rows = [row_of(5000, (*range(70), k), output_tokens=4000) for k in (100, 200)]
+    replayed = Replay(rows, settings_of(0, max_model_len=1024))
     questions = [replayed.request(index) for index in range(2)]
     assert all(COUNTER.count(q.prompt) + q.max_tokens <= 1024 for q in questions)
     assert questions[0].prompt == questions[1].prompt
+
+
+# --- files of requests ---------------------------------------------------------------------------
+
+
+def test_a_file_of_requests_starts_again_after_its_last(tmp_path) -> None:
+    """Line by line and then from the first one again, each with its own seed and the run's SLO."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 5, "stop": ["x"]}\n')
+    workload = make_workload(str(path), settings_of(7, slo=SLO))
+    requests = [workload.request(index) for index in range(3)]
+    assert [one.prompt for one in requests] == ["a", "b", "a"]
+    assert [one.max_tokens for one in requests] == [MAX_TOKENS, 5, MAX_TOKENS]
+    assert [one.seed for one in requests] == [7, 8, 9]
+    assert requests[1].extra == (("stop", ["x"]),)
+    assert {one.slo for one in requests} == {SLO}
+    limited = make_workload(str(path), settings_of(7, max_tokens=2))
+    assert {limited.request(index).max_tokens for index in range(2)} == {2}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: "),
+        ("[]", "line 2: "),
+        ("{}", "line 2: expected either `prompt` or `messages`"),
+        ('{"prompt": "a", "messages": []}', "line 2: expected either"),
+        ('{"messages": [{"role": "user", "content": 1}]}', "line 2: .*content"),
+        ('{"messages": [{"role": "user", "content": "a", "name": "b"}]}', "line 2: .*name"),
+        ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens must be positive"),
+        ('{"prompt": "a", "stream": false}', "line 2: the load generator sets stream itself"),
+    ],
+)
+def test_a_malformed_request_names_its_line(tmp_path, line: str, message: str) -> None:
+    """File, line and fault are named before anything is sent."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(ValueError, match=message) as refused:
+        make_workload(str(path), settings_of(0))
+    assert str(path) in str(refused.value)
+
+
+def test_a_file_without_requests_is_refused(tmp_path) -> None:
+    """An empty file is not a workload."""
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="has no requests"):
+        make_workload(str(tmp_path / "empty.jsonl"), settings_of(0))
 
 
 # --- lengths and counting -------------------------------------------------------------------------
@@ -394,16 +444,16 @@ def test_zipf_ranks_fall_as_the_power_says() -> None:
 
 def test_a_fitted_counter_is_right_for_the_sum_of_its_samples() -> None:
     """The ratio is characters over tokens of all samples together, and the source says how many."""
-    counter = fit_counter([("a" * 300, 100), ("b" * 100, 60)])
+    counter = TokenEstimator.measured([("a" * 300, 100), ("b" * 100, 60)])
     assert counter.characters_per_token == pytest.approx(2.5)
     assert counter.count("c" * 400) == 160
     assert counter.source == "measured on 2 texts"
-    assert ApproximateCounter().source == "estimated, not measured"
+    assert TokenEstimator().source == "estimated, not measured"
     for nothing in ([], [("", 3)], [("abc", 0)]):
-        with pytest.raises(ValueError, match="nothing to measure"):
-            fit_counter(nothing)
+        with pytest.raises(ValueError, match="cannot be measured"):
+            TokenEstimator.measured(nothing)
     with pytest.raises(ValueError, match="positive"):
-        ApproximateCounter(0.0)
+        TokenEstimator(0.0)
 
 
 @pytest.mark.parametrize("counter", [COUNTER, WordCounter()], ids=["ratio", "words"])
@@ -419,8 +469,7 @@ def test_a_cut_is_the_longest_beginning_that_fits(counter) -> None:
 
 def test_an_exact_counter_is_obeyed() -> None:
     """Whatever the counter counts, passages have the lengths wanted."""
-    replayed = replay(
-        [TraceRow(700), TraceRow(64 * 4, (1, 2, 3, 4))], seed=0, counter=WordCounter()
-    )
+    rows = [row_of(700), row_of(64 * 4, (1, 2, 3, 4))]
+    replayed = Replay(rows, settings_of(0, counter=WordCounter()))
     assert WordCounter().count(replayed.request(0).prompt) == 700
     assert WordCounter().count(replayed.request(1).prompt) == pytest.approx(256, abs=4)

@@ -27,10 +27,10 @@ from draftgate.gateway.dispatch.placement import Placement
 from draftgate.gateway.http.answer import speculation_reply
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.types import PlannedRequest, Record, TextChunk
-from draftgate.loadgen.workloads import ApproximateCounter, prompt_text
+from draftgate.loadgen.workloads.base import TokenEstimator, prompt_text
 from draftgate.policies.types import ServiceLevel, SpeculationMode
 
-COUNTER: Final = ApproximateCounter()
+COUNTER: Final = TokenEstimator()
 
 RECORDED: Final = {
     "code": ("completion", 0.0),

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import fsum, sqrt
 from typing import Any, Final
 
-from draftgate.loadgen.measuring.quantiles import student_quantile
+from draftgate.loadgen.measuring.confidence import student_quantile
 
 BATCHES: Final = 20
 """Batches per run. Law recommends no more, since longer batches depend less on each other."""

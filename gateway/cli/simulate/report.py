@@ -25,14 +25,13 @@ from draftgate.loadgen.measuring.speculation import total_speculation
 from draftgate.loadgen.report.charts import Chart, ChartSeries, distribution_chart
 from draftgate.loadgen.report.formatting import number, percent
 from draftgate.loadgen.report.html import (
-    classes_part,
-    decisions_part,
-    figures_part,
-    flattened,
     html_chart,
     html_page,
+    html_report_table,
+    html_settings,
     html_table,
 )
+from draftgate.loadgen.report.tables import class_table, metric_table, speculation_table
 from draftgate.loadgen.report.time_charts import load_chart
 from draftgate.loadgen.types import LoadRun
 
@@ -202,8 +201,7 @@ def _body(title: str, setup: Setup, results: Results) -> Iterator[str]:
     for outcome in results.outcomes:
         if outcome.run is not None:
             yield f"<h2>{escape(outcome.policy)}</h2>" + _policy_part(outcome.run)
-    settings = [[name, str(value)] for name, value in flattened(settings_of(setup))]
-    yield "<h2>The simulation</h2>" + html_table(["setting", "value"], settings, words=(1,))
+    yield "<h2>The simulation</h2>" + html_settings(settings_of(setup))
 
 
 def _charts(results: Results) -> Iterator[Chart]:
@@ -220,6 +218,7 @@ def _charts(results: Results) -> Iterator[Chart]:
 
 
 def _policy_part(run: LoadRun) -> str:
-    speculation = total_speculation(run.records)
-    decisions = "" if speculation is None else decisions_part(speculation)
-    return figures_part(run) + classes_part(run) + decisions
+    tables = [metric_table(run), class_table(run)]
+    if (speculation := total_speculation(run.records)) is not None:
+        tables.append(speculation_table(speculation))
+    return "".join(map(html_report_table, tables))

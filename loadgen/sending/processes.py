@@ -1,9 +1,9 @@
-"""Several processes send one load: each its part of the same plan, all from one instant on.
+"""Sends one load with several processes, each its part of the plan, all from one instant.
 
-One process is limited by its one core (`loadgen.sending.calibrate` says where). Here the parent
-sends nothing itself: it starts the processes, waits until all have made their questions, names the
-instant at which they begin, and merges what they report into one run. A process that dies, or did
-not keep up, makes the run INVALID.
+One process is limited by its core (`sending.calibrate` measures the limit). The parent itself sends
+nothing. It starts the processes, waits until all have built their requests, sets the instant at
+which they begin, and merges their reports into one run. A process that dies or does not keep up
+makes the run INVALID.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from msgspec.structs import replace as with_fields
+from msgspec.structs import replace as replace_fields
 
 from draftgate.loadgen.checking.audit import Verdict
 from draftgate.loadgen.events import End
-from draftgate.loadgen.planning.plan import Part
-from draftgate.loadgen.sending.health import of_processes
-from draftgate.loadgen.sending.processes.wire import (
+from draftgate.loadgen.planning.plan import PlanPart
+from draftgate.loadgen.sending.driver import resume_after_cancel
+from draftgate.loadgen.sending.health import merge_health
+from draftgate.loadgen.sending.sender import (
     REPORT,
     SenderJob,
     SenderReport,
@@ -36,42 +37,45 @@ from draftgate.loadgen.sending.processes.wire import (
 from draftgate.loadgen.types import LoadRun, Record
 
 AHEAD_S: Final = 0.1
-"""From naming the instant to the instant: a process reads its message within some milliseconds, and
-one that should need longer starts late, which its lag then tells."""
+"""How far ahead the common instant is set. A process reads its message within milliseconds; one
+that takes longer starts late, which its lag shows."""
 
 GRACE_S: Final = 10.0
-"""How long a process may take to stop; closing its streams takes it milliseconds."""
+"""How long a process may take to stop. Closing its streams takes milliseconds."""
 
 GONE: Final = (asyncio.IncompleteReadError, ConnectionError)
 
 
 async def run_in_processes(
     job: SenderJob,
-    processes: int,
     *,
     on_start: Callable[[], None] = lambda: None,
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> LoadRun:
-    """Send a load with so many processes, and return the run.
+    """Send a load with several processes, and return the run.
 
-    Cancelling stops it as `run_plan` is stopped; once one process died the others are stopped, too.
+    Cancelling stops it as it stops `run_plan`. When one process has died the others are stopped,
+    too.
 
     Args:
-        job: of all parts.
-        on_start: told of each request that started, a moment later.
-        on_record: told of each request that is over, a moment later.
+        job: of all parts; `job.target.processes` is their number.
+        on_start: called for each request that started, a moment later.
+        on_record: called with the record of each request that ended, a moment later.
 
     Raises:
         OSError: a process did not start.
     """
-    merger = Merger(processes, on_start, on_record)
+    processes = job.target.processes
+    merger = RunMerger(processes, on_start, on_record)
     async with AsyncExitStack() as stack:
         senders = [
-            await stack.enter_async_context(_sender(with_fields(job, part=Part(i, processes))))
+            await stack.enter_async_context(
+                _start_sender(replace_fields(job, part=PlanPart(i, processes)))
+            )
             for i in range(processes)
         ]
         for sender in senders:
-            await sender.ready()
+            await sender.wait_until_ready()
         at_s = time.monotonic() + AHEAD_S
         for sender in senders:
             sender.writer.write(frame(SenderStart(at_s)))
@@ -80,23 +84,22 @@ async def run_in_processes(
             await asyncio.wait(following, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             merger.run.interrupted = True
-            if (this := asyncio.current_task()) is not None:
-                this.uncancel()
+            resume_after_cancel()
         await _stop(senders, following)
         for sender, task in zip(senders, following, strict=True):
-            death = await sender.death()
+            death = await sender.wait_for_exit()
             if task.cancelled() or isinstance(task.exception(), GONE):
-                merger.lost(sender.part, death)
+                merger.lose(sender.part, death)
             else:
                 task.result()  # raises what a callback raised
-    return merger.merged()
+    return merger.merge()
 
 
 @dataclass(slots=True)
-class Sender:
-    """A process that sends a part, as its parent sees it."""
+class SenderProcess:
+    """A sending process, as its parent sees it."""
 
-    part: Part
+    part: PlanPart
     process: Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -105,34 +108,30 @@ class Sender:
         """Return its next report; raise one of `GONE` if it died."""
         return await receive(self.reader, REPORT)
 
-    async def ready(self) -> None:
-        """Wait until its questions are made.
+    async def wait_until_ready(self) -> None:
+        """Wait until it has built its requests.
 
         Raises:
-            OSError: it died before.
+            OSError: it died before that.
         """
         try:
             await self.report()
         except GONE:
-            name = name_of(self.part)
-            raise OSError(f"{name} did not start: {await self.death()}") from None
+            death = await self.wait_for_exit()
+            raise OSError(f"{describe(self.part)} did not start: {death}") from None
 
-    def stop(self) -> None:
-        """Tell it to close its streams and to report the end."""
-        self.writer.write_eof()
-
-    async def death(self) -> str:
-        """Wait until it ended, and return how, in words."""
+    async def wait_for_exit(self) -> str:
+        """Wait until it has ended, and return how, in words."""
         try:
             async with asyncio.timeout(GRACE_S):
                 status = await self.process.wait()
         except TimeoutError:
-            return "it did not stop when told to"
+            return "it did not stop when asked to"
         return f"by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-class Merger:
-    """Makes one run of what several processes report."""
+class RunMerger:
+    """Merges the reports of several processes into one run."""
 
     def __init__(
         self, processes: int, on_start: Callable[[], None], on_record: Callable[[Record], None]
@@ -142,76 +141,72 @@ class Merger:
         self._on_record = on_record
         self._ends: list[End | None] = [None] * processes
         self._open = [0] * processes
-        self._streams: dict[str, int] = {}
+        self._stream_owners: dict[str, int] = {}
 
-    async def follow(self, sender: Sender) -> None:
-        """Take a process' reports to its end; raise one of `GONE` if it dies before."""
+    async def follow(self, sender: SenderProcess) -> None:
+        """Take the reports of a process to its end; raise one of `GONE` if it dies before."""
         index = sender.part.index
         while self._ends[index] is None:
             self.take(index, await sender.report())
 
     def take(self, index: int, report: SenderReport) -> None:
-        """Take what a process reported."""
+        """Add a report of the process with that index."""
         for _ in range(report.started):
             self._on_start()
-        for told in report.records:
-            record = self._checked(index, told)
+        for reported in report.records:
+            record = self._check_stream(index, reported)
             self.run.records.append(record)
             self._on_record(record)
         self._open[index] += report.started - len(report.records)
         self._ends[index] = report.end
 
-    def lost(self, part: Part, death: str) -> None:
+    def lose(self, part: PlanPart, death: str) -> None:
         """Note that a process died."""
-        unknown = f"what became of {self._open[part.index]} open requests is not known"
-        self.run.lost = (*self.run.lost, f"{name_of(part)} died: {death}; {unknown}")
+        unknown = f"the outcome of {self._open[part.index]} open requests is unknown"
+        self.run.lost = (*self.run.lost, f"{describe(part)} died: {death}; {unknown}")
         self.run.interrupted = True
 
-    def merged(self) -> LoadRun:
-        """Return the run: it ends with the last process, and is as healthy as the worst."""
+    def merge(self) -> LoadRun:
+        """Return the run. It ends with the last process, and its health is that of the worst."""
         run, ends = self.run, [end for end in self._ends if end is not None]
         run.records.sort(key=lambda record: record.end_s)
         known_s = run.records[-1].end_s if run.records else 0.0
         run.duration_s = max((end.duration_s for end in ends), default=known_s)
         schedules = [e.scheduled_duration_s for e in ends if e.scheduled_duration_s is not None]
         run.scheduled_duration_s = max(schedules, default=None)
-        run.health = of_processes([None if end is None else end.health for end in self._ends])
+        run.health = merge_health([None if end is None else end.health for end in self._ends])
         return run
 
-    def _checked(self, index: int, record: Record) -> Record:
-        """Return the record, at fault if its stream has the id of one of another process.
+    def _check_stream(self, index: int, record: Record) -> Record:
+        """Return the record, with a fault if another process had a stream of the same id.
 
-        Within a process its own audit finds that.
+        Within a process the audit of each stream checks that.
         """
         if not record.stream_id:
             return record
-        owner = self._streams.setdefault(record.stream_id, index)
+        owner = self._stream_owners.setdefault(record.stream_id, index)
         if owner == index or record.verdict != Verdict.OK:
             return record
         detail = f"another stream of the run has the id {record.stream_id!r}"
         return replace(record, verdict=Verdict.CROSSED.value, detail=detail)
 
 
-def name_of(part: Part) -> str:
-    """Return what a part's process is called in words."""
+def describe(part: PlanPart) -> str:
+    """Return the name of a part's process in words."""
     return f"process {part.index + 1} of {part.of} of the generator"
 
 
 @asynccontextmanager
-async def _sender(job: SenderJob) -> AsyncGenerator[Sender, None]:
-    """SenderStart a process and give it its job; when left, it is no more.
+async def _start_sender(job: SenderJob) -> AsyncGenerator[SenderProcess, None]:
+    """Start a process and give it its job. On exit it is gone.
 
-    It has a session of its own, so that a terminal's Ctrl-C reaches the parent alone.
+    The process has a session of its own, so that a terminal's Ctrl-C reaches the parent alone.
     """
     ours, theirs = socket.socketpair()
+    module = "draftgate.loadgen.sending.sender"
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "draftgate.loadgen.sending.processes.sender",
-                str(theirs.fileno()),
-            ),
+            *(sys.executable, "-m", module, str(theirs.fileno())),
             stdin=DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
@@ -219,7 +214,7 @@ async def _sender(job: SenderJob) -> AsyncGenerator[Sender, None]:
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     try:
         writer.write(frame(job))
-        yield Sender(job.part, process, reader, writer)
+        yield SenderProcess(job.part, process, reader, writer)
     finally:
         writer.close()
         if process.returncode is None:
@@ -227,11 +222,11 @@ async def _sender(job: SenderJob) -> AsyncGenerator[Sender, None]:
         await process.wait()
 
 
-async def _stop(senders: Sequence[Sender], following: Sequence[asyncio.Task[None]]) -> None:
-    """Tell those that have not ended to stop, and wait; who does not is not followed any more."""
+async def _stop(senders: Sequence[SenderProcess], following: Sequence[asyncio.Task[None]]) -> None:
+    """Ask the processes that still run to stop, and wait; give up on those that do not."""
     for sender, task in zip(senders, following, strict=True):
         if not task.done():
-            sender.stop()
+            sender.writer.write_eof()  # it closes its streams and reports the end
     _, hanging = await asyncio.wait(following, timeout=GRACE_S)
     for task in hanging:
         task.cancel()

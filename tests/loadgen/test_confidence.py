@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftgate.loadgen.measuring.bootstrap import (
+from draftgate.loadgen.measuring.confidence import (
     block_length,
-    inflation,
     resampled_counts,
+    variance_inflation,
 )
 
 
@@ -57,6 +57,6 @@ def test_the_block_length_is_that_of_theory() -> None:
 
 def test_the_variance_of_a_mean_is_inflated_by_neighbours() -> None:
     """For AR(1) with r it is (1 + r) / (1 - r) times that of independent values; at least 1."""
-    found = [inflation(autoregressive(0.7, 2000, seed)) for seed in range(20)]
+    found = [variance_inflation(autoregressive(0.7, 2000, seed)) for seed in range(20)]
     assert np.median(found) == pytest.approx(1.7 / 0.3, rel=0.3)
-    assert inflation(np.tile([0.0, 1.0], 50)) == 1.0
+    assert variance_inflation(np.tile([0.0, 1.0], 50)) == 1.0

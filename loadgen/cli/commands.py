@@ -1,0 +1,312 @@
+"""The commands: what they run, print and write, and their exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import aiohttp
+import typer
+import uvloop
+from rich.console import Console
+
+from draftgate.loadgen.checking.audit import Verdict
+from draftgate.loadgen.checking.lossless import LosslessCheck
+from draftgate.loadgen.cli.flags import (
+    HtmlOut,
+    JsonOut,
+    OutputFlags,
+    Processes,
+    RequestFlags,
+    ScheduleFlags,
+    SearchFlags,
+    ServerFlags,
+    Url,
+)
+from draftgate.loadgen.command_line import reason
+from draftgate.loadgen.compare import report as compare_report
+from draftgate.loadgen.compare.comparison import compare as compare_runs
+from draftgate.loadgen.compare.comparison import parse_threshold
+from draftgate.loadgen.events import read_events
+from draftgate.loadgen.measuring.summary import summarize
+from draftgate.loadgen.other_tools import render_as
+from draftgate.loadgen.report.page import page
+from draftgate.loadgen.report.runs import RunReport, name_of
+from draftgate.loadgen.report.terminal import render, render_side_by_side
+from draftgate.loadgen.search import report as search_report
+from draftgate.loadgen.search.runner import search_load
+from draftgate.loadgen.search.types import ProbeResult, SearchResult, StopReason
+from draftgate.loadgen.sending.calibrate import CalibrationProbe
+from draftgate.loadgen.sending.calibrate import calibrate as find_ceilings
+from draftgate.loadgen.sending.calibrate import render as render_ceilings
+from draftgate.loadgen.sending.health import invalid_reasons
+from draftgate.loadgen.sending.run import run_load
+from draftgate.loadgen.sweep import (
+    Done,
+    Sweep,
+    parse_rates,
+    parse_targets,
+    run_sweep,
+    shuffled_cells,
+)
+from draftgate.loadgen.sweep import as_dict as sweep_as_dict
+from draftgate.loadgen.types import LoadRun, Record
+
+NOT_INTACT: Final = 1
+REGRESSION: Final = 1
+ONLY_A_BOUND: Final = 1
+USAGE: Final = 2
+INVALID: Final = 3
+REFUSED: Final = 4
+
+REFUSALS: Final = frozenset({429, 503})
+"""Statuses by which a server refuses requests that it cannot serve now. That is an answer, and not
+a broken stream."""
+
+
+def run(
+    url: Url,
+    request: RequestFlags,
+    schedule: ScheduleFlags,
+    server: ServerFlags,
+    output: OutputFlags,
+    processes: Processes = 1,
+    verify_lossless: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Replay this many answers without speculation, and compare the texts.",
+            rich_help_panel=OutputFlags.panel,
+        ),
+    ] = 0,
+    events_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--events",
+            help="Write the events (JSON lines) here.",
+            rich_help_panel=OutputFlags.panel,
+        ),
+    ] = None,
+) -> None:
+    """Send load and check every stream.
+
+    Exit status: 0; 1 if a stream was not intact or a replay differed; 2 if the server cannot be
+    reached or the flags are wrong; 3 if the run is INVALID because this generator did not keep up
+    or was interrupted; 4 if the server refused requests (429, 503), and nothing worse happened.
+    """
+    with _explained(f"cannot load {url}"):
+        target = server.target(url, verify=verify_lossless, events=events_out, processes=processes)
+        load = schedule.load(request)
+        ran, check = uvloop.run(run_load(load, target, Console(stderr=True)))
+        _print_reports([RunReport(url, ran, check)], output)
+    raise typer.Exit(exit_status(ran, check))
+
+
+def report(
+    events: Annotated[
+        list[str], typer.Argument(help="What `--events` wrote; several are shown side by side.")
+    ],
+    output: OutputFlags,
+) -> None:
+    """Report on the events of a run as `run` does, with the same exit status.
+
+    Runs of one name are points of one curve over the rate. The name is that of the file without
+    rate and round (`auto` for `auto-1.5-2.jsonl`), or given as NAME=FILE.
+    """
+    with _explained("cannot report"):
+        reports = [_read(named) for named in events]
+        _print_reports(reports, output)
+    raise typer.Exit(worst(exit_status(one.run, one.lossless) for one in reports))
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="Events of the run before (`--events`).")],
+    b: Annotated[Path, typer.Argument(help="Events of the run after.")],
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Judge only this, and allow it to worsen by: METRIC[:STATISTIC]:MOST,"
+            " e.g. ttft_s:p90:5% or attainment:0.02 (repeatable)."
+        ),
+    ] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Compare run B with run A: what changed, with bootstrap intervals.
+
+    Exit status: 0; 1 if a metric worsened for certain (all are judged together, or those with a
+    `--threshold`, beyond it); 2 if the runs cannot be compared; 3 if one of them is INVALID.
+    """
+    with _explained("cannot compare"):
+        thresholds = [parse_threshold(text) for text in threshold or ()]
+        found = compare_runs(read_events(a)[0], read_events(b)[0], thresholds)
+        Console().print(compare_report.render(found))
+        write_json(json_out, compare_report.as_dict(found))
+    if found.invalid:
+        raise typer.Exit(INVALID)
+    raise typer.Exit(REGRESSION if found.regressed else 0)
+
+
+def sweep(  # noqa: PLR0913, PLR0917 - flags
+    servers: Annotated[
+        list[str], typer.Argument(help="URL, or several with names: off=http://127.0.0.1:8001 ...")
+    ],
+    request: RequestFlags,
+    server: ServerFlags,
+    rates: Annotated[str, typer.Option(help="Requests per second, with commas: 0.5,1,2.")],
+    arrival: Annotated[str | None, typer.Option(help="As of `run`; default: poisson.")] = None,
+    duration: Annotated[float, typer.Option(help="Seconds to send in each cell.")] = 30.0,
+    rounds: Annotated[int, typer.Option(min=1, help="How often to run each cell.")] = 1,
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="Uncounted requests to each server first.")
+    ] = 8,
+    events_out: Annotated[
+        Path | None,
+        typer.Option(
+            "--events", help="Folder for the events of each cell; valid ones are not run again."
+        ),
+    ] = None,
+    json_out: JsonOut = None,
+    html_out: HtmlOut = None,
+) -> None:
+    """Run every rate against every server and mode (`--speculation off,ngram:4`), interleaved.
+
+    Within a round the order is shuffled. At one rate all get the same requests at the same
+    instants. Ctrl-C keeps what is done. Exit status as of `run`, the worst of all cells.
+    """
+    with _explained("cannot sweep"):
+        modes = request.speculation.split(",") if request.speculation else []
+        targets, at = parse_targets(servers, modes), parse_rates(rates)
+        unmoded = replace(request, speculation=None)
+        base = unmoded.load(rate_rps=at[0], arrival=arrival, duration_s=duration)
+        cells = tuple(shuffled_cells(targets, at, rounds, base.seed))
+        planned = Sweep(cells, base, server.target(""), warm_up, events_out)
+        done = uvloop.run(run_sweep(planned, Console(stderr=True)))
+        if not done:
+            raise ValueError("interrupted before the first cell was done")
+        write_json(json_out, report_sweep(planned, done, html_out))
+    unfinished = INVALID if len(done) < len(cells) else 0
+    raise typer.Exit(worst([unfinished, *(exit_status(one.run, None) for _, one in done)]))
+
+
+def search(
+    url: Url,
+    request: RequestFlags,
+    wanted: SearchFlags,
+    server: ServerFlags,
+    rate: Annotated[float, typer.Option(help="The first rate to try, in requests/s.")] = 1.0,
+    arrival: Annotated[str | None, typer.Option(help="As of `run`.")] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Find the highest rate at which enough requests meet their SLO.
+
+    Exit status: 0; 1 if the interval is wider than requested, or only a bound was found; 2 if the
+    server cannot be reached or the flags are wrong; 3 if this generator could not send faster.
+    """
+    errors = Console(stderr=True)
+
+    def print_probe(probed: ProbeResult, result: SearchResult) -> None:
+        line = search_report.describe_probe(probed, result)
+        errors.print(line, markup=False, highlight=False)
+
+    with _explained(f"cannot search {url}"):
+        load = request.load(rate_rps=rate, arrival=arrival)
+        searching = search_load(load, server.target(url), print_probe, **wanted.goal())
+        found = uvloop.run(searching)
+        Console().print(search_report.render(found))
+        write_json(json_out, search_report.as_dict(found))
+    if found.result.stop is StopReason.GENERATOR:
+        raise typer.Exit(INVALID)
+    raise typer.Exit(0 if found.result.stop is StopReason.PRECISE else ONLY_A_BOUND)
+
+
+def calibrate(
+    processes: Processes = 1,
+    probe_s: Annotated[float, typer.Option(help="Seconds of each of some twenty probes.")] = 4.0,
+) -> None:
+    """Measure how much load this generator can send on this machine, against a stub server."""
+    errors = Console(stderr=True)
+
+    def print_probe(probe: CalibrationProbe) -> None:
+        verdict = f"not sustained: {probe.reasons[0]}" if probe.reasons else "sustained"
+        errors.print(f"{probe.rate_rps:.0f}/s, {probe.open_streams:.0f} open: {verdict}")
+
+    with _explained("cannot calibrate"):
+        measuring = find_ceilings(processes=processes, probe_s=probe_s, on_probe=print_probe)
+        Console().print(render_ceilings(uvloop.run(measuring)))
+
+
+def exit_status(ran: LoadRun, check: LosslessCheck | None) -> int:
+    """Return the exit status of a run."""
+    fine = {Verdict.OK.value, Verdict.INTERRUPTED.value}
+    others = [record for record in ran.records if record.verdict not in fine]
+    if not all(map(_is_refused, others)) or (check is not None and not check.passed):
+        return NOT_INTACT
+    if invalid_reasons(ran):
+        return INVALID
+    return REFUSED if others else 0
+
+
+def worst(statuses: Iterable[int]) -> int:
+    """Return the exit status of several runs: that of the worst of them."""
+    return max(statuses, key=(0, REFUSED, INVALID, NOT_INTACT).index, default=0)
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write a value, indented, if there is a path."""
+    if path is not None:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def report_sweep(planned: Sweep, done: Done, html_out: Path | None) -> dict[str, Any]:
+    """Print the tables of a sweep, write its page, and return its `sweep/1`."""
+    in_order = sorted(done, key=lambda one: (one[1].name, one[0].rate_rps, one[0].round))
+    reports = [one for _, one in in_order]
+    Console().print(render_side_by_side(reports))
+    _write_page(html_out, reports)
+    return sweep_as_dict(planned, done)
+
+
+def _is_refused(record: Record) -> bool:
+    return record.verdict == Verdict.HTTP_STATUS.value and record.status in REFUSALS
+
+
+def _read(named: str) -> RunReport:
+    name, given, file = named.rpartition("=")
+    path = Path(named if Path(named).exists() else file)
+    ran, check = read_events(path)
+    return RunReport(name if given and path == Path(file) else name_of(path, ran), ran, check)
+
+
+def _print_reports(reports: Sequence[RunReport], output: OutputFlags) -> None:
+    """Print the tables of runs, and write their results and their page."""
+    console = Console()
+    alone = reports[0] if len(reports) == 1 else None
+    tables = render_side_by_side(reports) if alone is None else render(alone.run, alone.lossless)
+    console.print(tables)
+    if output.tool is not None:
+        for one in reports:
+            console.print("" if alone else f"\n{one.name}", markup=False)
+            console.print(render_as(one.run, output.tool))
+    runs = [{"name": r.name, "summary": summarize(r.run, r.lossless)} for r in reports]
+    both = {"format": "reports/1", "runs": runs}
+    write_json(output.json_out, both if alone is None else runs[0]["summary"])
+    _write_page(output.html_out, reports)
+
+
+def _write_page(path: Path | None, reports: Sequence[RunReport]) -> None:
+    if path is not None:
+        path.write_text(page(reports), encoding="utf-8")
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Print an expected error as one line, and exit with the status of wrong usage."""
+    try:
+        yield
+    except (aiohttp.ClientError, ImportError, TimeoutError, OSError, ValueError) as error:
+        typer.echo(f"{what}: {reason(error)}", err=True)
+        raise typer.Exit(USAGE) from None

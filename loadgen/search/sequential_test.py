@@ -1,0 +1,86 @@
+"""Judges a probe while it runs: which outcomes count, and when the probe may end. Pure.
+
+The verdict is checked again and again, so its interval must hold at all times at once. It is the
+asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas (Time-uniform
+central limit theory and asymptotic confidence sequences, Annals of Statistics 52(6), 2024), over
+the means of batches,
+
+    mean +- sd * sqrt(2 (t rho^2 + 1) / (t^2 rho^2) * log(sqrt(t rho^2 + 1) / alpha)),
+
+of t batches. Their standard deviation `sd` includes what the queue adds (`search.rate_fit`). It is
+at least that of independent requests at the requested share, and that of the earlier probes. A
+verdict only guides the search and ends probes. The interval of the rate rests on probes that were
+not cut by it, if there are any.
+"""
+
+from __future__ import annotations
+
+from math import log, sqrt
+from typing import Final
+
+from draftgate.loadgen.search.rate_fit import SMALLEST_BATCH, dispersion
+from draftgate.loadgen.search.types import ProbeVerdict, SearchGoal, SearchProbe
+
+ALPHA: Final = 0.1
+"""Share of wrong verdicts exactly at the root; farther off there are fewer. A smaller one lengthens
+probes that only show where not to look."""
+
+RHO: Final = 0.84
+"""Makes the sequence tightest at 10 batches: `sqrt((-2 log a + log(-2 log a) + 1) / 10)` (ib.)."""
+
+
+class SequentialTest:
+    """Judges a probe by its outcomes, given in the order of the schedule."""
+
+    def __init__(self, probe: SearchProbe, goal: SearchGoal) -> None:
+        self._probe = probe
+        self._share = goal.share
+        self._warm_up: list[bool] = []
+        self._met: list[bool] = []
+
+    @property
+    def met(self) -> tuple[bool, ...]:
+        """The outcomes that count; without any, those of the later half of the warm-up.
+
+        The latter happens if the verdict was clear during the warm-up. While a queue grows, later
+        outcomes say more.
+        """
+        return tuple(self._met or self._warm_up[len(self._warm_up) // 2 :])
+
+    def add(self, at_s: float, met: bool) -> bool:
+        """Add the outcome of a request, and return whether the probe may end.
+
+        Args:
+            at_s: its scheduled instant, in seconds from the start of the run.
+        """
+        warming = at_s < self._probe.warm_up_s
+        seen = self._warm_up if warming else self._met
+        seen.append(met)
+        enough = len(self._met) >= self._probe.requests
+        if len(seen) % SMALLEST_BATCH:
+            return enough
+        verdict = self.verdict
+        if warming:
+            # An empty queue flatters: a rate that fails already will fail, one that holds may not.
+            return verdict is ProbeVerdict.FAILS
+        return verdict is not ProbeVerdict.DOUBTFUL or enough
+
+    @property
+    def verdict(self) -> ProbeVerdict:
+        """What is known so far."""
+        met = self.met
+        batches = len(met) // SMALLEST_BATCH
+        if batches < self._probe.least_requests // SMALLEST_BATCH or batches == 0:
+            return ProbeVerdict.DOUBTFUL
+        share, wanted = sum(met) / len(met), self._share
+        variance = max(wanted * (1.0 - wanted), share * (1.0 - share))
+        factor = max(self._probe.dispersion, dispersion([met]).factor)
+        if abs(share - wanted) <= sqrt(variance * factor / SMALLEST_BATCH) * _radius(batches):
+            return ProbeVerdict.DOUBTFUL
+        return ProbeVerdict.HOLDS if share > wanted else ProbeVerdict.FAILS
+
+
+def _radius(count: int) -> float:
+    """Return half the width of the confidence sequence after `count` values of unit variance."""
+    scaled = count * RHO * RHO
+    return sqrt(2 * (scaled + 1) / (count * scaled) * log(sqrt(scaled + 1) / ALPHA))

@@ -1,0 +1,177 @@
+"""One of several processes that send a load: builds its part of the plan, sends it, and reports.
+
+`python -m draftgate.loadgen.sending.sender FD` is started by `sending.processes` and exchanges
+messages over the inherited socket. It stops when the other end of the socket is closed, also by the
+parent's death, so that no process is left over.
+
+    parent -- SenderJob, SenderStart --> sender      the end of the stream means: stop
+    parent <------ SenderReport -------- sender      first: the plan is built; last: the end
+
+A message is MessagePack after its length in four bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from contextlib import suppress
+from struct import Struct as Layout
+from typing import Final, TypeVar
+
+import uvloop
+from msgspec import Struct
+from msgspec.msgpack import Decoder, Encoder
+
+from draftgate.loadgen.events import End
+from draftgate.loadgen.planning.plan import WHOLE, Load, PlanPart, make_plan
+from draftgate.loadgen.planning.traces import read_trace
+from draftgate.loadgen.sending.client import open_session
+from draftgate.loadgen.sending.clock import start_clock
+from draftgate.loadgen.sending.driver import TIMER_S, run_plan, timed_requests
+from draftgate.loadgen.sending.passage_index import build_retriever
+from draftgate.loadgen.sending.target import ServerInfo, Target
+from draftgate.loadgen.types import SINGLE, PlannedRequest, Record
+
+T = TypeVar("T")
+
+REPORT_S: Final = 0.05
+"""How long a report collects. The live view is drawn twice a second and needs none sooner. One
+write for each of 3,000 requests per second, and the parent's handling of it, would take CPU from
+the processes that measure."""
+
+
+class SenderJob(Struct, frozen=True):
+    """What a process needs in order to send its part of a load.
+
+    Attributes:
+        server: what the server reported, so that all parts are of the same plan.
+    """
+
+    load: Load
+    target: Target
+    server: ServerInfo
+    part: PlanPart = WHOLE
+
+
+class SenderStart(Struct):
+    """When to begin, in seconds of the monotonic clock, which all processes share."""
+
+    at_s: float
+
+
+class SenderReport(Struct, omit_defaults=True):
+    """What happened since the last report.
+
+    Attributes:
+        started: how many requests were started.
+        records: of the requests that ended, with their texts.
+        end: set in the last report.
+    """
+
+    started: int = 0
+    records: list[Record] = []
+    end: End | None = None
+
+
+JOB: Final = Decoder(SenderJob, dec_hook=lambda kind, value: kind(value))
+START: Final = Decoder(SenderStart)
+REPORT: Final = Decoder(SenderReport, dec_hook=lambda _kind, _value: SINGLE)  # flows are not sent
+
+_encoder: Final = Encoder(enc_hook=str)  # for paths, and for flows, which no receiver reads
+_LENGTH: Final = Layout(">I")
+
+
+def frame(message: SenderJob | SenderStart | SenderReport) -> bytes:
+    """Return a message with its length."""
+    content = _encoder.encode(message)
+    return _LENGTH.pack(len(content)) + content
+
+
+async def receive(reader: asyncio.StreamReader, decoder: Decoder[T]) -> T:
+    """Return the next message.
+
+    Raises:
+        asyncio.IncompleteReadError, ConnectionError: the other side is gone.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return decoder.decode(await reader.readexactly(length))
+
+
+class ReportBuffer:
+    """Collects events of the run into reports."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._next = SenderReport()
+        self._flushing: asyncio.TimerHandle | None = None
+
+    def start(self, _: PlannedRequest) -> None:
+        """Report a request that is being sent."""
+        self._next.started += 1
+        self._flush_soon()
+
+    def record(self, record: Record) -> None:
+        """Report a request that has ended."""
+        self._next.records.append(record)
+        self._flush_soon()
+
+    def flush(self, end: End | None = None) -> None:
+        """Write the report now."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._flushing, self._next.end = None, end
+        self._writer.write(frame(self._next))
+        self._next = SenderReport()
+
+    def _flush_soon(self) -> None:
+        if self._flushing is None:
+            self._flushing = self._loop.call_later(REPORT_S, self.flush)
+
+
+async def send(channel: socket.socket) -> None:
+    """Carry out the job that the parent at the other end sends. Return early if it is gone.
+
+    Raises:
+        OSError, ValueError: the plan cannot be built.
+    """
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    with suppress(asyncio.IncompleteReadError, ConnectionError):
+        job = await receive(reader, JOB)
+        load, server, buffer = job.load, job.server, ReportBuffer(writer)
+        async with open_session(job.target.api_key) as session:
+            client = job.target.client(session, server.model)
+            plan = make_plan(
+                load,
+                rows=() if load.trace is None else read_trace(load.trace),
+                counter=server.counter,
+                max_model_len=server.max_model_len,
+                retriever=await build_retriever(client, load, server.counter),
+                part=job.part,
+            )
+            buffer.flush()
+            clock = start_clock((await receive(reader, START)).at_s)
+            await asyncio.sleep(max(0.0, TIMER_S - clock()))  # timers are at most that early
+            running = asyncio.create_task(
+                run_plan(
+                    client,
+                    timed_requests(plan, load),
+                    concurrency=plan.concurrency,
+                    on_start=buffer.start,
+                    on_record=buffer.record,
+                    start_clock=lambda: clock,
+                )
+            )
+            stopped = asyncio.create_task(reader.read())
+            await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+            running.cancel()
+            stopped.cancel()
+            run = await running
+        buffer.flush(End.of(run))
+        writer.close()
+        await writer.wait_closed()
+
+
+if __name__ == "__main__":
+    uvloop.run(send(socket.socket(fileno=int(sys.argv[1]))))
